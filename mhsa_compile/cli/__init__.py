@@ -1,0 +1,74 @@
+"""The command `mhsa`. Each command imports the rooms it needs when it runs, so that `mhsa --help` answers at once."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from mhsa_compile.cli import benching, compiling, diagnosing, inspecting, running
+from mhsa_compile.errors import MhsaError, OutputError
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "compile": compiling.compile_source,
+    "run": running.run,
+    "verify": running.verify,
+    "bench": benching.bench,
+    "inspect": inspecting.inspect,
+    "targets": inspecting.targets,
+    "doctor": diagnosing.doctor,
+}
+
+
+class _Commands(TyperGroup):
+    """The one place where bad input becomes one message on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MhsaError as error:
+            _refuse(error)
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            _refuse(_unwritable(error))
+
+
+def _refuse(error: MhsaError) -> None:
+    typer.secho("Error: ", fg="red", err=True, nl=False)
+    typer.echo(str(error), err=True)
+    raise typer.Exit(2) from error
+
+
+def _unwritable(error: OSError) -> OutputError:
+    place = repr(error.filename) if error.filename else "file system"
+    next_step = "Free some space, or choose another place with -o or TMPDIR."
+    return OutputError(place, "room for it, and permission", error.strerror or str(error), next_step)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from mhsa_compile import __version__
+
+        typer.echo(f"mhsa {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Compile multi-head attention for a target, then run, verify and time what was compiled."""
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, callback=_root, pretty_exceptions_show_locals=False)
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="mhsa")

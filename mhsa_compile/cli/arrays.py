@@ -1,0 +1,93 @@
+"""Arrays for a call: read from .npy files, drawn at random, written as one .npz."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mhsa_compile.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    from mhsa_compile.artifact import TensorInfo
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given
+
+
+def read(assignments: Sequence[str]) -> dict[str, Array]:
+    """From NAME=FILE.npy. Raises InputError."""
+    return {name: _load(name, path) for name, path in map(_split, assignments)}
+
+
+def complete(
+    given: Mapping[str, Array], inputs: Iterable[TensorInfo], dims: Mapping[str, int], seed: int
+) -> dict[str, Array]:
+    """`given`, and random arrays for what it lacks; dims are the given arrays', else those of `dims`, else defaults."""
+    inputs = tuple(inputs)
+    sizes: dict[str, int] = {**dims}
+    for info in inputs:
+        if info.name in given:
+            sizes |= {str(dim): size for dim, size in zip(info.dims, given[info.name].shape, strict=False)}
+    rng = np.random.default_rng(seed)
+    drawn = {info.name: _random(info, sizes, rng) for info in inputs if info.name not in given}
+    return {**given, **drawn}
+
+
+def write(path: Path, arrays: Mapping[str, Array]) -> None:
+    """One uncompressed .npz, whole or not at all. Raises OutputError."""
+    if not path.absolute().parent.is_dir():
+        raise OutputError("--output", "a file in a folder that exists", str(path), f"Create {path.parent} first.")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub mistakes the names for allow_pickle
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _split(assignment: str) -> tuple[str, Path]:
+    name, separator, path = assignment.partition("=")
+    if not (name and separator and path):
+        raise InputError("--input", "NAME=FILE.npy", repr(assignment))
+    return name, Path(path)
+
+
+def _load(name: str, path: Path) -> Array:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"--input {name}", "an .npy file", f"{path} ({error})") from error
+    if not isinstance(array, np.ndarray):
+        raise InputError(f"--input {name}", "one array in an .npy file", f"{path}, an archive of several")
+    return array
+
+
+def _random(info: TensorInfo, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
+    shape = tuple(_size(info.name, dim, sizes) for dim in info.dims)
+    if info.dtype == "bool":
+        array = rng.random(shape) < 0.9
+        array[..., 0] = True
+        return array
+    if np.issubdtype(np.dtype(info.dtype), np.integer):
+        return rng.integers(0, 2, shape).astype(info.dtype)
+    return rng.standard_normal(shape).astype(info.dtype)
+
+
+def _size(name: str, dim: int | str, sizes: Mapping[str, int]) -> int:
+    """The size of a dim: fixed, given, a mask's axis ("mask_L" is L or 1), or the default."""
+    if isinstance(dim, int):
+        return dim
+    symbol = dim.removeprefix("mask_")
+    size = sizes.get(dim) or sizes.get(symbol) or _DEFAULT_SIZES.get(symbol)
+    if size is None and symbol == "S":
+        size = sizes.get("L", _DEFAULT_SIZES["L"])
+    if size is None and dim.startswith("mask_"):
+        size = 1
+    if size is None:
+        raise InputError(name, f"a size for its dim {dim!r}", "none", f"Give the array: --input {name}={name}.npy")
+    return size

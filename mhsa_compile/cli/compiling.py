@@ -1,0 +1,88 @@
+"""`mhsa compile`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mhsa_compile.cli import options, output, sources
+
+if TYPE_CHECKING:
+    from mhsa_compile.artifact import Artifact
+
+_SPEC = "The spec, instead of SOURCE"
+
+
+def _field(flag: str, help: str) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel=_SPEC, show_default=False)
+
+
+EmbedDim = Annotated[int | None, _field("--embed-dim", "D, the width of the activations.")]
+NumHeads = Annotated[int | None, _field("--num-heads", "H, query heads.")]
+NumKvHeads = Annotated[int | None, _field("--num-kv-heads", "G, key and value heads; H if not given.")]
+HeadDim = Annotated[int | None, _field("--head-dim", "E, the width of a query or key head; D / H if not given.")]
+VHeadDim = Annotated[int | None, _field("--v-head-dim", "F, the width of a value head; E if not given.")]
+KvEmbedDim = Annotated[int | None, _field("--kv-embed-dim", "Cross-attention: the width of the second input.")]
+Bias = Annotated[bool | None, _field("--bias/--no-bias", "Biases of the four projections.")]
+Causal = Annotated[Literal["true", "top_left", "bottom_right"] | None, _field("--causal", "Which keys a query sees.")]
+Mask = Annotated[Literal["bool", "additive", "key_padding"] | None, _field("--mask", "The mask a call takes.")]
+Scale = Annotated[float | None, _field("--scale", "Factor of the scores; 1 / sqrt(E) if not given.")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, _field("--dtype", "Of activations and weights.")]
+
+
+def compile_source(
+    source: sources.Source = None,
+    *,
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The artifact's folder.")],
+    target: Annotated[str, typer.Option(help="A name from `mhsa targets`, or a .toml file.")] = "native",
+    force: Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")] = False,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    kv_length: options.KvLength = None,
+    dump: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what passes between the stages.")] = None,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+    embed_dim: EmbedDim = None,
+    num_heads: NumHeads = None,
+    num_kv_heads: NumKvHeads = None,
+    head_dim: HeadDim = None,
+    v_head_dim: VHeadDim = None,
+    kv_embed_dim: KvEmbedDim = None,
+    bias: Bias = None,
+    causal: Causal = None,
+    mask: Mask = None,
+    scale: Scale = None,
+    dtype: Dtype = None,
+) -> None:
+    """Compile SOURCE, or a spec given by flags with random weights, for a target.
+
+    --batch, --length and --kv-length fix those dims; they stay symbolic otherwise.
+    """
+    fields = _given(
+        embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+        kv_embed_dim=kv_embed_dim, bias=bias, causal=True if causal == "true" else causal, mask=mask, scale=scale,
+        dtype=dtype,
+    )  # fmt: skip
+    dims = options.stated_dims(batch, length, kv_length)
+    sources.refuse_existing(out, force)
+    started = time.perf_counter()
+    artifact = sources.compile_with_progress(source, fields, target, dims=dims, dump=dump, seed=seed)
+    artifact.save(out, force=force)
+    _report(out, artifact, time.perf_counter() - started, json)
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _report(out: Path, artifact: Artifact, seconds: float, json: bool) -> None:
+    manifest = artifact.manifest
+    if json:
+        output.print_json({"artifact": out, "target": manifest.target["name"], "seconds": seconds, "ops": manifest.ops})
+        return
+    rows = ((op.name, op.op, op.kernel, op.source, op.note) for op in manifest.ops)
+    title = f"{out} for {manifest.target['name']}, {seconds:.1f} s"
+    output.print_table(title, ("operation", "kind", "kernel", "config from", "note"), rows)

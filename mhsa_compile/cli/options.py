@@ -1,0 +1,26 @@
+"""Options that several commands share. Dims are written in the library's notation: B batch, L queries, S keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ArtifactFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="An artifact: the folder that `mhsa compile` wrote.")
+]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="B", help="Batch size.")]
+Length = Annotated[int | None, typer.Option("--length", min=1, metavar="L", help="Query length.")]
+KvLength = Annotated[int | None, typer.Option("--kv-length", min=1, metavar="S", help="Key and value length.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of whatever is random.")]
+
+
+def stated_dims(batch: int | None, length: int | None, kv_length: int | None) -> dict[str, int]:
+    """The dims that were given, by symbol."""
+    given = {"B": batch, "L": length, "S": kv_length}
+    return {symbol: size for symbol, size in given.items() if size is not None}

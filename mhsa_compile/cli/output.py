@@ -1,0 +1,75 @@
+"""What commands print: results on stdout (a table, or JSON), progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import typer
+
+
+def print_json(value: Any) -> None:
+    """`value` (builtins, structs and dataclasses of them; NumPy scalars and paths too) as indented JSON."""
+    encoded = msgspec.json.encode(value, enc_hook=lambda other: other.item() if hasattr(other, "item") else str(other))
+    typer.echo(msgspec.json.format(encoded, indent=2).decode())
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table; a column whose name ends in ">" is aligned to the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    # A pipe has no width: wide enough that files and logs keep their rows whole.
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(Text(title, "bold"), table, sep="\n")
+
+
+def ok_cell(ok: bool) -> Any:
+    """A coloured cell."""
+    from rich.text import Text
+
+    return Text("ok", "green") if ok else Text("FAIL", "bold red")
+
+
+def dims_text(dims: Iterable[object]) -> str:
+    """(B, 128, 512)"""
+    return f"({', '.join(map(str, dims))})"
+
+
+def assignments(pairs: Mapping[str, object]) -> str:
+    """B=1 L=128"""
+    return " ".join(f"{name}={value}" for name, value in pairs.items())
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """A function to call at the start of each stage: spinners with times on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+
+        def start(stage: str) -> None:
+            if not console.is_terminal:
+                typer.echo(stage, err=True)
+            finish()
+            progress.add_task(stage, total=1)
+
+        def finish() -> None:
+            for task in progress.task_ids:
+                progress.update(task, completed=1)
+
+        yield start
+        finish()

@@ -1,0 +1,78 @@
+"""`mhsa run` and `mhsa verify`: what an artifact computes, and whether it is right."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mhsa_compile.cli import options, output
+
+
+def run(
+    artifact: options.ArtifactFolder,
+    *,
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.npz", help="Where outputs go.")] = None,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    kv_length: options.KvLength = None,
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Call a compiled artifact once, on arrays from files or on random ones (by default B = 1, L = S = 128)."""
+    from mhsa_compile.cli import arrays
+    from mhsa_compile.runtime import load
+
+    given = arrays.read(inputs or ())
+    attention = load(artifact, threads=threads)
+    arguments = arrays.complete(given, attention.inputs, options.stated_dims(batch, length, kv_length), seed)
+    started = time.perf_counter()
+    result = attention(**arguments)
+    seconds = time.perf_counter() - started
+    values = result if isinstance(result, (tuple, list)) else (result,)
+    outputs = {info.name: value for info, value in zip(attention.outputs, values, strict=True)}
+    if out is not None:
+        arrays.write(out, outputs)
+    rows = [(name, value.shape, str(value.dtype), float(value.min(initial=0)), float(value.max(initial=0)))
+            for name, value in outputs.items()]  # fmt: skip
+    if json:
+        keys = ("name", "dims", "dtype", "min", "max")
+        described = [dict(zip(keys, row, strict=True)) for row in rows]
+        output.print_json({"outputs": described, "seconds": seconds, "threads": attention.threads, "saved": out})
+        return
+    shown = (
+        (name, output.dims_text(dims), dtype, f"{low:.4g}", f"{high:.4g}") for name, dims, dtype, low, high in rows
+    )
+    title = f"{artifact}: first call {seconds * 1e3:.2f} ms, {attention.threads} threads"
+    output.print_table(title, ("output", "dims", "dtype", "min>", "max>"), shown)
+
+
+def verify(artifact: options.ArtifactFolder, *, seed: options.Seed = 0, json: options.Json = False) -> None:
+    """Compare an artifact with the float64 oracle; exit 1 if any error is over its budget."""
+    from mhsa_compile.cli.sources import require_compiler
+
+    require_compiler()
+    with output.stages() as stage:
+        stage("compare with the float64 oracle")
+        from mhsa_compile.verify import verify as judge
+
+        verdict = judge(artifact, seed=seed)
+    if json:
+        cases = [
+            {"dims": case.dims, "error": case.error, "budget": case.budget, "ok": case.ok} for case in verdict.cases
+        ]
+        output.print_json({"ok": verdict.ok, "cases": cases})
+    else:
+        rows = (
+            (output.assignments(case.dims), f"{case.error:.3g}", f"{case.budget:.3g}", output.ok_cell(case.ok))
+            for case in verdict.cases
+        )
+        output.print_table(f"{artifact}: max error against float64", ("dims", "error>", "budget>", ""), rows)
+    if not verdict.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,85 @@
+"""From a command's arguments to something `pipeline.compile` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mhsa_compile.cli import output
+from mhsa_compile.errors import ModelError, OutputError
+
+if TYPE_CHECKING:
+    from mhsa_compile.artifact import Artifact
+    from mhsa_compile.spec import AttentionSpec
+
+Source = Annotated[
+    Path | None,
+    typer.Argument(metavar="SOURCE", help="An .onnx file or a spec .toml; else state --embed-dim and --num-heads."),
+]
+
+
+def require_compiler() -> None:
+    """Raise InstallationError unless everything that compiling imports is there."""
+    from mhsa_compile import installation
+
+    installation.check_tvm_pair()
+    installation.require("torch", "onnx", "onnxscript", "ziglang", extra="compile")
+
+
+def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec:
+    """An .onnx file as it is, or a spec from a .toml file or from flags. Raises ModelError and SpecError."""
+    from mhsa_compile.spec import AttentionSpec
+
+    if source is None:
+        if not {"embed_dim", "num_heads"} <= fields.keys():
+            expected = "an .onnx file, a spec .toml, or --embed-dim and --num-heads"
+            raise ModelError("SOURCE", expected, f"only {_flags(fields)}" if fields else "none of them")
+        return AttentionSpec(**fields)
+    if fields:
+        raise ModelError(
+            "SOURCE", "a file or the spec's flags", f"{source} and {_flags(fields)}", "Leave one of them out."
+        )
+    if source.suffix not in (".onnx", ".toml"):
+        raise ModelError("SOURCE", "a file named .onnx or .toml", repr(str(source)))
+    if not source.is_file():
+        raise ModelError("SOURCE", "a file", f"{str(source)!r}, which is not one")
+    if source.suffix == ".toml":
+        return AttentionSpec.from_toml(source.read_text(encoding="utf-8", errors="replace"))
+    return source
+
+
+def refuse_existing(folder: Path, force: bool) -> None:
+    """Say so before the work, not after it."""
+    if folder.exists() and not force:
+        raise OutputError("--output", "a folder that does not exist yet", str(folder), "Replace it with --force.")
+
+
+def compile_with_progress(
+    source: Path | None,
+    fields: dict[str, Any],
+    target: str,
+    *,
+    dims: dict[str, int],
+    seed: int,
+    dump: Path | None = None,
+) -> Artifact:
+    """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random."""
+    from mhsa_compile.profile import load_profile
+
+    load_profile(target)  # a mistyped name is answered now, not after the seconds that importing PyTorch takes
+    resolved = resolve(source, fields)
+    require_compiler()
+    with output.stages() as stage:
+        stage("load PyTorch")
+        import torch
+
+        from mhsa_compile.pipeline import compile
+
+        torch.manual_seed(seed)
+        return compile(resolved, target, dims=dims, progress=stage, dump=dump)
+
+
+def _flags(fields: dict[str, Any]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in fields)

@@ -1,0 +1,61 @@
+"""Every error this library raises on purpose.
+
+    MhsaError
+    ├── SpecError            a field of an AttentionSpec, or the combination of several
+    ├── TargetError          a target profile: unknown name, broken TOML
+    ├── ModelError           a source that cannot be compiled: an .onnx file or an nn.Module
+    ├── InputError           what a compiled function was called with
+    ├── ArtifactError        an artifact that must not be loaded: damaged, newer, for another CPU
+    ├── OutputError          a place that cannot be written: it exists, the disk is full
+    ├── InstallationError    this environment: a missing extra, a TVM pair that would crash
+    └── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
+
+Each message says four things, in this order: which argument, what was expected, what came, and what to do next.
+The command line prints it and exits with code 2; nothing else is printed.
+"""
+
+from __future__ import annotations
+
+
+class MhsaError(Exception):
+    """The root. `argument`, `expected`, `got` and `next_step` stay readable as attributes."""
+
+    def __init__(self, argument: str, expected: str, got: str, next_step: str = "") -> None:
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+        self.next_step = next_step
+        message = f"{argument}: expected {expected}, got {got}."
+        super().__init__(f"{message} {next_step}".rstrip())
+
+
+class SpecError(MhsaError, ValueError):
+    """A field of an AttentionSpec is out of range, or two fields contradict each other."""
+
+
+class TargetError(MhsaError, ValueError):
+    """A target is unknown, or its profile does not hold together."""
+
+
+class ModelError(MhsaError, ValueError):
+    """The source cannot be compiled: no attention, an unsupported operator, a damaged file."""
+
+
+class InputError(MhsaError, ValueError):
+    """A compiled function was called with a wrong rank, dtype, dim or name."""
+
+
+class ArtifactError(MhsaError, ValueError):
+    """The artifact must not be loaded: a hash, the format version or the CPU does not fit."""
+
+
+class OutputError(MhsaError, OSError):
+    """The place to write to exists already, or cannot take what would be written."""
+
+
+class InstallationError(MhsaError, ImportError):
+    """This environment lacks a package, or holds two that crash together."""
+
+
+class BuildError(MhsaError, RuntimeError):
+    """Code generation or linking failed on a source that was found valid."""

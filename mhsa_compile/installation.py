@@ -1,0 +1,48 @@
+"""What is installed beside this library, found out without importing it. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from mhsa_compile.errors import InstallationError
+
+TESTED_TVM = "0.27.0.post1"
+TESTED_TVM_FFI = ">=0.1.14.post0,<0.1.15"
+_FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
+
+
+def check_tvm_pair() -> None:
+    """Refuse, before anything imports them, a TVM and TVM FFI that were not tested together.
+
+    apache-tvm 0.27 with apache-tvm-ffi 0.1.15, which plain pip prefers, ends in segmentation faults.
+    Raises InstallationError.
+    """
+    found = {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
+    tvm, ffi = found.values()
+    if tvm == TESTED_TVM and ffi is not None and _FITTING_TVM_FFI.fullmatch(ffi):
+        return
+    raise InstallationError(
+        "the TVM pair",
+        f"apache-tvm {TESTED_TVM} with apache-tvm-ffi {TESTED_TVM_FFI}",
+        " with ".join(f"{name} {number or 'not installed'}" for name, number in found.items()),
+        f"Run: pip install 'apache-tvm=={TESTED_TVM}' 'apache-tvm-ffi{TESTED_TVM_FFI}'",
+    )
+
+
+def require(*modules: str, extra: str) -> None:
+    """Raise InstallationError unless all these top-level modules can be imported; `extra` is what brings them."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise InstallationError(
+            "installation", ", ".join(modules), f"no {', '.join(missing)}", f"Run: pip install 'mhsa-compile[{extra}]'"
+        )
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version that pip installed, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

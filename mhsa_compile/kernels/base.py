@@ -1,0 +1,111 @@
+"""What a kernel is: the operations it may claim, and the four questions it answers about each.
+
+An operation (`LinearOp`, `AttentionOp`) says what to compute, in dims and placements, never how. A kernel is a template
+over a target's facts and a config; asking it anything is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from mhsa_compile.profile import TargetProfile
+
+Dim = int | str  # a fixed size, or the name of a symbolic one
+Config = Mapping[str, int]
+PrimFunc = Any  # tvm.tirx.PrimFunc; TVM has no type stubs
+
+
+@dataclass(frozen=True)
+class LinearOp:
+    """y = x W^T + b for one or more W side by side: x (B, L, K) -> y (B, L, sum of the widths).
+
+    `widths` are the out-features of each W; `transposed[i]` says that weight i is stored (K, N), not PyTorch's (N, K).
+    """
+
+    rows: tuple[Dim, ...]
+    in_features: int
+    widths: tuple[int, ...]
+    biased: tuple[bool, ...]
+    transposed: tuple[bool, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.widths)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the heads of Q, K, V or Y lie: in input number `buffer`, read in place.
+
+    layout "rows": (B, length, width), head h begins at column `offset` + h * head_dim.
+    layout "heads": (B, heads, length, head_dim).
+    """
+
+    buffer: int
+    layout: Literal["rows", "heads"]
+    width: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class MaskInput:
+    """A mask the call brings: (mB, mH, mL, mS), each axis 1 or full; True takes part, floats are added."""
+
+    dtype: Literal["bool", "float32"]
+    dims: tuple[Dim, Dim, Dim, Dim]
+
+
+@dataclass(frozen=True)
+class AttentionOp:
+    """Y = softmax(scale Q K^T + mask) V, ONNX Attention-25: B, L, S are dims; H, G, E, F fixed."""
+
+    batch: Dim
+    q_length: Dim
+    kv_length: Dim
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    causal: Literal["top_left", "bottom_right"] | None
+    mask: MaskInput | None
+    query: Placement
+    key: Placement
+    value: Placement
+    output: Placement
+
+
+Op = LinearOp | AttentionOp
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The code of one operation: `run`, and for operations with weights the `pack` that prepares them at load.
+
+    `run` takes the inputs, then the packed weights, then the output. `pack` takes the weights (and biases), then the
+    outputs of `packed_shapes`.
+    """
+
+    run: PrimFunc
+    pack: PrimFunc | None = None
+    packed_shapes: tuple[tuple[int, ...], ...] = ()
+
+
+class Kernel(Protocol):
+    """One template. `applies` is the only statement of its constraints: None, or the reason why not."""
+
+    name: str
+
+    def applies(self, op: Op, profile: TargetProfile) -> str | None: ...
+
+    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+        """The choices of each knob, for a tuner."""
+        ...
+
+    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+        """A config that is good without tuning."""
+        ...
+
+    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted: ...

@@ -1,0 +1,135 @@
+"""Attention on a vector CPU: one pass over the keys with an online softmax, nothing transposed in memory.
+
+A task is one tile of query rows of one head. `attention_tile` holds the arithmetic of a task, and its docstring the
+algorithm; this file deals the tasks out and says where each operand lies.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+from tvm.script.ir_builder import IRBuilder
+
+from mhsa_compile.kernels.base import AttentionOp, Config, Dim, Emitted, Op, Placement
+from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, HeadView, MaskReader
+from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, register_tile, settle
+from mhsa_compile.profile import TargetProfile
+
+
+class AttentionKernel:
+    """Tiled attention with an online softmax, for any vector CPU."""
+
+    name = "cpu.attention"
+
+    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+        if not isinstance(op, AttentionOp):
+            return "not an attention"
+        if profile.family != "cpu":
+            return f"made for CPUs, not for {profile.family}"
+        return None
+
+    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+        lanes = profile.vector_lanes("float32")
+        return {
+            "queries": tuple(lanes * n for n in (1, 2, 3, 4)),
+            "key_tile": tuple(range(1, profile.hardware.vector_registers)),
+            "keys": (32, 64, 96, 128, 192, 256, 384, 512),
+        }
+
+    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+        """The register tile with the fewest loads a product; a block of keys whose scratch fills 3/4 of the L1 cache."""
+        assert isinstance(op, AttentionOp)
+        key_tile, columns = register_tile(profile.hardware.vector_registers, range(1, 33), range(1, 5))
+        queries = columns * profile.vector_lanes("float32")
+        room = profile.hardware.l1d_kib * 1024 * 3 // 4 // 4 // queries - op.head_dim - op.v_head_dim
+        keys = max(2 * key_tile, min(512, room) // key_tile * key_tile)
+        return {"queries": queries, "key_tile": key_tile, "keys": keys}
+
+    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+        assert isinstance(op, AttentionOp)
+        return Emitted(run=_attention(op, profile, config))
+
+
+def _attention(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
+    symbols: dict[str, Expr] = {}
+
+    def dim(value: Dim) -> Expr:
+        return T.int64(value) if isinstance(value, int) else symbols.setdefault(value, tirx.Var(value, "int64"))
+
+    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
+    queries = config["queries"]
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("attention")
+            T.func_attr({"tirx.noalias": True})
+            inputs = _inputs(op, batch, q_length, kv_length)
+            mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
+            y = argument("y", _shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), "float32")
+            tiles = settle(T.truncdiv(q_length + (queries - 1), T.int64(queries)))
+            heads = T.int64(op.num_heads)
+            with T.parallel(batch * heads * tiles) as index:
+                head_index = settle(T.truncdiv(index, tiles))
+                b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
+                turn = settle(T.truncmod(index, tiles))
+                # Short and long causal rows in turn: equal shares of the tasks are then equal work.
+                tile_index = turn if op.causal is None else _in_turn(turn, tiles)
+                g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+                tile = AttentionTile(
+                    op=op,
+                    config=config,
+                    registers=profile.hardware.vector_registers,
+                    lanes=profile.vector_lanes("float32"),
+                    first_query=settle(tile_index * queries),
+                    q_length=q_length,
+                    kv_length=kv_length,
+                    query=_head(inputs[op.query.buffer], op.query, op.head_dim, b, h),
+                    key=_head(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+                    value=_head(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+                    output=_head(y, op.output, op.v_head_dim, b, h),
+                    mask=None if mask is None else _mask_reader(mask, b, h),
+                )
+                tile.emit()
+    return builder.get()
+
+
+def _in_turn(turn: Expr, tiles: Expr) -> Expr:
+    """0, n - 1, 1, n - 2, ...: the first and the last tiles in turn."""
+    half = T.truncdiv(turn, T.int64(2))
+    return T.Select(T.truncmod(turn, T.int64(2)) == 0, half, tiles - 1 - half)
+
+
+def _inputs(op: AttentionOp, batch: Expr, q_length: Expr, kv_length: Expr) -> dict[int, Expr]:
+    """One argument for each distinct input: a fused projection hands Q, K and V over in one buffer."""
+    roles = (
+        (op.query, q_length, op.num_heads, op.head_dim),
+        (op.key, kv_length, op.num_kv_heads, op.head_dim),
+        (op.value, kv_length, op.num_kv_heads, op.v_head_dim),
+    )
+    buffers: dict[int, Expr] = {}
+    for place, length, heads, width in sorted(roles, key=lambda role: role[0].buffer):
+        if place.buffer not in buffers:
+            shape = _shape(place, batch, length, heads, width)
+            buffers[place.buffer] = argument(f"input{place.buffer}", shape, "float32")
+    return buffers
+
+
+def _shape(place: Placement, batch: Expr, length: Expr, heads: int, head_dim: int) -> list[Expr]:
+    if place.layout == "rows":
+        return [batch, length, T.int64(place.width)]
+    return [batch, T.int64(heads), length, T.int64(head_dim)]
+
+
+def _head(buffer: Expr, place: Placement, head_dim: int, b: Expr, head: Expr) -> HeadView:
+    if place.layout == "rows":
+        return HeadView(buffer, lambda row, column: [b, row, place.offset + head * head_dim + column])
+    return HeadView(buffer, lambda row, column: [b, head, row, column])
+
+
+def _mask_reader(mask: Expr, b: Expr, h: Expr) -> MaskReader:
+    """Reads the mask at (query, key); clamping each index to its axis makes an axis of size 1 broadcast."""
+    last = [bind(size - 1) for size in mask.shape]
+
+    def read(query: Expr, key: Expr) -> Expr:
+        return mask[tuple(T.min(i, end) for i, end in zip((b, h, query, key), last, strict=True))]
+
+    return read

@@ -1,0 +1,163 @@
+"""The words CPU kernels are written in: vectors, register tiles, exp2, transposition.
+
+Everything here runs while a kernel is being emitted, inside a TVMScript builder, and is a pure function of its
+arguments. The vector width and the number of registers are arguments too, so one template serves every vector machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+Expr = Any  # a TIR expression; TVM has no type stubs
+DTYPE_BYTES = {"float32": 4, "bool": 1}
+Chunk = tuple[int, int]  # (offset, lanes) of one vector in a row
+
+
+def chunks(width: int, lanes: int) -> list[Chunk]:
+    """Cuts a row of `width` elements into full vectors, then into ever smaller powers of two: 40 -> 16, 16, 8."""
+    cut: list[Chunk] = []
+    offset = 0
+    size = lanes
+    while offset < width:
+        if size <= width - offset:
+            cut.append((offset, size))
+            offset += size
+        else:
+            size //= 2
+    return cut
+
+
+def register_tile(registers: int, rows: Iterable[int], columns: Iterable[int]) -> tuple[int, int]:
+    """(rows, columns) of the accumulators with the fewest loads a product: rows scalars and columns vectors are loaded for
+    rows * columns products, and the accumulators, one row of vectors and one scalar must fit the registers."""
+    fitting = [(r, c) for r, c in itertools.product(rows, columns) if r * c + c + 1 <= registers]
+    return max(fitting, key=lambda tile: tile[0] * tile[1] / (tile[0] + tile[1]))
+
+
+def splat(value: Expr, lanes: int) -> Expr:
+    """A vector of `lanes` copies; a plain scalar where one lane is asked for."""
+    return value if lanes == 1 else T.Broadcast(value, lanes)
+
+
+def constant(value: float, lanes: int) -> Expr:
+    return splat(T.float32(value), lanes)
+
+
+def load(buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
+    """`lanes` neighbours in the last axis, from `index` on."""
+    return buffer[tuple(index)] if lanes == 1 else buffer[(*index[:-1], T.Ramp(index[-1], 1, lanes))]
+
+
+def store(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:
+    T.buffer_store(buffer, value, list(index) if lanes == 1 else [*index[:-1], T.Ramp(index[-1], 1, lanes)])
+
+
+def argument(name: str, shape: Sequence[Expr], dtype: str) -> Expr:
+    """A buffer argument of the function being built; its data may begin at any element (alignment of one element)."""
+    return T.match_buffer(T.arg(name, T.handle()), list(shape), dtype, align=DTYPE_BYTES[dtype])
+
+
+class RegisterTile:
+    """`rows` x `columns` of vectors that stay in registers.
+
+    LLVM promotes a local buffer to registers only if every index into it is constant, and TVM puts a buffer on the
+    stack only up to 1 KiB. So each row is a buffer of its own, and rows and columns are Python integers.
+    """
+
+    def __init__(self, rows: int, columns: Sequence[Chunk]) -> None:
+        self.columns = tuple(columns)
+        width = sum(lanes for _, lanes in self.columns)
+        self._starts = [sum(lanes for _, lanes in self.columns[:c]) for c in range(len(self.columns))]
+        self._rows = [T.alloc_buffer((width,), "float32", scope="local") for _ in range(rows)]
+
+    def get(self, row: int, column: int) -> Expr:
+        return load(self._rows[row], [self._starts[column]], self.columns[column][1])
+
+    def set(self, row: int, column: int, value: Expr) -> None:
+        store(self._rows[row], [self._starts[column]], value, self.columns[column][1])
+
+    def fill(self, value: float) -> None:
+        self.each(lambda row, column: constant(value, self.columns[column][1]))
+
+    def each(self, value: Callable[[int, int], Expr]) -> None:
+        """Sets every vector to `value(row, column)`."""
+        for row in range(len(self._rows)):
+            for column in range(len(self.columns)):
+                self.set(row, column, value(row, column))
+
+    def outer_product(self, scalars: Callable[[int], Expr], vectors: Callable[[int], Expr]) -> None:
+        """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here."""
+        operands = [bind(vectors(column)) for column in range(len(self.columns))]
+        for row in range(len(self._rows)):
+            scalar = bind(scalars(row))
+            for column, (_, lanes) in enumerate(self.columns):
+                self.set(row, column, self.get(row, column) + splat(scalar, lanes) * operands[column])
+
+
+def bind(value: Expr) -> Expr:
+    """Gives an expression a name, so that it is computed once."""
+    return T.Bind(value)
+
+
+def settle(value: Expr) -> Expr:
+    """Computes an int64 here and now. TVM's simplifier copies a bound integer expression into every use and reasons about
+    each copy, which took a minute on a causal kernel; it does not look through memory (LLVM does, and leaves none)."""
+    cell = T.alloc_buffer((1,), "int64", scope="local")
+    T.buffer_store(cell, value, [0])
+    return T.Bind(cell[0])
+
+
+# 2^f on [-1/2, 1/2], minimax of degree 6 with relative error 2e-9 (test_vectors.py checks it against float64).
+EXP2_COEFFICIENTS = (
+    1.0,
+    0.6931471824645996,
+    0.24022646248340607,
+    0.05550328642129898,
+    0.009618489071726799,
+    0.0013399930903688073,
+    0.0001534581242594868,
+)
+
+
+def exp2(x: Expr, lanes: int) -> Expr:
+    """2^x for x <= 0, NaN for NaN, exactly 0 below -127: no call, no branch.
+
+    x = n + f with n the nearest integer. Adding 1.5 * 2^23 + 127 rounds to n and leaves n + 127 in the low bits of the
+    sum, which, moved to the exponent's place, are 2^n. The sum goes through its bits because TVM's simplifier, taking
+    floats for reals, would cancel (x + shift) - shift. The lower clamp is a select with x on the false side: a
+    comparison with NaN is false, and NaN must come through.
+    """
+    integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
+    shift, floor = constant(12582912.0 + 127.0, lanes), constant(-127.0, lanes)
+    x = bind(x)
+    x = bind(T.Select(x < floor, floor, x))
+    bits = bind(T.reinterpret(integer, x + shift))
+    fraction = bind(x - (T.reinterpret(real, bits) - shift))
+    power = constant(EXP2_COEFFICIENTS[-1], lanes)
+    for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
+        power = power * fraction + constant(coefficient, lanes)
+    return power * T.reinterpret(real, bits << splat(T.int32(23), lanes))
+
+
+def transpose(rows: Sequence[Expr]) -> list[Expr]:
+    """Transposes a square of vectors in log2(n) rounds of interleaving halves (a perfect shuffle each round)."""
+    lanes = len(rows)
+    half = lanes // 2
+    low = [T.int32(i // 2 + lanes * (i % 2)) for i in range(lanes)]
+    high = [T.int32(half + i // 2 + lanes * (i % 2)) for i in range(lanes)]
+    for _ in range(lanes.bit_length() - 1):
+        pairs = [(rows[i], rows[i + half]) for i in range(half)]
+        rows = [bind(T.Shuffle([a, b], side)) for a, b in pairs for side in (low, high)]
+    return list(rows)
+
+
+def part(vector: Expr, first: int, size: int, lanes: int) -> Expr:
+    """Lanes first .. first + size of a vector."""
+    if size == lanes:
+        return vector
+    picked = [T.int32(first + i) for i in range(size)]
+    return T.Shuffle([vector], picked)

@@ -1,0 +1,158 @@
+"""Where to compute: a target profile, read from `targets/<name>.toml` or detected. The schema: targets/README.md."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from mhsa_compile import data, host
+from mhsa_compile.errors import TargetError
+
+NATIVE = "native"
+_KINDS = {"cpu": "llvm", "cuda": "cuda"}
+_DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8}
+
+# The x86-64 psABI's levels as /proc/cpuinfo names their features (pni is SSE3, abm is LZCNT).
+_V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"})
+_V4 = _V3 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+_X86_LEVELS = (  # (LLVM's name, what it needs, vector bits, vector registers), best first
+    ("x86-64-v4", _V4, 512, 32),
+    ("x86-64-v3", _V3, 256, 16),
+    ("x86-64-v2", _V2, 128, 16),
+    ("x86-64", frozenset[str](), 128, 16),
+)
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class TvmTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What TVM's code generator is told."""
+
+    kind: Literal["llvm", "cuda"]
+    mtriple: str
+    mcpu: str = ""
+    mattr: tuple[str, ...] = ()
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts the kernels shape themselves by; the defaults are a modest machine's."""
+
+    cores: Count = 1
+    vector_bits: Annotated[int, msgspec.Meta(ge=64, multiple_of=64)] = 128
+    vector_registers: Count = 16
+    l1d_kib: Count = 32
+    l2_kib: Count = 256
+    features: tuple[str, ...] = ()
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the shared library is linked for: a Zig triple such as x86_64-linux-gnu.2.17."""
+
+    triple: str
+
+
+class TargetProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One target. Everyone but `profile`, `data` and `cli` asks for capabilities, never for the name."""
+
+    name: str
+    family: Literal["cpu", "cuda"]
+    tvm: TvmTarget
+    hardware: Hardware
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.tvm.kind != _KINDS[self.family]:
+            raise ValueError(f"tvm.kind {self.tvm.kind!r}, but family {self.family!r} needs {_KINDS[self.family]!r}")
+
+    def vector_lanes(self, dtype: str) -> int:
+        """Elements of `dtype` in one vector register. Raises TargetError for a dtype without a fixed width."""
+        if dtype not in _DTYPE_BITS:
+            raise TargetError("dtype", " or ".join(_DTYPE_BITS), repr(dtype))
+        return self.hardware.vector_bits // _DTYPE_BITS[dtype]
+
+    def tvm_config(self) -> dict[str, Any]:
+        """The argument of `tvm.target.Target`."""
+        config = {**msgspec.to_builtins(self.tvm), "mattr": list(self.tvm.mattr)}
+        return {key: value for key, value in config.items() if value}
+
+    def to_toml(self) -> str:
+        """The text of a file that `load_profile` reads back; the file's name becomes the target's."""
+        tables = msgspec.to_builtins(self)
+        lines = [f"family = {json.dumps(tables['family'])}"]
+        for table in ("tvm", "hardware", "link"):
+            # JSON's strings, integers and lists of strings are TOML's too. What is empty is the default.
+            stated = ((key, value) for key, value in tables[table].items() if value not in ("", ()))
+            lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in stated)]
+        return "\n".join(lines) + "\n"
+
+
+def profile_names() -> tuple[str, ...]:
+    """Every name that `load_profile` knows: "native" and the files of targets/."""
+    return (NATIVE, *sorted(path.stem for path in data.targets_folder().glob("*.toml")))
+
+
+def load_profile(name_or_path: str | Path) -> TargetProfile:
+    """A profile by name, by the path of a .toml file, or detected ("native"). Raises TargetError."""
+    if name_or_path == NATIVE:
+        return detect()
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        if name_or_path not in profile_names():
+            raise _unknown(str(name_or_path))
+        path = data.targets_folder() / f"{name_or_path}.toml"
+    return _parse(path)
+
+
+def detect(root: Path = host.ROOT) -> TargetProfile:
+    """The profile of this machine: code for the highest common level it has, so the artifact runs on its equals too."""
+    architecture = host.architecture()
+    mcpu, features, vector_bits, vector_registers = _level(architecture, host.cpu_features(root))
+    glibc = ".2.17" if architecture in ("x86_64", "aarch64") else ""  # the oldest that both ship; others began later
+    return TargetProfile(
+        name=NATIVE,
+        family="cpu",
+        tvm=TvmTarget(kind="llvm", mtriple=f"{architecture}-linux-gnu", mcpu=mcpu),
+        hardware=Hardware(
+            cores=host.allowed_cpus(root),
+            vector_bits=vector_bits,
+            vector_registers=vector_registers,
+            l1d_kib=host.cache_kib(1, root) or 32,
+            l2_kib=host.cache_kib(2, root) or 256,
+            features=tuple(sorted(features)),
+        ),
+        link=Link(triple=f"{architecture}-linux-gnu{glibc}"),
+    )
+
+
+def _level(architecture: str, features: frozenset[str]) -> tuple[str, frozenset[str], int, int]:
+    """LLVM's CPU, the features its code needs, vector bits and registers."""
+    if architecture == "x86_64":
+        return next(level for level in _X86_LEVELS if level[1] <= features)
+    if architecture == "aarch64":
+        return "generic", frozenset({"fp", "asimd"}) & features, 128, 32
+    return "", frozenset(), 128, 32  # riscv64, ppc64le, ...: LLVM's baseline
+
+
+def _unknown(name: str) -> TargetError:
+    near = difflib.get_close_matches(name, profile_names(), n=3, cutoff=0.6)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return TargetError("target", "a known target or a .toml file", repr(name), f"{hint}`mhsa targets` lists them.")
+
+
+def _parse(path: Path) -> TargetProfile:
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "name" in fields:
+            raise ValueError("a key `name`: the file's name is the target's")
+        return msgspec.convert({"name": path.stem, **fields}, TargetProfile)
+    except OSError as error:
+        raise TargetError("target", "a readable .toml file", f"{str(path)!r} ({error.strerror})") from error
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError and msgspec.ValidationError are ValueErrors
+        schema = "The schema is in targets/README.md; `mhsa targets native` prints an example."
+        raise TargetError(f"target file {str(path)!r}", "a target profile", str(error), schema) from error

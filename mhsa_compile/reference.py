@@ -1,0 +1,181 @@
+"""Two evaluations of an ONNX graph that the compiled one is held against.
+
+`oracle` is the reference evaluator of the `onnx` package in float64, its Attention replaced by one that selects masked
+positions away; `eager` is the same graph at its own dtype with PyTorch's arithmetic.
+Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from mhsa_compile.model import attend
+
+Array = np.ndarray
+Arrays = Mapping[str, Array]
+FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+
+
+def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
+    """The graph's outputs in float64; weights and floating inputs are promoted first, integers stay."""
+    promoted = onnx.ModelProto()
+    promoted.CopyFrom(model)
+    for graph in (promoted.graph, *promoted.functions):
+        _promote(graph)
+    wide = {name: array if array.dtype.kind in "biu" else array.astype(np.float64) for name, array in inputs.items()}
+    evaluator = ReferenceEvaluator(promoted, new_ops=[_attention_operator(_attend_exactly)])
+    return [np.asarray(output) for output in evaluator.run(None, wide)]
+
+
+def eager(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
+    """The graph's outputs at its own dtype, matrix products and attention by PyTorch: the yardstick of the budget."""
+    evaluator = ReferenceEvaluator(model, new_ops=[_attention_operator(_attend_in_torch), _MatMul, _Gemm])
+    return [np.asarray(output) for output in evaluator.run(None, dict(inputs))]
+
+
+def _promote(graph: Any) -> None:
+    """Makes every floating constant, cast and input of a graph or function float64."""
+    for tensor in getattr(graph, "initializer", ()):
+        _promote_tensor(tensor)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                _promote_tensor(attribute.t)
+            elif attribute.type == onnx.AttributeProto.GRAPH:
+                _promote(attribute.g)
+            elif node.op_type == "Cast" and attribute.name == "to" and attribute.i in FLOATS:
+                attribute.i = onnx.TensorProto.DOUBLE
+
+
+def _promote_tensor(tensor: onnx.TensorProto) -> None:
+    if tensor.data_type in FLOATS:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
+
+
+def _attention_operator(attend: Callable[..., Array]) -> type:
+    """ONNX Attention (23 to 25) around `attend(q, k, v, visible, bias, scale, softcap)` for the reference evaluator."""
+
+    class Attention(OpRun):  # type: ignore[misc]  # the evaluator goes by this name
+        def _run(
+            self,
+            q: Array,
+            k: Array,
+            v: Array,
+            mask: Array | None = None,
+            past_key: Array | None = None,
+            past_value: Array | None = None,
+            lengths: Array | None = None,
+            **attributes: Any,
+        ) -> tuple[Array, ...]:
+            merged = q.ndim == 3
+            if merged:
+                q = _split_heads(q, attributes["q_num_heads"])
+                k, v = (_split_heads(array, attributes["kv_num_heads"]) for array in (k, v))
+            offset = 0 if lengths is None else lengths.reshape(-1, 1, 1, 1) - q.shape[2]
+            if past_key is not None and past_value is not None:
+                offset = past_key.shape[2]
+                k, v = np.concatenate((past_key, k), axis=2), np.concatenate((past_value, v), axis=2)
+            visible, bias = _band(q.shape[2], k.shape[2], offset, attributes), None
+            if lengths is not None:
+                visible = visible & (np.arange(k.shape[2]) < lengths.reshape(-1, 1, 1, 1))
+            if mask is not None:
+                mask = _padded(mask, k.shape[2]) if self.run_params["opsets"][""] >= 24 else mask
+                visible, bias = (visible & mask, None) if mask.dtype == np.bool_ else (visible, mask)
+            scale = attributes.get("scale") or q.shape[3] ** -0.5
+            softcap = attributes.get("softcap") or 0.0
+            y = attend(q, k, v, visible, bias, scale, softcap)
+            y = y.swapaxes(1, 2).reshape(*q.shape[0:3:2], -1) if merged else y
+            if len(self.onnx_node.output) < 4:
+                return y, k, v
+            stages = _stages(q, k, visible, bias, scale, softcap)
+            return y, k, v, stages[attributes["qk_matmul_output_mode"]]
+
+    return Attention
+
+
+def _split_heads(array: Array, heads: int) -> Array:
+    return array.reshape(*array.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def _band(L: int, S: int, offset: int | Array, attributes: Mapping[str, Any]) -> Array:
+    """Causality and windows, (1 or B, 1, L, S): query i stands at i + offset among the keys."""
+    distance = np.arange(L)[:, np.newaxis] + offset - np.arange(S)
+    left, right = (attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
+    visible = np.ones((1, 1, L, S), dtype=np.bool_)
+    if attributes.get("is_causal"):
+        visible = visible & (distance >= 0)
+    if left is not None and left >= 0:
+        visible = visible & (distance <= left)
+    if right is not None and right >= 0:
+        visible = visible & (-distance <= right)
+    return visible
+
+
+def _padded(mask: Array, S: int) -> Array:
+    """From opset 24 on, a mask over fewer than S keys masks the rest."""
+    widths = [(0, 0)] * (mask.ndim - 1) + [(0, S - mask.shape[-1])]
+    return np.pad(mask, widths, constant_values=False if mask.dtype == np.bool_ else -np.inf)
+
+
+def _stages(
+    q: Array, k: Array, visible: Array, bias: Array | None, scale: float, softcap: float
+) -> tuple[Array, Array, Array, Array]:
+    """Scores, capped, with bias and masked, and as weights: the operator's qk_matmul_output 0 to 3; (B, H, L, S)."""
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf may come, and are carried as IEEE says
+        raw = (q * q.dtype.type(scale)) @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)
+        capped = np.tanh(raw / softcap) * q.dtype.type(softcap) if softcap else raw
+        biased = np.where(visible, capped if bias is None else capped + bias, -np.inf)
+        if bias is not None:
+            biased = np.where(np.isneginf(bias), -np.inf, biased)
+        seen = visible if bias is None else visible & ~np.isneginf(bias)
+        sighted = seen.any(axis=-1, keepdims=True)
+        exponents = np.exp(biased - np.where(sighted, biased.max(axis=-1, keepdims=True), 0))
+        weights = np.where(seen, exponents / np.where(sighted, exponents.sum(axis=-1, keepdims=True), 1), 0)
+    return raw, capped, biased.astype(q.dtype), weights.astype(q.dtype)
+
+
+def _attend_exactly(
+    q: Array, k: Array, v: Array, visible: Array, bias: Array | None, scale: float, softcap: float
+) -> Array:
+    """Attention in the arrays' own dtype; a non-finite value is added key by key, to the queries that see it."""
+    weights = _stages(q, k, visible, bias, scale, softcap)[3]
+    v = np.repeat(v, q.shape[1] // v.shape[1], axis=1)
+    seen = np.broadcast_to(visible if bias is None else visible & ~np.isneginf(bias), weights.shape)
+    broken = ~np.isfinite(v).all(axis=(0, 1, 3))
+    y = weights @ np.where(broken[:, np.newaxis], 0, v)
+    with np.errstate(invalid="ignore"):
+        for key in np.flatnonzero(broken):
+            term = weights[..., key, np.newaxis] * v[..., key, np.newaxis, :]
+            y = y + np.where(seen[..., key, np.newaxis], term, 0)
+    return np.asarray(y)
+
+
+def _attend_in_torch(
+    q: Array, k: Array, v: Array, visible: Array, bias: Array | None, scale: float, softcap: float
+) -> Array:
+    tensors = (None if array is None else torch.tensor(array) for array in (q, k, v, visible, bias))
+    return attend(*tensors, scale=scale, softcap=softcap).numpy()  # type: ignore[arg-type, misc]
+
+
+class _MatMul(OpRun):  # type: ignore[misc]
+    def _run(self, a: Array, b: Array) -> tuple[Array]:
+        return ((torch.tensor(a) @ torch.tensor(b)).numpy(),)
+
+
+class _Gemm(OpRun):  # type: ignore[misc]
+    def _run(self, a: Array, b: Array, c: Array | None = None, **attributes: Any) -> tuple[Array]:
+        left = torch.tensor(a.T if attributes["transA"] else a)
+        right = torch.tensor(b.T if attributes["transB"] else b)
+        product = attributes["alpha"] * (left @ right)
+        return ((product if c is None else product + attributes["beta"] * torch.tensor(c)).numpy(),)
+
+
+_MatMul.__name__, _Gemm.__name__ = "MatMul", "Gemm"  # the evaluator goes by these names

@@ -1,0 +1,234 @@
+"""What to compute: one frozen, validated description, independent of any framework or target.
+
+Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mhsa_compile.errors import SpecError
+
+DTYPES = ("float32",)
+"""The dtypes that compile today."""
+PLANNED_DTYPES = ("bfloat16", "float16")
+ALIGNMENTS = ("top_left", "bottom_right")
+MASKS = ("bool", "additive", "key_padding")
+SPEC_KEY = "mhsa.spec"
+"""Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One attention, by the meaning of the ONNX operator Attention (https://onnx.ai/onnx/operators/onnx__Attention.html).
+
+    Names follow PyTorch and ONNX; every default is resolved at construction, so `spec.num_kv_heads` is always an int.
+
+    embed_dim, num_heads    D and H
+    num_kv_heads            G, divides H: 1 is multi-query, H (the default) is plain multi-head attention
+    head_dim, v_head_dim    E (default D / H) and F (default E)
+    kv_embed_dim            width of `context` in cross-attention; None is self-attention, where S = L
+    bias                    whether the four projections add a bias
+    causal                  None; "top_left": query i sees key j iff j <= i; "bottom_right": iff j <= i + S - L.
+                            True is accepted in self-attention, where L = S and both mean the same
+    mask                    what a call takes as `mask=`: None; "bool" (True takes part) or "additive" (added to the
+                            scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes part
+    scale                   factor of the scores; None is 1 / sqrt(E)
+
+    Raises SpecError.
+    """
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int = None  # type: ignore[assignment]  # None is resolved in __post_init__, as for the next two
+    head_dim: int = None  # type: ignore[assignment]
+    v_head_dim: int = None  # type: ignore[assignment]
+    kv_embed_dim: int | None = None
+    bias: bool = True
+    dtype: str = "float32"
+    causal: str | None = None
+    mask: str | None = None
+    scale: float | None = None
+
+    if TYPE_CHECKING:  # the fields are typed as resolved; this is what the constructor takes
+
+        def __init__(
+            self,
+            *,
+            embed_dim: int,
+            num_heads: int,
+            num_kv_heads: int | None = None,
+            head_dim: int | None = None,
+            v_head_dim: int | None = None,
+            kv_embed_dim: int | None = None,
+            bias: bool = True,
+            dtype: str = "float32",
+            causal: str | bool | None = None,
+            mask: str | None = None,
+            scale: float | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("embed_dim", "num_heads"):
+            _check_positive_int(name, getattr(self, name))
+        for name in ("num_kv_heads", "head_dim", "v_head_dim", "kv_embed_dim"):
+            if getattr(self, name) is not None:
+                _check_positive_int(name, getattr(self, name))
+        if not isinstance(self.bias, bool):
+            raise SpecError("bias", "true or false", repr(self.bias))
+        _check_dtype(self.dtype)
+        _check_choice("mask", self.mask, MASKS)
+        self._resolve_heads()
+        resolved = resolve_causal(self.causal, same_length=not self.is_cross)
+        msgspec.structs.force_setattr(self, "causal", resolved)
+        if self.scale is not None:
+            msgspec.structs.force_setattr(self, "scale", _checked_scale(self.scale))
+
+    def _resolve_heads(self) -> None:
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        if self.num_heads % kv_heads:
+            raise SpecError(
+                "num_kv_heads",
+                f"a divisor of num_heads = {self.num_heads}",
+                str(kv_heads),
+                "Every key/value head serves the same number of query heads.",
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise SpecError(
+                "embed_dim",
+                f"a multiple of num_heads = {self.num_heads}",
+                str(self.embed_dim),
+                "Change one of them, or give head_dim, which frees the heads from embed_dim.",
+            )
+        head_dim = self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+        msgspec.structs.force_setattr(self, "num_kv_heads", kv_heads)
+        msgspec.structs.force_setattr(self, "head_dim", head_dim)
+        if self.v_head_dim is None:
+            msgspec.structs.force_setattr(self, "v_head_dim", head_dim)
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether keys and values come from a second input, `context`."""
+        return self.kv_embed_dim is not None
+
+    @property
+    def source_dim(self) -> int:
+        """Width of what keys and values are projected from: kv_embed_dim, or D in self-attention."""
+        return self.embed_dim if self.kv_embed_dim is None else self.kv_embed_dim
+
+    def attention_flops(self, B: int, L: int, S: int) -> int:
+        """FLOPs of q k^T and of weights v, 2 per multiply-add; of a causal attention only the visible pairs count."""
+        return 2 * B * self.num_heads * self._visible_pairs(L, S) * (self.head_dim + self.v_head_dim)
+
+    def projection_flops(self, B: int, L: int, S: int) -> int:
+        """FLOPs of the q, k, v and output projections, 2 per multiply-add."""
+        query_and_out = L * self.embed_dim * self.num_heads * (self.head_dim + self.v_head_dim)
+        key_and_value = S * self.source_dim * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        return 2 * B * (query_and_out + key_and_value)
+
+    def _visible_pairs(self, L: int, S: int) -> int:
+        shorter = min(L, S)
+        if self.causal == "top_left":  # rows see 1, 2, ..., S, S, ... keys
+            return shorter * (shorter + 1) // 2 + (L - shorter) * S
+        if self.causal == "bottom_right":  # from the last row upwards: S, S - 1, ... keys, then none
+            return shorter * S - shorter * (shorter - 1) // 2
+        return L * S
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are set, resolved; None is left out. `from_dict` gives an equal spec."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], origin: str = "spec") -> AttentionSpec:
+        """A spec from plain values. Raises SpecError for unknown, missing and wrong ones; `origin` names the source."""
+        known = cls.__struct_fields__
+        for key in fields:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(known)}."
+                raise SpecError(origin, "fields of AttentionSpec", f"the unknown field {key!r}", hint)
+        for key in ("embed_dim", "num_heads"):
+            if key not in fields:
+                raise SpecError(origin, f"the field {key!r}", "none", f"Add it, for example {key} = 8.")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """JSON text, one object; the same spec gives the same text."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> AttentionSpec:
+        """The inverse of `to_json`. Raises SpecError."""
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise SpecError("spec", "JSON", f"text that does not parse ({error})") from None
+        if not isinstance(fields, dict):
+            raise SpecError("spec", "a JSON object", type(fields).__name__)
+        return cls.from_dict(fields)
+
+    def to_toml(self) -> str:
+        """TOML text: a spec is flat, and its scalars are written alike in JSON and TOML."""
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in self.to_dict().items())
+
+    @classmethod
+    def from_toml(cls, text: str) -> AttentionSpec:
+        """The inverse of `to_toml`. Raises SpecError."""
+        try:
+            fields = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise SpecError("spec", "TOML", f"text that does not parse ({error})") from None
+        return cls.from_dict(fields)
+
+
+def resolve_causal(causal: object, *, same_length: bool) -> str | None:
+    """The alignment that `causal` names. True needs `same_length` (L = S): elsewhere libraries disagree on its meaning.
+
+    Raises SpecError.
+    """
+    if causal is None or causal is False:
+        return None
+    if causal is True:
+        if same_length:
+            return "top_left"
+        raise SpecError(
+            "causal",
+            '"top_left" or "bottom_right" where L and S may differ',
+            "True",
+            'PyTorch means "top_left" (j <= i), FlashAttention "bottom_right" (j <= i + S - L): choose one.',
+        )
+    _check_choice("causal", causal, ALIGNMENTS)
+    return str(causal)
+
+
+def _check_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(name, "a positive integer", repr(value))
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value is None or value in choices:
+        return
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    expected = ", ".join(f'"{choice}"' for choice in choices)
+    raise SpecError(name, f"None, {expected}", repr(value), f'Did you mean "{near[0]}"?' if near else "")
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype in DTYPES:
+        return
+    hint = "It is planned; compile in float32 for now." if dtype in PLANNED_DTYPES else ""
+    raise SpecError("dtype", " or ".join(f'"{name}"' for name in DTYPES), repr(dtype), hint)
+
+
+def _checked_scale(scale: object) -> float:
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if number and math.isfinite(scale) and scale > 0:  # type: ignore[arg-type, operator]
+        return float(scale)  # type: ignore[arg-type]
+    raise SpecError("scale", "a positive finite number, or None for 1 / sqrt(head_dim)", repr(scale))

@@ -1,0 +1,245 @@
+"""The command `mhsa`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from mhsa_compile import __version__, host, installation, profile
+from mhsa_compile.cli import app
+
+COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench")
+
+
+def mhsa(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result: Result) -> str:
+    """The one message of a command that refused its input."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_help_lists_every_command() -> None:
+    text = mhsa("--help").stdout
+    assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_speaks_json(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_the_module_is_the_command() -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", "mhsa_compile", "--version"], capture_output=True, text=True, check=True
+    )
+    assert child.stdout.strip() == f"mhsa {__version__}"
+
+
+def test_targets_are_listed() -> None:
+    listed = json.loads(mhsa("targets", "--json").stdout)
+    assert [target["name"] for target in listed] == list(profile.profile_names())
+    table = mhsa("targets").stdout
+    assert all(name in table for name in profile.profile_names())
+
+
+def test_native_is_printed_as_a_file_to_save(tmp_path: Path) -> None:
+    text = mhsa("targets", "native").stdout
+    assert tomllib.loads(text)["hardware"]["cores"] == host.allowed_cpus()
+    saved = tmp_path / "mine.toml"
+    saved.write_text(text)
+    assert json.loads(mhsa("targets", saved, "--json").stdout)["name"] == "mine"
+
+
+def test_an_unknown_target_gets_near_names() -> None:
+    message = refused(mhsa("targets", "znver5"))
+    assert "'znver5'" in message
+    assert "Did you mean znver4" in message
+
+
+def test_doctor_finds_this_machine_well() -> None:
+    result = mhsa("doctor", "--json")
+    findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
+    assert result.exit_code == 0
+    assert findings["TVM pair"]["status"] == findings["TVM loads"]["status"] == "ok"
+    assert findings["CPUs"]["found"].startswith(str(host.allowed_cpus()))
+    assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
+
+
+def test_doctor_refuses_the_wrong_pair_before_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"apache-tvm": "0.27.0.post1", "apache-tvm-ffi": "0.1.15"}
+    monkeypatch.setattr(installation, "installed_version", versions.get)
+    result = mhsa("doctor", "--json")
+    findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert findings["TVM pair"]["status"] == "fail"
+    assert "pip install" in findings["TVM pair"]["advice"]
+    assert "TVM loads" not in findings
+
+
+def test_doctor_sees_a_cache_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(tmp_path / "zig"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    findings = {finding["check"]: finding for finding in json.loads(mhsa("doctor", "--json").stdout)}
+    assert findings["cache folder"]["status"] == "fail"
+    assert str(tmp_path / "zig") in findings["cache folder"]["found"]
+
+
+BAD_COMPILES = {
+    "no source": ([], "an .onnx file, a spec .toml, or --embed-dim and --num-heads"),
+    "half a spec": (["--embed-dim", 64], "only --embed-dim"),
+    "source and flags": (["m.onnx", "--embed-dim", 64], "Leave one of them out"),
+    "source of another kind": (["model.pt"], "'model.pt'"),
+    "source that is not there": (["absent.onnx"], "'absent.onnx'"),
+    "D not divisible by H": (["--embed-dim", 64, "--num-heads", 5], "embed_dim"),
+    "H not divisible by G": (["--embed-dim", 64, "--num-heads", 8, "--num-kv-heads", 3], "num_kv_heads"),
+    "unknown target": (["--embed-dim", 64, "--num-heads", 8, "--target", "znver5"], "znver4"),
+    "causal without lengths": (
+        ["--embed-dim", 64, "--num-heads", 8, "--kv-embed-dim", 32, "--causal", "true"],
+        "bottom_right",
+    ),
+    "flag out of its choices": (["--embed-dim", 64, "--num-heads", 8, "--causal", "left"], "top_left"),
+    "length below one": (["--embed-dim", 64, "--num-heads", 8, "--length", 0], "--length"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "reason"), BAD_COMPILES.values(), ids=BAD_COMPILES.keys())
+def test_bad_compiles_are_refused(tmp_path: Path, arguments: list[object], reason: str) -> None:
+    out = tmp_path / "out"
+    assert reason in refused(mhsa("compile", *arguments, "-o", out))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_spec_file_is_refused(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text("embed_dim = 64\nnum_heads = 8\nheads = 3\n")
+    assert "heads" in refused(mhsa("compile", spec, "-o", tmp_path / "out"))
+
+
+def test_an_existing_output_is_refused_before_the_work(tmp_path: Path) -> None:
+    message = refused(mhsa("compile", "--embed-dim", 64, "--num-heads", 8, "-o", tmp_path))
+    assert "--force" in message
+
+
+def test_a_full_disk_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/y.npz")
+
+    monkeypatch.setattr(profile, "profile_names", full)
+    message = refused(mhsa("targets"))
+    assert "/somewhere/y.npz" in message
+    assert "No space left on device" in message
+
+
+def test_other_errors_of_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "profile_names", lambda: 1 // 0)
+    assert isinstance(mhsa("targets").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("command", ["run", "verify", "inspect"])
+def test_what_is_no_artifact_is_refused(command: str, tmp_path: Path) -> None:
+    assert str(tmp_path) in refused(mhsa(command, tmp_path / "absent.mhsa"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--against", "torch,magic"], "'magic'"),
+        (["--workload", "base129", "--against", ""], "base128"),
+        (["--workload", "base128", "--length", 7], "A workload brings its own"),
+    ],
+)
+def test_bad_benches_are_refused(arguments: list[object], reason: str) -> None:
+    assert reason in refused(mhsa("bench", *arguments))
+
+
+SMALL = ["--embed-dim", 32, "--num-heads", 4, "--causal", "true", "--mask", "bool"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "small.mhsa"
+    result = mhsa("compile", *SMALL, "-o", folder, "--json")
+    assert result.exit_code == 0, result.output
+    described = json.loads(result.stdout)
+    assert described["artifact"] == str(folder)
+    assert described["target"] == "native"
+    assert described["ops"]
+    return folder
+
+
+def test_an_artifact_is_inspected(compiled: Path) -> None:
+    described = json.loads(mhsa("inspect", compiled, "--json").stdout)
+    assert described["hashes_ok"]
+    assert {info["name"] for info in described["manifest"]["inputs"]} == {"x", "mask"}
+    assert described["bytes"].keys() == described["manifest"]["files"].keys()
+    table = mhsa("inspect", compiled).stdout
+    assert all(name in table for name in ("q_proj.weight", "module.so", "native"))
+
+
+def test_an_artifact_is_verified(compiled: Path) -> None:
+    result = mhsa("verify", compiled, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ok"]
+
+
+def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "y.npz"
+    result = mhsa("run", compiled, "--batch", 2, "--length", 7, "-o", out, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["outputs"][0]["dims"] == [2, 7, 32]
+    np.save(tmp_path / "x.npy", np.zeros((3, 5, 32), np.float32))
+    assert mhsa("run", compiled, "--input", f"x={tmp_path / 'x.npy'}", "-o", out, "--threads", 1).exit_code == 0
+    with np.load(out) as outputs:
+        assert outputs["y"].shape == (3, 5, 32)  # the mask took its size from x
+    assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "y.npz"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--input", "x"], "NAME=FILE.npy"),
+        (["--input", "x=absent.npy"], "absent.npy"),
+        (["--input", f"x={__file__}"], "an .npy file"),
+        (["--length", 7, "-o", "/absent/folder/y.npz"], "/absent/folder"),
+    ],
+)
+def test_bad_runs_are_refused(compiled: Path, arguments: list[object], reason: str) -> None:
+    assert reason in refused(mhsa("run", compiled, *arguments))
+
+
+def test_a_wrong_input_is_refused(compiled: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((1, 5, 33), np.float32))
+    assert "x" in refused(mhsa("run", compiled, "--input", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "y.npz"))
+    assert not (tmp_path / "y.npz").exists()
+
+
+def test_force_replaces_an_artifact(compiled: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy.mhsa"
+    shutil.copytree(compiled, folder)
+    (folder / "stray").touch()
+    assert mhsa("compile", *SMALL, "-o", folder, "--force").exit_code == 0
+    assert not (folder / "stray").exists()
+    assert mhsa("inspect", folder).exit_code == 0
+
+
+def test_a_bench_reports_every_peer(compiled: Path) -> None:
+    result = mhsa("bench", compiled, "--against", "torch", "--length", 16, "--seconds", 0.1, "--json")
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(result.stdout).values()
+    assert len(report["rows"]) == 2

@@ -1,0 +1,230 @@
+"""Exported graphs: what they hold, what stays symbolic, and that they are the same bytes every time."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.export import check_symbols, export
+from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, weights
+from mhsa_compile.spec import SPEC_KEY, AttentionSpec
+
+MASK = ("mask_B", "mask_H", "mask_L", "mask_S")
+
+
+def block(**fields) -> MultiHeadAttention:
+    torch.manual_seed(0)
+    return MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, **fields))
+
+
+def dims(model: onnx.ModelProto) -> dict[str, tuple[int | str, ...]]:
+    values = [*model.graph.input, *model.graph.output]
+    return {v.name: tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim) for v in values}
+
+
+def attention_node(model: onnx.ModelProto) -> tuple[onnx.NodeProto, dict[str, object]]:
+    (node,) = (node for node in model.graph.node if node.op_type == "Attention")
+    return node, {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+
+
+def operators(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def test_self_attention() -> None:
+    module = block()
+    model = export(module)
+    assert dims(model) == {"x": ("B", "L", 24), "y": ("B", "L", 24)}
+    assert operators(model) == ["Transpose", "MatMul", "Add"] * 3 + ["Attention"] + ["Transpose", "MatMul", "Add"]
+    assert attention_node(model)[1] == {"q_num_heads": 4, "kv_num_heads": 4}
+    assert model.opset_import[0].version == 23
+    initializers = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    expected = weights(module)
+    assert initializers.keys() == expected.keys()
+    assert all(np.array_equal(initializers[name], expected[name]) for name in expected)
+
+
+def test_cross_attention_with_everything() -> None:
+    model = export(block(kv_embed_dim=10, num_kv_heads=2, v_head_dim=7, bias=False, scale=0.5, mask="bool"))
+    assert dims(model) == {"x": ("B", "L", 24), "context": ("B", "S", 10), "mask": MASK, "y": ("B", "L", 24)}
+    assert attention_node(model)[1] == {"q_num_heads": 4, "kv_num_heads": 2, "scale": 0.5}
+    assert operators(model) == ["Transpose", "MatMul"] * 3 + ["Attention"] + ["Transpose", "MatMul"]
+
+
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+def test_causal_cross_attention(causal: str) -> None:
+    model = export(block(kv_embed_dim=10, causal=causal, mask="additive"))
+    node, attributes = attention_node(model)
+    assert attributes["is_causal"] == 1
+    if causal == "top_left":
+        assert model.opset_import[0].version == 23
+        assert len(node.input) == 4
+    else:  # nonpad_kv_seqlen = S, which makes the operator's offset S - L
+        assert model.opset_import[0].version == 24
+        assert len(node.input) == 7
+        assert operators(model)[-7:-4] == ["Shape", "Shape", "Expand"]
+
+
+def test_causal_self_attention_needs_no_offset() -> None:
+    model = export(block(causal="bottom_right"))
+    assert model.opset_import[0].version == 23
+    assert attention_node(model)[1]["is_causal"] == 1
+
+
+def test_key_padding() -> None:
+    assert dims(export(block(mask="key_padding")))["mask"] == ("B", "L")
+    model = export(block(mask="key_padding", kv_embed_dim=10))
+    assert dims(model)["mask"] == ("B", "S")
+    assert "Slice" not in operators(model)
+
+
+def test_core() -> None:
+    spec = AttentionSpec(embed_dim=24, num_heads=4, num_kv_heads=2, v_head_dim=7, causal="bottom_right", mask="bool")
+    model = export(ScaledDotProductAttention(spec))
+    assert dims(model) == {
+        "q": ("B", 4, "L", 6), "k": ("B", 2, "S", 6), "v": ("B", 2, "S", 7), "mask": MASK, "y": ("B", 4, "L", 7),
+    }  # fmt: skip
+    assert attention_node(model)[1] == {"is_causal": 1}
+
+
+def test_fixed_dims() -> None:
+    model = export(block(), dims={"B": 1, "L": 128, "S": 128})
+    assert dims(model) == {"x": (1, 128, 24), "y": (1, 128, 24)}
+    model = export(block(kv_embed_dim=10, mask="bool"), dims={"B": 1, "L": None, "S": 5, "mask_H": 1})
+    assert dims(model)["mask"] == (1, 1, "mask_L", 5)
+    assert dims(model)["x"] == (1, "L", 24)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"T": 3}, "symbols among B, L"), ({"L": 0}, "positive integer"), ({"L": 5, "S": 7}, "symbols among B, L")],
+)
+def test_wrong_dims(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        export(block(), dims=wrong)
+
+
+def test_metadata_is_the_spec_and_nothing_of_this_machine() -> None:
+    module = block(mask="key_padding", kv_embed_dim=10, causal="bottom_right")
+    model = export(module)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    assert AttentionSpec.from_json(metadata[SPEC_KEY]) == module.spec
+    assert metadata["mhsa.module"] == "MultiHeadAttention"
+    text = str(model)
+    for trace in ("pkg.torch", ".py", "doc_string", "site-packages"):
+        assert trace not in text
+
+
+def test_export_is_silent_and_leaves_the_module_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    module = block(kv_embed_dim=10).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(module)
+    assert module.training
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_same_bytes_in_another_process() -> None:
+    code = (
+        "import sys, torch; from mhsa_compile.export import export; from mhsa_compile.model import MultiHeadAttention;"
+        "from mhsa_compile.spec import AttentionSpec; torch.manual_seed(0);"
+        "spec = AttentionSpec(embed_dim=24, num_heads=4, mask='key_padding', kv_embed_dim=10, causal='bottom_right');"
+        "sys.stdout.buffer.write(export(MultiHeadAttention(spec)).SerializeToString())"
+    )
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    here = export(block(mask="key_padding", kv_embed_dim=10, causal="bottom_right")).SerializeToString()
+    assert hashlib.sha256(here).hexdigest() == hashlib.sha256(there).hexdigest()
+
+
+class Residual(nn.Module):
+    """A module of the user's own around PyTorch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(24, 72)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.projection(x).unflatten(-1, (3, 4, 6)).permute(2, 0, 3, 1, 4)
+        return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class TwoStreams(nn.Module):
+    def forward(self, query: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, memory, memory)
+
+
+def test_any_module_with_examples() -> None:
+    model = export(Residual(), example_inputs=[torch.randn(1, 5, 24)])
+    shapes = list(dims(model).values())
+    assert dims(model)["x"] == ("B", "L", 24)
+    assert shapes[-1][:2] == ("B", "L")
+    assert "Attention" in operators(model)
+
+
+def test_any_module_with_named_symbols() -> None:
+    examples = {"query": torch.randn(1, 2, 5, 8), "memory": torch.randn(1, 2, 7, 8)}
+    named = {"query": {0: "N", 2: "T"}, "memory": {0: "N", 2: "M"}}
+    model = export(TwoStreams(), example_inputs=examples, dynamic_shapes=named, dims={"N": 1})
+    assert dims(model)["query"] == (1, 2, "T", 8)
+    assert dims(model)["memory"] == (1, 2, "M", 8)
+
+
+class Single(nn.Module):
+    """Says float32 itself, so that it cannot be run in float64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.eye(24, dtype=torch.float32)
+
+
+def test_a_module_that_says_float32_itself() -> None:
+    assert dims(export(Single(), example_inputs={"x": torch.randn(2, 5, 24)}))["x"] == ("B", "L", 24)
+
+
+class Specialised(nn.Module):
+    """Ties its length to a parameter's, as position embeddings of one size do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(5, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.position
+
+
+def test_a_specialised_dim_is_an_error() -> None:
+    with pytest.raises(ModelError, match="dynamic_shapes"):
+        export(Specialised(), example_inputs=[torch.randn(2, 5, 24)])
+
+
+def test_check_symbols_sees_a_dim_that_was_lost() -> None:
+    module = block()
+    with pytest.raises(ModelError, match=r"\(1, 5, 24\)"):
+        check_symbols(export(module, dims={"B": 1, "L": 5}), module, {"x": ("B", "L", 24)})
+
+
+def test_check_symbols_sees_a_graph_that_is_wrong_elsewhere() -> None:
+    """Declared symbolic, but with the causal offset of another alignment: only a run shows it."""
+    right = block(kv_embed_dim=10, causal="top_left")
+    wrong = block(kv_embed_dim=10, causal="bottom_right")
+    wrong.load_state_dict(right.state_dict())
+    with pytest.raises(ModelError, match="to agree within"):
+        check_symbols(export(wrong), right, {"x": ("B", "L", 24), "context": ("B", "S", 10)})
+
+
+def test_modules_that_cannot_be_exported() -> None:
+    with pytest.raises(InputError, match="example_inputs"):
+        export(Residual())
+    with pytest.raises(InputError, match="at most 1"):
+        export(Residual(), example_inputs=[torch.zeros(1, 5, 24)] * 2)
+    with pytest.raises(InputError, match="a tensor for 'x'"):
+        export(Residual(), example_inputs=[3])

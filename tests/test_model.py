@@ -1,0 +1,229 @@
+"""The PyTorch modules: PyTorch's own results where both mean the same, and the contract where they do not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mhsa_compile import masks
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, from_bert, from_torch, weights
+from mhsa_compile.spec import AttentionSpec
+
+CLOSE = {"rtol": 0, "atol": 1e-12}  # everything here runs in float64, where both sides are exact to about 1e-15
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def core(**fields) -> ScaledDotProductAttention:
+    return ScaledDotProductAttention(AttentionSpec(embed_dim=24, num_heads=4, **fields))
+
+
+def qkv(B: int = 2, L: int = 5, S: int = 7, G: int = 4, E: int = 6, F: int = 6) -> tuple[torch.Tensor, ...]:
+    return torch.randn(B, 4, L, E), torch.randn(B, G, S, E), torch.randn(B, G, S, F)
+
+
+@pytest.mark.parametrize("G", [1, 2, 4])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_core_equals_pytorch(G: int, scale: float | None) -> None:
+    q, k, v = qkv(G=G, F=9)
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=scale)
+    actual = core(num_kv_heads=G, v_head_dim=9, scale=scale)(q, k, v)
+    torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive"])
+@pytest.mark.parametrize("shape", [(2, 4, 5, 7), (1, 4, 1, 7), (2, 1, 5, 1), (5, 7), (7,)])
+def test_masks_broadcast_as_in_pytorch(mask: str, shape: tuple[int, ...]) -> None:
+    q, k, v = qkv()
+    values = torch.rand(shape) < 0.8 if mask == "bool" else torch.randn(shape)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=values.expand(2, 4, 5, 7))
+    torch.testing.assert_close(core(mask=mask)(q, k, v, values), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("L", "S"), [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+def test_causal_alignments(L: int, S: int, causal: str) -> None:
+    q, k, v = qkv(L=L, S=S)
+    visible = torch.from_numpy(masks.causal(L, S, causal))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    actual = core(causal=causal)(q, k, v)
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert (actual[:, :, ~visible.any(dim=-1)] == 0).all()
+
+
+def test_causal_and_mask_compose() -> None:
+    q, k, v = qkv(L=7, S=7)
+    padding = torch.from_numpy(masks.key_padding([7, 3], 7))
+    visible = torch.from_numpy(masks.causal(7, 7, "top_left")) & padding[:, None, None, :]
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    torch.testing.assert_close(core(causal="top_left", mask="key_padding")(q, k, v, padding), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive"])
+def test_fully_masked_rows_are_zero_with_finite_gradients(mask: str) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in qkv())
+    visible = torch.ones(5, 7, dtype=torch.bool)
+    visible[2] = False
+    values = visible if mask == "bool" else torch.where(visible, 0.0, -torch.inf)
+    y = core(mask=mask)(q, k, v, values)
+    assert (y[:, :, 2] == 0).all()
+    y.sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (q, k, v))
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_poison_reaches_the_queries_that_see_it_and_no_other(mask: str, poison: float) -> None:
+    q, k, v = qkv()
+    visible = torch.ones(5, 7, dtype=torch.bool)
+    visible[:3, 4] = False
+    values = visible if mask == "bool" else torch.where(visible, 0.0, -torch.inf)
+    attention = core(mask=mask)
+    clean = attention(q, k, v, values)
+    for broken in (k, v):
+        kept = broken.clone()
+        broken[:, :, 4] = poison
+        dirty = attention(q, k, v, values)
+        torch.testing.assert_close(dirty[:, :, :3], clean[:, :, :3], **CLOSE)
+        if broken is v or math.isnan(poison):  # an infinite key may also win or lose a softmax outright
+            assert not dirty[:, :, 3:].isfinite().any()
+        broken.copy_(kept)
+
+
+def test_infinities_of_both_signs_meet_as_nan() -> None:
+    q, k, v = qkv()
+    v[:, :, 1], v[:, :, 2] = torch.inf, -torch.inf
+    assert core(mask="bool")(q, k, v, torch.ones(7, dtype=torch.bool)).isnan().all()
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_from_torch(cross: bool, bias: bool, batch_first: bool) -> None:
+    layer = nn.MultiheadAttention(24, 4, bias=bias, batch_first=batch_first, dtype=torch.float32).eval()
+    for parameter in layer.parameters():  # PyTorch starts biases at zero, which would hide a swap
+        nn.init.normal_(parameter)
+    ours = from_torch(layer, cross=cross).double()
+    layer = layer.double()
+    x = torch.randn(2, 5, 24)
+    context = torch.randn(2, 7, 24) if cross else x
+    inputs = (x, context, context) if batch_first else [t.transpose(0, 1) for t in (x, context, context)]
+    expected = layer(*inputs, need_weights=False)[0]
+    expected = expected if batch_first else expected.transpose(0, 1)
+    torch.testing.assert_close(ours(x, context) if cross else ours(x), expected, **CLOSE)
+
+
+def test_from_torch_with_separate_weights_and_masks() -> None:
+    layer = nn.MultiheadAttention(24, 4, kdim=10, vdim=10, batch_first=True, dtype=torch.float32).eval()
+    nn.init.normal_(layer.in_proj_bias)
+    ours = from_torch(layer, mask="key_padding").double()
+    x, context = torch.randn(2, 5, 24), torch.randn(2, 7, 10)
+    padding = torch.from_numpy(masks.key_padding([7, 3], 7))
+    expected = layer.double()(x, context, context, key_padding_mask=~padding, need_weights=False)[0]
+    torch.testing.assert_close(ours(x, context, mask=padding), expected, **CLOSE)
+
+
+def test_from_torch_causal() -> None:
+    layer = nn.MultiheadAttention(24, 4, batch_first=True, dtype=torch.float32).eval()
+    ours = from_torch(layer, causal=True).double()
+    x = torch.randn(2, 5, 24)
+    hidden = ~torch.from_numpy(masks.causal(5, 5, "top_left"))
+    expected = layer.double()(x, x, x, attn_mask=hidden, need_weights=False)[0]
+    torch.testing.assert_close(ours(x), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"add_bias_kv": True}, "add_bias_kv"), ({"add_zero_attn": True}, "add_zero_attn"), ({"kdim": 8}, "kdim == vdim")],
+)
+def test_from_torch_refuses(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        from_torch(nn.MultiheadAttention(24, 4, dtype=torch.float32, **options))
+
+
+def test_from_torch_refuses_other_dtypes() -> None:
+    with pytest.raises(ModelError, match="float32 weights"):
+        from_torch(nn.MultiheadAttention(24, 4))
+
+
+def bert_attention(**options) -> nn.Module:
+    bert = pytest.importorskip("transformers.models.bert.modeling_bert")
+    config = bert.BertConfig(hidden_size=24, num_attention_heads=4, attn_implementation="eager")
+    return bert.BertAttention(config, **options).eval()
+
+
+def test_from_bert() -> None:
+    layer = bert_attention()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    ours = from_bert(layer.float()).double()
+    layer = layer.double()
+    x = torch.randn(2, 5, 24)
+    padding = torch.from_numpy(masks.key_padding([5, 3], 5))
+    additive = torch.where(padding, 0.0, -torch.inf)[:, None, None, :]
+    expected = layer(x, attention_mask=additive)[0]
+    # BertAttention goes on: dropout, residual and LayerNorm, which stay outside of ours.
+    torch.testing.assert_close(layer.output.LayerNorm(ours(x, mask=padding) + x), expected, **CLOSE)
+
+
+def test_from_bert_kinds() -> None:
+    assert from_bert(bert_attention(is_causal=True).float(), mask=None).spec.causal == "top_left"
+    assert from_bert(bert_attention(is_cross_attention=True).float()).spec.kv_embed_dim == 24
+    with pytest.raises(ModelError, match=r"output\.dense"):
+        from_bert(bert_attention().self)
+    with pytest.raises(ModelError, match="a BertAttention"):
+        from_bert(nn.Linear(2, 2))
+
+
+def test_weights_carry_pytorchs_names_and_layouts() -> None:
+    spec = AttentionSpec(embed_dim=20, num_heads=4, num_kv_heads=2, head_dim=6, v_head_dim=7, kv_embed_dim=9)
+    shapes = {name: array.shape for name, array in weights(MultiHeadAttention(spec)).items()}
+    assert shapes == {
+        "q_proj.weight": (24, 20), "q_proj.bias": (24,),
+        "k_proj.weight": (12, 9), "k_proj.bias": (12,),
+        "v_proj.weight": (14, 9), "v_proj.bias": (14,),
+        "out_proj.weight": (20, 28), "out_proj.bias": (20,),
+    }  # fmt: skip
+    assert all(isinstance(array, np.ndarray) for array in weights(MultiHeadAttention(spec)).values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "call", "named"),
+    [
+        ({}, {"x": (2, 3, 9)}, "x"),
+        ({}, {"x": (3, 8)}, "x"),
+        ({}, {"x": (2, 3, 8), "context": (2, 3, 8)}, "context"),
+        ({"kv_embed_dim": 6}, {"x": (2, 3, 8)}, "context"),
+        ({"kv_embed_dim": 6}, {"x": (2, 3, 8), "context": (2, 3, 8)}, "context"),
+        ({}, {"x": (2, 3, 8), "mask": (2, 3)}, "mask"),
+        ({"mask": "bool"}, {"x": (2, 3, 8)}, "mask"),
+        ({"mask": "bool"}, {"x": (2, 3, 8), "mask": (3, 4)}, "mask"),
+        ({"mask": "additive"}, {"x": (2, 3, 8), "mask": (3, 3)}, "mask"),
+        ({"mask": "key_padding"}, {"x": (2, 3, 8), "mask": (1, 3)}, "mask"),
+        ({"mask": "key_padding"}, {"x": (2, 3, 8), "mask": (2, 1, 1, 3)}, "mask"),
+    ],
+)
+def test_calls_that_are_refused(fields: dict[str, object], call: dict[str, tuple[int, ...]], named: str) -> None:
+    module = MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2, **fields))
+    tensors = {name: torch.ones(shape, dtype=torch.bool if name == "mask" else None) for name, shape in call.items()}
+    with pytest.raises(InputError) as caught:
+        module(**tensors)
+    assert caught.value.argument == named
+
+
+def test_core_refuses_other_heads() -> None:
+    q, k, v = qkv()
+    with pytest.raises(InputError, match="k: expected shape"):
+        core()(q, k[:, :2], v)

@@ -1,0 +1,153 @@
+"""The oracle against the operator's own node tests, NaN, and the budget that is built on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx.backend.test.case import node as node_cases
+from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
+
+from mhsa_compile.verify import Verdict, budget, check, default_cases, eager, max_error, oracle, random_inputs
+
+NODE_TESTS = [case for case in node_cases._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
+
+
+def attention_model(
+    attributes: dict[str, int | float], inputs: dict[str, tuple[int, list[int | str]]], opset: int = 24
+):
+    names = ["q", "k", "v", "mask", "past_key", "past_value", "lengths"]
+    while names[-1] not in inputs:
+        names.pop()
+    node = helper.make_node("Attention", [name if name in inputs else "" for name in names], ["y"], **attributes)
+    graph_inputs = [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "attention", graph_inputs, [output])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+
+
+def four_dims(mask: bool = False) -> dict[str, tuple[int, list[int | str]]]:
+    inputs = {"q": ["B", 4, "L", 8], "k": ["B", 2, "S", 8], "v": ["B", 2, "S", 5]}
+    declared = {name: (TensorProto.FLOAT, shape) for name, shape in inputs.items()}
+    return {**declared, "mask": (TensorProto.BOOL, ["mask_B", "mask_H", "mask_L", "mask_S"])} if mask else declared
+
+
+def test_there_are_node_tests() -> None:
+    assert len(NODE_TESTS) >= 80
+
+
+@pytest.mark.parametrize("case", NODE_TESTS, ids=lambda case: case.name.removeprefix("test_attention_"))
+def test_operators_own_node_tests(case) -> None:
+    """Expected values were computed at the case's dtype: a few of its rounding steps off is right."""
+    inputs, expected = case.data_sets[0]
+    names = [value.name for value in case.model.graph.input]
+    for ours, theirs in zip(oracle(case.model, dict(zip(names, inputs, strict=True))), expected, strict=True):
+        finite = np.isfinite(theirs.astype(np.float64))
+        assert np.array_equal(finite, np.isfinite(ours))
+        wide = theirs.astype(np.float64)
+        # Scores of E terms at that dtype: their rounding passes through the softmax into every output.
+        tolerance = 8 * EPSILON[str(theirs.dtype)] * max(1.0, np.abs(wide[finite]).max(initial=0.0))
+        assert np.abs(ours[finite] - wide[finite]).max(initial=0.0) <= tolerance
+
+
+@pytest.mark.parametrize("evaluate", [oracle, eager])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_masked_poison_stays_out_and_visible_poison_shows(evaluate, poison: float) -> None:
+    model = attention_model({}, four_dims(mask=True))
+    inputs = random_inputs(model, {"B": 2, "L": 5, "S": 6, "mask_B": 1})
+    inputs["mask"][...] = True
+    inputs["mask"][0, 0, :3, 4] = False  # key 4: masked for queries 0 to 2, visible to 3 and 4
+    clean = evaluate(model, inputs)[0]
+    inputs["k"][:, :, 4] = poison
+    inputs["v"][:, :, 4] = poison
+    dirty = evaluate(model, inputs)[0]
+    assert np.allclose(dirty[:, :, :3], clean[:, :, :3], rtol=1e-6, atol=0)
+    assert not np.isfinite(dirty[:, :, 3:]).any()
+
+
+@pytest.mark.parametrize("evaluate", [oracle, eager])
+def test_fully_masked_rows_are_zero(evaluate) -> None:
+    model = attention_model({"is_causal": 1}, {**four_dims(), "lengths": (TensorProto.INT64, ["B"])})
+    inputs = random_inputs(model, {"B": 2, "L": 5, "S": 3})
+    inputs["lengths"] = np.array([3, 3])
+    result = evaluate(model, inputs)[0]
+    assert (result[:, :, :2] == 0).all()
+    assert np.isfinite(result).all()
+
+
+def test_short_masks_pad_from_opset_24_on() -> None:
+    shapes = {**four_dims(mask=True), "mask": (TensorProto.BOOL, [1, 1, 1, "keys"])}
+    inputs = random_inputs(attention_model({}, shapes), {"B": 1, "L": 2, "S": 3, "keys": 1})
+    inputs["mask"][...] = True
+    first_value = np.repeat(inputs["v"][:, :, :1], 2, axis=1)
+    padded, broadcast = (oracle(attention_model({}, shapes, opset), inputs)[0] for opset in (24, 23))
+    assert np.allclose(padded, np.broadcast_to(first_value, padded.shape))
+    assert not np.allclose(padded, broadcast)
+
+
+def test_oracle_is_more_exact_than_eager() -> None:
+    model = attention_model({"softcap": 3.0}, four_dims())
+    inputs = random_inputs(model, {"B": 2, "L": 7, "S": 197})
+    exact, single = oracle(model, inputs)[0], eager(model, inputs)[0]
+    assert (exact.dtype, single.dtype) == (np.float64, np.float32)
+    assert 0 < max_error(exact, single) <= budget(exact, single, "float32") < 1e-5
+
+
+def test_budget_is_two_errors_and_one_rounding_step() -> None:
+    expected = np.array([0.5, -1.5])
+    assert budget(expected, expected.astype(np.float32), "float32") == np.spacing(np.float32(1.5))
+    assert budget(expected, expected.astype(np.float16), "float16") == np.spacing(np.float16(1.5))
+    assert budget(expected, expected.astype(np.float32), "bfloat16") == 2.0**-7
+    off = np.array([0.5, -1.25], np.float32)
+    assert budget(expected, off, "float32") == 0.5 + np.spacing(np.float32(1.5))
+    assert budget(expected, np.array([np.nan, -1.5]), "float32") == np.spacing(np.float32(1.5))
+
+
+def test_max_error_of_what_is_not_comparable() -> None:
+    assert max_error(np.zeros(2), np.array([0.0, np.nan])) == np.inf
+    assert max_error(np.array([np.nan, 0.0]), np.zeros(2)) == np.inf
+    assert max_error(np.zeros(2), np.zeros(3)) == np.inf
+    assert max_error(np.zeros(0), np.zeros(0)) == 0.0
+
+
+def test_random_inputs_are_reproducible_and_hard() -> None:
+    model = attention_model({}, four_dims(mask=True))
+    dims = {"B": 3, "L": 7, "S": 11, "mask_H": 4}
+    inputs = random_inputs(model, dims, seed=1)
+    again = random_inputs(model, dims, seed=1)
+    assert all(np.array_equal(inputs[name], again[name]) for name in inputs)
+    assert inputs["mask"].shape == (3, 4, 7, 11)
+    assert not inputs["mask"].reshape(-1, 11)[3::7].any()
+    assert 0.5 < inputs["mask"].mean() < 0.9
+
+
+def test_check_and_verdict() -> None:
+    model = attention_model({}, four_dims())
+    cases = default_cases(model)
+    assert {"B", "L", "S"} == set(cases[0])
+    good = Verdict(tuple(check(model, lambda inputs: eager(model, inputs), dims) for dims in cases))
+    assert good.ok
+    assert good.worst.ratio <= 0.5
+    bad = check(model, lambda inputs: [eager(model, inputs)[0] * 1.001], cases[1])
+    assert not bad.ok
+    assert not Verdict((*good.cases, bad)).ok
+
+
+def test_constants_inside_the_graph() -> None:
+    """Floats are promoted, also in Constant and Cast nodes; integers stay integers."""
+    third = onnx.numpy_helper.from_array(np.array(1 / 3, np.float32), "third")
+    axis = onnx.numpy_helper.from_array(np.array([0], np.int64), "axis")
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=third),
+        helper.make_node("Add", ["x", "c"], ["s"]),
+        helper.make_node("Cast", ["s"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["f", "axis"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N"])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "N"])
+    model = helper.make_model(helper.make_graph(nodes, "constants", [x], [y], [axis]))
+    result = oracle(model, {"x": np.array([1e-9], np.float32)})[0]
+    assert result.dtype == np.float64
+    assert result[0, 0] == np.float64(np.float32(1e-9)) + np.float64(np.float32(1 / 3))

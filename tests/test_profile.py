@@ -1,0 +1,187 @@
+"""profile.py and the files of targets/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mhsa_compile import data, host, profile
+from mhsa_compile.errors import TargetError
+from mhsa_compile.profile import TargetProfile, load_profile, profile_names
+
+FILES = [name for name in profile_names() if name != profile.NATIVE]
+# LLVM's features of arithmetic and vectors, where /proc/cpuinfo names them otherwise; the rest keep their name.
+CPUINFO = {
+    "amx-bf16": "amx_bf16", "amx-int8": "amx_int8", "amx-tile": "amx_tile", "avx512bf16": "avx512_bf16",
+    "avx512bitalg": "avx512_bitalg", "avx512fp16": "avx512_fp16", "avx512vbmi2": "avx512_vbmi2",
+    "avx512vnni": "avx512_vnni", "avx512vpopcntdq": "avx512_vpopcntdq", "avxvnni": "avx_vnni", "bmi": "bmi1",
+    "lzcnt": "abm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "bf16": "bf16", "dotprod": "asimddp",
+    "fp16fml": "asimdfhm", "fullfp16": "asimdhp", "i8mm": "i8mm", "lse": "atomics", "neon": "asimd", "rdm": "asimdrdm",
+    "fp-armv8": "fp", "sve": "sve", "sve2": "sve2", "sha3": "sha3", "jsconv": "jscvt", "complxnum": "fcma",
+    "rcpc": "lrcpc", "rcpc-immo": "ilrcpc", "lse2": "uscat", "crc": "crc32", "flagm": "flagm",
+} | {same: same for same in ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512ifma", "avx512vbmi",
+     "avx512vl", "bmi2", "cx16", "f16c", "fma", "gfni", "movbe", "popcnt", "sse4a", "ssse3", "xsave")}  # fmt: skip
+
+MINIMAL = """family = "cpu"
+[tvm]
+kind = "llvm"
+mtriple = "riscv64-linux-gnu"
+[hardware]
+[link]
+triple = "riscv64-linux-gnu"
+"""
+
+
+def test_every_promised_target_is_there() -> None:
+    x86 = {"x86-64-v3", "x86-64-v4", "znver4", "sapphirerapids"}
+    arm = {"aarch64-generic", "cortex-a53", "cortex-a72", "cortex-a76", "neoverse-n1", "neoverse-v1", "neoverse-v2"}
+    assert x86 | arm <= set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_llvm_knows_the_cpu_and_its_features_are_stated(name: str) -> None:
+    """A feature that LLVM may use but the profile does not state would crash on a machine without it."""
+    tvm = pytest.importorskip("tvm")
+    from tvm.target import codegen
+
+    stated = load_profile(name)
+    with tvm.target.Target(stated.tvm_config()) as target:
+        assert codegen.llvm_is_valid_cpu(stated.tvm.mcpu, stated.tvm.mtriple)
+        used = {CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO}
+    assert used <= set(stated.hardware.features)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_toml_round_trip(name: str, tmp_path: Path) -> None:
+    original = load_profile(name)
+    path = tmp_path / f"{name}.toml"
+    path.write_text(original.to_toml())
+    assert load_profile(path) == load_profile(str(path)) == original
+
+
+def test_lanes_follow_vector_width_and_dtype() -> None:
+    assert load_profile("x86-64-v3").vector_lanes("float32") == 8
+    assert load_profile("x86-64-v4").vector_lanes("float32") == 16
+    assert load_profile("cortex-a72").vector_lanes("float32") == 4
+    assert load_profile("x86-64-v4").vector_lanes("bfloat16") == 32
+    with pytest.raises(TargetError, match="complex64"):
+        load_profile("x86-64-v4").vector_lanes("complex64")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_registers_are_the_instruction_sets(name: str) -> None:
+    assert load_profile(name).hardware.vector_registers == (16 if name == "x86-64-v3" else 32)
+
+
+def test_left_out_hardware_is_a_modest_machine(tmp_path: Path) -> None:
+    path = tmp_path / "board.toml"
+    path.write_text(MINIMAL)
+    found = load_profile(path)
+    assert found.name == "board"
+    assert found.tvm_config() == {"kind": "llvm", "mtriple": "riscv64-linux-gnu"}
+    assert msgspec.to_builtins(found.hardware) == {
+        "cores": 1, "vector_bits": 128, "vector_registers": 16, "l1d_kib": 32, "l2_kib": 256, "features": (),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("znver5", "znver4"), ("x86_64_v3", "x86-64-v3"), ("neoverse-v3", "neoverse-v"), ("qqq", "mhsa targets")],
+)
+def test_unknown_names_are_answered_with_near_ones(name: str, near: str) -> None:
+    with pytest.raises(TargetError, match=near) as refusal:
+        load_profile(name)
+    assert repr(name) in str(refusal.value)
+
+
+BROKEN = {
+    "unknown key": (MINIMAL.replace("[hardware]", "[hardware]\nl3_kib = 4"), "l3_kib"),
+    "missing key": (MINIMAL.replace('kind = "llvm"', ""), "kind"),
+    "wrong type": (MINIMAL.replace("[hardware]", '[hardware]\ncores = "8"'), "cores"),
+    "zero": (MINIMAL.replace("[hardware]", "[hardware]\nvector_registers = 0"), "vector_registers"),
+    "odd width": (MINIMAL.replace("[hardware]", "[hardware]\nvector_bits = 100"), "vector_bits"),
+    "family": (MINIMAL.replace('"cpu"', '"gpu"'), "gpu"),
+    "family and kind": (MINIMAL.replace('"cpu"', '"cuda"'), "tvm.kind 'llvm'"),
+    "a name of its own": ('name = "mine"\n' + MINIMAL, "name"),
+    "not TOML": ("family = ", "Invalid value"),
+    "not text": ("\xff", "utf-8"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_file_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(TargetError, match=r"broken\.toml") as refusal:
+        load_profile(path)
+    assert reason in str(refusal.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="No such file"):
+        load_profile(tmp_path / "absent.toml")
+
+
+def detected(monkeypatch: pytest.MonkeyPatch, root: Path, architecture: str, cpuinfo: str) -> TargetProfile:
+    (root / "proc").mkdir()
+    (root / "proc/cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(host, "architecture", lambda: architecture)
+    return profile.detect(root)
+
+
+@pytest.mark.parametrize(
+    ("level", "mcpu", "bits", "registers"),
+    [(profile._V4, "x86-64-v4", 512, 32), (profile._V3, "x86-64-v3", 256, 16), (profile._V2, "x86-64-v2", 128, 16),
+     (frozenset(), "x86-64", 128, 16)],
+)  # fmt: skip
+def test_native_x86_takes_the_highest_level(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: frozenset[str], mcpu: str, bits: int, registers: int
+) -> None:
+    found = detected(monkeypatch, tmp_path, "x86_64", f"flags\t: fpu {' '.join(level)} hypervisor\n")
+    assert (found.tvm.mcpu, found.hardware.vector_bits, found.hardware.vector_registers) == (mcpu, bits, registers)
+    assert set(found.hardware.features) == level  # what the code needs, and nothing that other machines may lack
+    assert (found.hardware.l1d_kib, found.hardware.l2_kib) == (32, 256)  # this /sys is empty
+
+
+def test_native_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = detected(monkeypatch, tmp_path, "aarch64", "Features\t: fp asimd aes\n")
+    assert (found.tvm.mtriple, found.tvm.mcpu, found.link.triple) == (
+        "aarch64-linux-gnu", "generic", "aarch64-linux-gnu.2.17",
+    )  # fmt: skip
+    assert (found.hardware.vector_bits, found.hardware.vector_registers) == (128, 32)
+    assert found.hardware.features == ("asimd", "fp")
+
+
+def test_native_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = detected(monkeypatch, tmp_path, "riscv64", "")
+    assert found.tvm_config() == {"kind": "llvm", "mtriple": "riscv64-linux-gnu"}
+
+
+def test_native_runs_here() -> None:
+    native = load_profile("native")
+    assert set(native.hardware.features) <= host.cpu_features()
+    assert native.hardware.cores == host.allowed_cpus()
+
+
+def test_a_profile_survives_the_manifest() -> None:
+    original = load_profile("sapphirerapids")
+    manifest: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(original)))
+    assert msgspec.convert(manifest, TargetProfile) == original
+
+
+def test_data_folders() -> None:
+    assert (data.targets_folder() / "README.md").is_file()
+    assert (data.schedules_folder() / "README.md").is_file()
+
+
+def test_profiles_load_no_compiler() -> None:
+    code = (
+        "import sys; from mhsa_compile.profile import load_profile; load_profile('native'); "
+        "sys.exit(any(name in sys.modules for name in ('tvm', 'torch', 'onnx', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

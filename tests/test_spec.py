@@ -1,0 +1,100 @@
+"""AttentionSpec: defaults, refusals, round trips, FLOPs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from cases import PARITY, WORKLOADS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mhsa_compile import masks
+from mhsa_compile.errors import MhsaError, SpecError
+from mhsa_compile.spec import AttentionSpec, resolve_causal
+
+SPECS = [*(case.spec for case in PARITY), *(workload.spec for workload in WORKLOADS)]
+
+
+def test_defaults_are_resolved() -> None:
+    spec = AttentionSpec(embed_dim=512, num_heads=8)
+    assert (spec.num_kv_heads, spec.head_dim, spec.v_head_dim) == (8, 64, 64)
+    assert (spec.kv_embed_dim, spec.is_cross, spec.source_dim) == (None, False, 512)
+    assert AttentionSpec(embed_dim=6, num_heads=4, head_dim=5).v_head_dim == 5
+    assert AttentionSpec(embed_dim=8, num_heads=2, kv_embed_dim=8).is_cross
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "expected"),
+    [
+        ({"embed_dim": 0}, "embed_dim", "a positive integer"),
+        ({"embed_dim": 6.0}, "embed_dim", "a positive integer"),
+        ({"num_heads": True}, "num_heads", "a positive integer"),
+        ({"embed_dim": 10}, "embed_dim", "a multiple of num_heads = 4"),
+        ({"num_kv_heads": 3}, "num_kv_heads", "a divisor of num_heads = 4"),
+        ({"num_kv_heads": 8}, "num_kv_heads", "a divisor of num_heads = 4"),
+        ({"head_dim": -1}, "head_dim", "a positive integer"),
+        ({"kv_embed_dim": 0}, "kv_embed_dim", "a positive integer"),
+        ({"bias": 1}, "bias", "true or false"),
+        ({"dtype": "bfloat16"}, "dtype", '"float32"'),
+        ({"causal": "bottom-right"}, "causal", '"bottom_right"'),
+        ({"causal": True, "kv_embed_dim": 8}, "causal", '"top_left" or "bottom_right"'),
+        ({"mask": "boolean"}, "mask", '"bool"'),
+        ({"scale": float("nan")}, "scale", "a positive finite number"),
+        ({"scale": "1"}, "scale", "a positive finite number"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, object], named: str, expected: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        AttentionSpec(**{"embed_dim": 64, "num_heads": 4, **fields})
+    assert isinstance(caught.value, MhsaError)
+    assert caught.value.argument == named
+    assert expected in caught.value.expected
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_round_trips(spec: AttentionSpec) -> None:
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert AttentionSpec.from_toml(spec.to_toml()) == spec
+
+
+@pytest.mark.parametrize("read", [AttentionSpec.from_json, AttentionSpec.from_toml])
+def test_text_that_is_no_spec(read) -> None:
+    with pytest.raises(SpecError, match="does not parse"):
+        read("{ not = a spec")
+    with pytest.raises(SpecError, match="a JSON object"):
+        AttentionSpec.from_json("[1, 2]")
+
+
+def test_unknown_and_missing_fields() -> None:
+    with pytest.raises(SpecError, match="Did you mean 'num_heads'"):
+        AttentionSpec.from_toml("embed_dim = 64\nnum_head = 4\n")
+    with pytest.raises(SpecError, match="num_heads"):
+        AttentionSpec.from_json('{"embed_dim": 64}')
+
+
+def test_causal_true_needs_one_length() -> None:
+    assert AttentionSpec(embed_dim=8, num_heads=2, causal=True).causal == "top_left"
+    assert resolve_causal(True, same_length=True) == "top_left"
+    assert resolve_causal(False, same_length=False) is None
+    assert resolve_causal("bottom_right", same_length=False) == "bottom_right"
+    with pytest.raises(SpecError, match="FlashAttention"):
+        resolve_causal(True, same_length=False)
+
+
+@given(L=st.integers(1, 40), S=st.integers(1, 40), alignment=st.sampled_from(["top_left", "bottom_right"]))
+def test_causal_flops_count_visible_pairs(L: int, S: int, alignment: str) -> None:
+    spec = AttentionSpec(embed_dim=30, num_heads=3, v_head_dim=7, kv_embed_dim=5, causal=alignment)
+    assert spec.attention_flops(2, L, S) == 2 * 2 * 3 * int(masks.causal(L, S, alignment).sum()) * (10 + 7)
+
+
+def test_flops_of_a_textbook_block() -> None:
+    spec = AttentionSpec(embed_dim=512, num_heads=8)
+    assert spec.projection_flops(1, 128, 128) == 4 * 2 * 128 * 512 * 512
+    assert spec.attention_flops(1, 128, 128) == 2 * 2 * 8 * 128 * 128 * 64
+
+
+def test_spec_and_masks_import_no_framework() -> None:
+    code = "import sys, mhsa_compile.spec, mhsa_compile.masks; print({'torch', 'onnx', 'tvm'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

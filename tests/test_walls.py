@@ -1,0 +1,147 @@
+"""The walls between the rooms of mhsa_compile: who may import whom, who may know what, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mhsa_compile
+from mhsa_compile.profile import NATIVE, profile_names
+
+PACKAGE = Path(mhsa_compile.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
+IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+# A room imports only from rooms before it.
+LIGHT = ["errors", "spec", "masks", "host", "installation", "data", "profile", "artifact", "runtime"]
+COMPILE_SIDE = [
+    *("model", "reference", "verify", "export", "kernels", "importer", "records", "schedule", "build", "pipeline"),
+    *("measure", "tune", "bench", "analysis", "integrations", "cli"),
+]
+ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]
+
+HEAVY = {"torch", "onnx", "onnxscript", "onnxruntime", "tvm.relax", *(f"mhsa_compile.{room}" for room in COMPILE_SIDE)}
+WALLS = {
+    **dict.fromkeys(LIGHT, HEAVY),
+    "artifact": HEAVY | {"tvm", "tvm_ffi"},
+    "kernels": {"torch", "onnx", "mhsa_compile.model", "mhsa_compile.verify"},
+    "model": {"tvm", "tvm_ffi"},
+}
+KNOWS_TARGET_NAMES = {"profile", "data", "cli"}
+LONGEST_FILE = 350  # the aim is 300; past this a file holds two rooms
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """Dotted names imported anywhere below, functions included; blocks for type checkers import nothing."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: a relative import; write mhsa_compile in full"
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        else:
+            yield from imports(child)
+
+
+def within(name: str, wall: str) -> bool:
+    return f"{name}.".startswith(f"{wall}.")
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    assert {room_of(path) for path in FILES} <= set(ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_rooms_import_only_from_earlier_ones(path: Path) -> None:
+    room = room_of(path)
+    own = [name.split(".")[1] for name in imports(tree_of(path)) if name.startswith("mhsa_compile.")]
+    rooms = {name for name in own if name in ORDER} - {room}
+    later = {name for name in rooms if ORDER.index(name) > ORDER.index(room)}
+    assert not later, f"{room} comes before {', '.join(sorted(later))}"
+    unknown = set(own) - set(ORDER) - {"__version__"}
+    assert not unknown, f"import {', '.join(sorted(unknown))} from the room that defines it"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) in WALLS], ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_walls_hold(path: Path) -> None:
+    broken = {n for n in imports(tree_of(path)) for wall in WALLS[room_of(path)] if within(n, wall)}
+    assert not broken
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Identities of the nodes that are documentation: strings that stand alone as a statement."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room_of(p) not in KNOWS_TARGET_NAMES], ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_targets_are_asked_for_capabilities_not_names(path: Path) -> None:
+    """What can be seen in the source: no target's name as a string, and no `profile.name`."""
+    tree = tree_of(path)
+    documentation = docstrings(tree)
+    names = "|".join(re.escape(name) for name in profile_names() if name != NATIVE)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            assert not re.search(rf"\b({names})\b", node.value), f"line {node.lineno} names a target"
+        if isinstance(node, ast.Attribute) and node.attr == "name":
+            assert not ast.unparse(node.value).endswith("profile"), f"line {node.lineno} reads a target's name"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_files_stay_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+
+
+def loaded_after(code: str) -> tuple[set[str], str]:
+    """The modules and the memory map of a fresh process that ran `code`."""
+    report = "import sys; print(*sys.modules); print('---'); print(open('/proc/self/maps').read())"
+    child = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    modules, _, maps = child.stdout.partition("---")
+    return set(modules.split()), maps
+
+
+FRESH = {
+    "import mhsa_compile": {"numpy", "msgspec", "torch", "onnx", "tvm", "tvm_ffi", "rich", "typer"},
+    "import mhsa_compile.spec": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.profile": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.artifact": {"torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.runtime": {"torch", "onnx", "tvm.relax"},
+    "import mhsa_compile.cli": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the memory map is read from /proc")
+@pytest.mark.parametrize(("code", "absent"), FRESH.items(), ids=FRESH.keys())
+def test_what_a_fresh_process_loads(code: str, absent: set[str]) -> None:
+    modules, maps = loaded_after(code)
+    assert not absent & modules
+    assert "libtvm_compiler" not in maps
+    assert "libtorch" not in maps
+
+
+def test_public_names_are_what_the_rooms_define() -> None:
+    from mhsa_compile.verify import verify  # the room of this name must not take the function's place
+
+    assert mhsa_compile.verify is verify
+    for name in mhsa_compile.__all__:
+        assert getattr(mhsa_compile, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'attention'"):
+        _ = mhsa_compile.attention
