@@ -1,0 +1,9 @@
+"""The kernels of each family, in the order in which they are asked: the first that applies takes the operation."""
+
+from __future__ import annotations
+
+from mhsa_compile.kernels.base import Kernel
+from mhsa_compile.kernels.cpu.attention import AttentionKernel
+from mhsa_compile.kernels.cpu.linear import LinearKernel
+
+KERNELS: dict[str, tuple[Kernel, ...]] = {"cpu": (LinearKernel(), AttentionKernel())}

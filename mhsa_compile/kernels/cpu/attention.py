@@ -37,12 +37,12 @@ class AttentionKernel:
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        """The register tile with the fewest loads a product; a block of keys whose scratch fills 3/4 of the L1 cache."""
+        """The register tile with the fewest loads a product; as many keys a block as leave P^T and Q^T (then O) in L1."""
         assert isinstance(op, AttentionOp)
         key_tile, columns = register_tile(profile.hardware.vector_registers, range(1, 33), range(1, 5))
         queries = columns * profile.vector_lanes("float32")
-        room = profile.hardware.l1d_kib * 1024 * 3 // 4 // 4 // queries - op.head_dim - op.v_head_dim
-        keys = max(2 * key_tile, min(512, room) // key_tile * key_tile)
+        room = profile.hardware.l1d_kib * 1024 // (4 * queries) - max(op.head_dim, op.v_head_dim)
+        keys = min(512, max(48, room)) // key_tile * key_tile
         return {"queries": queries, "key_tile": key_tile, "keys": keys}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:

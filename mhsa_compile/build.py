@@ -1,0 +1,56 @@
+"""A scheduled module -> one shared library, for this host or another.
+
+Zig's C compiler links for every target from any host, needs no system tool chain, and gives the same bytes twice.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from mhsa_compile.errors import BuildError
+from mhsa_compile.profile import TargetProfile
+from mhsa_compile.schedule import Scheduled
+
+
+def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
+    """Writes the shared library. Raises BuildError with the linker's words."""
+    target = tvm.target.Target(profile.tvm_config())
+    executable = relax.build(scheduled.module, target, relax_pipeline=_pipeline())
+    executable.export_library(str(library), fcompile=_linker(profile.link.triple))
+
+
+def _pipeline() -> Any:
+    """From call_tir to the VM's instructions, in order."""
+    return tvm.transform.Sequential(
+        [
+            relax.transform.ToNonDataflow(),
+            relax.transform.RemovePurityChecking(),
+            relax.transform.CallTIRRewrite(),
+            relax.transform.StaticPlanBlockMemory(),
+            relax.transform.LowerAllocTensor(),
+            relax.transform.KillAfterLastUse(),
+            relax.transform.LowerRuntimeBuiltin(),
+            relax.transform.ComputePrimValue(),
+            relax.transform.VMShapeLower(),
+            relax.transform.AttachGlobalSymbol(),
+        ]
+    )
+
+
+def _linker(triple: str) -> Any:
+    """`fcompile` of export_library: links object files into a stripped shared library."""
+
+    def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
+        command = [sys.executable, "-m", "ziglang", "cc", "-target", triple, "-shared", "-fPIC", "-O1", "-s"]
+        done = subprocess.run([*command, "-o", output, *objects, *(options or [])], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError("linking", f"a shared library for {triple}", done.stderr.strip()[-2000:] or "no message")
+
+    link.output_format = "so"  # type: ignore[attr-defined]
+    return link

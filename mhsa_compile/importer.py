@@ -1,0 +1,164 @@
+"""ONNX -> Relax. TVM's importer converts the ordinary operators; linears and attentions become calls of our own ops.
+
+Such a call is `call_dps_packed("op_N", inputs)`; `Imported.ops["op_N"]` says what it is. The schedule replaces it by a
+kernel. Floating-point initializers become parameters of `main`, bound at load; integers are constants of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+import tvm
+from onnx import numpy_helper
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.fusion import ATTENTION, LINEAR, fuse
+from mhsa_compile.kernels.base import AttentionOp, Dim, LinearOp, MaskInput, Op, Placement
+
+
+@dataclass
+class Imported:
+    """A Relax module whose `main` takes the inputs, then the weights, and calls `ops` by name."""
+
+    module: Any
+    ops: dict[str, Op] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
+
+
+def import_onnx(model: onnx.ModelProto) -> Imported:
+    """Raises ModelError: no attention, an operator nobody here can convert, shapes that contradict each other."""
+    fused = fuse(model)
+    importer = _Importer()
+    opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
+    with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
+        module = importer.from_onnx(fused.graph, opset)
+    result = importer.result
+    result.module = module
+    result.inputs = [value.name for value in fused.graph.input if value.name not in importer.initializer_names]
+    result.outputs = [value.name for value in fused.graph.output]
+    return result
+
+
+class _Importer(ONNXGraphImporter):  # type: ignore[misc]
+    """TVM's importer, with two operators of ours and the weights as parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, keep_params_in_input=True)
+        self.result = Imported(module=None)
+        self.initializer_names: set[str] = set()
+        self._fresh = itertools.count()
+
+    def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
+        used = {name for node in graph.node for name in node.input}
+        self.initializer_names = {tensor.name for tensor in graph.initializer}
+        for tensor in graph.initializer:
+            if tensor.name not in used:
+                continue
+            array = numpy_helper.to_array(tensor)
+            if array.dtype.kind == "f" and array.ndim:
+                parameter = f"weight_{len(self.result.weights)}"
+                variable = self._new_var(parameter, shape=array.shape, dtype=str(array.dtype))
+                self._nodes[tensor.name] = variable
+                self._params[parameter] = (variable, tvm.runtime.tensor(array[:0]))  # the value is not needed here
+                self.result.weights[parameter] = tensor.name
+            else:
+                self._nodes[tensor.name] = relax.const(array)
+
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        known = {*_get_convert_map(), LINEAR, ATTENTION, "If", "Constant"} - {"Attention"}
+        unknown = sorted({node.op_type for node in graph.node} - known)
+        if unknown:
+            raise ModelError("model", "operators that can be compiled", ", ".join(unknown))
+
+    def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
+        if op_name == LINEAR:
+            return self._linear(list(inputs), attrs)
+        if op_name == ATTENTION:
+            return self._attention(list(inputs), attrs)
+        try:
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+        except Exception as error:  # whatever TVM's converter trips over
+            raise ModelError(f"operator {op_name}", "a form that TVM converts", f"{type(error).__name__}: {error}") from error
+
+    def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        rows = _dims(inputs[0])
+        op = LinearOp(
+            rows=tuple(self._dim(d) for d in rows[:-1]),
+            in_features=int(rows[-1]),
+            widths=tuple(attrs["widths"]),
+            biased=tuple(map(bool, attrs["biased"])),
+            transposed=tuple(map(bool, attrs["transposed"])),
+        )
+        return self._call(op, inputs, [*rows[:-1], op.out_features])
+
+    def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        mask = inputs.pop() if attrs["masked"] else None
+        places = {
+            role: Placement(*(_text(attrs[f"{role}_{key}"]) for key in ("buffer", "layout", "width", "offset")))
+            for role in "qkv"
+        }
+        q, k = (_dims(inputs[places[role].buffer]) for role in "qk")
+        length_axis = {"rows": 1, "heads": 2}
+        q_length, kv_length = q[length_axis[places["q"].layout]], k[length_axis[places["k"].layout]]
+        heads, v_head_dim, layout = attrs["num_heads"], attrs["v_head_dim"], _text(attrs["output_layout"])
+        if mask is not None:
+            mask = self._four_axes(mask, bool(attrs["key_mask"]))
+            inputs.append(mask)
+        op = AttentionOp(
+            batch=self._dim(q[0]),
+            q_length=self._dim(q_length),
+            kv_length=self._dim(kv_length),
+            num_heads=heads,
+            num_kv_heads=attrs["num_kv_heads"],
+            head_dim=attrs["head_dim"],
+            v_head_dim=v_head_dim,
+            scale=attrs.get("scale", attrs["head_dim"] ** -0.5),
+            causal=_text(attrs["causal"]) or None,  # type: ignore[arg-type]
+            mask=None if mask is None else MaskInput(str(mask.ty.dtype), tuple(map(self._dim, _dims(mask)))),  # type: ignore[arg-type]
+            query=places["q"],
+            key=places["k"],
+            value=places["v"],
+            output=Placement(0, layout, heads * v_head_dim),  # type: ignore[arg-type]
+        )
+        shape = [q[0], q_length, heads * v_head_dim] if layout == "rows" else [q[0], heads, q_length, v_head_dim]
+        return self._call(op, inputs, shape)
+
+    def _four_axes(self, mask: Any, key_mask: bool) -> Any:
+        """The mask as (mB, mH, mL, mS): a view, with axes of 1 where it has none."""
+        dims = _dims(mask)
+        if key_mask:
+            dims = [dims[0], 1, 1, dims[1]]
+        elif len(dims) < 4:
+            dims = [*[1] * (4 - len(dims)), *dims]
+        else:
+            return mask
+        return self.bb.emit(relax.op.reshape(mask, relax.ShapeExpr(dims)))
+
+    def _dim(self, value: Any) -> Dim:
+        """A fixed size, or the name under which a kernel binds the size it finds."""
+        if isinstance(value, int | tvm.tirx.IntImm):
+            return int(value)
+        return str(value.name) if isinstance(value, tvm.ir.Var) else f"dim_{next(self._fresh)}"
+
+    def _call(self, op: Op, inputs: list[Any], shape: list[Any]) -> Any:
+        name = f"op_{len(self.result.ops)}"
+        self.result.ops[name] = op
+        inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
+        return self.bb.emit(relax.op.call_dps_packed(name, inputs, relax.TensorType(shape, "float32")))
+
+
+def _dims(value: Any) -> list[Any]:
+    return list(value.ty.shape.values)
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,101 @@
+"""An ONNX graph with its questions answered: who makes a value, who reads it, what shape and dtype it has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+Dim = int | str | None  # a size, the name of a symbolic one, unknown
+
+
+class Graph:
+    """A read-only view of `model.graph`. Raises onnx.shape_inference.InferenceError on contradictory shapes."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True, strict_mode=False)
+        graph = inferred.graph
+        self.model = model
+        self.nodes = list(model.graph.node)
+        self.inputs = [value.name for value in graph.input if value.name not in {i.name for i in graph.initializer}]
+        self.outputs = [value.name for value in graph.output]
+        self.initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+        self._types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+        self._producers = {name: node for node in self.nodes for name in node.output if name}
+        self._consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in self.nodes:
+            for name in node.input:
+                self._consumers[name].append(node)
+
+    def producer(self, name: str, op_type: str | None = None) -> onnx.NodeProto | None:
+        """The node that makes `name`, if it is of `op_type`."""
+        node = self._producers.get(name)
+        return node if node is not None and op_type in (None, node.op_type) else None
+
+    def only_consumer(self, name: str, op_type: str) -> onnx.NodeProto | None:
+        """The one node that reads `name`, if there is just one, of `op_type`, and nobody outside sees the value."""
+        readers = self._consumers[name]
+        alone = len(readers) == 1 and name not in self.outputs and readers[0].op_type == op_type
+        return readers[0] if alone else None
+
+    def consumers(self, name: str) -> list[onnx.NodeProto]:
+        return self._consumers[name]
+
+    def shape(self, name: str) -> tuple[Dim, ...] | None:
+        """The dims of a value, or None where its rank is unknown."""
+        if name in self.initializers:
+            return tuple(self.initializers[name].dims)
+        kind = self._types.get(name)
+        if kind is None or not kind.HasField("shape"):
+            return None
+        return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim)
+
+    def dtype(self, name: str) -> str | None:
+        """NumPy's name of the element type, or None where it is unknown."""
+        if name in self.initializers:
+            code = self.initializers[name].data_type
+        else:
+            code = self._types[name].elem_type if name in self._types else 0
+        return str(onnx.helper.tensor_dtype_to_np_dtype(code)) if code else None
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The value of an initializer or a Constant node, None where it is computed."""
+        if name in self.initializers:
+            return numpy_helper.to_array(self.initializers[name])
+        node = self.producer(name, "Constant")
+        if node is None:
+            return None
+        return constant_value(node)
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    """The attributes of a node as Python values (strings decoded)."""
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def constant_value(node: onnx.NodeProto) -> np.ndarray | None:
+    """What a Constant node holds, in whichever of its attributes; None for strings and sparse tensors."""
+    for name, value in attributes(node).items():
+        if name == "value":
+            return numpy_helper.to_array(value)
+        if name in ("value_int", "value_ints"):
+            return np.array(value, dtype=np.int64)
+        if name in ("value_float", "value_floats"):
+            return np.array(value, dtype=np.float32)
+    return None
+
+
+def live_nodes(nodes: Iterable[onnx.NodeProto], outputs: Iterable[str]) -> list[onnx.NodeProto]:
+    """The nodes that the outputs depend on, in their order."""
+    wanted, kept = set(outputs), []
+    for node in reversed(list(nodes)):
+        if wanted & set(node.output):
+            wanted |= set(node.input)
+            kept.append(node)
+    return kept[::-1]

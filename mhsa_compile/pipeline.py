@@ -1,0 +1,102 @@
+"""compile(): the whole flow, from a source to an artifact, as a flat list of stages."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mhsa_compile import installation
+from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest
+from mhsa_compile.profile import TargetProfile, load_profile
+from mhsa_compile.sources import Source, read_source
+
+if TYPE_CHECKING:
+    import onnx
+    from torch import nn
+
+    from mhsa_compile.spec import AttentionSpec
+
+MODULE, WEIGHTS, MODEL = "module.so", "weights.safetensors", "model.onnx"
+
+
+def compile(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    target: str | TargetProfile = "native",
+    *,
+    dims: Mapping[str, int] | None = None,
+    example_inputs: tuple[Any, ...] | None = None,
+    progress: Callable[[str], None] | None = None,
+    dump: str | Path | None = None,
+) -> Artifact:
+    """Compiles attention for a target.
+
+    source          a spec (weights at random), an nn.Module, an ONNX model or the path of one
+    target          a name that `mhsa targets` lists, the path of a .toml profile, "native", or a TargetProfile
+    dims            sizes to fix, by symbol ("B", "L", "S"); the others stay symbolic
+    example_inputs  for an nn.Module that is not one of ours
+    progress        is told the name of each stage as it begins
+    dump            a folder for what passes between the stages
+
+    The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
+    InstallationError and BuildError.
+    """
+    installation.check_tvm_pair()
+    tell = progress or (lambda stage: None)
+    profile = target if isinstance(target, TargetProfile) else load_profile(target)
+
+    tell("export")
+    read = read_source(source, dims, example_inputs)
+    tell("import")
+    from mhsa_compile import build, importer, onnx_weights, schedule  # TVM takes a second to load
+
+    imported = importer.import_onnx(read.model)
+    tell("schedule")
+    scheduled = schedule.schedule(imported, profile)
+    owner = tempfile.TemporaryDirectory(prefix="mhsa-")
+    folder = Path(owner.name)
+    tell("weights")
+    onnx_weights.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
+    tell("build")
+    build.build(scheduled, profile, folder / MODULE)
+    if dump is not None:
+        _dump(Path(dump), read, imported, scheduled, profile)
+    return Artifact.assemble(folder, _manifest(read, imported, scheduled, profile), owner=owner)
+
+
+def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
+    from mhsa_compile.onnx_weights import signature, weight_infos
+
+    inputs, outputs = signature(read.model, imported)
+    semantics = tuple(
+        {"op": name, **asdict(op)} for name, op in imported.ops.items() if hasattr(op, "causal")
+    )
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        mhsa_version=version("mhsa-compile"),
+        inputs=inputs,
+        outputs=outputs,
+        weights=weight_infos(read.model, scheduled.weights),
+        semantics=msgspec.to_builtins(semantics),
+        spec=read.spec,
+        target=msgspec.to_builtins(profile),
+        versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")},
+        ops=tuple(scheduled.reports),
+        files={},
+    )
+
+
+def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:
+    """What passes between the stages, in order."""
+    import onnx
+
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(read.model, folder / "1_exported.onnx")
+    (folder / "2_imported.py").write_text(imported.module.script(), encoding="utf-8")
+    (folder / "3_scheduled.py").write_text(scheduled.module.script(), encoding="utf-8")
+    (folder / "4_target.toml").write_text(profile.to_toml(), encoding="utf-8")

@@ -1,0 +1,156 @@
+"""Every operation gets a kernel and a config; weights are packed by a function of their own.
+
+Out comes a module with `main` (inputs, packed weights -> outputs), `bind_weights` (weights -> packed weights) and the
+kernels as PrimFuncs, and a report of what runs what. Operators that no kernel claims are left to TVM, and show there
+as `fallback`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from mhsa_compile.artifact import OpReport
+from mhsa_compile.errors import ModelError
+from mhsa_compile.importer import Imported
+from mhsa_compile.kernels import KERNELS
+from mhsa_compile.kernels.base import AttentionOp, Emitted, Kernel, LinearOp, Op
+from mhsa_compile.profile import TargetProfile
+
+MAIN, BIND = "main", "bind_weights"
+
+
+@dataclass
+class Scheduled:
+    """What `build` compiles. `weights` are the initializers in the order `bind_weights` takes them."""
+
+    module: Any
+    weights: list[str]
+    reports: list[OpReport]
+
+
+@dataclass
+class _Choice:
+    name: str
+    op: Op
+    kernel: Kernel
+    config: dict[str, int]
+    emitted: Emitted
+
+
+def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
+    """Raises ModelError where an operation of ours has no kernel on this target."""
+    choices = {name: _choose(name, op, profile) for name, op in imported.ops.items()}
+    fallbacks = _fallbacks(imported.module["main"])
+    rest = _lower_rest(imported.module)
+    builder = relax.BlockBuilder(rest)
+    run = {name: builder.add_func(c.emitted.run, f"{_kind(c.op)}_{name}") for name, c in choices.items()}
+    main, packed, passed = _rewrite_main(imported, rest, choices, run)
+    builder.update_func(rest.get_global_var(MAIN), main)
+    if packed or passed:
+        _add_bind_function(builder, imported, choices, packed, passed)
+    reports = [OpReport(c.name, _kind(c.op), c.kernel.name, c.config, "default", _describe(c.op)) for c in choices.values()]
+    return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *fallbacks])
+
+
+def _choose(name: str, op: Op, profile: TargetProfile) -> _Choice:
+    reasons = []
+    for kernel in KERNELS.get(profile.family, ()):
+        reason = kernel.applies(op, profile)
+        if reason is None:
+            config = kernel.default(op, profile)
+            return _Choice(name, op, kernel, config, kernel.emit(op, profile, config))
+        reasons.append(f"{kernel.name}: {reason}")
+    raise ModelError(f"operation {name}", f"a {_kind(op)} that a kernel can do", "; ".join(reasons) or "no kernel")
+
+
+def _kind(op: Op) -> str:
+    return "linear" if isinstance(op, LinearOp) else "attention"
+
+
+def _describe(op: Op) -> str:
+    if isinstance(op, LinearOp):
+        return f"{op.in_features} -> {' + '.join(map(str, op.widths))}"
+    grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
+    return f"{op.num_heads}{grouped} heads of {op.head_dim}" + (f", {op.causal} causal" if op.causal else "")
+
+
+def _lower_rest(module: Any) -> Any:
+    """TVM's own lowering of every operator that is not ours. It comes first: some of it cannot look at our kernels."""
+    passes = [
+        relax.transform.LegalizeOps(),
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FoldConstant(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        relax.transform.RewriteDataflowReshape(),
+        relax.transform.DeadCodeElimination(),
+    ]
+    return tvm.transform.Sequential(passes)(module)
+
+
+def _rewrite_main(imported: Imported, rest: Any, choices: dict[str, _Choice], run: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], list[Any]]:
+    """(main with kernels for its operations, the packed weights of each, the weights it takes as they are)."""
+    main = rest[MAIN]
+    packed = {
+        name: [relax.Var(f"{name}_packed_{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(c.emitted.packed_shapes)]
+        for name, c in choices.items()
+        if c.emitted.pack is not None
+    }
+
+    @mutator
+    class Rewrite(PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            if call.op != tvm.ir.Op.get("relax.call_dps_packed"):
+                return super().visit_call_(call)
+            name = str(call.args[0].global_symbol)
+            inputs = list(call.args[1].fields)
+            if name in packed:  # the first input is the activations, the others the weights
+                inputs = [inputs[0], *packed[name]]
+            return relax.call_tir(run[name], [self.visit_expr(value) for value in inputs], call.ty_args[0])
+
+    body = Rewrite(rest).visit_expr(main.body)
+    inputs = [p for p in main.params if p.name not in imported.weights]
+    used = set(relax.analysis.free_vars(body))
+    passed = [p for p in main.params if p.name in imported.weights and p in used]
+    params = [*inputs, *(v for group in packed.values() for v in group), *passed]
+    return relax.Function(params, body, main.ret_ty).with_attr("global_symbol", MAIN), packed, passed
+
+
+def _add_bind_function(builder: Any, imported: Imported, choices: dict[str, _Choice], packed: dict[str, list[Any]], passed: list[Any]) -> None:
+    """Adds bind_weights: weights -> everything that `main` takes after its inputs."""
+    originals = {p.name: p for p in imported.module["main"].params if p.name in imported.weights}
+    params = {name: relax.Var(name, p.ty) for name, p in originals.items()}
+    weights_of = _weights_of(imported.module["main"])
+    with builder.function(BIND, list(params.values())):
+        with builder.dataflow():
+            results = []
+            for name, variables in packed.items():
+                pack = builder.add_func(choices[name].emitted.pack, f"pack_{name}")
+                sources = [params[w] for w in weights_of[name]]
+                made = builder.emit(relax.call_tir(pack, sources, [v.ty for v in variables]))
+                results += [builder.emit(relax.TupleGetItem(made, i)) for i in range(len(variables))]
+            results += [params[p.name] for p in passed]
+            output = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(output)
+
+
+def _calls(main: Any) -> list[Any]:
+    return [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+
+
+def _weights_of(main: Any) -> dict[str, list[str]]:
+    """For each of our linears, the parameters that hold its weights and biases."""
+    dps = tvm.ir.Op.get("relax.call_dps_packed")
+    return {str(c.args[0].global_symbol): [v.name for v in c.args[1].fields[1:]] for c in _calls(main) if c.op == dps}
+
+
+def _fallbacks(main: Any) -> list[OpReport]:
+    """The operators that TVM's own lowering will run."""
+    ours = {"relax.call_dps_packed", "relax.reshape"}
+    names = [str(c.op.name) for c in _calls(main) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
+    return [OpReport(f"fallback_{i}", n.removeprefix("relax."), "tvm", {}, "fallback", "no kernel claims it") for i, n in enumerate(names)]
