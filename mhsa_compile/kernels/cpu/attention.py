@@ -6,6 +6,8 @@ algorithm; this file deals the tasks out and says where each operand lies.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 from tvm.script.ir_builder import IRBuilder
@@ -39,7 +41,8 @@ class AttentionKernel:
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the fewest loads a product; as many keys a block as leave P^T and Q^T (then O) in L1."""
         assert isinstance(op, AttentionOp)
-        key_tile, columns = register_tile(profile.hardware.vector_registers, range(1, 33), range(1, 5))
+        columns = 4 if profile.hardware.vector_registers >= 32 else 2
+        key_tile, _ = register_tile(profile.hardware.vector_registers, (1, 2, 4, 8), [columns])
         queries = columns * profile.vector_lanes("float32")
         room = profile.hardware.l1d_kib * 1024 // (4 * queries) - max(op.head_dim, op.v_head_dim)
         keys = min(512, max(48, room)) // key_tile * key_tile
@@ -74,22 +77,39 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
                 # Short and long causal rows in turn: equal shares of the tasks are then equal work.
                 tile_index = turn if op.causal is None else _in_turn(turn, tiles)
                 g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
-                tile = AttentionTile(
-                    op=op,
-                    config=config,
-                    registers=profile.hardware.vector_registers,
-                    lanes=profile.vector_lanes("float32"),
-                    first_query=settle(tile_index * queries),
-                    q_length=q_length,
-                    kv_length=kv_length,
-                    query=_head(inputs[op.query.buffer], op.query, op.head_dim, b, h),
-                    key=_head(inputs[op.key.buffer], op.key, op.head_dim, b, g),
-                    value=_head(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
-                    output=_head(y, op.output, op.v_head_dim, b, h),
-                    mask=None if mask is None else _mask_reader(mask, b, h),
-                )
-                tile.emit()
+                first_query = settle(tile_index * queries)
+                operands = {
+                    "first_query": first_query,
+                    "q_length": q_length,
+                    "kv_length": kv_length,
+                    "query": _head(inputs[op.query.buffer], op.query, op.head_dim, b, h),
+                    "key": _head(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+                    "value": _head(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+                    "output": _head(y, op.output, op.v_head_dim, b, h),
+                    "mask": None if mask is None else _mask_reader(mask, b, h),
+                }
+                _emit_by_width(op, profile, config, queries, q_length - first_query, operands)
     return builder.get()
+
+
+def _emit_by_width(
+    op: AttentionOp, profile: TargetProfile, config: Config, queries: int, rows: Expr, operands: dict[str, Any]
+) -> None:
+    """The tile of `queries` rows, and for a last tile with half as many rows, or a quarter, one of its own."""
+    lanes, registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
+
+    def emit(width: int) -> None:
+        AttentionTile(op, {**config, "queries": width}, lanes=lanes, registers=registers, **operands).emit()
+
+    half = queries // 2
+    fits = isinstance(op.q_length, int) and not 0 < op.q_length % queries <= half
+    if half < lanes or half % lanes or fits:
+        return emit(queries)
+    with T.If(rows > half):
+        with T.Then():
+            emit(queries)
+        with T.Else():
+            _emit_by_width(op, profile, config, half, rows, operands)
 
 
 def _in_turn(turn: Expr, tiles: Expr) -> Expr:

@@ -82,23 +82,32 @@ class AttentionTile:
     def emit(self) -> None:
         self._pack_queries()
         self._clear()
-        end, full_blocks = self._visible_keys()
-        with T.serial(full_blocks) as block:
-            self._visit(settle(block * self.keys), T.int64(self.keys), masked=False)
-        with T.serial(full_blocks, T.truncdiv(end + (self.keys - 1), T.int64(self.keys))) as block:
-            first = settle(block * self.keys)
-            self._visit(first, settle(T.min(T.int64(self.keys), end - first)), masked=True)
+        end, seen_by_all = self._visible_keys()
+        # Blocks of equal size, whole register tiles, as few as the scratch allows.
+        fewest = settle(T.max(T.int64(1), _ceil_div(end, self.keys)))
+        size = settle(_ceil_div(T.truncdiv(end + (fewest - 1), fewest), self.key_tile) * self.key_tile)
+        blocks = settle(T.truncdiv(end + (size - 1), T.max(T.int64(1), size)))
+        plain = blocks
+        if self.mask is not None:
+            plain = T.int64(0)
+        elif self.diagonal is not None:
+            plain = settle(T.truncdiv(seen_by_all, T.max(T.int64(1), size)))
+        if self.mask is None:
+            with T.serial(plain) as block:
+                self._visit(settle(block * size), size, end, None)
+        if self.mask is not None or self.diagonal is not None:
+            with T.serial(plain, blocks) as block:
+                self._visit(settle(block * size), size, end, seen_by_all)
         self._write_output()
 
     def _visible_keys(self) -> tuple[Expr, Expr]:
-        """(one past the last key that any row sees, the number of leading blocks that every row sees wholly)."""
+        """(one past the last key that any row sees, one past the last of the leading keys that every row sees)."""
         end, seen_by_all = self.kv_length, self.kv_length
         if self.diagonal is not None:
             first_sees = self.first_query + self.diagonal + 1
             end = T.max(T.int64(0), T.min(end, first_sees + (self.queries - 1)))
             seen_by_all = T.max(T.int64(0), T.min(seen_by_all, first_sees))
-        full_blocks = T.int64(0) if self.mask is not None else T.truncdiv(seen_by_all, T.int64(self.keys))
-        return settle(end), settle(full_blocks)
+        return settle(end), T.int64(0) if self.mask is not None else settle(seen_by_all)
 
     def _pack_queries(self) -> None:
         """q_t[e, i] = Q[i, e] * scale * log2 e. Rows beyond the last repeat it; they are never written out."""
@@ -124,11 +133,14 @@ class AttentionTile:
             for first, lanes in self.value_columns:
                 store(self.accumulator, [i, T.int64(first)], constant(0.0, lanes), lanes)
 
-    def _visit(self, first_key: Expr, count: Expr, masked: bool) -> None:
-        """One block: keys first_key .. first_key + count."""
+    def _visit(self, first_key: Expr, size: Expr, end: Expr, seen_by_all: Expr | None) -> None:
+        """One block. Every row sees all of it, or, where `seen_by_all` is given, only its keys before that."""
+        count = settle(T.min(size, end - first_key))
+        masked = seen_by_all is not None
         if masked and self.bias is not None:
             self._read_mask(first_key, count)
-        self._score(first_key, count, masked)
+        whole = count if seen_by_all is None else T.max(T.int64(0), T.min(count, seen_by_all - first_key))
+        self._score(first_key, count, settle(T.truncdiv(whole, T.int64(self.key_tile))), masked)
         self._weigh(count, masked)
         if masked:
             with T.If(self._holds_non_finite_values(first_key, count)):
@@ -153,40 +165,46 @@ class AttentionTile:
             return T.Select(element, T.float32(0), T.float32(-math.inf))
         return element * T.float32(LOG2_E)
 
-    def _score(self, first_key: Expr, count: Expr, masked: bool) -> None:
-        """scores = K Q^T for the block, `key_tile` keys at a time in registers, and row_max its column maximum."""
-        tile_keys = self.key_tile
-        for column, (first, lanes) in enumerate(self.query_columns):
-            del column
-            store(self.rescale, [T.int64(first)], load(self.row_max, [T.int64(first)], lanes), lanes)
-        with T.serial(T.truncdiv(count + (tile_keys - 1), T.int64(tile_keys)) if masked else T.int64(self.keys // tile_keys)) as group:
-            base = settle(group * tile_keys)
-            # Beyond the last key the last one is read again; what it gives is masked or never used.
-            rows = [
-                settle(T.min(first_key + base + r, self.kv_length - 1)) if masked else first_key + base + r
-                for r in range(tile_keys)
-            ]
-            tile = RegisterTile(tile_keys, self.query_columns)
-            tile.fill(0.0)
-            with T.serial(T.int64(self.op.head_dim)) as e:
-                tile.outer_product(
-                    lambda r: load(self.key.buffer, self.key.at(rows[r], e), 1),
-                    lambda c: load(self.q_t, [e, T.int64(self.query_columns[c][0])], self.query_columns[c][1]),
-                )
-            for c, (first, lanes) in enumerate(self.query_columns):
-                largest = load(self.row_max, [T.int64(first)], lanes)
-                for r in range(tile_keys):
-                    score = tile.get(r, c)
-                    if masked:
-                        score = self._mask_score(score, base + r, first_key + base + r, first, lanes)
-                    score = bind(score)
-                    store(self.scores, [base + r, T.int64(first)], score, lanes)
-                    largest = bind(T.max(largest, score))
-                store(self.row_max, [T.int64(first)], largest, lanes)
+    def _score(self, first_key: Expr, count: Expr, whole_groups: Expr, masked: bool) -> None:
+        """scores = K Q^T for the block, `key_tile` keys at a time in registers, and row_max its column maximum.
 
-    def _mask_score(self, score: Expr, row: Expr, key: Expr, first: int, lanes: int) -> Expr:
+        The first `whole_groups` groups of keys are seen by every row; what follows is masked.
+        """
+        for first, lanes in self.query_columns:
+            store(self.rescale, [T.int64(first)], load(self.row_max, [T.int64(first)], lanes), lanes)
+        with T.serial(whole_groups) as group:
+            base = settle(group * self.key_tile)
+            keys = [first_key + base + r for r in range(self.key_tile)]
+            self._score_group(base, keys, lambda score, r, column: score)
+        with T.serial(whole_groups, _ceil_div(count, self.key_tile)) as group:
+            base = settle(group * self.key_tile)
+            first = settle(first_key + base)
+            # Beyond the last key the last one is read again; what it gives is masked.
+            keys = [settle(T.min(first + r, self.kv_length - 1)) for r in range(self.key_tile)]
+            self._score_group(base, keys, lambda s, r, column: self._mask_score(s, base + r, first + r, column, masked))
+
+    def _score_group(self, base: Expr, keys: list[Expr], mask: Callable[[Expr, int, vectors.Chunk], Expr]) -> None:
+        tile = RegisterTile(self.key_tile, self.query_columns)
+        tile.fill(0.0)
+        with T.serial(T.int64(self.op.head_dim)) as e:
+            tile.outer_product(
+                lambda r: load(self.key.buffer, self.key.at(keys[r], e), 1),
+                lambda c: load(self.q_t, [e, T.int64(self.query_columns[c][0])], self.query_columns[c][1]),
+            )
+        for c, (first, lanes) in enumerate(self.query_columns):
+            largest = load(self.row_max, [T.int64(first)], lanes)
+            for r in range(self.key_tile):
+                score = bind(mask(tile.get(r, c), r, (first, lanes)))
+                store(self.scores, [base + r, T.int64(first)], score, lanes)
+                largest = bind(T.max(largest, score))
+            store(self.row_max, [T.int64(first)], largest, lanes)
+
+    def _mask_score(self, score: Expr, row: Expr, key: Expr, column: vectors.Chunk, masked: bool) -> Expr:
         """-inf where `key` is beyond the end, beyond the diagonal or masked: a select, so that NaN cannot pass."""
+        first, lanes = column
         hidden = constant(-math.inf, lanes)
+        if not masked:
+            return T.Select(splat(key < self.kv_length, lanes), score, hidden)
         if self.bias is not None:
             bias = bind(load(self.bias, [row, T.int64(first)], lanes))
             score = T.Select(bias == hidden, hidden, score + bias)
@@ -281,3 +299,7 @@ class AttentionTile:
             for first, lanes in self.value_columns:
                 value = load(self.accumulator, [i, T.int64(first)], lanes) * splat(inverse, lanes)
                 store(self.output.buffer, self.output.at(self.first_query + i, T.int64(first)), value, lanes)
+
+
+def _ceil_div(value: Expr, size: int) -> Expr:
+    return T.truncdiv(value + (size - 1), T.int64(size))

@@ -39,9 +39,16 @@ class LinearKernel:
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        """The register tile with the fewest loads a product; a block of rows of x that fills half of the L2 cache."""
+        """The register tile with the least padding of the output features, then the fewest loads a product; rows that
+        divide the usual lengths; a block of rows of x that fills half of the L2 cache."""
         assert isinstance(op, LinearOp)
-        rows, columns = register_tile(profile.hardware.vector_registers, range(1, 33), range(1, 5))
+        registers, lanes = profile.hardware.vector_registers, profile.vector_lanes("float32")
+
+        def padded(columns: int) -> int:
+            return -(-op.out_features // (columns * lanes)) * columns * lanes
+
+        least = min(padded(columns) for columns in (2, 3, 4))
+        rows, columns = register_tile(registers, (1, 4, 6, 8), [c for c in (2, 3, 4) if padded(c) == least])
         block = max(1, profile.hardware.l2_kib * 1024 // 2 // (4 * op.in_features * rows))
         return {"rows": rows, "columns": columns, "block": min(64, block)}
 

@@ -72,7 +72,7 @@ class RegisterTile:
         self.columns = tuple(columns)
         width = sum(lanes for _, lanes in self.columns)
         self._starts = [sum(lanes for _, lanes in self.columns[:c]) for c in range(len(self.columns))]
-        self._rows = [T.alloc_buffer((width,), "float32", scope="local") for _ in range(rows)]
+        self._rows = [T.alloc_buffer((width,), "float32") for _ in range(rows)]
 
     def get(self, row: int, column: int) -> Expr:
         return load(self._rows[row], [self._starts[column]], self.columns[column][1])
@@ -106,7 +106,7 @@ def bind(value: Expr) -> Expr:
 def settle(value: Expr) -> Expr:
     """Computes an int64 here and now. TVM's simplifier copies a bound integer expression into every use and reasons about
     each copy, which took a minute on a causal kernel; it does not look through memory (LLVM does, and leaves none)."""
-    cell = T.alloc_buffer((1,), "int64", scope="local")
+    cell = T.alloc_buffer((1,), "int64")
     T.buffer_store(cell, value, [0])
     return T.Bind(cell[0])
 
