@@ -14,18 +14,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
 import mhsa_compile as mhsa
-from mhsa_compile.artifact import Artifact
-from mhsa_compile.bench import Report, bench
-from mhsa_compile.verify import Verdict
+
+if TYPE_CHECKING:
+    import onnx
+
+    from mhsa_compile.artifact import Artifact
+    from mhsa_compile.bench import Report
+    from mhsa_compile.verify import Verdict
 
 ARTIFACT = Path("build/demo.mhsa")
 DIMS = {"B": 1, "L": 128, "S": 128}  # for the timing alone: the artifact takes any
@@ -54,7 +57,7 @@ console = Console()
 def main() -> int:
     console.rule("[bold]Multi-head attention: from PyTorch to a library of its own")
     with step("Define it in PyTorch"):
-        import torch  # a second or two
+        import torch  # here and not above, since it takes a second or two: the title is already on the screen
 
         torch.manual_seed(0)
         model = mhsa.MultiHeadAttention(mhsa.AttentionSpec(embed_dim=512, num_heads=8)).eval()
@@ -79,6 +82,8 @@ def main() -> int:
         dims = ", ".join(f"{name} {size}" for name, size in case.dims.items())
         say(f"{dims}: error {case.error:.1e}, budget {case.budget:.1e}")
     with step("Time it against PyTorch, interleaved, and measure this machine's FMA peak"):
+        from mhsa_compile.bench import bench
+
         report = bench(ARTIFACT, against=("torch",), dims=DIMS, seconds=2.0)
     console.print(summary(artifact, verdict, report))
     say("The next steps: mhsa inspect build/demo.mhsa, mhsa bench build/demo.mhsa, mhsa --help")
@@ -94,8 +99,8 @@ def describe(graph: onnx.ModelProto) -> str:
     return f"opset {graph.opset_import[0].version}, input {x.name} ({dims}), operators: {counted}"
 
 
-def run_elsewhere(model: Callable[..., Any]) -> None:
-    """Loads and calls the artifact in a fresh process, shows what that loaded, and compares the result with PyTorch's."""
+def run_elsewhere(model: mhsa.MultiHeadAttention) -> None:
+    """Loads and calls the artifact in a fresh process; shows what that loaded, and how near PyTorch the result is."""
     import torch
 
     x = np.random.default_rng(0).standard_normal((3, 197, 512), dtype=np.float32)

@@ -213,7 +213,9 @@ def _digest(path: Path) -> str:
 
 def _check_place(folder: Path, force: bool) -> None:
     if not folder.parent.is_dir():
-        raise OutputError("output folder", f"a place in a folder that exists, unlike {str(folder.parent)!r}", str(folder))
+        raise OutputError(
+            "output folder", "a place in a folder that exists", str(folder), f"Create {folder.parent} first."
+        )
     if not folder.exists():
         return
     if not force:
@@ -247,5 +249,5 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _unwritable(folder: Path, error: OSError) -> OutputError:
-    got = error.strerror or str(error)
-    return OutputError(f"output folder {str(folder)!r}", "a place with room, and permission", got, "Nothing was written.")
+    place, reason = f"output folder {str(folder)!r}", error.strerror or str(error)
+    return OutputError(place, "room for it, and permission", reason, "Nothing was written.")

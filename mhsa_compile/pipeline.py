@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mhsa_compile import installation
+from mhsa_compile import __version__, installation
 from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.sources import Source, read_source
@@ -70,19 +69,18 @@ def compile(
 
 
 def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
+    from mhsa_compile.kernels.base import AttentionOp
     from mhsa_compile.onnx_weights import signature, weight_infos
 
     inputs, outputs = signature(read.model, imported)
-    semantics = tuple(
-        {"op": name, **asdict(op)} for name, op in imported.ops.items() if hasattr(op, "causal")
-    )
+    semantics = [op.semantics(name) for name, op in imported.ops.items() if isinstance(op, AttentionOp)]
     return Manifest(
         format_version=FORMAT_VERSION,
-        mhsa_version=version("mhsa-compile"),
+        mhsa_version=__version__,
         inputs=inputs,
         outputs=outputs,
         weights=weight_infos(read.model, scheduled.weights),
-        semantics=msgspec.to_builtins(semantics),
+        semantics=tuple(semantics),
         spec=read.spec,
         target=msgspec.to_builtins(profile),
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")},

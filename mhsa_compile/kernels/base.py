@@ -76,6 +76,23 @@ class AttentionOp:
     value: Placement
     output: Placement
 
+    def semantics(self, name: str) -> dict[str, Any]:
+        """What this attention means, resolved: nothing is left to a default that another library sets otherwise."""
+        return {
+            "op": name,
+            "operator": "ONNX Attention-25",
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim,
+            "scale": self.scale,
+            "causal": self.causal,
+            "mask": None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
+            "bool_mask": "True takes part",
+            "fully_masked_row": "zeros",
+            "softmax": "float32",
+        }
+
 
 Op = LinearOp | AttentionOp
 

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 
 from mhsa_compile.kernels.base import AttentionOp, Config, Dim, Emitted, Op, Placement
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, HeadView, MaskReader
-from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, register_tile, settle
+from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, kept_free, register_tile, settle
 from mhsa_compile.profile import TargetProfile
 
 
@@ -42,7 +42,7 @@ class AttentionKernel:
         """The register tile with the fewest loads a product; as many keys a block as leave P^T and Q^T (then O) in L1."""
         assert isinstance(op, AttentionOp)
         columns = 4 if profile.hardware.vector_registers >= 32 else 2
-        key_tile, _ = register_tile(profile.hardware.vector_registers, (1, 2, 4, 8), [columns])
+        key_tile, _ = register_tile(kept_free(profile.hardware.vector_registers), (1, 2, 4, 8), [columns])
         queries = columns * profile.vector_lanes("float32")
         room = profile.hardware.l1d_kib * 1024 // (4 * queries) - max(op.head_dim, op.v_head_dim)
         keys = min(512, max(48, room)) // key_tile * key_tile

@@ -242,8 +242,7 @@ class AttentionTile:
 
     def _accumulate(self, first_key: Expr, count: Expr) -> None:
         """accumulator = accumulator * rescale + P V, a register tile of rows x columns at a time."""
-        divisors = [rows for rows in range(1, self.queries + 1) if self.queries % rows == 0]
-        rows, columns = vectors.register_tile(self.registers, divisors, range(1, len(self.value_columns) + 1))
+        rows, columns = self._value_tile()
         for begin in range(0, len(self.value_columns), columns):
             group = self.value_columns[begin : begin + columns]
             with T.serial(T.int64(self.queries // rows)) as row_group:
@@ -261,6 +260,14 @@ class AttentionTile:
                         at = [base + r, T.int64(first)]
                         old = load(self.accumulator, at, lanes)
                         store(self.accumulator, at, old * splat(factor, lanes) + tile.get(r, c), lanes)
+
+    def _value_tile(self) -> tuple[int, int]:
+        """(rows, columns in vectors) of the P V register tile: columns that leave the fewest over, then as many as fit."""
+        wanted = len(self.value_columns)
+        fewest = min(-wanted % columns for columns in (2, 3, 4))
+        columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
+        rows = [r for r in (1, 2, 4, 8) if self.queries % r == 0]
+        return vectors.register_tile(vectors.kept_free(self.registers), rows, columns)
 
     def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:
         """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, and 0 otherwise."""

