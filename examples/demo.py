@@ -25,9 +25,9 @@ import mhsa_compile as mhsa
 
 if TYPE_CHECKING:
     import onnx
+    from mhsa_compile.bench import Report
 
     from mhsa_compile.artifact import Artifact
-    from mhsa_compile.bench import Report
     from mhsa_compile.verify import Verdict
 
 ARTIFACT = Path("build/demo.mhsa")

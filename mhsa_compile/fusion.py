@@ -99,7 +99,7 @@ def _find_linears(graph: Graph) -> dict[str, Linear]:
 
 
 def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
-    """MatMul(x, W) or MatMul(x, Transpose(W)) of a constant float32 W, with the Add of a constant bias if it follows."""
+    """MatMul(x, W) or MatMul(x, Transpose(W)) of a constant float32 W, with the constant bias if one is added."""
     x, name = node.input
     transposed = True
     transpose = graph.producer(name, "Transpose")
@@ -226,10 +226,10 @@ class _Site:
         if transpose is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
             join = self.graph.only_consumer(transpose.output[0], "Reshape")
             joined = None if join is None else self.graph.shape(join.output[0])
-            if join is not None and joined is not None and len(joined) == 3:
-                if joined[2] == self.operands[0].heads * self.operands[2].head_dim:
-                    self.absorbed += [transpose, join]
-                    return join.output[0], "rows"
+            width = self.operands[0].heads * self.operands[2].head_dim
+            if join is not None and joined is not None and len(joined) == 3 and joined[2] == width:
+                self.absorbed += [transpose, join]
+                return join.output[0], "rows"
         return y, "heads"
 
     def _causality(self) -> str:

@@ -87,7 +87,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         try:
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
-            raise ModelError(f"operator {op_name}", "a form that TVM converts", f"{type(error).__name__}: {error}") from error
+            raise ModelError(
+                f"operator {op_name}", "a form that TVM converts", f"{type(error).__name__}: {error}"
+            ) from error
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         rows = _dims(inputs[0])
@@ -122,12 +124,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             head_dim=attrs["head_dim"],
             v_head_dim=v_head_dim,
             scale=attrs.get("scale", attrs["head_dim"] ** -0.5),
-            causal=_text(attrs["causal"]) or None,  # type: ignore[arg-type]
+            causal=_text(attrs["causal"]) or None,
             mask=None if mask is None else MaskInput(str(mask.ty.dtype), tuple(map(self._dim, _dims(mask)))),  # type: ignore[arg-type]
             query=places["q"],
             key=places["k"],
             value=places["v"],
-            output=Placement(0, layout, heads * v_head_dim),  # type: ignore[arg-type]
+            output=Placement(0, layout, heads * v_head_dim),
         )
         shape = [q[0], q_length, heads * v_head_dim] if layout == "rows" else [q[0], heads, q_length, v_head_dim]
         return self._call(op, inputs, shape)

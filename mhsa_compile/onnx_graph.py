@@ -66,7 +66,7 @@ class Graph:
     def constant(self, name: str) -> np.ndarray | None:
         """The value of an initializer or a Constant node, None where it is computed."""
         if name in self.initializers:
-            return numpy_helper.to_array(self.initializers[name])
+            return np.asarray(numpy_helper.to_array(self.initializers[name]))
         node = self.producer(name, "Constant")
         if node is None:
             return None
@@ -83,7 +83,7 @@ def constant_value(node: onnx.NodeProto) -> np.ndarray | None:
     """What a Constant node holds, in whichever of its attributes; None for strings and sparse tensors."""
     for name, value in attributes(node).items():
         if name == "value":
-            return numpy_helper.to_array(value)
+            return np.asarray(numpy_helper.to_array(value))
         if name in ("value_int", "value_ints"):
             return np.array(value, dtype=np.int64)
         if name in ("value_float", "value_floats"):

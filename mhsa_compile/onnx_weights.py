@@ -22,8 +22,10 @@ from mhsa_compile.kernels.base import AttentionOp
 
 
 def write(model: onnx.ModelProto, names: Sequence[str], weights: Path, onnx_file: Path) -> None:
-    """Writes the initializers `names` to `weights`, and the model, pointing there, to `onnx_file` in the same folder."""
-    tensors = {t.name: np.ascontiguousarray(numpy_helper.to_array(t)) for t in model.graph.initializer if t.name in names}
+    """Writes the initializers `names` to `weights`, and the model, pointing there, to `onnx_file` beside it."""
+    tensors = {
+        t.name: np.ascontiguousarray(numpy_helper.to_array(t)) for t in model.graph.initializer if t.name in names
+    }
     save_file(tensors, weights)
     begin, offsets = _layout(weights)
     slim = onnx.ModelProto()

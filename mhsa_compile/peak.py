@@ -58,19 +58,18 @@ def _accumulators(profile: TargetProfile) -> int:
 
 def _fma_loop(lanes: int, accumulators: int) -> Expr:
     """(factors (2,), total (lanes,), rounds): a = a * factors[0] + factors[1] in every accumulator, `rounds` times."""
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("fma")
-            factors = argument("factors", [T.int64(2)], "float32")
-            total = argument("total", [T.int64(lanes)], "float32")
-            rounds = T.arg("rounds", T.int64())
-            tile = RegisterTile(accumulators, [(0, lanes)])
-            tile.each(lambda row, _: constant(float(row), lanes))  # equal ones would be merged into one
-            factor, summand = (bind(splat(factors[i], lanes)) for i in range(2))
-            with T.serial(rounds):
-                tile.each(lambda row, column: tile.get(row, column) * factor + summand)
-            result = tile.get(0, 0)  # all are used, so that none is optimised away
-            for row in range(1, accumulators):
-                result = result + tile.get(row, 0)
-            store(total, [T.int64(0)], result, lanes)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("fma")
+        factors = argument("factors", [T.int64(2)], "float32")
+        total = argument("total", [T.int64(lanes)], "float32")
+        rounds = T.arg("rounds", T.int64())
+        tile = RegisterTile(accumulators, [(0, lanes)])
+        tile.each(lambda row, _: constant(float(row), lanes))  # equal ones would be merged into one
+        factor, summand = (bind(splat(factors[i], lanes)) for i in range(2))
+        with T.serial(rounds):
+            tile.each(lambda row, column: tile.get(row, column) * factor + summand)
+        result = tile.get(0, 0)  # all are used, so that none is optimised away
+        for row in range(1, accumulators):
+            result = result + tile.get(row, 0)
+        store(total, [T.int64(0)], result, lanes)
     return builder.get()

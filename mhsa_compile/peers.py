@@ -75,7 +75,9 @@ class TorchEager:
     def open(self, artifact: Artifact, threads: int) -> Iterator[Bind]:
         fields = artifact.manifest.spec
         if fields is None:
-            raise ModelError("torch", "an artifact compiled from a spec", "one of a foreign .onnx, with no PyTorch form")
+            raise ModelError(
+                "torch", "an artifact compiled from a spec", "one of a foreign .onnx, with no PyTorch form"
+            )
         installation.require("torch", extra="bench")
         import torch
         from safetensors.torch import load_file

@@ -18,7 +18,7 @@ from mhsa_compile.artifact import OpReport
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import AttentionOp, Emitted, Kernel, LinearOp, Op
+from mhsa_compile.kernels.base import Emitted, Kernel, LinearOp, Op
 from mhsa_compile.profile import TargetProfile
 
 MAIN, BIND = "main", "bind_weights"
@@ -53,7 +53,9 @@ def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
     builder.update_func(rest.get_global_var(MAIN), main)
     if packed or passed:
         _add_bind_function(builder, imported, choices, packed, passed)
-    reports = [OpReport(c.name, _kind(c.op), c.kernel.name, c.config, "default", _describe(c.op)) for c in choices.values()]
+    reports = [
+        OpReport(c.name, _kind(c.op), c.kernel.name, c.config, "default", _describe(c.op)) for c in choices.values()
+    ]
     return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *fallbacks])
 
 
@@ -93,11 +95,16 @@ def _lower_rest(module: Any) -> Any:
     return tvm.transform.Sequential(passes)(module)
 
 
-def _rewrite_main(imported: Imported, rest: Any, choices: dict[str, _Choice], run: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], list[Any]]:
+def _rewrite_main(
+    imported: Imported, rest: Any, choices: dict[str, _Choice], run: dict[str, Any]
+) -> tuple[Any, dict[str, list[Any]], list[Any]]:
     """(main with kernels for its operations, the packed weights of each, the weights it takes as they are)."""
     main = rest[MAIN]
     packed = {
-        name: [relax.Var(f"{name}_packed_{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(c.emitted.packed_shapes)]
+        name: [
+            relax.Var(f"{name}_packed_{i}", relax.TensorType(shape, "float32"))
+            for i, shape in enumerate(c.emitted.packed_shapes)
+        ]
         for name, c in choices.items()
         if c.emitted.pack is not None
     }
@@ -121,7 +128,9 @@ def _rewrite_main(imported: Imported, rest: Any, choices: dict[str, _Choice], ru
     return relax.Function(params, body, main.ret_ty).with_attr("global_symbol", MAIN), packed, passed
 
 
-def _add_bind_function(builder: Any, imported: Imported, choices: dict[str, _Choice], packed: dict[str, list[Any]], passed: list[Any]) -> None:
+def _add_bind_function(
+    builder: Any, imported: Imported, choices: dict[str, _Choice], packed: dict[str, list[Any]], passed: list[Any]
+) -> None:
     """Adds bind_weights: weights -> everything that `main` takes after its inputs."""
     originals = {p.name: p for p in imported.module["main"].params if p.name in imported.weights}
     params = {name: relax.Var(name, p.ty) for name, p in originals.items()}
@@ -153,4 +162,7 @@ def _fallbacks(main: Any) -> list[OpReport]:
     """The operators that TVM's own lowering will run."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
     names = [str(c.op.name) for c in _calls(main) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
-    return [OpReport(f"fallback_{i}", n.removeprefix("relax."), "tvm", {}, "fallback", "no kernel claims it") for i, n in enumerate(names)]
+    return [
+        OpReport(f"fallback_{i}", n.removeprefix("relax."), "tvm", {}, "fallback", "no kernel claims it")
+        for i, n in enumerate(names)
+    ]

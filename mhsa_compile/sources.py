@@ -98,7 +98,9 @@ def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.Mod
     known = {d.dim_param for value in values for d in value.type.tensor_type.shape.dim if d.dim_param}
     for symbol, size in dims.items():
         if symbol not in known:
-            raise InputError("dims", f"a symbol of the model: {', '.join(sorted(known)) or 'it has none'}", repr(symbol))
+            raise InputError(
+                "dims", f"a symbol of the model: {', '.join(sorted(known)) or 'it has none'}", repr(symbol)
+            )
         if size < 1:
             raise InputError(f"dims[{symbol!r}]", "a size of at least 1", str(size))
     for value in values:

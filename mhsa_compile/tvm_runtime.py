@@ -64,6 +64,7 @@ class Runtime:
 
     ffi: Any
     process: int
+    cpus: int
     _configure: Callable[[int, int, list[str]], None]
     _pool_threads: Callable[[], int]
     release_memory: Callable[[], None]
@@ -85,30 +86,27 @@ class Runtime:
         cpus = sorted(os.sched_getaffinity(0))
         # The first call creates the pool, with as many workers as it names CPUs, and room for whoever comes later; the
         # second lets all of them run on the caller's CPUs, which it names at least `threads` times.
-        for size in (max(threads, host.allowed_cpus()), max(threads, len(cpus))):
+        for size in (max(threads, self.cpus), max(threads, len(cpus))):
             self._configure(_SHARE_ALL_CPUS, threads, [str(cpu) for cpu in islice(cycle(cpus), size)])
-        self.check_threads(threads)
-
-    def ensure_threads(self, threads: int) -> None:
-        """`use_threads`, in a thread that has called it before: quick where nothing changed since."""
-        if self._pool_threads() != threads:
-            self.use_threads(threads)
-        elif threads > 1 and os.getpid() != self.process:
-            raise InputError(
-                "process",
-                "the one that loaded the artifact, or threads=1",
-                "a fork of it, which has none of its threads",
-                "Load in the new process, started with the method 'spawn'.",
-            )
-
-    def check_threads(self, threads: int) -> None:
         if (found := self._pool_threads()) != threads:
             raise InputError(
                 "threads",
                 f"room for {threads} in the calling thread's pool",
-                f"a pool of {found}, created before and never resized by TVM",
-                f"Call from another thread, load with threads={found}, or load what needs most threads first.",
+                f"a pool of {found}, created before, which TVM cannot enlarge",
+                f"Call from another thread, load with threads={found}, or call what needs most threads first.",
             )
+
+    def ensure_threads(self, threads: int) -> None:
+        """The quick form, for a thread that has called `use_threads` before; to be called before each run."""
+        if threads > 1 and os.getpid() != self.process:
+            raise InputError(
+                "process",
+                "the one that loaded TVM, or threads=1",
+                "a fork of it, which has none of its threads",
+                "Start processes with the method 'spawn', or load only after the fork.",
+            )
+        if self._pool_threads() != threads:
+            self.use_threads(threads)
 
 
 @functools.cache
@@ -122,6 +120,7 @@ def start() -> Runtime:
     return Runtime(
         ffi=tvm_ffi,
         process=os.getpid(),
+        cpus=host.allowed_cpus(),
         _configure=function("runtime.config_threadpool"),
         _pool_threads=function("runtime.NumThreads"),
         release_memory=function("vm.builtin.memory_manager.clear"),
@@ -129,7 +128,7 @@ def start() -> Runtime:
 
 
 def _load_library() -> None:
-    """libtvm_runtime.so, found without importing `tvm`, whose import loads the compiler; that import works later too."""
+    """libtvm_runtime.so, found without importing `tvm`, whose import loads the compiler (and works after this, too)."""
     spec = importlib.util.find_spec("tvm")
     folders = (spec and spec.submodule_search_locations) or ()
     for folder in folders:

@@ -1,4 +1,4 @@
-"""The CPU kernels alone: every vector width and register count, both layouts, masks, tails, and the code they become."""
+"""The CPU kernels alone: every vector width and register count, both layouts, masks, tails, the code they become."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def test_linears_side_by_side(profile, widths):
         x = rng.standard_normal((B, L, 37), np.float32)
         y = tvm.runtime.tensor(np.full((B, L, sum(widths)), np.nan, np.float32))
         library["run"](tvm.runtime.tensor(x), *packed, y)
-        sums = [x.astype(np.float64) @ w.T + (b if has else 0) for w, b, has in zip(weights, biases, biased, strict=True)]
+        sums = [
+            x.astype(np.float64) @ w.T + (b if has else 0) for w, b, has in zip(weights, biases, biased, strict=True)
+        ]
         close(y.numpy(), np.concatenate(sums, axis=-1))
 
 

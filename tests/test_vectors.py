@@ -16,13 +16,12 @@ from mhsa_compile.kernels.cpu import vectors
 def elementwise(lanes: int, body) -> object:
     """y[i] = body(x[i]), vector by vector."""
     n = tirx.Var("n", "int64")
-    with IRBuilder() as ib:
-        with T.prim_func():
-            T.func_name("run")
-            x, y = (vectors.argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
-            with T.serial(n) as i:
-                at = [i, T.int64(0)]
-                vectors.store(y, at, body(vectors.load(x, at, lanes), lanes), lanes)
+    with IRBuilder() as ib, T.prim_func():
+        T.func_name("run")
+        x, y = (vectors.argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
+        with T.serial(n) as i:
+            at = [i, T.int64(0)]
+            vectors.store(y, at, body(vectors.load(x, at, lanes), lanes), lanes)
     module = tvm.IRModule({"run": ib.get().with_attr("global_symbol", "run")})
     return tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"}))["run"]
 
@@ -48,13 +47,12 @@ def test_exp2_at_the_edges():
 
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
 def test_transpose(lanes):
-    with IRBuilder() as ib:
-        with T.prim_func():
-            T.func_name("run")
-            x, y = (vectors.argument(name, [T.int64(lanes), T.int64(lanes)], "float32") for name in ("x", "y"))
-            rows = [vectors.load(x, [T.int64(i), T.int64(0)], lanes) for i in range(lanes)]
-            for i, column in enumerate(vectors.transpose(rows)):
-                vectors.store(y, [T.int64(i), T.int64(0)], column, lanes)
+    with IRBuilder() as ib, T.prim_func():
+        T.func_name("run")
+        x, y = (vectors.argument(name, [T.int64(lanes), T.int64(lanes)], "float32") for name in ("x", "y"))
+        rows = [vectors.load(x, [T.int64(i), T.int64(0)], lanes) for i in range(lanes)]
+        for i, column in enumerate(vectors.transpose(rows)):
+            vectors.store(y, [T.int64(i), T.int64(0)], column, lanes)
     module = tvm.IRModule({"run": ib.get().with_attr("global_symbol", "run")})
     run = tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"}))["run"]
     square = np.arange(lanes * lanes, dtype=np.float32).reshape(lanes, lanes)

@@ -39,7 +39,9 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
         ("name", "kind", "kernel", "config", "config from", "note"),
         ((op.name, op.op, op.kernel, output.assignments(op.config), op.source, op.note) for op in manifest.ops),
     )
-    facts: list[tuple[str, str, object]] = [("semantics", key, value) for key, value in manifest.semantics.items()]
+    facts: list[tuple[str, str, object]] = [
+        (f"attention {s['op']}", key, value) for s in manifest.semantics for key, value in s.items()
+    ]
     facts += [("spec", key, value) for key, value in (manifest.spec or {}).items()]
     facts += [("target", key, value) for key, value in _flat(manifest.target)]
     facts += [("version", key, value) for key, value in manifest.versions.items()]

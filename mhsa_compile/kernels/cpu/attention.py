@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from tvm import tirx
-from tvm.tirx.script import builder as T
 from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp, Config, Dim, Emitted, Op, Placement
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, HeadView, MaskReader
@@ -39,7 +39,7 @@ class AttentionKernel:
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        """The register tile with the fewest loads a product; as many keys a block as leave P^T and Q^T (then O) in L1."""
+        """The register tile with the fewest loads a product; a block of keys that leaves P^T and Q^T in L1."""
         assert isinstance(op, AttentionOp)
         columns = 4 if profile.hardware.vector_registers >= 32 else 2
         key_tile, _ = register_tile(kept_free(profile.hardware.vector_registers), (1, 2, 4, 8), [columns])

@@ -1,7 +1,7 @@
 """The arithmetic of one attention task: a tile of query rows of one head against all the keys they see.
 
-The scores are computed transposed, S^T = K Q^T. Q^T is packed once per task (and scaled by scale * log2 e), so rows of K
-are read in place, as scalars to broadcast; the queries lie along the vector lanes, so that row maximum and row sum are
+The scores are computed transposed, S^T = K Q^T. Q^T is packed once per task (and scaled by scale * log2 e), so rows of
+K are read in place, as scalars to broadcast; the queries lie along the vector lanes, so that row maximum and row sum are
 plain vertical operations; and P^T comes out just as P V wants it: as scalars again, against rows of V read in place.
 
     for each block of keys:   S^T = K Q^T;  m' = max(m, S^T);  P^T = 2^(S^T - m');  l = l 2^(m - m') + sum P^T
@@ -252,7 +252,9 @@ class AttentionTile:
                 with T.serial(count) as j:
                     tile.outer_product(
                         lambda r: load(self.scores, [j, base + r], 1),
-                        lambda c: load(self.value.buffer, self.value.at(first_key + j, T.int64(group[c][0])), group[c][1]),
+                        lambda c: load(
+                            self.value.buffer, self.value.at(first_key + j, T.int64(group[c][0])), group[c][1]
+                        ),
                     )
                 for r in range(rows):
                     factor = bind(load(self.rescale, [base + r], 1))
@@ -262,7 +264,7 @@ class AttentionTile:
                         store(self.accumulator, at, old * splat(factor, lanes) + tile.get(r, c), lanes)
 
     def _value_tile(self) -> tuple[int, int]:
-        """(rows, columns in vectors) of the P V register tile: columns that leave the fewest over, then as many as fit."""
+        """(rows, columns in vectors) of P V's register tile: columns that leave the fewest over, then as many as fit."""
         wanted = len(self.value_columns)
         fewest = min(-wanted % columns for columns in (2, 3, 4))
         columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
@@ -270,7 +272,7 @@ class AttentionTile:
         return vectors.register_tile(vectors.kept_free(self.registers), rows, columns)
 
     def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:
-        """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, and 0 otherwise."""
+        """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, otherwise 0."""
         total = T.alloc_buffer((self.lanes,), "float32")
         store(total, [T.int64(0)], constant(0.0, self.lanes), self.lanes)
         with T.serial(count) as j:

@@ -3,7 +3,7 @@
 The weights are packed once, at load, into panels of `columns` vectors of output features, feature by feature along K,
 side by side for all projections: P panels of (K, panel). A task is one panel against one block of rows of x; its inner
 loop keeps a tile of rows x columns in registers over the whole of K, so y is written once and nothing else is.
-Source: the panel layout and register tile of Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
+Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
             y = _flat(y, count, op.out_features)
             tiles = settle(T.truncdiv(count + (rows - 1), T.int64(rows)))
             blocks = settle(T.truncdiv(tiles + (block - 1), T.int64(block)))
+            size = settle(T.truncdiv(tiles + blocks - 1, T.max(T.int64(1), blocks)))  # equal blocks are equal tasks
             with T.parallel(blocks * panels) as index:
                 p = settle(T.truncmod(index, T.int64(panels)))
-                first_tile = settle(T.truncdiv(index, T.int64(panels)) * block)
-                with T.serial(first_tile, T.min(tiles, first_tile + block)) as tile:
+                first_tile = settle(T.truncdiv(index, T.int64(panels)) * size)
+                with T.serial(first_tile, T.min(tiles, first_tile + size)) as tile:
                     # Beyond the last row the last one is computed again, and written again with the same values.
                     at = [settle(T.min(tile * rows + r, count - 1)) for r in range(rows)]
                     _tile(op, x, weight, bias, y, at, p, vectors.chunks(panel, lanes))

@@ -32,14 +32,17 @@ def chunks(width: int, lanes: int) -> list[Chunk]:
 
 
 def register_tile(registers: int, rows: Iterable[int], columns: Iterable[int]) -> tuple[int, int]:
-    """(rows, columns) of the accumulators with the fewest loads a product: rows scalars and columns vectors are loaded for
-    rows * columns products, and the accumulators, one row of vectors and one scalar must fit the registers."""
+    """(rows, columns) of the accumulators with the fewest loads a product.
+
+    Rows scalars and columns vectors are loaded for rows * columns products; the accumulators, one row of vectors and one
+    scalar must fit the registers.
+    """
     fitting = [(r, c) for r, c in itertools.product(rows, columns) if r * c + c + 1 <= registers]
     return max(fitting, key=lambda tile: tile[0] * tile[1] / (tile[0] + tile[1]))
 
 
 def kept_free(registers: int) -> int:
-    """The registers a tile may use inside a larger kernel: with all of them LLVM spills accumulators in the inner loop."""
+    """The registers a tile may use inside a larger kernel: with all of them LLVM spills in the inner loop."""
     return registers * 3 // 4
 
 
@@ -69,8 +72,9 @@ def argument(name: str, shape: Sequence[Expr], dtype: str) -> Expr:
 class RegisterTile:
     """`rows` x `columns` of vectors that stay in registers.
 
-    LLVM promotes a local buffer to registers only if every index into it is constant, and TVM puts a buffer on the
-    stack only up to 1 KiB. So each row is a buffer of its own, and rows and columns are Python integers.
+    LLVM promotes a buffer to registers only if it lies on the stack and every index into it is constant. TVM puts a
+    buffer there up to 1 KiB, and only if its scope is "global": a "local" one is taken from the heap, at every iteration.
+    So each row is a buffer of its own, and rows and columns are Python integers.
     """
 
     def __init__(self, rows: int, columns: Sequence[Chunk]) -> None:
@@ -109,8 +113,11 @@ def bind(value: Expr) -> Expr:
 
 
 def settle(value: Expr) -> Expr:
-    """Computes an int64 here and now. TVM's simplifier copies a bound integer expression into every use and reasons about
-    each copy, which took a minute on a causal kernel; it does not look through memory (LLVM does, and leaves none)."""
+    """Computes an int64 here and now.
+
+    TVM's simplifier copies a bound integer expression into every use and reasons about each copy, which took a minute on
+    a causal kernel. It does not look through memory; LLVM does, and leaves none.
+    """
     cell = T.alloc_buffer((1,), "int64")
     T.buffer_store(cell, value, [0])
     return T.Bind(cell[0])

@@ -1,0 +1,148 @@
+"""Load an artifact and call it: NumPy, safetensors and TVM's 3 MB runtime, no PyTorch, no ONNX, no compiler.
+
+attention = load("attention.mhsa")
+y = attention(x)                       # x (B, L, D) -> y (B, L, D)
+y = attention(x, mask=mask)            # inputs by position or by name
+layer_7 = load("attention.mhsa", weights="layer_7.safetensors")
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from mhsa_compile import host, tvm_runtime
+from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu
+from mhsa_compile.errors import InputError
+from mhsa_compile.tensors import Argument, Signature, Sizes
+
+Weights = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def load(
+    path: str | os.PathLike[str] | Artifact,
+    *,
+    weights: Weights | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+) -> CompiledAttention:
+    """Checks an artifact, maps its code and packs its weights.
+
+    path      the folder, or an Artifact; every byte is checked before any code is mapped
+    weights   instead of the artifact's own: arrays by name, such as a state_dict, or a .safetensors file
+    device    "cpu", the one there is so far
+    threads   that a call uses; by default the CPUs that this process may use
+
+    Raises ArtifactError (damaged, of a newer format, for another CPU), InputError and InstallationError.
+    """
+    if device not in (None, "cpu"):
+        raise InputError("device", '"cpu"', repr(device))
+    threads = host.allowed_cpus() if threads is None else _checked(threads)
+    artifact = Artifact.open(path.path if isinstance(path, Artifact) else path)
+    check_cpu(artifact.manifest)
+    arrays = _weight_arrays(artifact, weights)
+    runtime = tvm_runtime.start()
+    library = runtime.library(artifact.path / MODULE, artifact.manifest.files[MODULE])
+    return CompiledAttention(artifact.manifest, _Threads(runtime, library, threads), arrays)
+
+
+class CompiledAttention:
+    """A compiled function with its weights. Calls are safe from several threads at once; each uses its own workers."""
+
+    def __init__(self, manifest: Manifest, thread: _Threads, weights: list[Any]) -> None:
+        self.manifest = manifest
+        self._signature = Signature(manifest.inputs, manifest.outputs)
+        self._thread = thread
+        self._packed = thread.bind(weights)
+
+    def __call__(self, *inputs: Any, **by_name: Any) -> Any:
+        """The output, or a tuple of them: torch tensors if any input is one, else NumPy arrays.
+
+        Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
+        and have axes of 1. Raises InputError.
+        """
+        arrays, sizes = self._signature.arrays(inputs, by_name)
+        if 0 in sizes.values():
+            return self._signature.empty_results(arrays, sizes)
+        thread = self._thread
+        thread.prepare(sizes)
+        return self._signature.results(thread.vm.main(*arrays, *self._packed), arrays)
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]:
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        return self.manifest.outputs
+
+    @property
+    def threads(self) -> int:
+        return self._thread.count
+
+    def __repr__(self) -> str:
+        inputs, outputs = (
+            ", ".join(f"{info.name} ({', '.join(map(str, info.dims))})" for info in infos)
+            for infos in (self.inputs, self.outputs)
+        )
+        return f"<CompiledAttention {inputs} -> {outputs}, threads={self.threads}>"
+
+
+class _Threads(threading.local):
+    """What each calling thread has for itself: a VM and a set of workers. Python initialises it anew in each thread."""
+
+    def __init__(self, runtime: tvm_runtime.Runtime, library: tvm_runtime.Library, count: int) -> None:
+        self.count = count
+        self.vm = library.new_vm()
+        self._runtime = runtime
+        self._sizes: Sizes = {}
+        runtime.use_threads(count)
+
+    def prepare(self, sizes: Sizes) -> None:
+        """To be called before each run."""
+        self._runtime.ensure_threads(self.count)
+        if sizes != self._sizes:
+            # Buffers of the last sizes would never be used again, nor freed.
+            self._runtime.release_memory()
+            self._sizes = sizes
+
+    def bind(self, weights: list[Any]) -> tuple[Any, ...]:
+        """Packs the weights; all threads share the result."""
+        self.prepare({})
+        if self.vm.bind_weights is None:
+            return ()
+        return tuple(self.vm.bind_weights(*map(self._runtime.ffi.from_dlpack, weights)))
+
+
+def _checked(threads: int) -> int:
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise InputError("threads", "an integer from 1 on", repr(threads))
+    return threads
+
+
+def _weight_arrays(artifact: Artifact, weights: Weights | None) -> list[Any]:
+    """In the manifest's order, checked. Raises InputError."""
+    infos = artifact.manifest.weights
+    if weights is None and not infos:
+        return []
+    found = weights if isinstance(weights, Mapping) else _read(artifact.path / WEIGHTS if weights is None else weights)
+    names = {info.name for info in infos}
+    if missing := sorted(names - found.keys()):
+        raise InputError(
+            "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"
+        )
+    if extra := sorted(found.keys() - names):
+        raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
+    return [Argument(info, "weight", {}).ready(found[info.name], {}) for info in infos]
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    import safetensors
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError("weights", "a .safetensors file", f"{str(path)!r} ({error})") from error

@@ -1,0 +1,190 @@
+"""What a call brings and gets back: checked against the manifest, and copied only where TVM could not read it in place.
+
+An array is a NumPy array or a torch tensor here (PyTorch is looked up where it is loaded, never imported). Others come
+in through DLPack as NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mhsa_compile.artifact import Dims, TensorInfo
+from mhsa_compile.errors import InputError
+
+Sizes = dict[str, int]  # of the symbolic dims in one call
+
+
+class Argument:
+    """One input or weight: what it must be, and where sizes that it shares were seen first."""
+
+    def __init__(self, info: TensorInfo, role: str, first_seen: Mapping[str, str]) -> None:
+        self.info = info
+        self._label = f"{role} {info.name!r}"
+        self._first_seen = first_seen
+        self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
+
+    def ready(self, value: Any, sizes: Sizes) -> Any:
+        """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
+        array = value if isinstance(value, np.ndarray) else self._adopt(value)
+        if array.dtype not in self._right_dtypes:
+            self._check_dtype(array)
+        if self.info.broadcast is not None:
+            array = self._broadcast(array, self.info.broadcast, sizes)
+        elif array.ndim != len(self.info.dims) or not _fit(self.info.dims, array.shape, sizes):
+            raise self._wrong_shape(array, sizes)
+        if not isinstance(array, np.ndarray):
+            return array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
+        return array if array.flags.carray else _exportable(array)
+
+    def _adopt(self, value: Any) -> Any:
+        if is_torch(value):
+            if value.device.type != "cpu":
+                raise InputError(self._label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
+            return value
+        if not hasattr(value, "__dlpack__"):
+            got = "nothing" if value is None else type(value).__name__
+            raise InputError(self._label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise InputError(self._label, "DLPack memory of the CPU, in a dtype of NumPy's", str(error)) from error
+
+    def _check_dtype(self, array: Any) -> None:
+        if str(array.dtype).removeprefix("torch.") != self.info.dtype:
+            raise InputError(self._label, self._described(), _description(array), f"Convert it to {self.info.dtype}.")
+        self._right_dtypes.add(array.dtype)
+
+    def _broadcast(self, mask: Any, full: Dims, sizes: Sizes) -> Any:
+        """`mask` at its full rank. Axes of 1 stay, but the last, which ONNX Attention would pad where it is short."""
+        dims = self.info.dims
+        if mask.ndim < len(dims):
+            mask = mask[(None,) * (len(dims) - mask.ndim)]
+        last = _size(full[-1], sizes)
+        if mask.shape[-1] == 1 and last is not None and dims[-1] != 1:
+            shape = (*mask.shape[:-1], last)
+            mask = np.broadcast_to(mask, shape) if isinstance(mask, np.ndarray) else mask.expand(shape)
+        whole = (_size(dim, sizes) for dim in full)
+        fits = mask.ndim == len(dims) and all(
+            size == 1 or size == most or most is None for size, most in zip(mask.shape, whole, strict=True)
+        )
+        if not (fits and _fit(dims, mask.shape, sizes)):
+            raise self._wrong_shape(mask, sizes)
+        return mask
+
+    def _described(self) -> str:
+        dims = self.info.dims
+        if self.info.broadcast is not None:
+            dims = tuple(
+                d if d in (1, most) else f"1 or {most}" for d, most in zip(dims, self.info.broadcast, strict=True)
+            )
+        return f"{self.info.dtype} of shape {_shape(dims)}"
+
+    def _wrong_shape(self, array: Any, sizes: Sizes) -> InputError:
+        symbols = {dim: self._first_seen.get(str(dim)) for dim in (*self.info.dims, *(self.info.broadcast or ()))}
+        known = (
+            f"{symbol} = {sizes[str(symbol)]} as in {first!r}"
+            for symbol, first in symbols.items()
+            if symbol in sizes and first not in (None, self.info.name)
+        )
+        expected = ", ".join((self._described(), *known))
+        return InputError(self._label, expected, _description(array), "`.inputs` lists what each input must be.")
+
+
+class Signature:
+    """The inputs and outputs of a compiled function."""
+
+    def __init__(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> None:
+        # What broadcasts is checked last, against sizes that the others bring.
+        self._order = sorted(range(len(inputs)), key=lambda i: inputs[i].broadcast is not None)
+        first_seen: dict[str, str] = {}
+        for i in self._order:
+            for dim in inputs[i].dims:
+                first_seen.setdefault(str(dim), inputs[i].name)
+        self._arguments = [Argument(info, "input", first_seen) for info in inputs]
+        self._names = [info.name for info in inputs]
+        self._outputs = outputs
+
+    def arrays(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[list[Any], Sizes]:
+        """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
+        values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
+        arrays, sizes = list(values), Sizes()
+        for i in self._order:
+            arrays[i] = self._arguments[i].ready(values[i], sizes)
+        return arrays, sizes
+
+    def results(self, returned: Any, arrays: Iterable[Any]) -> Any:
+        """What TVM returned as torch tensors if any input was one, else as NumPy arrays; over the same memory."""
+        import_ = sys.modules["torch"].from_dlpack if any(map(is_torch, arrays)) else np.from_dlpack
+        if len(self._outputs) == 1:
+            return returned if is_torch(returned) else import_(returned)
+        return tuple(one if is_torch(one) else import_(one) for one in returned)
+
+    def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
+        """The outputs of a call in which some size is 0. Raises InputError unless they are empty themselves."""
+        shapes = [tuple(_size(dim, sizes) or 0 for dim in info.dims) for info in self._outputs]
+        if not all(0 in shape for shape in shapes):
+            zero = next(symbol for symbol, size in sizes.items() if size == 0)
+            raise InputError(f"dim {zero!r}", "at least 1, as an output depends on it", "0")
+        torch = sys.modules["torch"] if any(map(is_torch, arrays)) else None
+        results = [
+            np.empty(shape, info.dtype) if torch is None else torch.empty(shape, dtype=getattr(torch, info.dtype))
+            for shape, info in zip(shapes, self._outputs, strict=True)
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _arrange(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> list[Any]:
+        names = ", ".join(self._names)
+        if len(args) > len(self._names):
+            raise InputError("inputs", f"at most {len(self._names)}: {names}", f"{len(args)} by position")
+        values = dict(zip(self._names, args, strict=False))
+        for name, value in by_name.items():
+            if name not in self._names and value is not None:  # mask=None is how PyTorch's callers say "no mask"
+                near = difflib.get_close_matches(name, self._names, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else "An artifact takes what it was compiled with."
+                raise InputError(f"input {name!r}", f"one of {names}", "an input that the artifact does not take", hint)
+            if name in values:
+                raise InputError(f"input {name!r}", "one value", "one by position and one by name")
+            values[name] = value
+        return [values.get(name) for name in self._names]
+
+
+def is_torch(value: object) -> bool:
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def _fit(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
+    """Whether `shape` agrees with the fixed dims and with `sizes`, to which it adds the new symbols."""
+    return all(
+        size == (dim if isinstance(dim, int) else sizes.setdefault(dim, size))
+        for dim, size in zip(dims, shape, strict=True)
+    )
+
+
+def _size(dim: int | str, sizes: Sizes) -> int | None:
+    return dim if isinstance(dim, int) else sizes.get(dim)
+
+
+def _exportable(array: np.ndarray[Any, Any]) -> Any:
+    """An aligned, contiguous array that DLPack can hand over: a copy, unless it is only read-only."""
+    if array.flags.c_contiguous and array.flags.aligned:
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0))  # since this version DLPack can say read-only
+        except TypeError:  # NumPy before 2.1
+            return array.copy()
+        import tvm_ffi
+
+        return tvm_ffi.from_dlpack(capsule)
+    return np.array(array, order="C")
+
+
+def _description(array: Any) -> str:
+    return f"{str(array.dtype).removeprefix('torch.')} of shape {_shape(array.shape)}"
+
+
+def _shape(dims: Iterable[object]) -> str:
+    return f"({', '.join(map(str, dims))})"
