@@ -17,17 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.syntax import Syntax
 from rich.table import Table
+from rich.text import Text
 
 import mhsa_compile as mhsa
 
 if TYPE_CHECKING:
     import onnx
-    from mhsa_compile.bench import Report
 
     from mhsa_compile.artifact import Artifact
+    from mhsa_compile.bench import Report
     from mhsa_compile.verify import Verdict
 
 ARTIFACT = Path("build/demo.mhsa")
@@ -62,12 +65,12 @@ def main() -> int:
         torch.manual_seed(0)
         model = mhsa.MultiHeadAttention(mhsa.AttentionSpec(embed_dim=512, num_heads=8)).eval()
     say(f"D 512, H 8, E 64: {sum(p.numel() for p in model.parameters()):,} parameters, an ordinary nn.Module")
-    with step("Export it to ONNX, and check that batch and length stayed symbolic"):
+    with step("Export it to ONNX, batch and length symbolic, and check that"):
         from mhsa_compile.export import export
 
         graph = export(model)
     say(describe(graph))
-    with step("Compile it for this machine, through TVM, with kernels made for attention") as detail:
+    with step("Compile it for this machine through TVM, with our own kernels") as detail:
         artifact = mhsa.compile(graph, "native", progress=detail)
     for op in artifact.manifest.ops:
         say(f"{op.op} {op.note}: kernel {op.kernel}, config from {op.source}")
@@ -81,12 +84,13 @@ def main() -> int:
     for case in verdict.cases:
         dims = ", ".join(f"{name} {size}" for name, size in case.dims.items())
         say(f"{dims}: error {case.error:.1e}, budget {case.budget:.1e}")
-    with step("Time it against PyTorch, interleaved, and measure this machine's FMA peak"):
+    with step("Time it and PyTorch, interleaved, and this machine's FMA peak"):
         from mhsa_compile.bench import bench
 
         report = bench(ARTIFACT, against=("torch",), dims=DIMS, seconds=2.0)
     console.print(summary(artifact, verdict, report))
-    say("The next steps: mhsa inspect build/demo.mhsa, mhsa bench build/demo.mhsa, mhsa --help")
+    say(f"FMA peak: {report.peak_gflops:.0f} GFLOP/s on {report.threads} threads.")
+    say(f"What next: mhsa inspect {ARTIFACT}, mhsa bench {ARTIFACT}, mhsa --help\n")
     return 0 if verdict.ok else 1
 
 
@@ -107,7 +111,7 @@ def run_elsewhere(model: mhsa.MultiHeadAttention) -> None:
     with tempfile.TemporaryDirectory() as folder:
         given, result = Path(folder, "x.npy"), Path(folder, "y.npy")
         np.save(given, x)
-        with step("Load and call it in a fresh process, which needs neither PyTorch nor ONNX"):
+        with step("Load and call it in a fresh process, without PyTorch and ONNX"):
             command = [sys.executable, "-c", APPLICATION + INSPECTION, ARTIFACT, given, result]
             child = subprocess.run(command, capture_output=True, text=True, check=False)
         if child.returncode:
@@ -127,15 +131,14 @@ def summary(artifact: Artifact, verdict: Verdict, report: Report) -> Table:
     target = artifact.manifest.target
     rows = {row.name: row for row in report.rows}
     ours, torch = rows["mhsa_compile"], rows["torch"]
-    table = Table(title="base128: B 1, L 128, D 512, H 8, float32", title_justify="left")
+    table = Table(title="base128: B 1, L 128, D 512, H 8, float32", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("target", "error / budget", "latency", "PyTorch", "share of peak"):
         table.add_column(column)
     table.add_row(
         f"{target['name']} ({target['tvm'].get('mcpu') or target['tvm']['mtriple']})",
         f"{verdict.worst.error:.1e} / {verdict.worst.budget:.1e} " + ("[green]ok[/]" if verdict.ok else "[red]FAIL[/]"),
-        f"{ours.median_us / 1e3:.2f} ms",
-        f"{torch.median_us / 1e3:.2f} ms",
-        f"{ours.share_of_peak:.0%} of {report.peak_gflops:.0f} GFLOP/s",
+        *(f"{row.median_us / 1e3:.2f} ms" if row.median_us else row.missing for row in (ours, torch)),
+        f"{ours.share_of_peak:.0%}" if ours.share_of_peak else "not known",
     )
     return table
 
@@ -150,7 +153,7 @@ def step(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def say(text: str) -> None:
-    console.print(f"  {text}", style="dim", highlight=False, markup=False)
+    console.print(Padding(Text(text, "dim"), (0, 0, 0, 2)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,7 +82,7 @@ class Artifact:
     """An artifact on disk, found whole when it was opened."""
 
     path: Path
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Artifact:

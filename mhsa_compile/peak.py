@@ -53,7 +53,7 @@ def fma_peak(profile: TargetProfile, threads: int) -> Iterator[Peak]:
 
 def _accumulators(profile: TargetProfile) -> int:
     """Enough chains to hide the latency of every FMA unit (4 cycles x 2 units), with registers left for the factors."""
-    return profile.hardware.vector_registers - 4 if profile.hardware.vector_registers < 24 else 24
+    return profile.hardware.vector_registers * 3 // 4
 
 
 def _fma_loop(lanes: int, accumulators: int) -> Expr:

@@ -99,39 +99,43 @@ class TorchEager:
 def _torch_call(spec: AttentionSpec, weights: dict[str, Tensor], inputs: dict[str, Tensor]) -> Call:
     from torch.nn.functional import linear, scaled_dot_product_attention
 
-    H, G, E, F = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
     mask, is_causal = _torch_mask(spec, inputs)
+    grouped = spec.num_kv_heads != spec.num_heads
     core = partial(
-        scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=G != H
+        scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=grouped
     )
     if "q" in inputs:  # the core alone
         return partial(core, *(inputs[name] for name in "qkv"))
     x, context = inputs["x"], inputs.get("context")
-    w_query, b_query = _joined(weights, "q" if spec.is_cross else "qkv")
-    w_source, b_source = _joined(weights, "kv") if spec.is_cross else (None, None)
     w_out, b_out = weights["out_proj.weight"], weights.get("out_proj.bias")
 
-    def heads(rows: Tensor, count: int) -> Tensor:
-        return rows.unflatten(-1, (count, -1)).transpose(1, 2)
+    def out(heads: Tensor) -> Tensor:
+        return linear(heads.transpose(1, 2).flatten(2), w_out, b_out)
 
-    def call() -> Tensor:
-        if context is None:
-            q, k, v = linear(x, w_query, b_query).split((H * E, G * E, G * F), -1)
-        else:
-            q = linear(x, w_query, b_query)
-            k, v = linear(context, w_source, b_source).split((G * E, G * F), -1)
-        return linear(core(heads(q, H), heads(k, G), heads(v, G)).transpose(1, 2).flatten(2), w_out, b_out)
-
-    return call
+    if context is None:
+        project = _projections(spec, weights, "qkv")
+        return lambda: out(core(*project(x)))
+    project_query, project_source = _projections(spec, weights, "q"), _projections(spec, weights, "kv")
+    return lambda: out(core(*project_query(x), *project_source(context)))
 
 
-def _joined(weights: dict[str, Tensor], projections: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of several projections, stacked along their outputs."""
+def _projections(spec: AttentionSpec, weights: dict[str, Tensor], names: str) -> Callable[[Tensor], list[Tensor]]:
+    """Some of q, k and v of one input, as heads (B, H or G, length, E or F), by one matrix product."""
     import torch
+    from torch.nn.functional import linear
 
-    weight = torch.cat([weights[f"{name}_proj.weight"] for name in projections])
-    biases = [weights[f"{name}_proj.bias"] for name in projections if f"{name}_proj.bias" in weights]
-    return weight, torch.cat(biases) if biases else None
+    weight = torch.cat([weights[f"{name}_proj.weight"] for name in names])
+    bias = torch.cat([weights[f"{name}_proj.bias"] for name in names]) if spec.bias else None
+    G, E, F = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+    by_name = {"q": (spec.num_heads, E), "k": (G, E), "v": (G, F)}
+    shapes = [by_name[name] for name in names]
+    widths = [heads * width for heads, width in shapes]
+
+    def project(x: Tensor) -> list[Tensor]:
+        columns = torch.split(linear(x, weight, bias), widths, dim=-1)
+        return [torch.unflatten(c, -1, shape).transpose(1, 2) for c, shape in zip(columns, shapes, strict=True)]
+
+    return project
 
 
 def _torch_mask(spec: AttentionSpec, inputs: dict[str, Tensor]) -> tuple[Tensor | None, bool]:

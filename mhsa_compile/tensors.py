@@ -17,6 +17,7 @@ from mhsa_compile.artifact import Dims, TensorInfo
 from mhsa_compile.errors import InputError
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
+_UNKNOWN = -1
 
 
 class Argument:
@@ -59,21 +60,16 @@ class Argument:
             raise InputError(self._label, self._described(), _description(array), f"Convert it to {self.info.dtype}.")
         self._right_dtypes.add(array.dtype)
 
-    def _broadcast(self, mask: Any, full: Dims, sizes: Sizes) -> Any:
-        """`mask` at its full rank. Axes of 1 stay, but the last, which ONNX Attention would pad where it is short."""
+    def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
+        """`given` at its full rank. Axes of 1 stay, but the last, which ONNX Attention would pad where it is short."""
         dims = self.info.dims
-        if mask.ndim < len(dims):
-            mask = mask[(None,) * (len(dims) - mask.ndim)]
+        mask = given[(None,) * (len(dims) - given.ndim)] if given.ndim < len(dims) else given
         last = _size(full[-1], sizes)
-        if mask.shape[-1] == 1 and last is not None and dims[-1] != 1:
+        if mask.shape[-1] == 1 and dims[-1] != 1 and last not in (1, _UNKNOWN):
             shape = (*mask.shape[:-1], last)
             mask = np.broadcast_to(mask, shape) if isinstance(mask, np.ndarray) else mask.expand(shape)
-        whole = (_size(dim, sizes) for dim in full)
-        fits = mask.ndim == len(dims) and all(
-            size == 1 or size == most or most is None for size, most in zip(mask.shape, whole, strict=True)
-        )
-        if not (fits and _fit(dims, mask.shape, sizes)):
-            raise self._wrong_shape(mask, sizes)
+        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, full, sizes) and _fit(dims, mask.shape, sizes)):
+            raise self._wrong_shape(given, sizes)
         return mask
 
     def _described(self) -> str:
@@ -126,8 +122,8 @@ class Signature:
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
         """The outputs of a call in which some size is 0. Raises InputError unless they are empty themselves."""
-        shapes = [tuple(_size(dim, sizes) or 0 for dim in info.dims) for info in self._outputs]
-        if not all(0 in shape for shape in shapes):
+        shapes = [tuple(_size(dim, sizes) for dim in info.dims) for info in self._outputs]
+        if not all(0 in shape and _UNKNOWN not in shape for shape in shapes):
             zero = next(symbol for symbol, size in sizes.items() if size == 0)
             raise InputError(f"dim {zero!r}", "at least 1, as an output depends on it", "0")
         torch = sys.modules["torch"] if any(map(is_torch, arrays)) else None
@@ -159,14 +155,18 @@ def is_torch(value: object) -> bool:
 
 def _fit(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
     """Whether `shape` agrees with the fixed dims and with `sizes`, to which it adds the new symbols."""
-    return all(
-        size == (dim if isinstance(dim, int) else sizes.setdefault(dim, size))
-        for dim, size in zip(dims, shape, strict=True)
-    )
+    for dim, size in zip(dims, shape, strict=True):
+        if size != (dim if isinstance(dim, int) else sizes.setdefault(dim, size)):
+            return False
+    return True
 
 
-def _size(dim: int | str, sizes: Sizes) -> int | None:
-    return dim if isinstance(dim, int) else sizes.get(dim)
+def _broadcasts(shape: Sequence[int], full: Dims, sizes: Sizes) -> bool:
+    return all(size == 1 or _size(dim, sizes) in (size, _UNKNOWN) for size, dim in zip(shape, full, strict=True))
+
+
+def _size(dim: int | str, sizes: Sizes) -> int:
+    return dim if isinstance(dim, int) else sizes.get(dim, _UNKNOWN)
 
 
 def _exportable(array: np.ndarray[Any, Any]) -> Any:

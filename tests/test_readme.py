@@ -50,7 +50,7 @@ def test_shell_blocks_hold_only_programs_that_are_checked() -> None:
     assert programs == {"make", "mhsa", "pip"}
 
 
-@pytest.mark.filterwarnings("default")  # what PyTorch's exporter says of itself in the reader's own export
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # in the reader's export
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "readme"}

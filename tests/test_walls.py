@@ -19,10 +19,13 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.par
 IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 # A room imports only from rooms before it.
-LIGHT = ["errors", "spec", "masks", "host", "installation", "data", "profile", "artifact", "runtime"]
+LIGHT = [
+    *("errors", "spec", "workloads", "masks", "host", "installation", "data", "profile"),
+    *("artifact", "tensors", "tvm_runtime", "runtime"),
+]
 COMPILE_SIDE = [
     *("model", "reference", "verify", "export", "kernels", "importer", "records", "schedule", "build", "pipeline"),
-    *("measure", "tune", "bench", "analysis", "integrations", "cli"),
+    *("measure", "tune", "peak", "peers", "bench", "analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]
 

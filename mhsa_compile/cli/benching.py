@@ -13,22 +13,24 @@ from mhsa_compile.errors import InputError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
-    from mhsa_compile.bench import Report
+    from mhsa_compile.bench import Report, Row
 
-_PEERS = ("torch", "onnxruntime")
+_DEFAULT_WORKLOAD = "base128"
 _DEFAULT_DIMS = {"B": 1, "L": 128}  # S is L unless given
 
 
 def bench(
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="DIR_OR_SOURCE", help="An artifact, an .onnx file or a spec .toml; else all workloads."),
+        typer.Argument(metavar="DIR_OR_SOURCE", help="An artifact, an .onnx file or a spec .toml."),
     ] = None,
     *,
     workload: Annotated[
-        list[str] | None, typer.Option(help="A workload of the design's table, such as base128; repeat it for more.")
+        list[str] | None, typer.Option(help="Instead of a source: tiny, base128, ...; repeat it for more, or say all.")
     ] = None,
-    against: Annotated[str, typer.Option(help="Peers, separated by commas; an empty text is none.")] = ",".join(_PEERS),
+    against: Annotated[
+        str, typer.Option(help="Peers, separated by commas; an empty text is none.")
+    ] = "torch,onnxruntime",
     batch: options.Batch = None,
     length: options.Length = None,
     kv_length: options.KvLength = None,
@@ -38,7 +40,8 @@ def bench(
 ) -> None:
     """Time a compiled attention against other runtimes: medians, ratios, and the share of this machine's FMA peak.
 
-    Without --batch, --length and --kv-length: B = 1, L = 128, S = L. What is not compiled yet is compiled for them.
+    Without a source: the workload base128. Without --batch, --length and --kv-length: what the artifact fixes, else
+    B = 1, L = 128, S = L. What is not compiled yet is compiled for these sizes.
     """
     peers = _peers(against)
     stated = options.stated_dims(batch, length, kv_length)
@@ -55,19 +58,17 @@ def bench(
             stage(f"time {name}")
             reports[name] = measure(artifact, against=peers, dims=dims, threads=threads, seconds=seconds)
         if not json:
-            _show(name, dims, reports[name])
+            _show(name, reports[name])
     if json:
         output.print_json(reports)
 
 
 def _peers(against: str) -> tuple[str, ...]:
-    from mhsa_compile import installation
+    """Names, checked before anything is compiled."""
+    from mhsa_compile import peers
 
-    peers = tuple(filter(None, map(str.strip, against.split(","))))
-    if unknown := set(peers) - set(_PEERS):
-        raise InputError("--against", f"some of {','.join(_PEERS)}", repr(",".join(sorted(unknown))))
-    installation.require(*peers, extra="bench")
-    return peers
+    names = filter(None, map(str.strip, against.split(",")))
+    return tuple(peer.name for peer in peers.find(names))
 
 
 def _candidates(
@@ -75,38 +76,60 @@ def _candidates(
 ) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
     """(name, artifact, dims), compiled one at a time."""
     if source is None:
-        yield from _workloads(names)
-        return
-    dims = {**_DEFAULT_DIMS, **stated}
-    dims.setdefault("S", dims["L"])
-    if source.is_dir():
+        yield from _workloads(names or [_DEFAULT_WORKLOAD])
+    elif source.is_dir():
         from mhsa_compile.artifact import Artifact
 
-        yield str(source), Artifact.open(source), dims
+        artifact = Artifact.open(source)
+        open_dims = {dim for info in artifact.manifest.inputs for dim in info.dims}
+        defaults = {symbol: size for symbol, size in _with_defaults(stated).items() if symbol in open_dims}
+        yield str(source), artifact, defaults | stated
     else:
+        dims = _with_defaults(stated)
         yield str(source), sources.compile_with_progress(source, {}, "native", dims=dims, seed=0), dims
 
 
-def _workloads(names: list[str] | None) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
-    from mhsa_compile.bench import WORKLOADS
+def _with_defaults(stated: dict[str, int]) -> dict[str, int]:
+    dims = {**_DEFAULT_DIMS, **stated}
+    dims.setdefault("S", dims["L"])
+    return dims
+
+
+def _workloads(names: list[str]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
     from mhsa_compile.pipeline import compile
+    from mhsa_compile.workloads import WORKLOADS
 
     known = {workload.name: workload for workload in WORKLOADS}
-    if unknown := set(names or ()) - known.keys():
-        raise InputError("--workload", f"one of {', '.join(known)}", repr(min(unknown)))
-    for name in names or known:
+    if unknown := set(names) - known.keys() - {"all"}:
+        raise InputError("--workload", f"all or one of {', '.join(known)}", repr(min(unknown)))
+    for name in known if "all" in names else names:
         workload = known[name]
-        dims = {"B": workload.B, "L": workload.L, "S": workload.S}
         with output.stages() as stage:
             stage(f"compile {name}")
-            artifact = compile(workload.spec, "native", dims=dims)
-        yield name, artifact, dims
+            artifact = compile(workload.spec, dims=workload.dims)
+        yield name, artifact, workload.dims
 
 
-def _show(name: str, dims: dict[str, int], report: Report) -> None:
-    rows = (
-        (row.name, f"{row.median_us:,.0f}", f"{row.spread:.1%}", f"{row.ratio:.2f}", f"{row.share_of_peak:.0%}")
-        for row in report.rows
+def _show(name: str, report: Report) -> None:
+    title = (
+        f"{name}, {output.assignments(report.dims)}: {report.threads} threads, "
+        f"FMA peak {report.peak_gflops:.0f} GFLOP/s ±{report.peak_spread / 2:.0%}"
     )
-    title = f"{name}, {output.assignments(dims)}: FMA peak {report.peak_gflops:.0f} GFLOP/s"
-    output.print_table(title, ("runtime", "median µs>", "spread>", "ratio>", "of peak>"), rows)
+    columns = ("runtime", "median µs>", "spread>", "ratio>", "GFLOP/s>", "of peak>", "difference>", "")
+    output.print_table(title, columns, map(_cells, report.rows))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def cell(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return (
+        row.name,
+        cell(row.median_us, ",.0f"),
+        cell(row.spread, ".1%"),
+        cell(row.ratio, ".2f"),
+        cell(row.gflops, ",.0f"),
+        cell(row.share_of_peak, ".0%"),
+        cell(row.max_difference, ".1e"),
+        f"missing: {row.missing}" if row.missing else "",
+    )

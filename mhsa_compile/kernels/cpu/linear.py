@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Dim, Emitted, LinearOp, Op
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, argument, load, register_tile, settle, store
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, argument, kept_free, load, register_tile, settle, store
 from mhsa_compile.profile import TargetProfile
 
 
@@ -48,9 +48,9 @@ class LinearKernel:
             return -(-op.out_features // (columns * lanes)) * columns * lanes
 
         least = min(padded(columns) for columns in (2, 3, 4))
-        rows, columns = register_tile(registers, (1, 4, 6, 8), [c for c in (2, 3, 4) if padded(c) == least])
+        rows, columns = register_tile(kept_free(registers), (1, 2, 4, 8), [c for c in (2, 3, 4) if padded(c) == least])
         block = max(1, profile.hardware.l2_kib * 1024 // 2 // (4 * op.in_features * rows))
-        return {"rows": rows, "columns": columns, "block": min(64, block)}
+        return {"rows": rows, "columns": columns, "block": min(64, block), "depth": 32}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, LinearOp)
@@ -91,7 +91,7 @@ def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
                 with T.serial(first_tile, T.min(tiles, first_tile + size)) as tile:
                     # Beyond the last row the last one is computed again, and written again with the same values.
                     at = [settle(T.min(tile * rows + r, count - 1)) for r in range(rows)]
-                    _tile(op, x, weight, bias, y, at, p, vectors.chunks(panel, lanes))
+                    _tile(op, x, weight, bias, y, at, p, vectors.chunks(panel, lanes), config["depth"])
     return builder.get()
 
 
@@ -108,16 +108,31 @@ def _flat(tensor: Expr, count: Expr, width: int) -> Expr:
 
 
 def _tile(
-    op: LinearOp, x: Expr, weight: Expr, bias: Expr, y: Expr, at: list[Expr], p: Expr, columns: list[vectors.Chunk]
+    op: LinearOp, x: Expr, weight: Expr, bias: Expr, y: Expr, at: list[Expr], p: Expr, columns: list[vectors.Chunk], depth: int
 ) -> None:
     """y[at, panel p] = x[at, :] W^T + b."""
     tile = RegisterTile(len(at), columns)
-    tile.each(lambda row, c: load(bias, [p, T.int64(columns[c][0])], columns[c][1]))
-    with T.serial(T.int64(op.in_features)) as k:
-        tile.outer_product(
-            lambda row: load(x, [at[row], k], 1),
-            lambda c: load(weight, [p, k, T.int64(columns[c][0])], columns[c][1]),
-        )
+    total = T.alloc_buffer((len(at), sum(lanes for _, lanes in columns)), "float32")
+    parts = -(-op.in_features // depth)
+    depth = -(-op.in_features // parts)
+    with T.serial(T.int64(parts)) as part:
+        first = settle(part * depth)
+        tile.fill(0.0)
+        with T.serial(first, T.min(first + depth, T.int64(op.in_features))) as k:
+            tile.outer_product(
+                lambda row: load(x, [at[row], k], 1),
+                lambda c: load(weight, [p, k, T.int64(columns[c][0])], columns[c][1]),
+            )
+        with T.If(part == 0):
+            with T.Then():
+                _write(tile, total, list(range(len(at))), T.int64(0), columns)
+            with T.Else():
+                for row in range(len(at)):
+                    for c, (offset, lanes) in enumerate(columns):
+                        sums = load(total, [T.int64(row), T.int64(offset)], lanes)
+                        store(total, [T.int64(row), T.int64(offset)], sums + tile.get(row, c), lanes)
+    # The bias comes last: sums that begin with it are rounded at its magnitude at every step.
+    tile.each(lambda row, c: load(total, [T.int64(row), T.int64(columns[c][0])], columns[c][1]) + load(bias, [p, T.int64(columns[c][0])], columns[c][1]))
     panel = sum(lanes for _, lanes in columns)
     whole, rest = divmod(op.out_features, panel)
     with T.If(p < whole):

@@ -1,0 +1,263 @@
+"""The artifact's folder: whole or refused, written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mhsa_compile import artifact as room
+from mhsa_compile import host
+from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest, OpReport, TensorInfo, check_cpu
+from mhsa_compile.errors import ArtifactError, OutputError
+
+FILES = {"model.onnx": b"a graph", "module.so": b"\x7fELF code", "weights.safetensors": bytes(range(256))}
+TARGET = {
+    "name": "here",
+    "family": "cpu",
+    "tvm": {"kind": "llvm", "mtriple": f"{host.architecture()}-linux-gnu"},
+    "hardware": {"features": sorted(host.cpu_features())[:3]},
+}
+
+
+def manifest(**fields: object) -> Manifest:
+    values = {
+        "mhsa_version": "0.1.0",
+        "inputs": (TensorInfo("x", "float32", ("B", "L", 8)), TensorInfo("mask", "bool", ("m",), broadcast=("L",))),
+        "outputs": (TensorInfo("y", "float32", ("B", "L", 8)),),
+        "weights": (TensorInfo("w", "float32", (8, 8)),),
+        "semantics": ({"op": "op_1", "scale": 0.125, "causal": None},),
+        "spec": {"num_heads": 2, "embed_dim": 8},
+        "target": TARGET,
+        "versions": {"onnx": "1", "apache-tvm": "2"},
+        "ops": (OpReport("op_0", "linear", "cpu.linear", {"rows": 6, "columns": 4}, "default"),),
+        "files": {},
+    }
+    return Manifest(**{**values, **fields})
+
+
+def assemble(folder: Path, **fields: object) -> Artifact:
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return Artifact.assemble(folder, manifest(**fields))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Artifact:
+    return assemble(tmp_path / "attention.mhsa")
+
+
+def rewrite(path: Path, change: dict[str, object], *, drop: tuple[str, ...] = ()) -> None:
+    """Changes fields of a manifest and seals it again, as a tool of another version would."""
+    fields = {**json.loads(path.read_bytes()), **change, "sha256": "0" * 64}
+    text = json.dumps({key: value for key, value in fields.items() if key not in drop})
+    path.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest()))
+
+
+def test_open_returns_what_was_assembled(saved: Artifact) -> None:
+    opened = Artifact.open(str(saved.path))
+    assert opened.path == saved.path
+    assert opened.manifest == saved.manifest
+    assert opened.manifest.files == {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
+    assert opened.manifest.inputs[1].broadcast == ("L",)
+    assert "Manifest" not in repr(opened)
+
+
+def test_the_same_content_gives_the_same_bytes(saved: Artifact, tmp_path: Path) -> None:
+    target = dict(reversed(TARGET.items()))
+    again = assemble(tmp_path / "again", target=target, versions={"apache-tvm": "2", "onnx": "1"})
+    assert (again.path / "manifest.json").read_bytes() == (saved.path / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_found(saved: Artifact, name: str) -> None:
+    path = saved.path / name
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(ArtifactError, match=f"{name}.*expected sha256 [0-9a-f]{{64}}, got [0-9a-f]{{64}}"):
+        Artifact.open(saved.path)
+
+
+@pytest.mark.parametrize("bit", [0x01, 0x20, 0xFF])
+def test_a_flipped_byte_anywhere_in_the_manifest_is_found(saved: Artifact, bit: int) -> None:
+    path = saved.path / "manifest.json"
+    good = path.read_bytes()
+    for i in range(len(good)):
+        path.write_bytes(good[:i] + bytes([good[i] ^ bit]) + good[i + 1 :])
+        with pytest.raises(ArtifactError, match=r"manifest\.json"):
+            Artifact.open(saved.path)
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_missing_file_is_named(saved: Artifact, name: str) -> None:
+    (saved.path / name).unlink()
+    with pytest.raises(ArtifactError, match=f"{name}.*no such file"):
+        Artifact.open(saved.path)
+
+
+def test_what_is_no_artifact_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, got in {"absent": "nothing", "file": "a file", ".": "no such file"}.items():
+        with pytest.raises(ArtifactError, match=got):
+            Artifact.open(tmp_path / name)
+
+
+@pytest.mark.parametrize(("version", "advice"), [(FORMAT_VERSION + 1, "Update"), (0, "Compile it again")])
+def test_another_format_is_refused_before_anything_else_is_read(saved: Artifact, version: int, advice: str) -> None:
+    path = saved.path / "manifest.json"
+    rewrite(path, {"format_version": version, "inputs": "stored elsewhere"}, drop=("sha256", "files"))
+    message = f"expected format version {FORMAT_VERSION}, got format version {version}. {advice}"
+    with pytest.raises(ArtifactError, match=message):
+        Artifact.open(saved.path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ""])
+def test_only_plain_file_names_are_read(saved: Artifact, name: str) -> None:
+    rewrite(saved.path / "manifest.json", {"files": {name: "0" * 63 + "1", **saved.manifest.files}})
+    with pytest.raises(ArtifactError, match="a plain file name"):
+        Artifact.open(saved.path)
+
+
+def test_every_file_of_the_format_must_be_listed(saved: Artifact) -> None:
+    rewrite(saved.path / "manifest.json", {"files": {}})
+    with pytest.raises(ArtifactError, match=r"none of model\.onnx, module\.so, weights\.safetensors"):
+        Artifact.open(saved.path)
+
+
+def test_what_the_manifest_does_not_list_is_ignored(saved: Artifact, tmp_path: Path) -> None:
+    (saved.path / "notes.txt").write_text("measured on Tuesday")
+    copy = Artifact.open(saved.path).save(tmp_path / "copy")
+    assert {entry.name for entry in copy.path.iterdir()} == {*FILES, "manifest.json"}
+
+
+def test_save_writes_a_copy_that_others_may_read(saved: Artifact, tmp_path: Path) -> None:
+    copy = saved.save(tmp_path / "copy")
+    assert Artifact.open(copy.path).manifest == saved.manifest
+    (tmp_path / "plain").mkdir()
+    assert copy.path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_save_refuses_what_exists_and_force_replaces_it(saved: Artifact, tmp_path: Path) -> None:
+    other = assemble(tmp_path / "other", mhsa_version="9")
+    with pytest.raises(OutputError, match=r"one that does not exist yet.*--force"):
+        other.save(saved.path)
+    assert Artifact.open(saved.path).manifest == saved.manifest
+    other.save(saved.path, force=True)
+    assert Artifact.open(saved.path).manifest.mhsa_version == "9"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["attention.mhsa", "other"]
+
+
+def test_force_works_where_folders_cannot_be_exchanged(
+    saved: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = assemble(tmp_path / "other", mhsa_version="9")
+    monkeypatch.setattr(room, "_exchange", lambda one, other: False)
+    other.save(saved.path, force=True)
+    assert Artifact.open(saved.path).manifest.mhsa_version == "9"
+    assert len(list(tmp_path.iterdir())) == 2
+
+    def fail(self: Path, target: Path) -> Path:
+        if Path(target) == saved.path and not self.name.endswith(".old"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OutputError, match="Input/output error"):
+        assemble(tmp_path / "third").save(saved.path, force=True)
+    assert Artifact.open(saved.path).manifest.mhsa_version == "9"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_force_deletes_nothing_but_artifacts(saved: Artifact, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    saved.save(project, force=True)  # it was empty
+    (project / "manifest.json").unlink()
+    (tmp_path / "file").touch()
+    for place in (project, tmp_path / "file"):
+        with pytest.raises(OutputError, match="an artifact to replace"):
+            saved.save(place, force=True)
+    assert (project / "module.so").exists()
+
+
+def test_force_can_repair_a_damaged_artifact_and_follows_links(saved: Artifact, tmp_path: Path) -> None:
+    damaged = saved.save(tmp_path / "v1")
+    (damaged.path / "module.so").write_bytes(b"")
+    (tmp_path / "current").symlink_to("v1")
+    saved.save(tmp_path / "current", force=True)
+    assert (tmp_path / "current").is_symlink()
+    Artifact.open(tmp_path / "v1")
+
+
+def test_save_needs_a_folder_to_write_in(saved: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="a place in a folder that exists"):
+        saved.save(tmp_path / "absent" / "attention.mhsa")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_full_disk_leaves_nothing_behind(
+    saved: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    place = saved.save(tmp_path / "old").path if force else tmp_path / "new"
+    before = sorted(tmp_path.iterdir())
+
+    def copy_half(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:3])
+        if source.name == "weights.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", copy_half)
+    with pytest.raises(OutputError, match="No space left on device"):
+        saved.save(place, force=force)
+    assert sorted(tmp_path.iterdir()) == before
+    if force:
+        Artifact.open(place)
+
+
+def test_a_full_disk_while_assembling_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "module.so").touch()
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OutputError, match="No space left on device"):
+        Artifact.assemble(tmp_path, manifest())
+
+
+def test_a_temporary_folder_lives_as_long_as_its_artifact() -> None:
+    owner = tempfile.TemporaryDirectory()
+    folder = Path(owner.name)
+    held = Artifact.assemble(folder, manifest(), owner=owner)
+    del owner
+    gc.collect()
+    assert folder.exists()
+    del held
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_check_cpu_accepts_this_machine(saved: Artifact) -> None:
+    check_cpu(saved.manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "cuda"}, "one compiled for a CPU, got one for cuda"),
+        ({"tvm": {"mtriple": "vax-dec-ultrix"}}, f"a vax CPU.*, got {host.architecture()}"),
+        ({"hardware": {"features": ["time_travel", *TARGET["hardware"]["features"]]}}, "with .* time_travel.* without time_travel"),
+    ],
+)  # fmt: skip
+def test_check_cpu_says_what_does_not_fit(saved: Artifact, change: dict[str, object], message: str) -> None:
+    other = msgspec.structs.replace(saved.manifest, target={**TARGET, **change})
+    with pytest.raises(ArtifactError, match=message):
+        check_cpu(other)
