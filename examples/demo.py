@@ -90,7 +90,7 @@ def main() -> int:
         report = bench(ARTIFACT, against=("torch",), dims=DIMS, seconds=2.0)
     console.print(summary(artifact, verdict, report))
     say(f"FMA peak: {report.peak_gflops:.0f} GFLOP/s on {report.threads} threads.")
-    say(f"What next: mhsa inspect {ARTIFACT}, mhsa bench {ARTIFACT}, mhsa --help\n")
+    say(f"What next: mhsa inspect {ARTIFACT}, mhsa bench {ARTIFACT}\n")
     return 0 if verdict.ok else 1
 
 
@@ -131,7 +131,8 @@ def summary(artifact: Artifact, verdict: Verdict, report: Report) -> Table:
     target = artifact.manifest.target
     rows = {row.name: row for row in report.rows}
     ours, torch = rows["mhsa_compile"], rows["torch"]
-    table = Table(title="base128: B 1, L 128, D 512, H 8, float32", title_justify="left", box=box.SIMPLE_HEAD)
+    title = "base128: B 1, L 128, D 512, H 8, float32"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("target", "error / budget", "latency", "PyTorch", "share of peak"):
         table.add_column(column)
     table.add_row(

@@ -109,7 +109,8 @@ class Artifact:
         """
         try:
             names = sorted(entry.name for entry in folder.iterdir() if entry.name != MANIFEST)
-            manifest = msgspec.structs.replace(manifest, files={name: _digest(folder / name) for name in names})
+            files = {name: _digest(folder / name) for name in names}
+            manifest = msgspec.structs.replace(manifest, files=files, sha256=_UNSEALED)
             raw = _encode(msgspec.structs.replace(manifest, sha256=hashlib.sha256(_encode(manifest)).hexdigest()))
             (folder / MANIFEST).write_bytes(raw)
         except OSError as error:

@@ -33,6 +33,8 @@ BURST = 0.02
 LEAST_ROUNDS = 5
 INPUT_SETS = 4
 """Calls go through so many sets of inputs, so that none finds its own in the cache."""
+DISTURBED = 0.1
+"""A spread of the FMA peak above this: it knows no luck of its own, so something else was running."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class Report:
     peak_gflops: float
     peak_spread: float
     rows: tuple[Row, ...]
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else took CPU time meanwhile; the figures then mean little."""
+        return self.peak_spread > DISTURBED
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import onnx
 from onnx import numpy_helper
 
+from mhsa_compile.attention_site import DOMAIN, AttentionSite
 from mhsa_compile.errors import ModelError
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
 
-LINEAR, ATTENTION, DOMAIN = "MhsaLinear", "MhsaAttention", "mhsa"
+LINEAR = "MhsaLinear"
 
 
 @dataclass
@@ -40,18 +41,6 @@ class Linear:
         return self.shared or self
 
 
-@dataclass
-class Operand:
-    """Q, K or V: `heads` heads of `head_dim`, in tensor `source`, laid out as "rows" or as "heads"."""
-
-    source: str
-    layout: str
-    heads: int
-    head_dim: int
-    offset: int = 0
-    width: int = 0
-
-
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
     graph = Graph(model)
@@ -60,7 +49,7 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
         found = ", ".join(sorted({node.op_type for node in graph.nodes})) or "no node at all"
         hint = "Export with opset 23 or later: PyTorch then writes scaled_dot_product_attention as this operator."
         raise ModelError("model", "at least one standard Attention operator", found, hint)
-    sites = [_Site(graph, node) for node in attentions]
+    sites = [AttentionSite(graph, node) for node in attentions]
     linears = _find_linears(graph)
     _merge(graph, linears, sites)
     fused: dict[int, onnx.NodeProto | None] = {}
@@ -120,7 +109,7 @@ def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
     return linear
 
 
-def _merge(graph: Graph, linears: dict[str, Linear], sites: list[_Site]) -> None:
+def _merge(graph: Graph, linears: dict[str, Linear], sites: list[AttentionSite]) -> None:
     """Lays the projections of one input side by side where only attention reads them, and points attention there."""
     leaders: dict[str, Linear] = {}
     for site in sites:
@@ -157,149 +146,3 @@ def _linear_node(linear: Linear) -> onnx.NodeProto:
         biased=[int(m.bias is not None) for m in members],
         transposed=[int(m.transposed) for m in members],
     )
-
-
-class _Site:
-    """One Attention node, checked, with the views around it."""
-
-    def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
-        self.graph, self.node = graph, node
-        self.absorbed: list[onnx.NodeProto] = []
-        self.inputs = [*node.input, *[""] * (7 - len(node.input))]
-        self.attributes = attributes(node)
-        self._refuse_what_no_kernel_does()
-        self.operands = [
-            self._operand(self.inputs[0], "q_num_heads"),
-            self._operand(self.inputs[1], "kv_num_heads"),
-            self._operand(self.inputs[2], "kv_num_heads"),
-        ]
-        self.causal = self._causality()
-        self.output, self.output_layout = self._find_output()
-        self.mask, self.key_mask = self._find_mask()
-
-    def _refuse(self, expected: str, got: str) -> ModelError:
-        return ModelError(f"Attention node {self.node.name or self.node.output[0]!r}", expected, got)
-
-    def _refuse_what_no_kernel_does(self) -> None:
-        said = self.attributes
-        if self.inputs[4] or self.inputs[5] or any(self.node.output[1:]):
-            raise self._refuse("one output and no cache", "past or present keys, or the scores as an output")
-        for name in ("softcap", "left_window_size", "right_window_size"):
-            if said.get(name, -1) not in (-1, 0.0) or (name != "softcap" and said.get(name, -1) == 0):
-                raise self._refuse(f"no {name}", f"{name}={said[name]}")
-        if said.get("softmax_precision", 1) != 1:
-            raise self._refuse("softmax in float32", f"softmax_precision={said['softmax_precision']}")
-        for name in self.inputs[:3]:
-            dtype = self.graph.dtype(name)
-            if dtype != "float32":
-                raise self._refuse("float32 inputs", f"{name} of {dtype or 'unknown dtype'}")
-
-    def _operand(self, name: str, heads_attribute: str) -> Operand:
-        """Where the heads lie: in the input itself, or before the Reshape and Transpose that split them."""
-        shape = self.graph.shape(name)
-        if shape is None or len(shape) not in (3, 4):
-            raise self._refuse(f"{name} of known rank 3 or 4", str(shape))
-        if len(shape) == 3:
-            heads, width = self.attributes.get(heads_attribute), shape[2]
-            if not isinstance(heads, int) or not isinstance(width, int) or width % heads:
-                raise self._refuse(f"{heads_attribute} dividing the fixed last dim of {name}", f"{heads} and {width}")
-            return Operand(name, "rows", heads, width // heads, width=width)
-        heads, head_dim = shape[1], shape[3]
-        if not isinstance(heads, int) or not isinstance(head_dim, int):
-            raise self._refuse(f"fixed heads and head size of {name}", str(shape))
-        transpose = self.graph.producer(name, "Transpose")
-        split = None if transpose is None else self.graph.producer(transpose.input[0], "Reshape")
-        if transpose is not None and split is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
-            rows = self.graph.shape(split.input[0])
-            if rows is not None and len(rows) == 3 and rows[2] == heads * head_dim:
-                alone = self.graph.only_consumer(transpose.output[0], "Attention")
-                self.absorbed += [split, transpose] if alone is not None else []
-                return Operand(split.input[0], "rows", heads, head_dim, width=heads * head_dim)
-        return Operand(name, "heads", heads, head_dim)
-
-    def _find_output(self) -> tuple[str, str]:
-        """The value to write: Y itself, or what the Transpose and Reshape that join the heads again make of it."""
-        y = self.node.output[0]
-        if self.graph.shape(self.inputs[0]) is not None and len(self.graph.shape(self.inputs[0]) or ()) == 3:
-            return y, "rows"
-        transpose = self.graph.only_consumer(y, "Transpose")
-        if transpose is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
-            join = self.graph.only_consumer(transpose.output[0], "Reshape")
-            joined = None if join is None else self.graph.shape(join.output[0])
-            width = self.operands[0].heads * self.operands[2].head_dim
-            if join is not None and joined is not None and len(joined) == 3 and joined[2] == width:
-                self.absorbed += [transpose, join]
-                return join.output[0], "rows"
-        return y, "heads"
-
-    def _causality(self) -> str:
-        """ "", "top_left" or "bottom_right"; nonpad_kv_seqlen is understood where it says that all keys are valid."""
-        lengths = self.inputs[6]
-        if lengths and not self._is_key_length(lengths):
-            raise self._refuse("nonpad_kv_seqlen equal to the key length", f"{lengths!r}, computed otherwise")
-        if not self.attributes.get("is_causal", 0):
-            return ""
-        return "bottom_right" if lengths else "top_left"
-
-    def _is_key_length(self, name: str) -> bool:
-        """Whether `name` is S for every batch entry: Expand(Shape(K)[its length axis])."""
-        key = self.graph.shape(self.inputs[1]) or ()
-        expand = self.graph.producer(name, "Expand")
-        shape = None if expand is None else self.graph.producer(expand.input[0], "Shape")
-        if expand is None or shape is None or not key:
-            return False
-        said, measured = attributes(shape), self.graph.shape(shape.input[0]) or ()
-        start, end = said.get("start", 0), said.get("end")
-        one_axis = isinstance(start, int) and end == start + 1 and start < len(measured)
-        found = one_axis and measured[start] is not None and measured[start] == key[1 if len(key) == 3 else 2]
-        if found and self.graph.only_consumer(name, "Attention") is not None:
-            self.absorbed += [expand, *(n for n in map(self.graph.producer, expand.input) if n is not None)]
-        return found
-
-    def _find_mask(self) -> tuple[str, bool]:
-        """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
-        name = self.inputs[3]
-        shape = self.graph.shape(name) if name else ()
-        if name and (shape is None or not 1 <= len(shape) <= 4):
-            raise self._refuse("attn_mask of known rank 1 to 4", str(shape))
-        if name and self.graph.dtype(name) not in ("bool", "float32"):
-            raise self._refuse("a bool or float32 attn_mask", str(self.graph.dtype(name)))
-        if shape is not None and len(shape) == 4 and shape[1:3] == (1, 1):
-            base = name
-            while (unsqueeze := self.graph.producer(base, "Unsqueeze")) is not None:
-                base = unsqueeze.input[0]
-            if len(self.graph.shape(base) or ()) == 2:
-                return base, True
-        return name, False
-
-    def fused_node(self) -> onnx.NodeProto:
-        buffers = list(dict.fromkeys(operand.source for operand in self.operands))
-        q, _, v = self.operands
-        said = self.attributes
-        placements = {
-            f"{role}_{key}": value
-            for role, operand in zip("qkv", self.operands, strict=True)
-            for key, value in {
-                "buffer": buffers.index(operand.source),
-                "layout": operand.layout,
-                "width": operand.width,
-                "offset": operand.offset,
-            }.items()
-        }
-        return onnx.helper.make_node(
-            ATTENTION,
-            [*buffers, *([self.mask] if self.mask else [])],
-            [self.output],
-            name=self.node.name or self.node.output[0],
-            domain=DOMAIN,
-            num_heads=q.heads,
-            num_kv_heads=v.heads,
-            head_dim=q.head_dim,
-            v_head_dim=v.head_dim,
-            causal=self.causal,
-            masked=int(bool(self.mask)),
-            key_mask=int(self.key_mask),
-            output_layout=self.output_layout,
-            **({"scale": said["scale"]} if "scale" in said else {}),
-            **placements,
-        )

@@ -18,8 +18,9 @@ from onnx import numpy_helper
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
 
+from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.errors import ModelError
-from mhsa_compile.fusion import ATTENTION, LINEAR, fuse
+from mhsa_compile.fusion import LINEAR, fuse
 from mhsa_compile.kernels.base import AttentionOp, Dim, LinearOp, MaskInput, Op, Placement
 
 

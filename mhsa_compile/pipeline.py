@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mhsa_compile import __version__, installation
-from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest
+from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
+from mhsa_compile.errors import MhsaError, OutputError
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.sources import Source, read_source
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mhsa_compile.spec import AttentionSpec
-
-MODULE, WEIGHTS, MODEL = "module.so", "weights.safetensors", "model.onnx"
 
 
 def compile(
@@ -57,15 +57,32 @@ def compile(
     imported = importer.import_onnx(read.model)
     tell("schedule")
     scheduled = schedule.schedule(imported, profile)
-    owner = tempfile.TemporaryDirectory(prefix="mhsa-")
-    folder = Path(owner.name)
-    tell("weights")
-    onnx_weights.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
-    tell("build")
-    build.build(scheduled, profile, folder / MODULE)
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
-    return Artifact.assemble(folder, _manifest(read, imported, scheduled, profile), owner=owner)
+    with _temporary_folder() as owner:
+        folder = Path(owner.name)
+        tell("weights")
+        onnx_weights.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
+        tell("build")
+        build.build(scheduled, profile, folder / MODULE)
+        return Artifact.assemble(folder, _manifest(read, imported, scheduled, profile), owner=owner)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[tempfile.TemporaryDirectory[str]]:
+    """A folder that outlives the block, but not its failure. Raises OutputError where the disk is full."""
+    owner = tempfile.TemporaryDirectory(prefix="mhsa-")
+    try:
+        yield owner
+    except OSError as error:
+        owner.cleanup()
+        if isinstance(error, MhsaError):
+            raise
+        hint = "Free some space, or point TMPDIR elsewhere."
+        raise OutputError("temporary folder", "room for the artifact", str(error), hint) from error
+    except BaseException:
+        owner.cleanup()
+        raise
 
 
 def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:

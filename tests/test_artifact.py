@@ -86,7 +86,7 @@ def test_a_flipped_byte_is_found(saved: Artifact, name: str) -> None:
         Artifact.open(saved.path)
 
 
-@pytest.mark.parametrize("bit", [0x01, 0x20, 0xFF])
+@pytest.mark.parametrize("bit", [0x01, 0x20])
 def test_a_flipped_byte_anywhere_in_the_manifest_is_found(saved: Artifact, bit: int) -> None:
     path = saved.path / "manifest.json"
     good = path.read_bytes()
@@ -254,9 +254,9 @@ def test_check_cpu_accepts_this_machine(saved: Artifact) -> None:
     [
         ({"family": "cuda"}, "one compiled for a CPU, got one for cuda"),
         ({"tvm": {"mtriple": "vax-dec-ultrix"}}, f"a vax CPU.*, got {host.architecture()}"),
-        ({"hardware": {"features": ["time_travel", *TARGET["hardware"]["features"]]}}, "with .* time_travel.* without time_travel"),
+        ({"hardware": {"features": ["fpu", "time_travel"]}}, "a CPU with fpu time_travel.* without .*time_travel"),
     ],
-)  # fmt: skip
+)
 def test_check_cpu_says_what_does_not_fit(saved: Artifact, change: dict[str, object], message: str) -> None:
     other = msgspec.structs.replace(saved.manifest, target={**TARGET, **change})
     with pytest.raises(ArtifactError, match=message):

@@ -50,7 +50,9 @@ def test_shell_blocks_hold_only_programs_that_are_checked() -> None:
     assert programs == {"make", "mhsa", "pip"}
 
 
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # in the reader's export
+@pytest.mark.filterwarnings(
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
+)  # in the reader's export
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "readme"}
@@ -102,3 +104,11 @@ def test_files_that_the_table_names_exist() -> None:
     text = README.read_text(encoding="utf-8")
     named = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
     assert named and all((ROOT / name).exists() for name in named)
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = ROOT / "mhsa_compile"
+    rooms = [path.stem for path in package.glob("*.py") if not path.stem.startswith("_")]
+    rooms += [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    assert [room for room in rooms if f"| `{room}` |" not in text] == []

@@ -24,7 +24,8 @@ LIGHT = [
     *("artifact", "tensors", "tvm_runtime", "runtime"),
 ]
 COMPILE_SIDE = [
-    *("model", "reference", "verify", "export", "kernels", "importer", "records", "schedule", "build", "pipeline"),
+    *("model", "reference", "verify", "export", "sources", "kernels"),
+    *("onnx_graph", "attention_site", "fusion", "importer", "onnx_weights", "records", "schedule", "build", "pipeline"),
     *("measure", "tune", "peak", "peers", "bench", "analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]

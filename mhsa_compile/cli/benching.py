@@ -111,17 +111,20 @@ def _workloads(names: list[str]) -> Iterator[tuple[str, Artifact, dict[str, int]
 
 
 def _show(name: str, report: Report) -> None:
-    title = (
-        f"{name}, {output.assignments(report.dims)}: {report.threads} threads, "
-        f"FMA peak {report.peak_gflops:.0f} GFLOP/s ±{report.peak_spread / 2:.0%}"
-    )
-    columns = ("runtime", "median µs>", "spread>", "ratio>", "GFLOP/s>", "of peak>", "difference>", "")
+    title = f"{name}, {output.assignments(report.dims)}: {report.threads} threads, "
+    title += f"FMA peak {report.peak_gflops:.0f} GFLOP/s"
+    if report.disturbed:
+        title += f" ±{report.peak_spread / 2:.0%}: something else was running, measure again"
+    columns = ("runtime", "median µs>", "spread>", "ratio>", "GFLOP/s>", "of peak>", "difference>")
     output.print_table(title, columns, map(_cells, report.rows))
+    for row in report.rows:
+        if row.missing:
+            typer.echo(f"{row.name} is missing: {row.missing}")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     def cell(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
+        return "-" if value is None else format(value, form)
 
     return (
         row.name,
@@ -131,5 +134,4 @@ def _cells(row: Row) -> tuple[str, ...]:
         cell(row.gflops, ",.0f"),
         cell(row.share_of_peak, ".0%"),
         cell(row.max_difference, ".1e"),
-        f"missing: {row.missing}" if row.missing else "",
     )

@@ -1,8 +1,8 @@
 """The arithmetic of one attention task: a tile of query rows of one head against all the keys they see.
 
 The scores are computed transposed, S^T = K Q^T. Q^T is packed once per task (and scaled by scale * log2 e), so rows of
-K are read in place, as scalars to broadcast; the queries lie along the vector lanes, so that row maximum and row sum are
-plain vertical operations; and P^T comes out just as P V wants it: as scalars again, against rows of V read in place.
+K are read in place, as scalars to broadcast; the queries lie along the vector lanes, so that row maximum and row sum
+are plain vertical operations; and P^T comes out just as P V wants it: as scalars again, against rows of V in place.
 
     for each block of keys:   S^T = K Q^T;  m' = max(m, S^T);  P^T = 2^(S^T - m');  l = l 2^(m - m') + sum P^T
                               O = O 2^(m - m') + P V
@@ -264,7 +264,7 @@ class AttentionTile:
                         store(self.accumulator, at, old * splat(factor, lanes) + tile.get(r, c), lanes)
 
     def _value_tile(self) -> tuple[int, int]:
-        """(rows, columns in vectors) of P V's register tile: columns that leave the fewest over, then as many as fit."""
+        """(rows, columns in vectors) of P V's register tile: columns that leave the fewest over, and what fits."""
         wanted = len(self.value_columns)
         fewest = min(-wanted % columns for columns in (2, 3, 4))
         columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]

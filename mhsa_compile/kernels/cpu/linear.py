@@ -8,6 +8,8 @@ Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Perform
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -36,6 +38,7 @@ class LinearKernel:
             "rows": tuple(range(1, registers)),
             "columns": tuple(range(1, 7)),
             "block": (1, 2, 4, 8, 16, 32, 64),
+            "depth": (32, 64),
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
@@ -80,8 +83,8 @@ def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
             bias = argument("bias", [T.int64(panels), T.int64(panel)], "float32")
             y = argument("y", [*leading, T.int64(op.out_features)], "float32")
             count = _product(leading)
-            x = _flat(x, count, op.in_features)
-            y = _flat(y, count, op.out_features)
+            x, y = _flat(x, count, op.in_features), _flat(y, count, op.out_features)
+            operands = _Operands(op, x, weight, bias, y, vectors.chunks(panel, lanes), config["depth"])
             tiles = settle(T.truncdiv(count + (rows - 1), T.int64(rows)))
             blocks = settle(T.truncdiv(tiles + (block - 1), T.int64(block)))
             size = settle(T.truncdiv(tiles + blocks - 1, T.max(T.int64(1), blocks)))  # equal blocks are equal tasks
@@ -91,7 +94,7 @@ def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
                 with T.serial(first_tile, T.min(tiles, first_tile + size)) as tile:
                     # Beyond the last row the last one is computed again, and written again with the same values.
                     at = [settle(T.min(tile * rows + r, count - 1)) for r in range(rows)]
-                    _tile(op, x, weight, bias, y, at, p, vectors.chunks(panel, lanes), config["depth"])
+                    _tile(operands, at, p)
     return builder.get()
 
 
@@ -107,39 +110,63 @@ def _flat(tensor: Expr, count: Expr, width: int) -> Expr:
     return T.decl_buffer((count, T.int64(width)), "float32", data=tensor.data)
 
 
-def _tile(
-    op: LinearOp, x: Expr, weight: Expr, bias: Expr, y: Expr, at: list[Expr], p: Expr, columns: list[vectors.Chunk], depth: int
-) -> None:
-    """y[at, panel p] = x[at, :] W^T + b."""
-    tile = RegisterTile(len(at), columns)
-    total = T.alloc_buffer((len(at), sum(lanes for _, lanes in columns)), "float32")
-    parts = -(-op.in_features // depth)
-    depth = -(-op.in_features // parts)
-    with T.serial(T.int64(parts)) as part:
-        first = settle(part * depth)
-        tile.fill(0.0)
-        with T.serial(first, T.min(first + depth, T.int64(op.in_features))) as k:
-            tile.outer_product(
-                lambda row: load(x, [at[row], k], 1),
-                lambda c: load(weight, [p, k, T.int64(columns[c][0])], columns[c][1]),
-            )
-        with T.If(part == 0):
-            with T.Then():
-                _write(tile, total, list(range(len(at))), T.int64(0), columns)
-            with T.Else():
-                for row in range(len(at)):
-                    for c, (offset, lanes) in enumerate(columns):
-                        sums = load(total, [T.int64(row), T.int64(offset)], lanes)
-                        store(total, [T.int64(row), T.int64(offset)], sums + tile.get(row, c), lanes)
-    # The bias comes last: sums that begin with it are rounded at its magnitude at every step.
-    tile.each(lambda row, c: load(total, [T.int64(row), T.int64(columns[c][0])], columns[c][1]) + load(bias, [p, T.int64(columns[c][0])], columns[c][1]))
+@dataclass(frozen=True)
+class _Operands:
+    """The buffers of the product, x and y seen as matrices, and how a panel is cut."""
+
+    op: LinearOp
+    x: Expr
+    weight: Expr
+    bias: Expr
+    y: Expr
+    columns: list[vectors.Chunk]
+    depth: int
+
+
+def _tile(operands: _Operands, at: list[Expr], p: Expr) -> None:
+    """y[at, panel p] = x[at, :] W^T + b.
+
+    A float32 sum of K terms drifts with sqrt(K): the sum runs in parts, and the parts are added up. The bias comes
+    last, since sums that begin with it are rounded at its magnitude at every step.
+    """
+    op, columns = operands.op, operands.columns
     panel = sum(lanes for _, lanes in columns)
+    tile = RegisterTile(len(at), columns)
+    total = T.alloc_buffer((len(at), panel), "float32")
+
+    def add_total(row: int, c: int) -> Expr:
+        offset, lanes = columns[c]
+        return tile.get(row, c) + load(total, [T.int64(row), T.int64(offset)], lanes)
+
+    def add_bias(row: int, c: int) -> Expr:
+        offset, lanes = columns[c]
+        return tile.get(row, c) + load(operands.bias, [p, T.int64(offset)], lanes)
+
+    parts = -(-op.in_features // operands.depth)
+    depth = -(-op.in_features // parts)
+    _sum(operands, tile, at, p, T.int64(0), T.int64(depth))
+    with T.serial(T.int64(1), T.int64(parts)) as part:
+        _write(tile, total, [T.int64(row) for row in range(len(at))], T.int64(0), columns)
+        first = settle(part * depth)
+        _sum(operands, tile, at, p, first, T.min(first + depth, T.int64(op.in_features)))
+        tile.each(add_total)
+    tile.each(add_bias)
     whole, rest = divmod(op.out_features, panel)
     with T.If(p < whole):
         with T.Then():
-            _write(tile, y, at, p * panel, columns)
+            _write(tile, operands.y, at, p * panel, columns)
         with T.Else():  # the last panel is padded: only its real columns are written
-            _write_part(tile, y, at, whole * panel, rest, columns)
+            _write_part(tile, operands.y, at, whole * panel, rest, columns)
+
+
+def _sum(operands: _Operands, tile: RegisterTile, at: list[Expr], p: Expr, first: Expr, end: Expr) -> None:
+    """tile = x[at, first:end] W[panel p, first:end]^T."""
+    tile.fill(0.0)
+    with T.serial(first, end) as k:
+        tile.outer_product(
+            lambda row: load(operands.x, [at[row], k], 1),
+            lambda c: load(operands.weight, [p, k, T.int64(operands.columns[c][0])], operands.columns[c][1]),
+        )
 
 
 def _write(tile: RegisterTile, y: Expr, at: list[Expr], first: Expr, columns: list[vectors.Chunk]) -> None:

@@ -34,8 +34,8 @@ def chunks(width: int, lanes: int) -> list[Chunk]:
 def register_tile(registers: int, rows: Iterable[int], columns: Iterable[int]) -> tuple[int, int]:
     """(rows, columns) of the accumulators with the fewest loads a product.
 
-    Rows scalars and columns vectors are loaded for rows * columns products; the accumulators, one row of vectors and one
-    scalar must fit the registers.
+    Rows scalars and columns vectors are loaded for rows * columns products; the accumulators, one row of vectors and
+    one scalar must fit the registers.
     """
     fitting = [(r, c) for r, c in itertools.product(rows, columns) if r * c + c + 1 <= registers]
     return max(fitting, key=lambda tile: tile[0] * tile[1] / (tile[0] + tile[1]))
@@ -73,7 +73,7 @@ class RegisterTile:
     """`rows` x `columns` of vectors that stay in registers.
 
     LLVM promotes a buffer to registers only if it lies on the stack and every index into it is constant. TVM puts a
-    buffer there up to 1 KiB, and only if its scope is "global": a "local" one is taken from the heap, at every iteration.
+    buffer there up to 1 KiB, and only if its scope is "global": a "local" one comes from the heap at every iteration.
     So each row is a buffer of its own, and rows and columns are Python integers.
     """
 
@@ -115,8 +115,8 @@ def bind(value: Expr) -> Expr:
 def settle(value: Expr) -> Expr:
     """Computes an int64 here and now.
 
-    TVM's simplifier copies a bound integer expression into every use and reasons about each copy, which took a minute on
-    a causal kernel. It does not look through memory; LLVM does, and leaves none.
+    TVM's simplifier copies a bound integer expression into every use and reasons about each copy, which took a minute
+    on a causal kernel. It does not look through memory; LLVM does, and leaves none.
     """
     cell = T.alloc_buffer((1,), "int64")
     T.buffer_store(cell, value, [0])

@@ -1,0 +1,149 @@
+"""What a call takes and gives: every kind of array and memory layout, masks that broadcast, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_artifact import MASK, X, Y, assert_right, draw, make, read_only
+
+from mhsa_compile.artifact import Artifact, TensorInfo
+from mhsa_compile.errors import InputError
+from mhsa_compile.runtime import CompiledAttention, load
+from mhsa_compile.tensors import Signature
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return make(tmp_path_factory.mktemp("artifact") / "tiny.mhsa")
+
+
+@pytest.fixture(scope="module")
+def compiled(artifact: Artifact) -> CompiledAttention:
+    return load(artifact)
+
+
+def test_torch_in_torch_out(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    tx, tmask = torch.from_numpy(x), torch.from_numpy(mask)
+    for inputs in ((tx, tmask), (tx, mask), (x, tmask), (tx.clone().requires_grad_(), tmask)):
+        y = compiled(*inputs)
+        assert type(y) is torch.Tensor
+        assert not y.requires_grad
+        assert_right(y.numpy(), x, mask)
+    strided = tx.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_right(compiled(strided, tmask).numpy(), x, mask)
+    meta = torch.empty((3, 5, 8), device="meta")
+    with pytest.raises(InputError, match=r"input 'x': expected a tensor in CPU memory, got one on meta"):
+        compiled(meta, tmask)
+
+
+def test_other_arrays_come_in_through_dlpack(compiled: CompiledAttention) -> None:
+    class Foreign:
+        def __init__(self, array: np.ndarray) -> None:
+            self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+    x, mask = draw()
+    assert_right(compiled(Foreign(x), mask), x, mask)
+
+
+def offset(x: np.ndarray, by: int) -> np.ndarray:
+    """A copy of `x` that begins `by` bytes after a multiple of 64."""
+    buffer = np.zeros(x.nbytes + 128, np.uint8)
+    begin = -buffer.ctypes.data % 64 + by
+    view = buffer[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+LAYOUTS = {
+    "strided": lambda x: np.repeat(x, 2, axis=0)[::2],
+    "transposed": lambda x: np.asfortranarray(x),
+    "reversed": lambda x: x[::-1].copy()[::-1],
+    "broadcast": lambda x: np.broadcast_to(x[:1], x.shape),
+    "offset by an element": lambda x: offset(x, 4),
+    "unaligned": lambda x: offset(x, 1),
+    "read-only": read_only,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_memory_layout(compiled: CompiledAttention, layout: str) -> None:
+    x, mask = draw()
+    arranged = LAYOUTS[layout](x)
+    assert_right(compiled(arranged, mask), np.array(arranged), mask)
+
+
+def test_what_can_be_read_in_place_is_not_copied() -> None:
+    x, mask = draw()
+    signature = Signature((X, MASK), (Y,))
+    for array in (x, read_only(x), offset(x, 4), torch.from_numpy(x)):
+        taken = signature.arrays((array, mask), {})[0][0]
+        assert np.shares_memory(np.from_dlpack(taken) if array is not taken else array, array)
+
+
+def test_results_are_writable_and_independent(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    first = compiled(x, mask)
+    kept = first.copy()
+    second = compiled(-x, mask)
+    np.testing.assert_array_equal(first, kept)
+    second += 1
+
+
+def test_several_results_are_a_tuple() -> None:
+    x, mask = draw()
+    assert Signature((X, MASK), (Y, Y)).results([x, x], [x, mask])[1] is not None
+    with_torch = Signature((X, MASK), (Y, Y)).results([x, torch.from_numpy(x)], [x, torch.from_numpy(mask)])
+    assert all(type(one) is torch.Tensor for one in with_torch)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 5), (5,), (3, 1), (1, 1), (1,)])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_masks_broadcast(compiled: CompiledAttention, shape: tuple[int, ...], convert: object) -> None:
+    x, _ = draw()
+    for mask in (np.random.default_rng(1).random(shape) < 0.5, np.ones(shape, bool)):
+        assert_right(np.asarray(compiled(x, convert(mask))), x, mask)
+
+
+def test_empty_inputs_give_empty_outputs(compiled: CompiledAttention) -> None:
+    for B, L in ((0, 5), (3, 0)):
+        x, mask = np.ones((B, L, 8), np.float32), np.ones((1, L), bool)
+        assert compiled(x, mask).shape == (B, L, 8)
+        assert compiled(torch.from_numpy(x), mask).shape == (B, L, 8)
+    no_keys = Signature((TensorInfo("k", "float32", ("B", "S")),), (TensorInfo("y", "float32", ("B", 8)),))
+    arrays, sizes = no_keys.arrays((np.ones((2, 0), np.float32),), {})
+    with pytest.raises(InputError, match="dim 'S': expected at least 1"):
+        no_keys.empty_results(arrays, sizes)
+
+
+x, mask = draw()
+BAD_CALLS = {
+    "missing": ((x,), {}, r"input 'mask': expected bool of shape .*, got nothing"),
+    "none": ((None, mask), {}, r"input 'x': expected .*, got nothing"),
+    "too many": ((x, mask, mask), {}, r"inputs: expected at most 2: x, mask, got 3 by position"),
+    "unknown": ((x, mask), {"context": x}, r"input 'context': expected one of x, mask"),
+    "near": ((x,), {"msk": mask}, r"input 'msk'.*Did you mean 'mask'\?"),
+    "twice": ((x, mask), {"x": x}, r"input 'x': expected one value, got one by position and one by name"),
+    "list": (([1.0], mask), {}, r"input 'x': expected float32 of shape \(B, L, 8\).*, got list"),
+    "dtype": ((x.astype("f8"), mask), {}, r"expected float32 .*, got float64 of shape \(3, 5, 8\)\. Convert it"),
+    "bytes swapped": ((x.astype(">f4"), mask), {}, r"expected float32 .*, got >f4"),
+    "torch dtype": ((torch.ones(3, 5, 8).half(), mask), {}, r"expected float32 .*, got float16"),
+    "rank": ((x[0], mask), {}, r"input 'x': expected float32 of shape \(B, L, 8\), got float32 of shape \(5, 8\)"),
+    "dim": ((x[..., :7], mask), {}, r"input 'x': expected .*\(B, L, 8\), got float32 of shape \(3, 5, 7\)"),
+    "mask dtype": ((x, mask.astype("f4")), {}, r"input 'mask': expected bool of shape .*, got float32"),
+    "mask dim": ((x, mask[:, :4]), {}, r"\(1 or B, 1 or L\), B = 3 as in 'x', L = 5 as in 'x', got bool .*\(3, 4\)"),
+    "mask batch": ((x, np.ones((2, 5), bool)), {}, r"input 'mask': .*B = 3 as in 'x'.*, got bool of shape \(2, 5\)"),
+    "mask rank": ((x, mask[None]), {}, r"input 'mask': .*, got bool of shape \(1, 3, 5\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls(compiled: CompiledAttention, case: str) -> None:
+    args, by_name, message = BAD_CALLS[case]
+    with pytest.raises(InputError, match=message):
+        compiled(*args, **by_name)
+
+
+def test_a_shared_symbol_names_the_input_that_set_it() -> None:
+    k, v = TensorInfo("k", "float32", ("B", "S")), TensorInfo("v", "float32", ("B", "S"))
+    with pytest.raises(InputError, match=r"input 'v': expected .* S = 3 as in 'k', got float32 of shape \(2, 4\)"):
+        Signature((k, v), (k,)).arrays((np.ones((2, 3), "f4"), np.ones((2, 4), "f4")), {})
