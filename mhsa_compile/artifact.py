@@ -76,6 +76,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
 
+    @property
+    def has_fallbacks(self) -> bool:
+        """Whether TVM's own code runs some of the operations."""
+        return any(op.source == "fallback" for op in self.ops)
+
 
 @dataclass(frozen=True, eq=False)
 class Artifact:

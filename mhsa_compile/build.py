@@ -38,9 +38,21 @@ def _pipeline() -> Any:
             relax.transform.LowerRuntimeBuiltin(),
             relax.transform.ComputePrimValue(),
             relax.transform.VMShapeLower(),
+            _order_shape_arithmetic,
             relax.transform.AttachGlobalSymbol(),
         ]
     )
+
+
+@tvm.transform.module_pass(opt_level=0, name="OrderShapeArithmetic")
+def _order_shape_arithmetic(module: Any, _: Any) -> Any:
+    """Sorts the stores of the sizes that VMShapeLower computes: it writes them in the order of a hash of addresses, and
+    two builds would differ. They are independent, since each is computed from the inputs' own dims."""
+    for variable, function in module.functions_items():
+        if variable.name_hint.startswith("shape_func") and isinstance(function.body, tvm.tirx.SeqStmt):
+            stores = sorted(function.body.seq, key=str)
+            module[variable] = function.with_body(tvm.tirx.SeqStmt(stores))
+    return module
 
 
 def _linker(triple: str) -> Any:

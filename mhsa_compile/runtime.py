@@ -53,7 +53,7 @@ class CompiledAttention:
 
     def __init__(self, manifest: Manifest, thread: _Threads, weights: list[Any]) -> None:
         self.manifest = manifest
-        self._signature = Signature(manifest.inputs, manifest.outputs)
+        self._signature = Signature(manifest.inputs, manifest.outputs, aligned=manifest.has_fallbacks)
         self._thread = thread
         self._packed = thread.bind(weights)
 
@@ -135,7 +135,7 @@ def _weight_arrays(artifact: Artifact, weights: Weights | None) -> list[Any]:
         )
     if extra := sorted(found.keys() - names):
         raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
-    return [Argument(info, "weight", {}).ready(found[info.name], {}) for info in infos]
+    return [Argument(info, "weight", {}, artifact.manifest.has_fallbacks).ready(found[info.name], {}) for info in infos]
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

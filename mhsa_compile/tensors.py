@@ -18,13 +18,16 @@ from mhsa_compile.errors import InputError
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
 _UNKNOWN = -1
+ALIGNMENT = 64
+"""What TVM's own code takes for granted; our kernels take any address."""
 
 
 class Argument:
     """One input or weight: what it must be, and where sizes that it shares were seen first."""
 
-    def __init__(self, info: TensorInfo, role: str, first_seen: Mapping[str, str]) -> None:
+    def __init__(self, info: TensorInfo, role: str, first_seen: Mapping[str, str], aligned: bool = False) -> None:
         self.info = info
+        self._aligned = aligned
         self._label = f"{role} {info.name!r}"
         self._first_seen = first_seen
         self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
@@ -39,7 +42,10 @@ class Argument:
         elif array.ndim != len(self.info.dims) or not _fit(self.info.dims, array.shape, sizes):
             raise self._wrong_shape(array, sizes)
         if not isinstance(array, np.ndarray):
-            return array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
+            plain = array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
+            return plain if not self._aligned or plain.data_ptr() % ALIGNMENT == 0 else plain.clone()
+        if self._aligned and array.__array_interface__["data"][0] % ALIGNMENT:
+            return _aligned_copy(array)
         return array if array.flags.carray else _exportable(array)
 
     def _adopt(self, value: Any) -> Any:
@@ -94,14 +100,14 @@ class Argument:
 class Signature:
     """The inputs and outputs of a compiled function."""
 
-    def __init__(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> None:
+    def __init__(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], *, aligned: bool = False) -> None:
         # What broadcasts is checked last, against sizes that the others bring.
         self._order = sorted(range(len(inputs)), key=lambda i: inputs[i].broadcast is not None)
         first_seen: dict[str, str] = {}
         for i in self._order:
             for dim in inputs[i].dims:
                 first_seen.setdefault(str(dim), inputs[i].name)
-        self._arguments = [Argument(info, "input", first_seen) for info in inputs]
+        self._arguments = [Argument(info, "input", first_seen, aligned) for info in inputs]
         self._names = [info.name for info in inputs]
         self._outputs = outputs
 
@@ -180,6 +186,14 @@ def _exportable(array: np.ndarray[Any, Any]) -> Any:
 
         return tvm_ffi.from_dlpack(capsule)
     return np.array(array, order="C")
+
+
+def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    first = -memory.__array_interface__["data"][0] % ALIGNMENT
+    copy = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def _description(array: Any) -> str:

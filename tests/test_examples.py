@@ -24,9 +24,11 @@ needs_the_model = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', 
 
 
 # Each process of the suite keeps to one CPU: with two threads each, their spinning workers would fight over two CPUs.
-PINNED = (
-    "import os, runpy, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); runpy.run_path(sys.argv[2], None, '__main__')"
-)
+PINNED = """\
+import os, runpy, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
 
 
 def run(example: str, folder: Path) -> str:

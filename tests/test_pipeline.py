@@ -1,0 +1,224 @@
+"""compile(): sources of every kind, the artifact's bytes, and each thing that is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+from torch.nn import functional as F
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import InputError, ModelError, OutputError, TargetError
+
+SPEC = mhsa.AttentionSpec(embed_dim=32, num_heads=4)
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
+
+
+class Block(nn.Module):
+    """A block as people write it: fused or separate projections, 4-D attention, residual and LayerNorm around it."""
+
+    def __init__(self, heads: int = 4, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.query, self.key, self.value, self.out = (nn.Linear(64, 64) for _ in range(4))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.norm(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_module_with_attention_compiles(causal):
+    block = Block(causal=causal).eval()
+    artifact = mhsa.compile(block, example_inputs=(torch.randn(2, 7, 64),))
+    kinds = [(op.op, op.source) for op in artifact.manifest.ops]
+    assert kinds[:3] == [("linear", "default"), ("attention", "default"), ("linear", "default")]
+    assert ("nn.layer_norm", "fallback") in kinds
+    x = torch.randn(3, 53, 64)
+    with torch.inference_mode():
+        assert torch.allclose(mhsa.load(artifact)(x), block(x), atol=2e-6)
+
+
+def test_unaligned_memory_is_read_right_where_tvm_runs_some_operators():
+    """TVM's own code takes 64-byte alignment for granted, and faults without it."""
+    block = Block().eval()
+    artifact = mhsa.compile(block, example_inputs=(torch.randn(2, 7, 64),))
+    memory = np.zeros(2 * 9 * 64 + 64, np.float32)
+    stored = {name: value.detach().numpy() for name, value in block.named_parameters()}
+    for offset in range(0, 32, 3):
+        weights = {
+            name: np.concatenate([memory[:offset], w.ravel()])[offset:].reshape(w.shape) for name, w in stored.items()
+        }
+        x = memory[offset : offset + 2 * 9 * 64].reshape(2, 9, 64)
+        x[...] = np.random.default_rng(offset).standard_normal(x.shape)
+        with torch.inference_mode():
+            expected = block(torch.from_numpy(x.copy())).numpy()
+        for given in (x, torch.from_numpy(x)):
+            assert np.allclose(mhsa.load(artifact, weights=weights)(given), expected, atol=2e-6)
+
+
+def test_the_heads_are_read_where_they_lie():
+    """No Transpose, no Reshape of activations is left of the 4-D form: three operations of ours do it all."""
+    artifact = mhsa.compile(Block().eval(), example_inputs=(torch.randn(2, 7, 64),))
+    left = {op.op for op in artifact.manifest.ops}
+    assert left == {"linear", "attention", "add", "nn.layer_norm"}
+    assert sum(op.op == "linear" for op in artifact.manifest.ops) == 2  # Q, K and V side by side
+
+
+def test_a_torch_layer_compiles_as_it_is():
+    layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    attention = mhsa.load(mhsa.compile(layer))
+    x = torch.randn(2, 19, 32)
+    with torch.inference_mode():
+        assert torch.allclose(attention(x), layer(x, x, x, need_weights=False)[0], atol=1e-6)
+
+
+def attention_model(path, *, opset=23, ops=(), attributes=None, outputs=("y",), inputs=("q", "k", "v")):
+    """q (B, 2, L, 8), k and v (B, 2, S, 8) -> Attention -> `ops`, one after the other."""
+    dims = {"q": ["B", 2, "L", 8], "k": ["B", 2, "S", 8], "v": ["B", 2, "S", 8], "mask": ["L", "S"]}
+    kinds = {"mask": TensorProto.BOOL}
+    values = [helper.make_tensor_value_info(n, kinds.get(n, TensorProto.FLOAT), dims[n]) for n in inputs]
+    nodes = [helper.make_node("Attention", list(inputs), ["y0", *outputs[1:]], **(attributes or {}))]
+    nodes += [helper.make_node(op, [f"y{i}"], [f"y{i + 1}"]) for i, op in enumerate(ops)]
+    y = helper.make_tensor_value_info(f"y{len(ops)}", TensorProto.FLOAT, ["B", 2, "L", 8])
+    graph = helper.make_graph(nodes, "g", values, [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    onnx.save(model, path)
+    return path
+
+
+def test_a_file_made_elsewhere_compiles_without_a_spec(tmp_path):
+    path = attention_model(tmp_path / "core.onnx", ops=("Tanh",), inputs=("q", "k", "v", "mask"))
+    artifact = mhsa.compile(path)
+    assert artifact.manifest.spec is None
+    verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 7, "S": 31}, {"B": 1, "L": 1, "S": 1}])
+    assert verdict.ok, verdict.worst
+
+
+def test_dims_are_fixed_by_name(tmp_path):
+    artifact = mhsa.compile(attention_model(tmp_path / "core.onnx"), dims={"B": 2, "L": 5})
+    assert artifact.manifest.inputs[0].dims == (2, 2, 5, 8)
+    assert artifact.manifest.inputs[1].dims == (2, 2, "S", 8)
+    with pytest.raises(InputError, match="a symbol of the model: B, L, S, got 'T'"):
+        mhsa.compile(tmp_path / "core.onnx", dims={"T": 2})
+
+
+def test_two_processes_make_the_same_bytes(tmp_path):
+    script = (
+        "import sys, torch, mhsa_compile as mhsa; torch.manual_seed(3);"
+        "mhsa.compile(mhsa.AttentionSpec(embed_dim=64, num_heads=4, mask='bool')).save(sys.argv[1])"
+    )
+    for name in "ab":
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / name)], check=True)
+    digests = [
+        {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (tmp_path / name).iterdir()}
+        for name in "ab"
+    ]
+    assert digests[0] == digests[1]
+    assert set(digests[0]) == {"manifest.json", "model.onnx", "module.so", "weights.safetensors"}
+
+
+def test_one_artifact_serves_every_layer_of_its_spec():
+    from mhsa_compile.model import weights
+
+    layers = [mhsa.MultiHeadAttention(SPEC).eval() for _ in range(3)]
+    artifact = mhsa.compile(layers[0])
+    x = torch.randn(2, 11, 32)
+    for layer in layers:
+        with torch.inference_mode():
+            assert torch.allclose(mhsa.load(artifact, weights=weights(layer))(x), layer(x), atol=1e-6)
+
+
+def test_dump_shows_what_passes_between_the_stages(tmp_path):
+    mhsa.compile(SPEC, dump=tmp_path / "dump")
+    names = sorted(file.name for file in (tmp_path / "dump").iterdir())
+    assert names == ["1_exported.onnx", "2_imported.py", "3_scheduled.py", "4_target.toml"]
+    assert "op_1" in (tmp_path / "dump" / "2_imported.py").read_text()
+
+
+def test_code_for_other_machines_is_built_here(tmp_path):
+    for target in ("x86-64-v3", "aarch64-generic"):
+        artifact = mhsa.compile(SPEC, target=target)
+        assert (artifact.path / "module.so").read_bytes()[:4] == b"\x7fELF"
+
+
+class TestRefused:
+    def refused(self, source, message, **arguments):
+        with pytest.raises(ModelError, match=message):
+            mhsa.compile(source, **arguments)
+
+    def test_a_model_without_attention(self, tmp_path):
+        x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in "xy")
+        model = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y]))
+        onnx.save(model, tmp_path / "m.onnx")
+        self.refused(tmp_path / "m.onnx", "at least one standard Attention operator, got Relu")
+
+    def test_an_operator_nobody_converts(self, tmp_path):
+        self.refused(
+            attention_model(tmp_path / "m.onnx", ops=("Bernoulli",)), "operators that can be compiled, got Bernoulli"
+        )
+
+    @pytest.mark.parametrize(
+        ("attributes", "words"),
+        [({"softcap": 2.0}, "no softcap, got softcap=2.0"), ({"softmax_precision": 10}, "softmax in float32")],
+    )
+    def test_what_no_kernel_does(self, tmp_path, attributes, words):
+        self.refused(attention_model(tmp_path / "m.onnx", attributes=attributes), words)
+
+    def test_a_window(self, tmp_path):
+        path = attention_model(tmp_path / "m.onnx", opset=25, attributes={"left_window_size": 0})
+        self.refused(path, "no left_window_size, got left_window_size=0")
+
+    def test_a_truncated_file(self, tmp_path):
+        path = attention_model(tmp_path / "m.onnx")
+        path.write_bytes(path.read_bytes()[:-40])
+        self.refused(path, "truncated|valid ONNX model")
+
+    def test_something_else(self, tmp_path):
+        (tmp_path / "m.onnx").write_bytes(b"not a model" * 40)
+        self.refused(tmp_path / "m.onnx", "expected an ONNX model")
+        (tmp_path / "m.onnx").write_bytes(b"")
+        self.refused(tmp_path / "m.onnx", "empty or truncated")
+        self.refused(tmp_path / "absent.onnx", "a readable .onnx file, got No such file")
+        self.refused(3, "an AttentionSpec, an nn.Module")
+
+    @pytest.mark.parametrize("location", ["../weights.bin", "/etc/hostname"])
+    def test_external_data_outside_its_folder(self, tmp_path, location):
+        (tmp_path / "weights.bin").write_bytes(b"\0" * 4096)
+        folder = tmp_path / "model"
+        folder.mkdir()
+        model = onnx.load(attention_model(folder / "m.onnx"))
+        tensor = helper.make_tensor("w", TensorProto.FLOAT, [4], np.zeros(4, np.float32))
+        tensor.ClearField("float_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=location)
+        model.graph.initializer.append(tensor)
+        (folder / "m.onnx").write_bytes(model.SerializeToString())
+        self.refused(folder / "m.onnx", "external data in the model's own folder")
+
+    def test_an_unknown_target(self):
+        with pytest.raises(TargetError, match="Did you mean"):
+            mhsa.compile(SPEC, target="x86-64-v9")
+
+    def test_a_full_disk_leaves_nothing(self, tmp_path, monkeypatch):
+        import tempfile
+
+        from mhsa_compile import onnx_weights
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(onnx_weights, "write", full)
+        with pytest.raises(OutputError, match="No space left"):
+            mhsa.compile(SPEC)
+        assert not list(tmp_path.glob("mhsa-*"))
