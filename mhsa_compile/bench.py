@@ -3,7 +3,8 @@
 Candidates take turns in bursts. A thread pool's workers spin for a while after a call (TVM's, OpenMP's and ONNX
 Runtime's, up to a millisecond), at the cost of whoever comes next; so each turn begins with calls that do not count,
 until the others' workers sleep and its own are awake, and a burst of calls follows, whose median is one sample. The
-order is reversed from round to round, so that no candidate always follows the same one.
+order is reversed from round to round, so that no candidate always follows the same one. The calling thread keeps one
+CPU, and the workers of every pool the others.
 Notation: B batch, L query length, S key length.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -116,6 +118,8 @@ def bench(
         others = [_attempt(stack, peer, opened, threads, inputs) for peer in chosen]
         peak = stack.enter_context(fma_peak(detect(), threads))
         running = [ours, *(other for other in others if other.missing is None)]
+        peak.run()
+        stack.enter_context(_workers_apart())
         *times, peak_times = interleave([*(candidate.calls for candidate in running), [peak.run]], seconds)
     peak_gflops = peak.flops / median(peak_times) / 1e9
     rows = {
@@ -161,6 +165,26 @@ def _burst(calls: Iterator[Call], clock: Callable[[], float]) -> float:
         call()
         times.append(clock() - start)
     return median(times)
+
+
+@contextmanager
+def _workers_apart() -> Iterator[None]:
+    """Keeps this thread on one CPU and every pool's workers on the others.
+
+    Some kernels of virtual machines pack threads that wake up often onto one CPU to save another; a pool whose worker
+    lands behind its caller then waits out whole time slices, up to a thousand times longer than the call takes.
+    """
+    cpus = os.sched_getaffinity(0)
+    own, workers = threading.get_native_id(), {int(task) for task in os.listdir("/proc/self/task")}
+    before = {task: os.sched_getaffinity(task) for task in workers}
+    if len(cpus) > 1:
+        for task in workers:
+            os.sched_setaffinity(task, {min(cpus)} if task == own else cpus - {min(cpus)})
+    try:
+        yield
+    finally:
+        for task in before.keys() & {int(task) for task in os.listdir("/proc/self/task")}:
+            os.sched_setaffinity(task, before[task])
 
 
 @contextmanager

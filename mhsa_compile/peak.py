@@ -34,7 +34,8 @@ class Peak:
 def fma_peak(profile: TargetProfile, threads: int) -> Iterator[Peak]:
     """The loop, compiled for this machine (`profile` must be its own), with its threads for as long as it is open.
 
-    The threads are Python's, each inside one native call: TVM's pool belongs to the candidate and keeps its settings.
+    The threads are the caller and Python's, each inside one native call: TVM's pool belongs to the candidate and keeps
+    its settings.
     """
     lanes = profile.vector_lanes("float32")
     accumulators = _accumulators(profile)
@@ -42,11 +43,13 @@ def fma_peak(profile: TargetProfile, threads: int) -> Iterator[Peak]:
     loop = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))["fma"]
     factors = tvm.runtime.tensor(np.array([0.999, 0.001], np.float32))  # a = a * 0.999 + 0.001 tends to 1, for ever
     sums = [tvm.runtime.tensor(np.zeros(lanes, np.float32)) for _ in range(threads)]
-    with ThreadPoolExecutor(threads, thread_name_prefix="fma-peak") as pool:
+    with ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="fma-peak") as pool:
 
         def run() -> None:
-            for _ in pool.map(lambda total: loop(factors, total, ROUNDS), sums):
-                pass
+            others = [pool.submit(loop, factors, total, ROUNDS) for total in sums[1:]]
+            loop(factors, sums[0], ROUNDS)
+            for other in others:
+                other.result()
 
         yield Peak(run, 2 * ROUNDS * accumulators * lanes * threads)
 

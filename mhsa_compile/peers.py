@@ -172,6 +172,8 @@ class OnnxRuntime:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what fails is raised, too
+        # Its workers spin inside a call, as they do by default, but not on into the next candidate's turn.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             artifact.path / "model.onnx", options, providers=["CPUExecutionProvider"]
         )
