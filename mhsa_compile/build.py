@@ -38,13 +38,12 @@ def _pipeline() -> Any:
             relax.transform.LowerRuntimeBuiltin(),
             relax.transform.ComputePrimValue(),
             relax.transform.VMShapeLower(),
-            _order_shape_arithmetic,
+            tvm.transform.module_pass(_order_shape_arithmetic, opt_level=0),
             relax.transform.AttachGlobalSymbol(),
         ]
     )
 
 
-@tvm.transform.module_pass(opt_level=0, name="OrderShapeArithmetic")
 def _order_shape_arithmetic(module: Any, _: Any) -> Any:
     """Sorts the stores of the sizes that VMShapeLower computes: it writes them in the order of a hash of addresses, and
     two builds would differ. They are independent, since each is computed from the inputs' own dims."""

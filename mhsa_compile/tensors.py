@@ -191,7 +191,7 @@ def _exportable(array: np.ndarray[Any, Any]) -> Any:
 def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
     first = -memory.__array_interface__["data"][0] % ALIGNMENT
-    copy = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy: np.ndarray[Any, Any] = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
 
