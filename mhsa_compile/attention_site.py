@@ -11,6 +11,7 @@ import onnx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.onnx_graph import Graph, attributes
+from mhsa_compile.spec import SPEC_KEY
 
 ATTENTION, DOMAIN = "MhsaAttention", "mhsa"
 
@@ -44,6 +45,11 @@ class AttentionSite:
         self.causal = self._causality()
         self.output, self.output_layout = self._find_output()
         self.mask, self.key_mask = self._find_mask()
+
+    @property
+    def _is_ours(self) -> bool:
+        """Exported from a module of this library, whose masks broadcast in every axis; the runtime sees to the last."""
+        return any(entry.key == SPEC_KEY for entry in self.graph.model.metadata_props)
 
     def _refuse(self, expected: str, got: str) -> ModelError:
         return ModelError(f"Attention node {self.node.name or self.node.output[0]!r}", expected, got)
@@ -79,9 +85,10 @@ class AttentionSite:
         split = None if transpose is None else self.graph.producer(transpose.input[0], "Reshape")
         if transpose is not None and split is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
             rows = self.graph.shape(split.input[0])
-            if rows is not None and len(rows) == 3 and rows[2] == heads * head_dim:
-                alone = self.graph.only_consumer(transpose.output[0], "Attention")
-                self.absorbed += [split, transpose] if alone is not None else []
+            if rows is not None and len(rows) == 3 and rows[2] == heads * head_dim and self._keeps_rows(split):
+                if self.graph.only_consumer(transpose.output[0], "Attention") is not None:
+                    self.absorbed.append(transpose)
+                    self.absorbed += [split] if self.graph.only_consumer(split.output[0], "Transpose") else []
                 return Operand(split.input[0], "rows", heads, head_dim, width=heads * head_dim)
         return Operand(name, "heads", heads, head_dim)
 
@@ -95,10 +102,22 @@ class AttentionSite:
             join = self.graph.only_consumer(transpose.output[0], "Reshape")
             joined = None if join is None else self.graph.shape(join.output[0])
             width = self.operands[0].heads * self.operands[2].head_dim
-            if join is not None and joined is not None and len(joined) == 3 and joined[2] == width:
+            joins = join is not None and self._keeps_rows(join)
+            if join is not None and joins and joined is not None and len(joined) == 3 and joined[2] == width:
                 self.absorbed += [transpose, join]
                 return join.output[0], "rows"
         return y, "heads"
+
+    def _keeps_rows(self, reshape: onnx.NodeProto) -> bool:
+        """Whether a Reshape leaves batch and length alone, so that only the heads are split or joined.
+
+        One that cuts the rows into windows looks the same but for these two axes.
+        """
+        wanted = self.graph.constant(reshape.input[1])
+        if wanted is not None and list(wanted[:2]) == [0, 0] and not attributes(reshape).get("allowzero"):
+            return True
+        before, after = (self.graph.shape(name) or () for name in (reshape.input[0], reshape.output[0]))
+        return None not in before[:2] and before[:2] == after[:2] != ()
 
     def _causality(self) -> str:
         """ "", "top_left" or "bottom_right"; nonpad_kv_seqlen is understood where it says that all keys are valid."""
@@ -130,6 +149,17 @@ class AttentionSite:
         shape = self.graph.shape(name) if name else ()
         if name and (shape is None or not 1 <= len(shape) <= 4):
             raise self._refuse("attn_mask of known rank 1 to 4", str(shape))
+        key = self.graph.shape(self.inputs[1]) or ()
+        if (
+            name
+            and shape
+            and self.graph.opset >= 24
+            and not self._is_ours
+            and shape[-1] != key[-2 if len(key) == 4 else 1]
+        ):
+            raise self._refuse(
+                "an attn_mask as long as the keys (from opset 24 on a shorter one is padded)", str(shape)
+            )
         if name and self.graph.dtype(name) not in ("bool", "float32"):
             raise self._refuse("a bool or float32 attn_mask", str(self.graph.dtype(name)))
         if shape is not None and len(shape) == 4 and shape[1:3] == (1, 1):

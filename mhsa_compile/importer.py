@@ -30,8 +30,6 @@ class Imported:
 
     module: Any
     ops: dict[str, Op] = field(default_factory=dict)
-    inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
 
 
@@ -44,8 +42,6 @@ def import_onnx(model: onnx.ModelProto) -> Imported:
         module = importer.from_onnx(fused.graph, opset)
     result = importer.result
     result.module = module
-    result.inputs = [value.name for value in fused.graph.input if value.name not in importer.initializer_names]
-    result.outputs = [value.name for value in fused.graph.output]
     return result
 
 
@@ -55,12 +51,10 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(None, None, keep_params_in_input=True)
         self.result = Imported(module=None)
-        self.initializer_names: set[str] = set()
         self._fresh = itertools.count()
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         used = {name for node in graph.node for name in node.input}
-        self.initializer_names = {tensor.name for tensor in graph.initializer}
         for tensor in graph.initializer:
             if tensor.name not in used:
                 continue
@@ -114,7 +108,10 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         q_length, kv_length = q[length_axis[places["q"].layout]], k[length_axis[places["k"].layout]]
         heads, v_head_dim, layout = attrs["num_heads"], attrs["v_head_dim"], _text(attrs["output_layout"])
         if mask is not None:
+            given = mask in self._inputs.values()  # it is checked at the call; a computed one must be seen to fit now
             mask = self._four_axes(mask, bool(attrs["key_mask"]))
+            if not given:
+                _check_mask(_dims(mask), [q[0], heads, q_length, kv_length])
             inputs.append(mask)
         op = AttentionOp(
             batch=self._dim(q[0]),
@@ -157,6 +154,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         self.result.ops[name] = op
         inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
         return self.bb.emit(relax.op.call_dps_packed(name, inputs, relax.TensorType(shape, "float32")))
+
+
+def _check_mask(dims: list[Any], full: list[Any]) -> None:
+    for dim, whole in zip(dims, full, strict=True):
+        if str(dim) not in ("1", str(whole)):
+            raise ModelError("attn_mask", f"axes of 1 or of {full}", str(dims), "Name its dims after the others'.")
 
 
 def _dims(value: Any) -> list[Any]:

@@ -222,3 +222,34 @@ class TestRefused:
         with pytest.raises(OutputError, match="No space left"):
             mhsa.compile(SPEC)
         assert not list(tmp_path.glob("mhsa-*"))
+
+
+class Windows(nn.Module):
+    """Attention within windows of 4: its Reshapes cut the length too, and only look like a split of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.project(x)
+        heads = rows.reshape(6, 4, 2, 8).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads)
+        return y.transpose(1, 2).reshape(2, 12, 16)
+
+
+def test_rows_cut_into_windows_are_not_taken_for_heads():
+    module = Windows().eval()
+    x = torch.randn(2, 12, 16)
+    artifact = mhsa.compile(module, example_inputs=(x,), dims={"B": 2, "L": 12})
+    with torch.inference_mode():
+        assert torch.allclose(mhsa.load(artifact)(x), module(x), atol=1e-6)
+
+
+def test_a_mask_that_the_graph_computes_must_be_seen_to_fit(tmp_path):
+    model = onnx.load(attention_model(tmp_path / "m.onnx", inputs=("q", "k", "v", "mask")))
+    model.graph.input[3].type.tensor_type.shape.dim[1].dim_param = "T"
+    model.graph.node[0].input[3] = "flipped"
+    model.graph.node.insert(0, helper.make_node("Not", ["mask"], ["flipped"]))
+    with pytest.raises(ModelError, match="attn_mask: expected axes of 1 or of"):
+        mhsa.compile(model)
