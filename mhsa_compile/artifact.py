@@ -131,7 +131,7 @@ class Artifact:
         Raises OutputError, and leaves what was there, where it cannot.
         """
         folder = Path(path).resolve()
-        _check_place(folder, force)
+        check_place(folder, force)
         staged = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         try:
             staged.mkdir()
@@ -219,7 +219,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _check_place(folder: Path, force: bool) -> None:
+def check_place(folder: Path, force: bool) -> None:
+    """Whether an artifact may be saved as `folder`, before it is made. Raises OutputError."""
     if not folder.parent.is_dir():
         raise OutputError(
             "output folder", "a place in a folder that exists", str(folder), f"Create {folder.parent} first."

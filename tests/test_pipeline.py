@@ -253,3 +253,19 @@ def test_a_mask_that_the_graph_computes_must_be_seen_to_fit(tmp_path):
     model.graph.node.insert(0, helper.make_node("Not", ["mask"], ["flipped"]))
     with pytest.raises(ModelError, match="attn_mask: expected axes of 1 or of"):
         mhsa.compile(model)
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive", "key_padding"])
+def test_nan_behind_a_mask_never_comes_out(mask):
+    """The last 5 rows of the context are NaN and Inf, masked for every query: the output is as without them."""
+    spec = mhsa.AttentionSpec(embed_dim=32, num_heads=4, kv_embed_dim=24, mask=mask)
+    attention = mhsa.load(mhsa.compile(spec))
+    rng = np.random.default_rng(0)
+    x, context = rng.standard_normal((2, 37, 32), np.float32), rng.standard_normal((2, 53, 24), np.float32)
+    visible = np.ones((2, 53) if mask == "key_padding" else (2, 1, 37, 53), bool)
+    visible[..., -5:] = False
+    given = np.where(visible, 0, -np.inf).astype(np.float32) if mask == "additive" else visible
+    clean = attention(x, context, mask=given)
+    context[:, -5:-2], context[:, -2:] = np.nan, np.inf
+    assert np.isfinite(clean).all()
+    assert (attention(x, context, mask=given) == clean).all()

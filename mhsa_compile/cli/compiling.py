@@ -67,7 +67,9 @@ def compile_source(
         dtype=dtype,
     )  # fmt: skip
     dims = options.stated_dims(batch, length, kv_length)
-    sources.refuse_existing(out, force)
+    from mhsa_compile.artifact import check_place
+
+    check_place(out.resolve(), force)  # before the work, not after it
     started = time.perf_counter()
     artifact = sources.compile_with_progress(source, fields, target, dims=dims, dump=dump, seed=seed)
     artifact.save(out, force=force)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mhsa_compile.cli import output
-from mhsa_compile.errors import ModelError, OutputError
+from mhsa_compile.errors import ModelError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
@@ -48,12 +48,6 @@ def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec
     if source.suffix == ".toml":
         return AttentionSpec.from_toml(source.read_text(encoding="utf-8", errors="replace"))
     return source
-
-
-def refuse_existing(folder: Path, force: bool) -> None:
-    """Say so before the work, not after it."""
-    if folder.exists() and not force:
-        raise OutputError("--output", "a folder that does not exist yet", str(folder), "Replace it with --force.")
 
 
 def compile_with_progress(
