@@ -42,6 +42,7 @@ class AttentionSite:
             self._operand(self.inputs[1], "kv_num_heads"),
             self._operand(self.inputs[2], "kv_num_heads"),
         ]
+        self._refuse_heads_that_do_not_match()
         self.causal = self._causality()
         self.output, self.output_layout = self._find_output()
         self.mask, self.key_mask = self._find_mask()
@@ -58,8 +59,8 @@ class AttentionSite:
         said = self.attributes
         if self.inputs[4] or self.inputs[5] or any(self.node.output[1:]):
             raise self._refuse("one output and no cache", "past or present keys, or the scores as an output")
-        for name in ("softcap", "left_window_size", "right_window_size"):
-            if said.get(name, -1) not in (-1, 0.0) or (name != "softcap" and said.get(name, -1) == 0):
+        for name, absent in (("softcap", 0.0), ("left_window_size", -1), ("right_window_size", -1)):
+            if said.get(name, absent) != absent:
                 raise self._refuse(f"no {name}", f"{name}={said[name]}")
         if said.get("softmax_precision", 1) != 1:
             raise self._refuse("softmax in float32", f"softmax_precision={said['softmax_precision']}")
@@ -67,6 +68,19 @@ class AttentionSite:
             dtype = self.graph.dtype(name)
             if dtype != "float32":
                 raise self._refuse("float32 inputs", f"{name} of {dtype or 'unknown dtype'}")
+
+    def _refuse_heads_that_do_not_match(self) -> None:
+        q, k, v = self.operands
+        if q.heads % k.heads or k.heads != v.heads:
+            got = f"{q.heads} query, {k.heads} key and {v.heads} value heads"
+            raise self._refuse("key and value heads that divide the query heads", got)
+        if q.head_dim != k.head_dim:
+            raise self._refuse("queries and keys of one head size", f"{q.head_dim} and {k.head_dim}")
+
+    @property
+    def _key_length(self) -> int | str | None:
+        shape = self.graph.shape(self.inputs[1]) or ()
+        return shape[1 if len(shape) == 3 else 2] if shape else None
 
     def _operand(self, name: str, heads_attribute: str) -> Operand:
         """Where the heads lie: in the input itself, or before the Reshape and Transpose that split them."""
@@ -130,17 +144,18 @@ class AttentionSite:
 
     def _is_key_length(self, name: str) -> bool:
         """Whether `name` is S for every batch entry: Expand(Shape(K)[its length axis])."""
-        key = self.graph.shape(self.inputs[1]) or ()
         expand = self.graph.producer(name, "Expand")
         shape = None if expand is None else self.graph.producer(expand.input[0], "Shape")
-        if expand is None or shape is None or not key:
+        if expand is None or shape is None or self._key_length is None:
             return False
         said, measured = attributes(shape), self.graph.shape(shape.input[0]) or ()
         start, end = said.get("start", 0), said.get("end")
         one_axis = isinstance(start, int) and end == start + 1 and start < len(measured)
-        found = one_axis and measured[start] is not None and measured[start] == key[1 if len(key) == 3 else 2]
+        found = one_axis and measured[start] == self._key_length
         if found and self.graph.only_consumer(name, "Attention") is not None:
-            self.absorbed += [expand, *(n for n in map(self.graph.producer, expand.input) if n is not None)]
+            alone = [source for source in expand.input if self.graph.only_consumer(source, "Expand") is not None]
+            shapes = [self.graph.producer(source, "Shape") for source in alone]
+            self.absorbed += [expand, *(node for node in shapes if node is not None)]
         return found
 
     def _find_mask(self) -> tuple[str, bool]:
@@ -149,17 +164,9 @@ class AttentionSite:
         shape = self.graph.shape(name) if name else ()
         if name and (shape is None or not 1 <= len(shape) <= 4):
             raise self._refuse("attn_mask of known rank 1 to 4", str(shape))
-        key = self.graph.shape(self.inputs[1]) or ()
-        if (
-            name
-            and shape
-            and self.graph.opset >= 24
-            and not self._is_ours
-            and shape[-1] != key[-2 if len(key) == 4 else 1]
-        ):
-            raise self._refuse(
-                "an attn_mask as long as the keys (from opset 24 on a shorter one is padded)", str(shape)
-            )
+        pads = self.graph.opset >= 24 and not self._is_ours
+        if name and shape and pads and shape[-1] != self._key_length:
+            raise self._refuse("an attn_mask as long as the keys (opset 24 pads a shorter one)", str(shape))
         if name and self.graph.dtype(name) not in ("bool", "float32"):
             raise self._refuse("a bool or float32 attn_mask", str(self.graph.dtype(name)))
         if shape is not None and len(shape) == 4 and shape[1:3] == (1, 1):

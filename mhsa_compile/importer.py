@@ -31,6 +31,7 @@ class Imported:
     module: Any
     ops: dict[str, Op] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
+    masks: dict[str, tuple[Dim, ...]] = field(default_factory=dict)  # input -> the (B, H, L, S) it broadcasts to
 
 
 def import_onnx(model: onnx.ModelProto) -> Imported:
@@ -108,10 +109,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         q_length, kv_length = q[length_axis[places["q"].layout]], k[length_axis[places["k"].layout]]
         heads, v_head_dim, layout = attrs["num_heads"], attrs["v_head_dim"], _text(attrs["output_layout"])
         if mask is not None:
-            given = mask in self._inputs.values()  # it is checked at the call; a computed one must be seen to fit now
-            mask = self._four_axes(mask, bool(attrs["key_mask"]))
-            if not given:
-                _check_mask(_dims(mask), [q[0], heads, q_length, kv_length])
+            mask = self._checked_mask(mask, bool(attrs["key_mask"]), [q[0], heads, q_length, kv_length])
             inputs.append(mask)
         op = AttentionOp(
             batch=self._dim(q[0]),
@@ -131,6 +129,18 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         )
         shape = [q[0], q_length, heads * v_head_dim] if layout == "rows" else [q[0], heads, q_length, v_head_dim]
         return self._call(op, inputs, shape)
+
+    def _checked_mask(self, mask: Any, key_mask: bool, full: list[Any]) -> Any:
+        """The mask with four axes. One from the call is checked there; a computed one must be seen to fit now."""
+        given = next((name for name, value in self._inputs.items() if value.same_as(mask)), None)
+        mask = self._four_axes(mask, key_mask)
+        if given is None:
+            _check_mask(_dims(mask), full)
+        elif not key_mask:  # one flag a key has its exact shape, (B, S)
+            wanted = tuple(map(self._dim, full))
+            if self.result.masks.setdefault(given, wanted) != wanted:
+                raise ModelError(f"input {given!r}", "a mask of attentions of one size", f"{wanted} as well")
+        return mask
 
     def _four_axes(self, mask: Any, key_mask: bool) -> Any:
         """The mask as (mB, mH, mL, mS): a view, with axes of 1 where it has none."""

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 from safetensors.numpy import save_file
 
 from mhsa_compile.artifact import TensorInfo
-from mhsa_compile.kernels.base import AttentionOp
+from mhsa_compile.kernels.base import Dim
 
 
 def write(model: onnx.ModelProto, names: Sequence[str], weights: Path, onnx_file: Path) -> None:
@@ -61,19 +61,15 @@ def weight_infos(model: onnx.ModelProto, names: Sequence[str]) -> tuple[TensorIn
 
 def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
     """The inputs and outputs. A mask states what it must broadcast to."""
-    masks = {}
-    for op in imported.ops.values():
-        if isinstance(op, AttentionOp) and op.mask is not None:
-            masks[op.mask.dims] = (op.batch, op.num_heads, op.q_length, op.kv_length)
     initializers = {t.name for t in model.graph.initializer}
-    inputs = [_info(value, masks) for value in model.graph.input if value.name not in initializers]
+    inputs = [_info(value, imported.masks) for value in model.graph.input if value.name not in initializers]
     return tuple(inputs), tuple(_info(value, {}) for value in model.graph.output)
 
 
-def _info(value: onnx.ValueInfoProto, masks: dict[Any, Any]) -> TensorInfo:
+def _info(value: onnx.ValueInfoProto, masks: dict[str, tuple[Dim, ...]]) -> TensorInfo:
     kind = value.type.tensor_type
     dims = tuple(d.dim_param if d.HasField("dim_param") else d.dim_value for d in kind.shape.dim)
-    full = masks.get((*[1] * (4 - len(dims)), *dims))
+    full = masks.get(value.name)
     return TensorInfo(value.name, _dtype(kind.elem_type), dims, broadcast=full and full[4 - len(dims) :])
 
 

@@ -174,6 +174,12 @@ class TestRefused:
     def test_what_no_kernel_does(self, tmp_path, attributes, words):
         self.refused(attention_model(tmp_path / "m.onnx", attributes=attributes), words)
 
+    def test_heads_that_do_not_divide(self, tmp_path):
+        model = onnx.load(attention_model(tmp_path / "m.onnx"))
+        for value in (model.graph.input[0], model.graph.output[0]):
+            value.type.tensor_type.shape.dim[1].dim_value = 3
+        self.refused(model, "heads that divide the query heads, got 3 query, 2 key and 2 value heads")
+
     def test_a_window(self, tmp_path):
         path = attention_model(tmp_path / "m.onnx", opset=25, attributes={"left_window_size": 0})
         self.refused(path, "no left_window_size, got left_window_size=0")
@@ -244,6 +250,30 @@ def test_rows_cut_into_windows_are_not_taken_for_heads():
     artifact = mhsa.compile(module, example_inputs=(x,), dims={"B": 2, "L": 12})
     with torch.inference_mode():
         assert torch.allclose(mhsa.load(artifact)(x), module(x), atol=1e-6)
+
+
+def test_a_key_padding_mask_keeps_its_exact_shape_where_the_batch_is_one():
+    spec = mhsa.AttentionSpec(embed_dim=32, num_heads=4, mask="key_padding")
+    (x, mask) = mhsa.compile(spec, dims={"B": 1}).manifest.inputs
+    assert x.dims == (1, "L", 32)
+    assert mask.dims == (1, "L")
+    assert mask.broadcast is None
+
+
+def test_a_shape_that_others_read_too_survives(tmp_path):
+    """The key length behind nonpad_kv_seqlen is an output as well: the node that measures it must stay."""
+    model = onnx.load(attention_model(tmp_path / "m.onnx", opset=24, attributes={"is_causal": 1}))
+    attention = model.graph.node[0]
+    attention.input.extend(["", "", "", "lengths"])
+    model.graph.node.insert(0, helper.make_node("Shape", ["k"], ["S1"], start=2, end=3))
+    model.graph.node.insert(1, helper.make_node("Shape", ["k"], ["B1"], start=0, end=1))
+    model.graph.node.insert(2, helper.make_node("Expand", ["S1", "B1"], ["lengths"]))
+    model.graph.node.append(helper.make_node("Identity", ["S1"], ["length"]))
+    model.graph.output.append(helper.make_tensor_value_info("length", TensorProto.INT64, [1]))
+    from mhsa_compile.fusion import fuse
+
+    kinds = [node.op_type for node in fuse(model).graph.node]
+    assert kinds == ["Shape", "MhsaAttention", "Identity"]
 
 
 def test_a_mask_that_the_graph_computes_must_be_seen_to_fit(tmp_path):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config, Dim, Emitted, Op, Placement
+from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op, Placement
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, HeadView, MaskReader
-from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, kept_free, register_tile, settle
+from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, ceil_div, register_tile, settle, tile_registers
 from mhsa_compile.profile import TargetProfile
 
 
@@ -42,7 +41,7 @@ class AttentionKernel:
         """The register tile with the fewest loads a product; a block of keys that leaves P^T and Q^T in L1."""
         assert isinstance(op, AttentionOp)
         columns = 4 if profile.hardware.vector_registers >= 32 else 2
-        key_tile, _ = register_tile(kept_free(profile.hardware.vector_registers), (1, 2, 4, 8), [columns])
+        key_tile, _ = register_tile(tile_registers(profile.hardware.vector_registers), (1, 2, 4, 8), [columns])
         queries = columns * profile.vector_lanes("float32")
         room = profile.hardware.l1d_kib * 1024 // (4 * queries) - max(op.head_dim, op.v_head_dim)
         keys = min(512, max(48, room)) // key_tile * key_tile
@@ -54,11 +53,7 @@ class AttentionKernel:
 
 
 def _attention(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
-    symbols: dict[str, Expr] = {}
-
-    def dim(value: Dim) -> Expr:
-        return T.int64(value) if isinstance(value, int) else symbols.setdefault(value, tirx.Var(value, "int64"))
-
+    dim = Dims()
     batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     queries = config["queries"]
     with IRBuilder() as builder:
@@ -68,7 +63,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
             inputs = _inputs(op, batch, q_length, kv_length)
             mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
             y = argument("y", _shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), "float32")
-            tiles = settle(T.truncdiv(q_length + (queries - 1), T.int64(queries)))
+            tiles = settle(ceil_div(q_length, queries))
             heads = T.int64(op.num_heads)
             with T.parallel(batch * heads * tiles) as index:
                 head_index = settle(T.truncdiv(index, tiles))

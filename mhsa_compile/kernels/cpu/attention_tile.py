@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp, Config
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
 
 LOG2_E = math.log2(math.e)
 # The weight of a masked key: zero as a number, yet told apart from a visible weight that underflowed to +0.
@@ -84,8 +84,8 @@ class AttentionTile:
         self._clear()
         end, seen_by_all = self._visible_keys()
         # Blocks of equal size, whole register tiles, as few as the scratch allows.
-        fewest = settle(T.max(T.int64(1), _ceil_div(end, self.keys)))
-        size = settle(_ceil_div(T.truncdiv(end + (fewest - 1), fewest), self.key_tile) * self.key_tile)
+        fewest = settle(T.max(T.int64(1), ceil_div(end, self.keys)))
+        size = settle(ceil_div(T.truncdiv(end + (fewest - 1), fewest), self.key_tile) * self.key_tile)
         blocks = settle(T.truncdiv(end + (size - 1), T.max(T.int64(1), size)))
         plain = blocks
         if self.mask is not None:
@@ -176,7 +176,7 @@ class AttentionTile:
             base = settle(group * self.key_tile)
             keys = [first_key + base + r for r in range(self.key_tile)]
             self._score_group(base, keys, lambda score, r, column: score)
-        with T.serial(whole_groups, _ceil_div(count, self.key_tile)) as group:
+        with T.serial(whole_groups, ceil_div(count, self.key_tile)) as group:
             base = settle(group * self.key_tile)
             first = settle(first_key + base)
             # Beyond the last key the last one is read again; what it gives is masked.
@@ -269,7 +269,7 @@ class AttentionTile:
         fewest = min(-wanted % columns for columns in (2, 3, 4))
         columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
         rows = [r for r in (1, 2, 4, 8) if self.queries % r == 0]
-        return vectors.register_tile(vectors.kept_free(self.registers), rows, columns)
+        return vectors.register_tile(vectors.tile_registers(self.registers), rows, columns)
 
     def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:
         """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, otherwise 0."""
@@ -308,7 +308,3 @@ class AttentionTile:
             for first, lanes in self.value_columns:
                 value = load(self.accumulator, [i, T.int64(first)], lanes) * splat(inverse, lanes)
                 store(self.output.buffer, self.output.at(self.first_query + i, T.int64(first)), value, lanes)
-
-
-def _ceil_div(value: Expr, size: int) -> Expr:
-    return T.truncdiv(value + (size - 1), T.int64(size))

@@ -10,13 +10,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Dim, Emitted, LinearOp, Op
+from mhsa_compile.kernels.base import Config, Emitted, LinearOp, Op
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, argument, kept_free, load, register_tile, settle, store
+from mhsa_compile.kernels.cpu.vectors import (
+    Dims,
+    Expr,
+    RegisterTile,
+    argument,
+    ceil_div,
+    load,
+    register_tile,
+    settle,
+    store,
+    tile_registers,
+)
 from mhsa_compile.profile import TargetProfile
 
 
@@ -50,7 +60,7 @@ class LinearKernel:
         def padded(columns: int) -> int:
             return -(-op.out_features // (columns * lanes)) * columns * lanes
 
-        room = kept_free(registers)
+        room = tile_registers(registers)
         fitting = [c for c in (2, 3, 4) if 2 * c < room] or [1]
         least = min(map(padded, fitting))
         rows, columns = register_tile(room, (1, 2, 4, 8), [c for c in fitting if padded(c) == least])
@@ -70,11 +80,7 @@ def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
     rows, columns, block = config["rows"], config["columns"], config["block"]
     panel = columns * lanes
     panels = -(-op.out_features // panel)
-    symbols: dict[str, Expr] = {}
-
-    def dim(value: Dim) -> Expr:
-        return T.int64(value) if isinstance(value, int) else symbols.setdefault(value, tirx.Var(value, "int64"))
-
+    dim = Dims()
     leading = [dim(d) for d in op.rows]
     with IRBuilder() as builder:
         with T.prim_func():
@@ -87,8 +93,8 @@ def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
             count = _product(leading)
             x, y = _flat(x, count, op.in_features), _flat(y, count, op.out_features)
             operands = _Operands(op, x, weight, bias, y, vectors.chunks(panel, lanes), config["depth"])
-            tiles = settle(T.truncdiv(count + (rows - 1), T.int64(rows)))
-            blocks = settle(T.truncdiv(tiles + (block - 1), T.int64(block)))
+            tiles = settle(ceil_div(count, rows))
+            blocks = settle(ceil_div(tiles, block))
             size = settle(T.truncdiv(tiles + blocks - 1, T.max(T.int64(1), blocks)))  # equal blocks are equal tasks
             with T.parallel(blocks * panels) as index:
                 p = settle(T.truncmod(index, T.int64(panels)))

@@ -10,7 +10,10 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import Dim
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 DTYPE_BYTES = {"float32": 4, "bool": 1}
@@ -41,7 +44,7 @@ def register_tile(registers: int, rows: Iterable[int], columns: Iterable[int]) -
     return max(fitting, key=lambda tile: tile[0] * tile[1] / (tile[0] + tile[1]))
 
 
-def kept_free(registers: int) -> int:
+def tile_registers(registers: int) -> int:
     """The registers a tile may use inside a larger kernel: with all of them LLVM spills in the inner loop."""
     return registers * 3 // 4
 
@@ -62,6 +65,22 @@ def load(buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
 
 def store(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:
     T.buffer_store(buffer, value, list(index) if lanes == 1 else [*index[:-1], T.Ramp(index[-1], 1, lanes)])
+
+
+class Dims:
+    """The sizes of one function: a number stays one, a name becomes the same variable wherever it stands."""
+
+    def __init__(self) -> None:
+        self._variables: dict[str, Expr] = {}
+
+    def __call__(self, value: Dim) -> Expr:
+        if isinstance(value, int):
+            return T.int64(value)
+        return self._variables.setdefault(value, tirx.Var(value, "int64"))
+
+
+def ceil_div(value: Expr, size: int) -> Expr:
+    return T.truncdiv(value + (size - 1), T.int64(size))
 
 
 def argument(name: str, shape: Sequence[Expr], dtype: str) -> Expr:
