@@ -21,7 +21,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse
-from mhsa_compile.kernels.base import AttentionOp, Dim, LinearOp, MaskInput, Op, Placement
+from mhsa_compile.kernels.base import AttentionOp, Band, Dim, LinearOp, MaskInput, Op, Placement
 
 
 @dataclass
@@ -120,7 +120,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             head_dim=attrs["head_dim"],
             v_head_dim=v_head_dim,
             scale=attrs.get("scale", attrs["head_dim"] ** -0.5),
-            causal=_text(attrs["causal"]) or None,
+            band=Band(None, 0, _text(attrs["causal"])) if attrs["causal"] else None,
             mask=None if mask is None else MaskInput(str(mask.ty.dtype), tuple(map(self._dim, _dims(mask)))),  # type: ignore[arg-type]
             query=places["q"],
             key=places["k"],

@@ -18,7 +18,7 @@ from mhsa_compile.artifact import OpReport
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import Emitted, Kernel, LinearOp, Op
+from mhsa_compile.kernels.base import Band, Emitted, Kernel, LinearOp, Op
 from mhsa_compile.profile import TargetProfile
 
 MAIN, BIND = "main", "bind_weights"
@@ -78,7 +78,15 @@ def _describe(op: Op) -> str:
     if isinstance(op, LinearOp):
         return f"{op.in_features} -> {' + '.join(map(str, op.widths))}"
     grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
-    return f"{op.num_heads}{grouped} heads of {op.head_dim}" + (f", {op.causal} causal" if op.causal else "")
+    return f"{op.num_heads}{grouped} heads of {op.head_dim}" + _described_band(op.band)
+
+
+def _described_band(band: Band | None) -> str:
+    if band is None:
+        return ""
+    if band.left is None and band.right == 0:
+        return f", {band.alignment} causal"
+    return f", window {band.left}, {band.right}, {band.alignment}"
 
 
 def _lower_rest(module: Any) -> Any:
@@ -102,8 +110,8 @@ def _rewrite_main(
     main = rest[MAIN]
     packed = {
         name: [
-            relax.Var(f"{name}_packed_{i}", relax.TensorType(shape, "float32"))
-            for i, shape in enumerate(c.emitted.packed_shapes)
+            relax.Var(f"{name}_packed_{i}", relax.TensorType(shape, dtype))
+            for i, (shape, dtype) in enumerate(c.emitted.packed)
         ]
         for name, c in choices.items()
         if c.emitted.pack is not None
@@ -118,6 +126,7 @@ def _rewrite_main(
             inputs = list(call.args[1].fields)
             if name in packed:  # the first input is the activations, the others the weights
                 inputs = [inputs[0], *packed[name]]
+            inputs += [relax.const(array) for array in choices[name].emitted.constants]
             return relax.call_tir(run[name], [self.visit_expr(value) for value in inputs], call.ty_args[0])
 
     body = Rewrite(rest).visit_expr(main.body)

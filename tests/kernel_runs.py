@@ -47,8 +47,13 @@ def attention(op: AttentionOp, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask
     scores = q @ k.swapaxes(-1, -2) * op.scale
     L, S = scores.shape[-2:]
     visible = np.ones_like(scores, dtype=bool)
-    if op.causal is not None:
-        visible &= np.tri(L, S, S - L if op.causal == "bottom_right" else 0, dtype=bool)
+    if op.band is not None:
+        place = np.arange(L)[:, None] + (S - L if op.band.alignment == "bottom_right" else 0)
+        distance = place - np.arange(S)
+        visible &= True if op.band.left is None else distance <= op.band.left
+        visible &= True if op.band.right is None else -distance <= op.band.right
+    if op.static_mask is not None:
+        visible &= op.static_mask.visible
     if mask is not None and mask.dtype == bool:
         visible &= mask
     elif mask is not None:

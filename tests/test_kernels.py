@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_runs import attention, call, compiled, heads, vector_machine
 
-from mhsa_compile.kernels.base import AttentionOp, LinearOp, MaskInput, Placement
+from mhsa_compile.kernels.base import AttentionOp, Band, LinearOp, MaskInput, Placement
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
 from mhsa_compile.kernels.cpu.linear import LinearKernel
 
@@ -27,7 +27,7 @@ def self_attention(H=3, E=20, F=12, **fields) -> AttentionOp:
     width = H * (2 * E + F)
     return AttentionOp(
         batch="B", q_length="L", kv_length="L", num_heads=H, num_kv_heads=H, head_dim=E, v_head_dim=F,
-        scale=E**-0.5, causal=None, mask=None,
+        scale=E**-0.5, band=None, mask=None,
         query=Placement(0, "rows", width), key=Placement(0, "rows", width, H * E),
         value=Placement(0, "rows", width, 2 * H * E), output=Placement(0, "rows", H * F),
     )  # fmt: skip
@@ -37,7 +37,7 @@ def split_attention(H=4, G=2, E=16, F=24, layout="rows", **fields) -> AttentionO
     """Q, K and V in three buffers."""
     op = AttentionOp(
         batch="B", q_length="L", kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
-        scale=0.3, causal=None, mask=None, query=Placement(0, layout, H * E), key=Placement(1, layout, G * E),
+        scale=0.3, band=None, mask=None, query=Placement(0, layout, H * E), key=Placement(1, layout, G * E),
         value=Placement(2, layout, G * F), output=Placement(0, layout, H * F),
     )  # fmt: skip
     return replace(op, **fields)
@@ -62,7 +62,7 @@ def test_self_attention_reads_its_heads_in_one_buffer(profile, length):
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("layout", ["rows", "heads"])
 def test_causal_attention_in_both_layouts(profile, layout, causal):
-    op, kernel = split_attention(layout=layout, causal=causal), AttentionKernel()
+    op, kernel = split_attention(layout=layout, band=Band(None, 0, causal)), AttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
     rng = np.random.default_rng(0)
     for B, L, S in [(2, 37, 131), (1, 131, 37), (1, 1, 1)]:
@@ -98,7 +98,7 @@ def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
 
 def test_nan_in_a_visible_place_comes_through():
     profile = vector_machine(512, 32)
-    op, kernel = split_attention(H=1, G=1, F=16, causal="top_left"), AttentionKernel()
+    op, kernel = split_attention(H=1, G=1, F=16, band=Band(None, 0, "top_left")), AttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
     q, k, v = (np.ones((1, 40, 16), np.float32) for _ in range(3))
     v[0, 20, 3] = np.nan
@@ -123,7 +123,7 @@ def test_linears_side_by_side(profile, widths):
     given = [np.ascontiguousarray(w.T) if flip else w for w, flip in zip(weights, transposed, strict=True)]
     import tvm
 
-    packed = [tvm.runtime.tensor(np.full(shape, np.nan, np.float32)) for shape in emitted.packed_shapes]
+    packed = [tvm.runtime.tensor(np.full(shape, np.nan, dtype)) for shape, dtype in emitted.packed]
     given += [b for b, has in zip(biases, biased, strict=True) if has]
     library["pack"](*map(tvm.runtime.tensor, given), *packed)
     for B, L in [(1, 1), (3, 7), (1, 197)]:

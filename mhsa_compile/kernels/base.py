@@ -7,12 +7,16 @@ over a target's facts and a config; asking it anything is pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from mhsa_compile.profile import TargetProfile
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
+DType = Literal["float32", "bfloat16", "float16"]
 Config = Mapping[str, int]
 PrimFunc = Any  # tvm.tirx.PrimFunc; TVM has no type stubs
 
@@ -22,6 +26,8 @@ class LinearOp:
     """y = x W^T + b for one or more W side by side: x (B, L, K) -> y (B, L, sum of the widths).
 
     `widths` are the out-features of each W; `transposed[i]` says that weight i is stored (K, N), not PyTorch's (N, K).
+    x, the weights, the biases and y are of `dtype`; sums are float32. `int8_weights` asks for weights that are rounded
+    to eight bits, with a scale for each out-feature, when they are packed.
     """
 
     rows: tuple[Dim, ...]
@@ -29,6 +35,8 @@ class LinearOp:
     widths: tuple[int, ...]
     biased: tuple[bool, ...]
     transposed: tuple[bool, ...]
+    dtype: DType = "float32"
+    int8_weights: bool = False
 
     @property
     def out_features(self) -> int:
@@ -53,13 +61,34 @@ class Placement:
 class MaskInput:
     """A mask the call brings: (mB, mH, mL, mS), each axis 1 or full; True takes part, floats are added."""
 
-    dtype: Literal["bool", "float32"]
+    dtype: Literal["bool", "float32", "bfloat16", "float16"]
     dims: tuple[Dim, Dim, Dim, Dim]
 
 
 @dataclass(frozen=True)
+class Band:
+    """The keys a query sees by its place: query i stands at p = i, or i + S - L where it is "bottom_right", and sees
+    the keys p - left to p + right. None is unbounded; causality is right = 0."""
+
+    left: int | None
+    right: int | None
+    alignment: Literal["top_left", "bottom_right"] = "top_left"
+
+
+@dataclass(frozen=True, eq=False)
+class StaticMask:
+    """A mask known when the attention is compiled: bool (1 or H, L, S), True takes part."""
+
+    visible: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
 class AttentionOp:
-    """Y = softmax(scale Q K^T + mask) V, ONNX Attention-25: B, L, S are dims; H, G, E, F fixed."""
+    """Y = softmax(scale Q K^T + mask) V, ONNX Attention-25: B, L, S are dims; H, G, E, F fixed.
+
+    Q, K, V and Y are of `dtype`; scores, statistics and sums are float32. What a query sees is what `band`,
+    `static_mask` and `mask` all let it see. A static mask needs fixed lengths.
+    """
 
     batch: Dim
     q_length: Dim
@@ -69,12 +98,14 @@ class AttentionOp:
     head_dim: int
     v_head_dim: int
     scale: float
-    causal: Literal["top_left", "bottom_right"] | None
+    band: Band | None
     mask: MaskInput | None
     query: Placement
     key: Placement
     value: Placement
     output: Placement
+    dtype: DType = "float32"
+    static_mask: StaticMask | None = None
 
     def semantics(self, name: str) -> dict[str, Any]:
         """What this attention means, resolved: nothing is left to a default that another library sets otherwise."""
@@ -86,12 +117,20 @@ class AttentionOp:
             "head_dim": self.head_dim,
             "v_head_dim": self.v_head_dim,
             "scale": self.scale,
-            "causal": self.causal,
+            "dtype": self.dtype,
+            "causal": self.band.alignment if self.band is not None and self.band.right == 0 else None,
+            "band": None if self.band is None else asdict(self.band),
+            "static_mask": None if self.static_mask is None else _described(self.static_mask),
             "mask": None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
             "bool_mask": "True takes part",
             "fully_masked_row": "zeros",
             "softmax": "float32",
         }
+
+
+def _described(mask: StaticMask) -> str:
+    visible = mask.visible
+    return f"bool {list(visible.shape)}, {visible.mean():.1%} visible, sha256 {sha256(visible.tobytes()).hexdigest()}"
 
 
 Op = LinearOp | AttentionOp
@@ -101,13 +140,14 @@ Op = LinearOp | AttentionOp
 class Emitted:
     """The code of one operation: `run`, and for operations with weights the `pack` that prepares them at load.
 
-    `run` takes the inputs, then the packed weights, then the output. `pack` takes the weights (and biases), then the
-    outputs of `packed_shapes`.
+    `run` takes the inputs, then the packed weights, then the `constants`, then the output. `pack` takes the weights
+    (and biases), then its outputs, of `packed`: the shape and dtype of each.
     """
 
     run: PrimFunc
     pack: PrimFunc | None = None
-    packed_shapes: tuple[tuple[int, ...], ...] = ()
+    packed: tuple[tuple[tuple[int, ...], str], ...] = ()
+    constants: tuple[np.ndarray[Any, Any], ...] = ()
 
 
 class Kernel(Protocol):

@@ -27,6 +27,12 @@ class AttentionKernel:
             return "not an attention"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
+        if (
+            op.dtype != "float32"
+            or op.static_mask is not None
+            or (op.band and (op.band.left, op.band.right) != (None, 0))
+        ):
+            return "float32 and causality only"
         return None
 
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
@@ -70,7 +76,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
                 b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
                 turn = settle(T.truncmod(index, tiles))
                 # Short and long causal rows in turn: equal shares of the tasks are then equal work.
-                tile_index = turn if op.causal is None else _in_turn(turn, tiles)
+                tile_index = turn if op.band is None else _in_turn(turn, tiles)
                 g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
                 first_query = settle(tile_index * queries)
                 operands = {

@@ -64,7 +64,9 @@ class AttentionTile:
         self.query_columns = vectors.chunks(self.queries, lanes)
         self.value_columns = vectors.chunks(op.v_head_dim, lanes)
         # Query i sees keys 0 .. i + diagonal.
-        self.diagonal = {None: None, "top_left": T.int64(0), "bottom_right": kv_length - q_length}[op.causal]
+        self.diagonal = None
+        if op.band is not None:
+            self.diagonal = T.int64(0) if op.band.alignment == "top_left" else kv_length - q_length
 
         self.q_t = T.alloc_buffer((op.head_dim, self.queries), "float32")
         self.scores = T.alloc_buffer((self.keys, self.queries), "float32")  # S^T, then P^T in the same place

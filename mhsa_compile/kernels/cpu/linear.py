@@ -40,6 +40,8 @@ class LinearKernel:
             return "not a linear projection"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
+        if op.dtype != "float32" or op.int8_weights:
+            return "float32 only"
         return None
 
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
@@ -71,8 +73,8 @@ class LinearKernel:
         assert isinstance(op, LinearOp)
         panel = config["columns"] * profile.vector_lanes("float32")
         panels = -(-op.out_features // panel)
-        shapes = ((panels, op.in_features, panel), (panels, panel))
-        return Emitted(_linear(op, profile, config), _pack(op, panel, panels), shapes)
+        packed = (((panels, op.in_features, panel), "float32"), ((panels, panel), "float32"))
+        return Emitted(_linear(op, profile, config), _pack(op, panel, panels), packed)
 
 
 def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
