@@ -68,6 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     weights: tuple[TensorInfo, ...]
+    int8_weights: bool = False  # whether linears round them to eight bits when they are bound
     semantics: tuple[dict[str, Any], ...]  # of each attention, as resolved
     spec: dict[str, Any] | None  # an AttentionSpec's fields, where one was compiled
     target: dict[str, Any]  # a TargetProfile's fields

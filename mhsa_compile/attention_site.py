@@ -6,12 +6,15 @@ Whatever it asks for that no kernel here can do is refused with its reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.onnx_graph import Graph, attributes
-from mhsa_compile.spec import SPEC_KEY
+from mhsa_compile.spec import DTYPES, SPEC_KEY
 
 ATTENTION, DOMAIN = "MhsaAttention", "mhsa"
 
@@ -43,9 +46,11 @@ class AttentionSite:
             self._operand(self.inputs[2], "kv_num_heads"),
         ]
         self._refuse_heads_that_do_not_match()
-        self.causal = self._causality()
+        self.band = self._band()
         self.output, self.output_layout = self._find_output()
-        self.mask, self.key_mask = self._find_mask()
+        constant, other = self._split_mask(self.inputs[3])
+        self.static_mask = self._static_mask(constant)
+        self.mask, self.key_mask = self._find_mask(self.inputs[3] if self.static_mask is None else other)
 
     @property
     def _is_ours(self) -> bool:
@@ -59,15 +64,20 @@ class AttentionSite:
         said = self.attributes
         if self.inputs[4] or self.inputs[5] or any(self.node.output[1:]):
             raise self._refuse("one output and no cache", "past or present keys, or the scores as an output")
-        for name, absent in (("softcap", 0.0), ("left_window_size", -1), ("right_window_size", -1)):
-            if said.get(name, absent) != absent:
-                raise self._refuse(f"no {name}", f"{name}={said[name]}")
-        if said.get("softmax_precision", 1) != 1:
+        if said.get("softcap", 0.0) != 0.0:
+            raise self._refuse("no softcap", f"softcap={said['softcap']}")
+        for name in ("left_window_size", "right_window_size"):
+            if said.get(name, -1) < -1:
+                raise self._refuse(f"{name} of -1 or more", str(said[name]))
+        dtypes = [self.graph.dtype(name) for name in self.inputs[:3]]
+        if dtypes[0] not in DTYPES or len(set(dtypes)) > 1:
+            got = ", ".join(f"{name} of {dtype or 'unknown dtype'}" for name, dtype in zip("QKV", dtypes, strict=True))
+            raise self._refuse(f"Q, K and V all of {', or all of '.join(DTYPES)}", got)
+        self.dtype = str(dtypes[0])
+        # Kernels compute it in float32. Where less was asked for, that is what the operator allows, and more exact.
+        precisions = {onnx.TensorProto.FLOAT, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype))}
+        if said.get("softmax_precision", onnx.TensorProto.FLOAT) not in precisions:
             raise self._refuse("softmax in float32", f"softmax_precision={said['softmax_precision']}")
-        for name in self.inputs[:3]:
-            dtype = self.graph.dtype(name)
-            if dtype != "float32":
-                raise self._refuse("float32 inputs", f"{name} of {dtype or 'unknown dtype'}")
 
     def _refuse_heads_that_do_not_match(self) -> None:
         q, k, v = self.operands
@@ -78,8 +88,15 @@ class AttentionSite:
             raise self._refuse("queries and keys of one head size", f"{q.head_dim} and {k.head_dim}")
 
     @property
+    def _query_length(self) -> int | str | None:
+        return self._length(self.inputs[0])
+
+    @property
     def _key_length(self) -> int | str | None:
-        shape = self.graph.shape(self.inputs[1]) or ()
+        return self._length(self.inputs[1])
+
+    def _length(self, name: str) -> int | str | None:
+        shape = self.graph.shape(name) or ()
         return shape[1 if len(shape) == 3 else 2] if shape else None
 
     def _operand(self, name: str, heads_attribute: str) -> Operand:
@@ -133,14 +150,14 @@ class AttentionSite:
         before, after = (self.graph.shape(name) or () for name in (reshape.input[0], reshape.output[0]))
         return None not in before[:2] and before[:2] == after[:2] != ()
 
-    def _causality(self) -> str:
-        """ "", "top_left" or "bottom_right"; nonpad_kv_seqlen is understood where it says that all keys are valid."""
+    def _band(self) -> tuple[int, int, str]:
+        """(left, right, alignment) of windows and causality; nonpad_kv_seqlen may say that all keys are valid."""
         lengths = self.inputs[6]
         if lengths and not self._is_key_length(lengths):
             raise self._refuse("nonpad_kv_seqlen equal to the key length", f"{lengths!r}, computed otherwise")
-        if not self.attributes.get("is_causal", 0):
-            return ""
-        return "bottom_right" if lengths else "top_left"
+        left, right = (self.attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
+        causal = self.attributes.get("is_causal", 0)
+        return left, 0 if causal else right, "bottom_right" if lengths else "top_left"
 
     def _is_key_length(self, name: str) -> bool:
         """Whether `name` is S for every batch entry: Expand(Shape(K)[its length axis])."""
@@ -158,17 +175,52 @@ class AttentionSite:
             self.absorbed += [expand, *(node for node in shapes if node is not None)]
         return found
 
-    def _find_mask(self) -> tuple[str, bool]:
+    def _split_mask(self, name: str) -> tuple[str, str]:
+        """(constant part, the other part) of a constant, of And(other, constant) or of Where(constant, other, -inf)."""
+        if self.graph.constant(name) is not None:
+            return name, ""
+        both, where = self.graph.producer(name, "And"), self.graph.producer(name, "Where")
+        if both is not None:
+            for constant, other in (both.input, reversed(both.input)):
+                if self.graph.constant(constant) is not None:
+                    return constant, other
+        if where is not None and self.graph.constant(where.input[0]) is not None:
+            hidden = self.graph.constant(where.input[2])
+            if hidden is not None and (hidden == -np.inf).all():
+                return where.input[0], where.input[1]
+        return "", name
+
+    def _static_mask(self, name: str) -> np.ndarray[Any, Any] | None:
+        """A constant that only hides or shows, as bool (1 or H, L, S); None for any other."""
+        mask = self.graph.constant(name) if name else None
+        L, S = self._query_length, self._key_length
+        if mask is None or mask.ndim > 4 or not isinstance(L, int) or not isinstance(S, int):
+            return None
+        if mask.dtype != np.bool_:
+            shows = mask == 0
+            if not (shows | (mask == -np.inf)).all():
+                return None
+            mask = shows
+        if mask.ndim == 4 and len(mask) > 1:
+            return None
+        visible: np.ndarray[Any, Any] = mask.reshape((1,) * max(0, 3 - mask.ndim) + mask.shape[-3:])
+        if self.graph.opset >= 24:  # a short mask hides the rest; before, only one of length 1 may be short
+            visible = np.pad(visible, [(0, 0), (0, 0), (0, max(0, S - visible.shape[-1]))])
+        full = (self.operands[0].heads, L, S)
+        if any(size not in (1, whole) for size, whole in zip(visible.shape, full, strict=True)):
+            raise self._refuse(f"an attn_mask that broadcasts to {(1, *full)}", str(mask.shape))
+        return np.broadcast_to(visible, (len(visible), L, S))
+
+    def _find_mask(self, name: str) -> tuple[str, bool]:
         """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
-        name = self.inputs[3]
         shape = self.graph.shape(name) if name else ()
         if name and (shape is None or not 1 <= len(shape) <= 4):
             raise self._refuse("attn_mask of known rank 1 to 4", str(shape))
         pads = self.graph.opset >= 24 and not self._is_ours
         if name and shape and pads and shape[-1] != self._key_length:
             raise self._refuse("an attn_mask as long as the keys (opset 24 pads a shorter one)", str(shape))
-        if name and self.graph.dtype(name) not in ("bool", "float32"):
-            raise self._refuse("a bool or float32 attn_mask", str(self.graph.dtype(name)))
+        if name and self.graph.dtype(name) not in ("bool", self.dtype):
+            raise self._refuse(f"a bool or {self.dtype} attn_mask", str(self.graph.dtype(name)))
         if shape is not None and len(shape) == 4 and shape[1:3] == (1, 1):
             base = name
             while (unsqueeze := self.graph.producer(base, "Unsqueeze")) is not None:
@@ -201,10 +253,13 @@ class AttentionSite:
             num_kv_heads=v.heads,
             head_dim=q.head_dim,
             v_head_dim=v.head_dim,
-            causal=self.causal,
+            left=self.band[0],
+            right=self.band[1],
+            alignment=self.band[2],
             masked=int(bool(self.mask)),
             key_mask=int(self.key_mask),
             output_layout=self.output_layout,
             **({"scale": said["scale"]} if "scale" in said else {}),
+            **({} if self.static_mask is None else {"static_mask": numpy_helper.from_array(self.static_mask)}),
             **placements,
         )

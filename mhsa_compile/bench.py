@@ -1,42 +1,37 @@
-"""What is fast: every candidate in one process, interleaved, warm, on equal threads, with the FMA peak beside them.
+"""What is fast: every candidate in one process, interleaved, warm, on equal threads, with the machine's limits beside them.
 
-Candidates take turns in bursts. A thread pool's workers spin for a while after a call (TVM's, OpenMP's and ONNX
-Runtime's, up to a millisecond), at the cost of whoever comes next; so each turn begins with calls that do not count,
-until the others' workers sleep and its own are awake, and a burst of calls follows, whose median is one sample. The
-order is reversed from round to round, so that no candidate always follows the same one. The calling thread keeps one
-CPU, and the workers of every pool the others.
+How they are timed is in `timing`, whether they were right in `accuracy`, what the machine can do in `limits`.
 Notation: B batch, L query length, S key length.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import cycle
-from statistics import median, quantiles
-from time import perf_counter
+from statistics import median
+from typing import TYPE_CHECKING
 
 from mhsa_compile import host, installation, peers
 from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import InputError
-from mhsa_compile.peers import Array, Arrays, Call, Peer
+from mhsa_compile.peers.base import Opened, Peer, Problem
+from mhsa_compile.peers.compiled import Compiled
 from mhsa_compile.profile import detect
-from mhsa_compile.spec import AttentionSpec
-from mhsa_compile.verify import max_error, random_inputs
+from mhsa_compile.timing import Call, interleave, spread, tasks, workers_apart
+from mhsa_compile.verify import random_inputs
 
-SETTLE = 0.005
-"""Seconds of calls that open a turn and do not count: every pool here was seen to spin for less than 1 ms."""
-BURST = 0.02
-"""Seconds of calls that make one sample."""
-LEAST_ROUNDS = 5
+if TYPE_CHECKING:
+    from mhsa_compile.accuracy import Truth
+    from mhsa_compile.workloads import Workload
+
 INPUT_SETS = 4
 """Calls go through so many sets of inputs, so that none finds its own in the cache."""
+BEYOND_CACHE = 2
+"""What calls go through must be so many times the last-level cache before bytes are said to come from memory."""
 DISTURBED = 0.1
-"""A spread of the FMA peak above this: it knows no luck of its own, so something else was running."""
+"""A spread of the multiply-adds above this: they know no luck of their own, so something else was running."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +42,10 @@ class Row:
     spread          interquartile range over the rounds, as a share of the median
     ratio           this candidate's time by ours in the same round, median over the rounds: above 1, we are faster
     gflops          useful FLOPs a second; None for a foreign .onnx, whose FLOPs nobody counted
-    share_of_peak   of the FMA peak
-    max_difference  largest difference of an output to ours; infinite where one side alone is not finite
+    share_of_peak   `gflops` as a share of the multiply-adds measured at the workload's dtype
+    share_of_limit  the floor as a share of this candidate's time: of whichever limit binds, operations or bytes
+    error_share     largest error against float64 as a share of the budget: above 1 is wrong
+    form            which of a peer's several forms was its fastest
     """
 
     name: str
@@ -57,19 +54,52 @@ class Row:
     ratio: float | None = None
     gflops: float | None = None
     share_of_peak: float | None = None
-    max_difference: float | None = None
+    share_of_limit: float | None = None
+    error_share: float | None = None
+    form: str = ""
     missing: str | None = None
 
 
 @dataclass(frozen=True)
+class Floor:
+    """The least time that a call can take on this machine.
+
+    limit            "compute" or "memory": which of the two is the larger
+    compute_us       useful FLOPs at the measured rate of multiply-adds
+    memory_us        bytes at the measured rate of reading; None where they stay in the cache from call to call
+    flops, bytes     of one call; bytes are inputs, weights and outputs, each once
+    """
+
+    limit: str
+    compute_us: float
+    memory_us: float | None
+    flops: int
+    bytes: int
+
+    @property
+    def us(self) -> float:
+        return max(self.compute_us, self.memory_us or 0.0)
+
+
+@dataclass(frozen=True)
 class Report:
-    """What `bench` found; the first row is this project."""
+    """What `bench` found; the first row is this project.
+
+    peak_gflops      multiply-adds measured at the workload's dtype; `peak_spread` as for a row
+    bandwidth_gbs    10^9 bytes a second, read from memory
+    floor            None for a foreign .onnx
+    budget           the largest error allowed
+    """
 
     dims: dict[str, int]
+    dtype: str
     threads: int
     rounds: int
     peak_gflops: float
     peak_spread: float
+    bandwidth_gbs: float
+    floor: Floor | None
+    budget: float
     rows: tuple[Row, ...]
 
     @property
@@ -77,14 +107,31 @@ class Report:
         """Whether something else took CPU time meanwhile; the figures then mean little."""
         return self.peak_spread > DISTURBED
 
+    @property
+    def ours(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def ok(self) -> bool:
+        """Whether our own outputs were within the budget."""
+        return self.ours.error_share is not None and self.ours.error_share <= 1
+
+    @property
+    def best_peer(self) -> Row | None:
+        """The fastest of the others that ran."""
+        ran = [row for row in self.rows[1:] if row.ratio is not None]
+        return min(ran, key=lambda row: row.ratio or 0.0, default=None)
+
 
 @dataclass(frozen=True)
 class _Candidate:
-    """`calls` are one for each set of inputs, `results` what they returned; or `missing` says why there are none."""
+    """One that runs, or `missing` says why it does not. `sole_workers` are threads whose caller only waits."""
 
     name: str
     calls: Sequence[Call] = ()
-    results: Sequence[Sequence[Array]] = ()
+    form: str = ""
+    error_share: float | None = None
+    sole_workers: frozenset[int] = frozenset()
     missing: str | None = None
 
 
@@ -100,158 +147,128 @@ def bench(
 
     against   names of `peers.PEERS`; one that cannot run is a row that says why
     dims      sizes of the symbolic dims; those that the artifact fixes may be left out
-    threads   for every candidate and for the peak; by default the CPUs this process may use
+    threads   for every candidate and for the limits; by default the CPUs this process may use
     seconds   for each candidate, beside the warm-up; at least five rounds are made
 
     Raises InputError, InstallationError and, for our own side, what `load` raises.
     """
     chosen = peers.find(against)
     installation.check_tvm_pair()
-    from mhsa_compile.peak import fma_peak  # imports TVM
+    from mhsa_compile import accuracy, limits  # PyTorch, TVM
 
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     threads = host.allowed_cpus() if threads is None else threads
     inputs = [random_inputs(opened.manifest, dims, seed) for seed in range(INPUT_SETS)]
-    sizes, flops = _work(opened, dims, inputs[0])
+    problem = Problem(opened, inputs)
+    sizes = _sizes(problem, dims)
+    expected = accuracy.truth(opened, inputs[0], problem.weights)
+    dtype = opened.manifest.inputs[0].dtype
     with ExitStack() as stack:
-        ours = _open(stack, peers.Compiled(), opened, threads, inputs)
-        others = [_attempt(stack, peer, opened, threads, inputs) for peer in chosen]
-        peak = stack.enter_context(fma_peak(detect(), threads))
+        ours = _open(stack, Compiled(), problem, threads, expected)
+        others = [_attempt(stack, peer, problem, threads, expected) for peer in chosen]
         running = [ours, *(other for other in others if other.missing is None)]
-        peak.run()
-        stack.enter_context(_workers_apart())
-        *times, peak_times = interleave([*(candidate.calls for candidate in running), [peak.run]], seconds)
-    peak_gflops = peak.flops / median(peak_times) / 1e9
+        peak = stack.enter_context(limits.multiply_adds(detect(), threads, dtype))
+        reading = stack.enter_context(limits.reading(detect(), threads))
+        for probe in (peak, reading):
+            probe.run()
+        stack.enter_context(workers_apart(frozenset().union(*(candidate.sole_workers for candidate in running))))
+        turns = [*(candidate.calls for candidate in running), [peak.run], [reading.run]]
+        *times, peak_times, reading_times = interleave(turns, seconds)
+    peak_gflops, bandwidth = peak.amount / median(peak_times) / 1e9, reading.amount / median(reading_times) / 1e9
+    floor = _floor(problem, peak_gflops, bandwidth, limits.last_level_cache())
     rows = {
-        candidate.name: _row(candidate, ours, samples, times[0], flops, peak_gflops)
+        candidate.name: _row(candidate, samples, times[0], floor, peak_gflops)
         for candidate, samples in zip(running, times, strict=True)
     }
     complete = tuple(rows.get(c.name) or Row(c.name, missing=c.missing) for c in (ours, *others))
-    return Report(sizes, threads, len(peak_times), peak_gflops, _spread(peak_times), complete)
+    return Report(
+        dims=sizes,
+        dtype=dtype,
+        threads=threads,
+        rounds=len(peak_times),
+        peak_gflops=peak_gflops,
+        peak_spread=spread(peak_times),
+        bandwidth_gbs=bandwidth,
+        floor=floor,
+        budget=expected.budget,
+        rows=complete,
+    )
 
 
-def interleave(
-    candidates: Sequence[Sequence[Call]], seconds: float, clock: Callable[[], float] = perf_counter
-) -> list[list[float]]:
-    """Seconds a call, as [candidate][round]; a candidate is a list of calls, taken in turn.
+def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
+    """Its block or core, compiled for this machine at its sizes, or for any; weights are random."""
+    from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
+    from mhsa_compile.pipeline import compile
 
-    Rounds go on for `seconds` per candidate; the first is a warm-up and is left out.
-    """
-    endless = [cycle(calls) for calls in candidates]
-    samples: list[list[float]] = [[] for _ in candidates]
-    order = list(range(len(candidates)))
-    with _no_garbage_collection():
-        for index in order:
-            _burst(endless[index], clock)
-        end = clock() + seconds * len(candidates)
-        while len(samples[0]) < LEAST_ROUNDS or clock() < end:
-            for index in order:
-                samples[index].append(_burst(endless[index], clock))
-            order.reverse()
-    return samples
+    module = MultiHeadAttention if workload.kind == "block" else ScaledDotProductAttention
+    return compile(module(workload.spec).eval(), dims=None if symbolic else workload.dims)
 
 
-def _burst(calls: Iterator[Call], clock: Callable[[], float]) -> float:
-    """One turn: the median seconds of the calls after it has settled."""
-    settled = clock() + SETTLE
-    next(calls)()
-    while clock() < settled:
-        next(calls)()
-    times: list[float] = []
-    end = clock() + BURST
-    while not times or clock() < end:
-        call = next(calls)
-        start = clock()
+def _open(stack: ExitStack, peer: Peer, problem: Problem, threads: int, expected: Truth) -> _Candidate:
+    before = tasks()
+    opened: Opened = stack.enter_context(peer.open(problem, threads))
+    error_share = expected.share(opened.arrays(opened.calls[0]()))
+    for call in opened.calls[1:]:
         call()
-        times.append(clock() - start)
-    return median(times)
+    sole = frozenset() if opened.caller_works else frozenset(tasks() - before)
+    return _Candidate(peer.name, opened.calls, opened.form, error_share, sole)
 
 
-@contextmanager
-def _workers_apart() -> Iterator[None]:
-    """Keeps this thread on one CPU and every pool's workers on the others.
-
-    Some kernels of virtual machines pack threads that wake up often onto one CPU to save another; a pool whose worker
-    lands behind its caller then waits out whole time slices, up to a thousand times longer than the call takes.
-    """
-    cpus = os.sched_getaffinity(0)
-    own, workers = threading.get_native_id(), {int(task) for task in os.listdir("/proc/self/task")}
-    before = {task: os.sched_getaffinity(task) for task in workers}
-    if len(cpus) > 1:
-        for task in workers:
-            os.sched_setaffinity(task, {min(cpus)} if task == own else cpus - {min(cpus)})
-    try:
-        yield
-    finally:
-        for task in before.keys() & {int(task) for task in os.listdir("/proc/self/task")}:
-            os.sched_setaffinity(task, before[task])
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _open(stack: ExitStack, peer: Peer, artifact: Artifact, threads: int, inputs: Sequence[Arrays]) -> _Candidate:
-    bind = stack.enter_context(peer.open(artifact, threads))
-    calls = [bind(arrays) for arrays in inputs]
-    return _Candidate(peer.name, calls, [peer.arrays(call()) for call in calls])
-
-
-def _attempt(stack: ExitStack, peer: Peer, artifact: Artifact, threads: int, inputs: Sequence[Arrays]) -> _Candidate:
+def _attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int, expected: Truth) -> _Candidate:
     """A peer, or why it is missing: whatever it raises, since what others refuse is not ours to foresee."""
     try:
-        return _open(stack, peer, artifact, threads, inputs)
+        return _open(stack, peer, problem, threads, expected)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return _Candidate(peer.name, missing=lines[0])
+        return _Candidate(peer.name, missing=lines[0][:300])
 
 
-def _work(artifact: Artifact, dims: Mapping[str, int], inputs: Arrays) -> tuple[dict[str, int], int | None]:
-    """(sizes by symbol, useful FLOPs), from the inputs themselves. Raises InputError where `dims` say otherwise."""
-    if artifact.manifest.spec is None:
-        return dict(dims), None
-    spec = AttentionSpec.from_dict(artifact.manifest.spec)
-    query = inputs["q"] if "q" in inputs else inputs["x"]
-    source = inputs["k"] if "k" in inputs else inputs.get("context", query)
-    sizes = {"B": query.shape[0], "L": query.shape[-2], "S": source.shape[-2]}
-    for symbol, size in sizes.items():
+def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes by symbol, from the inputs themselves. Raises InputError where `dims` say otherwise."""
+    if problem.artifact.manifest.spec is None:
+        return dict(dims)
+    source_is_query = not problem.is_core and not problem.spec.is_cross
+    for symbol, size in problem.sizes.items():
         if (stated := dims.get(symbol, size)) != size:
-            why = "S is L in self-attention" if symbol == "S" and source is query else "the artifact fixes it"
+            why = "S is L in self-attention" if symbol == "S" and source_is_query else "the artifact fixes it"
             raise InputError("dims", f"{symbol} = {size}: {why}", f"{symbol} = {stated}")
-    projections = 0 if "q" in inputs else spec.projection_flops(**sizes)
-    return sizes, projections + spec.attention_flops(**sizes)
+    return problem.sizes
+
+
+def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: int) -> Floor | None:
+    """From the spec; what every call goes through is all the sets of inputs and outputs, and the weights."""
+    if problem.artifact.manifest.spec is None:
+        return None
+    spec, sizes = problem.spec, problem.sizes
+    flops = (0 if problem.is_core else spec.projection_flops(**sizes)) + spec.attention_flops(**sizes)
+    columns = spec.num_heads * spec.v_head_dim if problem.is_core else spec.embed_dim
+    outputs = sizes["B"] * sizes["L"] * columns * problem.dtype.itemsize
+    moving = outputs + sum(array.nbytes for array in problem.inputs[0].values())
+    weights = sum(array.nbytes for array in problem.weights.values())
+    from_memory = len(problem.inputs) * moving + weights > BEYOND_CACHE * cache
+    compute_us = flops / peak_gflops / 1e3
+    memory_us = (moving + weights) / bandwidth_gbs / 1e3 if from_memory else None
+    limit = "memory" if memory_us is not None and memory_us > compute_us else "compute"
+    return Floor(limit, compute_us, memory_us, flops, moving + weights)
 
 
 def _row(
     candidate: _Candidate,
-    ours: _Candidate,
     samples: Sequence[float],
     our_samples: Sequence[float],
-    flops: int | None,
+    floor: Floor | None,
     peak_gflops: float,
 ) -> Row:
     middle = median(samples)
-    gflops = None if flops is None else flops / middle / 1e9
-    pairs = zip(ours.results, candidate.results, strict=True)
+    gflops = None if floor is None else floor.flops / middle / 1e9
     return Row(
         candidate.name,
         median_us=middle * 1e6,
-        spread=_spread(samples),
+        spread=spread(samples),
         ratio=median(theirs / our for theirs, our in zip(samples, our_samples, strict=True)),
         gflops=gflops,
         share_of_peak=None if gflops is None else gflops / peak_gflops,
-        max_difference=max(max_error(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)),
+        share_of_limit=None if floor is None else floor.us / middle / 1e6,
+        error_share=candidate.error_share,
+        form=candidate.form,
     )
-
-
-def _spread(samples: Sequence[float]) -> float:
-    """The interquartile range as a share of the median."""
-    lower, _, upper = quantiles(samples, n=4, method="inclusive")
-    return (upper - lower) / median(samples)

@@ -18,6 +18,7 @@ from onnx import numpy_helper
 from mhsa_compile.attention_site import DOMAIN, AttentionSite
 from mhsa_compile.errors import ModelError
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
+from mhsa_compile.spec import DTYPES
 
 LINEAR = "MhsaLinear"
 
@@ -88,7 +89,7 @@ def _find_linears(graph: Graph) -> dict[str, Linear]:
 
 
 def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
-    """MatMul(x, W) or MatMul(x, Transpose(W)) of a constant float32 W, with the constant bias if one is added."""
+    """MatMul(x, W) or MatMul(x, Transpose(W)) of a constant W, with the constant bias if one is added."""
     x, name = node.input
     transposed = True
     transpose = graph.producer(name, "Transpose")
@@ -96,7 +97,13 @@ def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
         name, transposed = transpose.input[0], False
     weight = graph.shape(name) if name in graph.initializers else None
     rank = len(graph.shape(x) or ())
-    if weight is None or len(weight) != 2 or rank < 2 or {graph.dtype(name), graph.dtype(x)} != {"float32"}:
+    if (
+        weight is None
+        or len(weight) != 2
+        or rank < 2
+        or graph.dtype(x) not in DTYPES
+        or graph.dtype(name) != graph.dtype(x)
+    ):
         return None
     width = int(weight[1 if transposed else 0] or 0)
     linear = Linear(x, name, None, transposed, width, node.output[0], [node])

@@ -12,6 +12,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import onnx
 import tvm
 from onnx import numpy_helper
@@ -21,7 +22,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse
-from mhsa_compile.kernels.base import AttentionOp, Band, Dim, LinearOp, MaskInput, Op, Placement
+from mhsa_compile.kernels.base import AttentionOp, Band, Dim, LinearOp, MaskInput, Op, Placement, StaticMask
 
 
 @dataclass
@@ -34,25 +35,31 @@ class Imported:
     masks: dict[str, tuple[Dim, ...]] = field(default_factory=dict)  # input -> the (B, H, L, S) it broadcasts to
 
 
-def import_onnx(model: onnx.ModelProto) -> Imported:
-    """Raises ModelError: no attention, an operator nobody here can convert, shapes that contradict each other."""
+def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Imported:
+    """`int8_weights`: linears round their weights to eight bits when they are packed, and activations in each call.
+
+    Raises ModelError: no attention, an operator nobody here can convert, shapes that contradict each other.
+    """
     fused = fuse(model)
-    importer = _Importer()
+    importer = _Importer(int8_weights)
     opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
     with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
         module = importer.from_onnx(fused.graph, opset)
     result = importer.result
     result.module = module
+    if int8_weights and not any(isinstance(op, LinearOp) for op in result.ops.values()):
+        raise ModelError("weights", 'a model with a linear for "int8"', "one without")
     return result
 
 
 class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     """TVM's importer, with two operators of ours and the weights as parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, int8_weights: bool) -> None:
         super().__init__(None, None, keep_params_in_input=True)
         self.result = Imported(module=None)
         self._fresh = itertools.count()
+        self._int8_weights = int8_weights
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         used = {name for node in graph.node for name in node.input}
@@ -60,11 +67,11 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             if tensor.name not in used:
                 continue
             array = numpy_helper.to_array(tensor)
-            if array.dtype.kind == "f" and array.ndim:
+            if (array.dtype.kind == "f" or str(array.dtype) == "bfloat16") and array.ndim:
                 parameter = f"weight_{len(self.result.weights)}"
                 variable = self._new_var(parameter, shape=array.shape, dtype=str(array.dtype))
                 self._nodes[tensor.name] = variable
-                self._params[parameter] = (variable, tvm.runtime.tensor(array[:0]))  # the value is not needed here
+                self._params[parameter] = (variable, tvm.runtime.tensor(np.empty(0)))  # the value is not needed here
                 self.result.weights[parameter] = tensor.name
             else:
                 self._nodes[tensor.name] = relax.const(array)
@@ -95,6 +102,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             widths=tuple(attrs["widths"]),
             biased=tuple(map(bool, attrs["biased"])),
             transposed=tuple(map(bool, attrs["transposed"])),
+            dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
+            int8_weights=self._int8_weights,
         )
         return self._call(op, inputs, [*rows[:-1], op.out_features])
 
@@ -120,12 +129,14 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             head_dim=attrs["head_dim"],
             v_head_dim=v_head_dim,
             scale=attrs.get("scale", attrs["head_dim"] ** -0.5),
-            band=Band(None, 0, _text(attrs["causal"])) if attrs["causal"] else None,
+            band=_band(attrs),
             mask=None if mask is None else MaskInput(str(mask.ty.dtype), tuple(map(self._dim, _dims(mask)))),  # type: ignore[arg-type]
             query=places["q"],
             key=places["k"],
             value=places["v"],
             output=Placement(0, layout, heads * v_head_dim),
+            dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
+            static_mask=StaticMask(numpy_helper.to_array(attrs["static_mask"])) if "static_mask" in attrs else None,
         )
         shape = [q[0], q_length, heads * v_head_dim] if layout == "rows" else [q[0], heads, q_length, v_head_dim]
         return self._call(op, inputs, shape)
@@ -163,13 +174,20 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         name = f"op_{len(self.result.ops)}"
         self.result.ops[name] = op
         inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
-        return self.bb.emit(relax.op.call_dps_packed(name, inputs, relax.TensorType(shape, "float32")))
+        return self.bb.emit(relax.op.call_dps_packed(name, inputs, relax.TensorType(shape, op.dtype)))
+
+
+def _band(attrs: dict[str, Any]) -> Band | None:
+    left, right = (None if attrs[side] < 0 else attrs[side] for side in ("left", "right"))
+    return None if left is right is None else Band(left, right, _text(attrs["alignment"]))
 
 
 def _check_mask(dims: list[Any], full: list[Any]) -> None:
-    for dim, whole in zip(dims, full, strict=True):
-        if str(dim) not in ("1", str(whole)):
-            raise ModelError("attn_mask", f"axes of 1 or of {full}", str(dims), "Name its dims after the others'.")
+    sizes, wanted = (
+        [int(d) if isinstance(d, int | tvm.tirx.IntImm) else str(d) for d in shape] for shape in (dims, full)
+    )
+    if any(size not in (1, whole) for size, whole in zip(sizes, wanted, strict=True)):
+        raise ModelError("attn_mask", f"axes of 1 or of {wanted}", str(sizes), "Name its dims after the others'.")
 
 
 def _dims(value: Any) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Masks as NumPy arrays. True takes part, always. They AND together: `causal(L, S, "top_left") & padding[:, None]`."""
+"""Masks as NumPy arrays, and as patterns that a spec can hold. True takes part, always.
+
+Arrays AND together: `causal(L, S, "top_left") & padding[:, None]`. A pattern becomes one by its `array(L, S)`.
+Notation: B batch, L query length, S key length.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mhsa_compile.errors import InputError
+from mhsa_compile.patterns import (
+    BigBird,
+    BlockDiagonal,
+    Documents,
+    Longformer,
+    Pattern,
+    Strided,
+    parse_pattern,
+    pattern,
+)
 from mhsa_compile.spec import ALIGNMENTS
+
+__all__ = [
+    "BigBird",
+    "BlockDiagonal",
+    "Documents",
+    "Longformer",
+    "Pattern",
+    "Strided",
+    "causal",
+    "key_padding",
+    "parse_pattern",
+    "pattern",
+    "window",
+]
 
 BoolArray = NDArray[np.bool_]
 
@@ -19,10 +47,24 @@ def causal(L: int, S: int, alignment: str) -> BoolArray:
     With "bottom_right" and L > S the first L - S queries see nothing, and their attention is zero.
     Raises InputError for another alignment.
     """
+    return window(L, S, -1, 0, alignment)
+
+
+def window(L: int, S: int, left: int, right: int, alignment: str = "top_left") -> BoolArray:
+    """(L, S): the query at place p sees the keys p - left to p + right; -1 is unbounded.
+
+    Query i stands at p = i ("top_left") or at p = i + S - L ("bottom_right"). Raises InputError.
+    """
     if alignment not in ALIGNMENTS:
         raise InputError("alignment", '"top_left" or "bottom_right"', repr(alignment))
+    for name, size in (("left", left), ("right", right)):
+        if size < -1:
+            raise InputError(name, "a number of keys, or -1 for unbounded", str(size))
     offset = S - L if alignment == "bottom_right" else 0
-    return np.tri(L, S, offset, dtype=np.bool_)
+    visible = np.tri(L, S, S if right < 0 else offset + right, dtype=np.bool_)
+    if left >= 0:
+        visible &= ~np.tri(L, S, offset - left - 1, dtype=np.bool_)
+    return visible
 
 
 def key_padding(lengths: Sequence[int] | NDArray[np.integer], S: int) -> BoolArray:

@@ -10,56 +10,13 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mhsa_compile.core import attention, attention_node, to_numpy
 from mhsa_compile.errors import InputError, ModelError
-from mhsa_compile.spec import AttentionSpec
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, bias: Tensor | None, scale: float, softcap: float = 0.0
-) -> Tensor:
-    """softmax(cap(q k^T * scale) + bias) v over the visible keys.
-
-    q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> (B, H, L, F)
-    visible     bool, broadcastable to (B, H, L, S), or None: all are
-    bias        of q's dtype, broadcastable to (B, H, L, S), or None; -inf masks
-    softcap     cap(s) = softcap * tanh(s / softcap), where it is not 0
-
-    The textbook form ("Attention Is All You Need", eq. 1; https://arxiv.org/abs/1706.03762), as PyTorch's eager one.
-    """
-    group = q.shape[1] // k.shape[1]
-    if group > 1:  # query head h reads key/value head h // group
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q * scale) @ k.transpose(-1, -2)
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias
-        seen = bias != -torch.inf
-        visible = seen if visible is None else visible & seen
-    if visible is None:
-        return scores.softmax(dim=-1) @ v
-    blind = ~visible.any(dim=-1, keepdim=True)
-    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)  # 0: a softmax of -inf alone is NaN
-    return _weighted_sum(scores.softmax(dim=-1).masked_fill(~visible, 0.0), v, visible)
-
-
-def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """weights v over the visible pairs only: 0 * NaN is NaN, so keys with a non-finite value are added one by one."""
-    broken = ~v.isfinite().all(dim=-1).flatten(0, 1).all(dim=0)  # (S,)
-    if not broken.any():
-        return weights @ v
-    visible = visible.expand_as(weights)
-    result = weights @ v.masked_fill(broken[:, None], 0.0)
-    for key in broken.nonzero().flatten().tolist():
-        term = weights[..., key, None] * v[..., key, None, :]
-        result = result + torch.where(visible[..., key, None], term, 0.0)
-    return result
+from mhsa_compile.spec import DTYPES, AttentionSpec
 
 
 class MultiHeadAttention(nn.Module):
@@ -72,10 +29,16 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.q_proj = nn.Linear(spec.embed_dim, spec.num_heads * spec.head_dim, bias=spec.bias)
-        self.k_proj = nn.Linear(spec.source_dim, spec.num_kv_heads * spec.head_dim, bias=spec.bias)
-        self.v_proj = nn.Linear(spec.source_dim, spec.num_kv_heads * spec.v_head_dim, bias=spec.bias)
-        self.out_proj = nn.Linear(spec.num_heads * spec.v_head_dim, spec.embed_dim, bias=spec.bias)
+        dtype = getattr(torch, spec.dtype)
+        query, key, value = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.v_head_dim,
+        )
+        self.q_proj = nn.Linear(spec.embed_dim, query, bias=spec.bias, dtype=dtype)
+        self.k_proj = nn.Linear(spec.source_dim, key, bias=spec.bias, dtype=dtype)
+        self.v_proj = nn.Linear(spec.source_dim, value, bias=spec.bias, dtype=dtype)
+        self.out_proj = nn.Linear(spec.num_heads * spec.v_head_dim, spec.embed_dim, bias=spec.bias, dtype=dtype)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """`context` goes with cross-attention, `mask` with `spec.mask`. Raises InputError."""
@@ -83,12 +46,12 @@ class MultiHeadAttention(nn.Module):
         source = _source(spec, x, context)
         q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
         if torch.onnx.is_in_onnx_export():
-            y = _attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross)
+            y = attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross)
         else:
             q = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
             k = k.unflatten(-1, (spec.num_kv_heads, spec.head_dim)).transpose(1, 2)
             v = v.unflatten(-1, (spec.num_kv_heads, spec.v_head_dim)).transpose(1, 2)
-            y = _attention(spec, q, k, v, mask).transpose(1, 2).flatten(2)
+            y = attention(spec, q, k, v, mask).transpose(1, 2).flatten(2)
         return self.out_proj(y)  # type: ignore[no-any-return]
 
 
@@ -114,8 +77,8 @@ class ScaledDotProductAttention(nn.Module):
             if value.ndim != 4 or (value.shape[1], value.shape[3]) != (heads, width):
                 raise InputError(name, f"shape (B, {heads}, length, {width})", str(tuple(value.shape)))
         if torch.onnx.is_in_onnx_export():
-            return _attention_node(spec, q, k, v, mask, free_lengths=True)
-        return _attention(spec, q, k, v, mask)
+            return attention_node(spec, q, k, v, mask, free_lengths=True)
+        return attention(spec, q, k, v, mask)
 
 
 def from_torch(
@@ -141,6 +104,7 @@ def from_torch(
         num_heads=layer.num_heads,
         kv_embed_dim=layer.kdim if cross else None,
         bias=layer.in_proj_bias is not None,
+        dtype=_dtype_of(layer.out_proj.weight),
         causal=causal,
         mask=mask,
     )
@@ -174,6 +138,7 @@ def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHea
         num_heads=core.num_attention_heads,
         head_dim=core.attention_head_size,
         kv_embed_dim=core.key.in_features if cross else None,
+        dtype=_dtype_of(core.query.weight),
         causal="top_left" if getattr(core, "is_causal", False) else None,
         mask=mask,
     )
@@ -182,8 +147,15 @@ def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHea
     return _loaded(spec, state)
 
 
+def _dtype_of(weight: Tensor) -> str:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError("layer", f"weights of {', '.join(DTYPES)}", dtype, "Call layer.float() first.")
+    return dtype
+
+
 def _loaded(spec: AttentionSpec, state: dict[str, Tensor]) -> MultiHeadAttention:
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in state.values()}
+    dtypes = {_dtype_of(value) for value in state.values()}
     if dtypes != {spec.dtype}:
         raise ModelError("layer", f"{spec.dtype} weights", ", ".join(sorted(dtypes)), "Call layer.float() first.")
     module = MultiHeadAttention(spec)
@@ -193,63 +165,17 @@ def _loaded(spec: AttentionSpec, state: dict[str, Tensor]) -> MultiHeadAttention
 
 def weights(module: nn.Module) -> dict[str, np.ndarray]:
     """The parameters by their PyTorch names, in PyTorch's layouts."""
-    return {name: parameter.detach().cpu().numpy() for name, parameter in module.named_parameters()}
+    return {name: to_numpy(parameter) for name, parameter in module.named_parameters()}
 
 
-def is_offset_causal(module: nn.Module) -> bool:
-    """Whether the causal offset S - L must be stated, which takes opset 24: "bottom_right" where L and S may differ."""
+def opset(module: nn.Module) -> int:
+    """The first opset that has the words for what `module` does."""
     if not isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
-        return False
+        return 23
+    if module.spec.window is not None:
+        return 25
     free_lengths = module.spec.is_cross or isinstance(module, ScaledDotProductAttention)
-    return free_lengths and module.spec.causal == "bottom_right"
-
-
-def _attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The eager core: masks and causality resolved, then `attend`."""
-    B, H, L, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-    mask = _checked_mask(spec, mask)
-    if mask is not None:
-        _check_broadcast(spec, mask, (B, H, L, S))
-    visible = None if spec.mask == "additive" else mask
-    bias = mask if spec.mask == "additive" else None
-    if spec.causal is not None:
-        offset = S - L if spec.causal == "bottom_right" else 0
-        band = torch.ones(L, S, dtype=torch.bool, device=q.device).tril(offset)
-        visible = band if visible is None else visible & band
-    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-    return attend(q, k, v, visible, bias, scale)
-
-
-def _attention_node(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, free_lengths: bool
-) -> Tensor:
-    """The ONNX operator in an exported graph: the 3-D form (heads side by side) or the 4-D one, by the rank of q."""
-    attributes: dict[str, Any] = {}
-    if q.ndim == 3:
-        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
-    if spec.causal is not None:
-        attributes["is_causal"] = 1
-    if spec.scale is not None:
-        attributes["scale"] = spec.scale
-    inputs = [q, k, v, _checked_mask(spec, mask)]
-    version = 23
-    if free_lengths and spec.causal == "bottom_right":
-        # The operator's causal offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
-        inputs += [None, None, _key_lengths(k)]
-        version = 24
-    shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
-    return torch.onnx.ops.symbolic("Attention", inputs, attributes, dtype=q.dtype, shape=shape, version=version)
-
-
-def _key_lengths(k: Tensor) -> Tensor:
-    """S for every batch entry, int64 (B,): as three ONNX operators, since the exporter's own form of it takes nine."""
-
-    def dim(axis: int) -> Tensor:
-        bounds: dict[str, Any] = {"start": axis, "end": axis + 1}
-        return torch.onnx.ops.symbolic("Shape", (k,), bounds, dtype=torch.int64, shape=(1,), version=23)
-
-    shape = (k.shape[0],)
-    return torch.onnx.ops.symbolic("Expand", (dim(k.ndim - 2), dim(0)), dtype=torch.int64, shape=shape, version=23)
+    return 24 if free_lengths and module.spec.causal == "bottom_right" else 23
 
 
 def _source(spec: AttentionSpec, x: Tensor, context: Tensor | None) -> Tensor:
@@ -265,31 +191,3 @@ def _source(spec: AttentionSpec, x: Tensor, context: Tensor | None) -> Tensor:
     if context.ndim != 3 or context.shape[-1] != spec.kv_embed_dim:
         raise InputError("context", f"shape (B, S, {spec.kv_embed_dim})", str(tuple(context.shape)))
     return context
-
-
-def _checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
-    """The mask, broadcastable to (B, H, L, S), after the checks that need no sizes."""
-    if spec.mask is None:
-        if mask is not None:
-            raise InputError("mask", "None", "a tensor", 'Set mask="bool", "additive" or "key_padding" in the spec.')
-        return None
-    if mask is None:
-        raise InputError("mask", f'a tensor: the spec has mask="{spec.mask}"', "None")
-    if spec.mask == "additive" and not mask.is_floating_point():
-        raise InputError("mask", "floating point: it is additive", str(mask.dtype), 'Or set mask="bool" in the spec.')
-    if spec.mask != "additive" and mask.dtype != torch.bool:
-        raise InputError("mask", "bool, True takes part", str(mask.dtype))
-    if spec.mask != "key_padding":
-        return mask
-    if mask.ndim != 2:
-        raise InputError("mask", "shape (B, S): it is key_padding", str(tuple(mask.shape)))
-    return mask.unsqueeze(1).unsqueeze(1)  # as an index it would export as a dozen operators
-
-
-def _check_broadcast(spec: AttentionSpec, mask: Tensor, full: tuple[int, int, int, int]) -> None:
-    exact = spec.mask == "key_padding" and mask.shape != (full[0], 1, 1, full[3])
-    pairs = zip(reversed(mask.shape), reversed(full), strict=False)
-    if exact or mask.ndim > 4 or any(size not in (1, whole) for size, whole in pairs):
-        wanted = f"(B, S) = {(full[0], full[3])}" if spec.mask == "key_padding" else f"broadcastable to {full}"
-        shape = (mask.shape[0], mask.shape[3]) if spec.mask == "key_padding" else tuple(mask.shape)
-        raise InputError("mask", wanted, str(shape))

@@ -13,7 +13,7 @@ import msgspec
 
 from mhsa_compile import __version__, installation
 from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
-from mhsa_compile.errors import MhsaError, OutputError
+from mhsa_compile.errors import InputError, MhsaError, OutputError
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.sources import Source, read_source
 
@@ -30,6 +30,7 @@ def compile(
     *,
     dims: Mapping[str, int] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
+    weights: str | None = None,
     progress: Callable[[str], None] | None = None,
     dump: str | Path | None = None,
 ) -> Artifact:
@@ -39,12 +40,16 @@ def compile(
     target          a name that `mhsa targets` lists, the path of a .toml profile, "native", or a TargetProfile
     dims            sizes to fix, by symbol ("B", "L", "S"); the others stay symbolic
     example_inputs  for an nn.Module that is not one of ours
+    weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
+                    with activations of eight bits, a scale for each row; the artifact stores the weights as they are
     progress        is told the name of each stage as it begins
     dump            a folder for what passes between the stages
 
     The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
     InstallationError and BuildError.
     """
+    if weights not in (None, "int8"):
+        raise InputError("weights", 'None or "int8"', repr(weights))
     installation.check_tvm_pair()
     tell = progress or (lambda stage: None)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
@@ -54,7 +59,7 @@ def compile(
     tell("import")
     from mhsa_compile import build, importer, onnx_weights, schedule  # TVM takes a second to load
 
-    imported = importer.import_onnx(read.model)
+    imported = importer.import_onnx(read.model, int8_weights=weights == "int8")
     tell("schedule")
     scheduled = schedule.schedule(imported, profile)
     if dump is not None:
@@ -86,7 +91,7 @@ def _temporary_folder() -> Iterator[tempfile.TemporaryDirectory[str]]:
 
 
 def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
-    from mhsa_compile.kernels.base import AttentionOp
+    from mhsa_compile.kernels.base import AttentionOp, LinearOp
     from mhsa_compile.onnx_weights import signature, weight_infos
 
     inputs, outputs = signature(read.model, imported)
@@ -97,6 +102,7 @@ def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfil
         inputs=inputs,
         outputs=outputs,
         weights=weight_infos(read.model, scheduled.weights),
+        int8_weights=any(isinstance(op, LinearOp) and op.int8_weights for op in imported.ops.values()),
         semantics=tuple(semantics),
         spec=read.spec,
         target=msgspec.to_builtins(profile),

@@ -27,6 +27,11 @@ _X86_LEVELS = (  # (LLVM's name, what it needs, vector bits, vector registers), 
     ("x86-64-v2", _V2, 128, 16),
     ("x86-64", frozenset[str](), 128, 16),
 )
+# Dot products that kernels ask for, on top of a level: as /proc/cpuinfo and as LLVM names them.
+_X86_DOTS = {
+    "x86-64-v4": {"avx512_bf16": "+avx512bf16", "avx512_vnni": "+avx512vnni"},
+    "x86-64-v3": {"avx_vnni": "+avxvnni"},
+}
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -110,21 +115,23 @@ def load_profile(name_or_path: str | Path) -> TargetProfile:
 
 
 def detect(root: Path = host.ROOT) -> TargetProfile:
-    """The profile of this machine: code for the highest common level it has, so the artifact runs on its equals too."""
-    architecture = host.architecture()
-    mcpu, features, vector_bits, vector_registers = _level(architecture, host.cpu_features(root))
+    """The profile of this machine: code for the highest common level it has, so the artifact runs on its equals too,
+    and for the dot products that it has beyond that."""
+    architecture, present = host.architecture(), host.cpu_features(root)
+    mcpu, features, vector_bits, vector_registers = _level(architecture, present)
+    dots = {feature: flag for feature, flag in _X86_DOTS.get(mcpu, {}).items() if feature in present}
     glibc = ".2.17" if architecture in ("x86_64", "aarch64") else ""  # the oldest that both ship; others began later
     return TargetProfile(
         name=NATIVE,
         family="cpu",
-        tvm=TvmTarget(kind="llvm", mtriple=f"{architecture}-linux-gnu", mcpu=mcpu),
+        tvm=TvmTarget(kind="llvm", mtriple=f"{architecture}-linux-gnu", mcpu=mcpu, mattr=tuple(dots.values())),
         hardware=Hardware(
             cores=host.allowed_cpus(root),
             vector_bits=vector_bits,
             vector_registers=vector_registers,
             l1d_kib=host.cache_kib(1, root) or 32,
             l2_kib=host.cache_kib(2, root) or 256,
-            features=tuple(sorted(features)),
+            features=tuple(sorted(features | dots.keys())),
         ),
         link=Link(triple=f"{architecture}-linux-gnu{glibc}"),
     )

@@ -1,13 +1,14 @@
 """Two evaluations of an ONNX graph that the compiled one is held against.
 
 `oracle` is the reference evaluator of the `onnx` package in float64, its Attention replaced by one that selects masked
-positions away; `eager` is the same graph at its own dtype with PyTorch's arithmetic.
+positions away; `eager` is the same graph at its own dtype with PyTorch's arithmetic. Both take a block of queries at a
+time, and of the keys those between the first and the last that the block sees: no L x S array is ever made.
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ import torch
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from torch import Tensor
 
-from mhsa_compile.model import attend
+from mhsa_compile.core import attend, to_numpy, to_torch
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
+_QUERIES = 256  # that are evaluated together
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
@@ -35,9 +38,13 @@ def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
     return [np.asarray(output) for output in evaluator.run(None, wide)]
 
 
-def eager(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
-    """The graph's outputs at its own dtype, matrix products and attention by PyTorch: the yardstick of the budget."""
-    evaluator = ReferenceEvaluator(model, new_ops=[_attention_operator(_attend_in_torch), _MatMul, _Gemm])
+def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False) -> list[Array]:
+    """The graph's outputs at its own dtype, matrix products and attention by PyTorch: the yardstick of the budget.
+
+    `int8_weights`: products with a weight round it and the activations to eight bits first, see `_product_in_int8`.
+    """
+    operators = [_attention_operator(_attend_in_torch), _Int8MatMul if int8_weights else _MatMul, _Gemm]
+    evaluator = ReferenceEvaluator(model, new_ops=operators)
     return [np.asarray(output) for output in evaluator.run(None, dict(inputs))]
 
 
@@ -83,18 +90,22 @@ def _attention_operator(attend: Callable[..., Array]) -> type:
             if past_key is not None and past_value is not None:
                 offset = past_key.shape[2]
                 k, v = np.concatenate((past_key, k), axis=2), np.concatenate((past_value, v), axis=2)
-            visible, bias = _band(q.shape[2], k.shape[2], offset, attributes), None
-            if lengths is not None:
-                visible = visible & (np.arange(k.shape[2]) < lengths.reshape(-1, 1, 1, 1))
             if mask is not None:
+                mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
                 mask = _padded(mask, k.shape[2]) if self.run_params["opsets"][""] >= 24 else mask
-                visible, bias = (visible & mask, None) if mask.dtype == np.bool_ else (visible, mask)
             scale = attributes.get("scale") or q.shape[3] ** -0.5
             softcap = attributes.get("softcap") or 0.0
-            y = attend(q, k, v, visible, bias, scale, softcap)
+            parts = []
+            for rows in _blocks(q.shape[2]):
+                visible, bias = _seen(rows, k.shape[2], offset, lengths, mask, attributes)
+                keys = _between_first_and_last(visible)
+                visible, bias = visible[..., keys], None if bias is None else _take(bias, 3, keys)
+                parts.append(attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], visible, bias, scale, softcap))
+            y = np.concatenate(parts, axis=2)
             y = y.swapaxes(1, 2).reshape(*q.shape[0:3:2], -1) if merged else y
             if len(self.onnx_node.output) < 4:
                 return y, k, v
+            visible, bias = _seen(slice(0, q.shape[2]), k.shape[2], offset, lengths, mask, attributes)
             stages = _stages(q, k, visible, bias, scale, softcap)
             return y, k, v, stages[attributes["qk_matmul_output_mode"]]
 
@@ -105,11 +116,44 @@ def _split_heads(array: Array, heads: int) -> Array:
     return array.reshape(*array.shape[:2], heads, -1).swapaxes(1, 2)
 
 
-def _band(L: int, S: int, offset: int | Array, attributes: Mapping[str, Any]) -> Array:
-    """Causality and windows, (1 or B, 1, L, S): query i stands at i + offset among the keys."""
-    distance = np.arange(L)[:, np.newaxis] + offset - np.arange(S)
+def _blocks(L: int) -> Iterator[slice]:
+    for first in range(0, max(L, 1), _QUERIES):  # none at all is a block, too: its shape is the result's
+        yield slice(first, min(first + _QUERIES, L))
+
+
+def _seen(
+    rows: slice,
+    S: int,
+    offset: int | Array,
+    lengths: Array | None,
+    mask: Array | None,
+    attributes: Mapping[str, Any],
+) -> tuple[Array, Array | None]:
+    """What these queries see, bool (1 or B, 1 or H, rows, S), and what is added to their scores."""
+    visible = _band(rows, S, offset, attributes)
+    if lengths is not None:
+        visible = visible & (np.arange(S) < lengths.reshape(-1, 1, 1, 1))
+    if mask is None:
+        return visible, None
+    mask = _take(mask, 2, rows)
+    return (visible & mask, None) if mask.dtype == np.bool_ else (visible, mask)
+
+
+def _take(array: Array, axis: int, part: slice) -> Array:
+    """A part of an axis, or all of it where it broadcasts."""
+    return array if array.shape[axis] == 1 else array[(slice(None),) * axis + (part,)]
+
+
+def _between_first_and_last(visible: Array) -> slice:
+    seen = np.flatnonzero(visible.any(axis=(0, 1, 2)))
+    return slice(seen[0], seen[-1] + 1) if seen.size else slice(0, 1)
+
+
+def _band(rows: slice, S: int, offset: int | Array, attributes: Mapping[str, Any]) -> Array:
+    """Causality and windows, (1 or B, 1, rows, S): query i stands at i + offset among the keys."""
+    distance = np.arange(rows.start, rows.stop)[:, np.newaxis] + offset - np.arange(S)
     left, right = (attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
-    visible = np.ones((1, 1, L, S), dtype=np.bool_)
+    visible = np.ones((1, 1, *distance.shape[-2:]), dtype=np.bool_)
     if attributes.get("is_causal"):
         visible = visible & (distance >= 0)
     if left is not None and left >= 0:
@@ -161,21 +205,40 @@ def _attend_exactly(
 def _attend_in_torch(
     q: Array, k: Array, v: Array, visible: Array, bias: Array | None, scale: float, softcap: float
 ) -> Array:
-    tensors = (None if array is None else torch.tensor(array) for array in (q, k, v, visible, bias))
-    return attend(*tensors, scale=scale, softcap=softcap).numpy()  # type: ignore[arg-type, misc]
+    added = None if bias is None else to_torch(bias)
+    return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), to_torch(visible), added, scale, softcap))
 
 
 class _MatMul(OpRun):  # type: ignore[misc]
     def _run(self, a: Array, b: Array) -> tuple[Array]:
-        return ((torch.tensor(a) @ torch.tensor(b)).numpy(),)
+        return (to_numpy(to_torch(a) @ to_torch(b)),)
+
+
+class _Int8MatMul(OpRun):  # type: ignore[misc]
+    def _run(self, a: Array, b: Array) -> tuple[Array]:
+        x, w = to_torch(a), to_torch(b)
+        return (to_numpy(_product_in_int8(x, w) if w.ndim == 2 else x @ w),)
+
+
+def _product_in_int8(x: Tensor, w: Tensor) -> Tensor:
+    """x (..., K) times w (K, N), each in steps of its largest value / 127: of a row of x, and of a column of w."""
+    x_steps, w_steps = _steps(x.float(), -1), _steps(w.float(), 0)
+    product = torch.round(x.float() / x_steps) @ torch.round(w.float() / w_steps)
+    return (product * x_steps * w_steps).to(x.dtype)
+
+
+def _steps(values: Tensor, dim: int) -> Tensor:
+    steps = values.abs().amax(dim, keepdim=True) / 127
+    return torch.where(steps > 0, steps, 1.0)
 
 
 class _Gemm(OpRun):  # type: ignore[misc]
     def _run(self, a: Array, b: Array, c: Array | None = None, **attributes: Any) -> tuple[Array]:
-        left = torch.tensor(a.T if attributes["transA"] else a)
-        right = torch.tensor(b.T if attributes["transB"] else b)
+        left = to_torch(a.T if attributes["transA"] else a)
+        right = to_torch(b.T if attributes["transB"] else b)
         product = attributes["alpha"] * (left @ right)
-        return ((product if c is None else product + attributes["beta"] * torch.tensor(c)).numpy(),)
+        return (to_numpy(product if c is None else product + attributes["beta"] * to_torch(c)),)
 
 
-_MatMul.__name__, _Gemm.__name__ = "MatMul", "Gemm"  # the evaluator goes by these names
+_MatMul.__name__ = _Int8MatMul.__name__ = "MatMul"  # the evaluator goes by these names
+_Gemm.__name__ = "Gemm"

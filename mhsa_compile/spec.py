@@ -9,20 +9,20 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mhsa_compile.errors import SpecError
+from mhsa_compile.patterns import Pattern, pattern
 
-DTYPES = ("float32",)
-"""The dtypes that compile today."""
-PLANNED_DTYPES = ("bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 ALIGNMENTS = ("top_left", "bottom_right")
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
 """Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
+_ROWS = 512  # of a constant mask that are looked at together
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +35,13 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_dim, v_head_dim    E (default D / H) and F (default E)
     kv_embed_dim            width of `context` in cross-attention; None is self-attention, where S = L
     bias                    whether the four projections add a bias
+    dtype                   of activations and weights: float32, bfloat16 or float16; sums are float32 in each
     causal                  None; "top_left": query i sees key j iff j <= i; "bottom_right": iff j <= i + S - L.
                             True is accepted in self-attention, where L = S and both mean the same
+    window                  None, or (left, right): query i sees the keys p - left to p + right, where p = i, or
+                            p = i + S - L if causal is "bottom_right"; -1 is unbounded. With `causal` both hold
+    static_mask             None, or a pattern of `masks`, such as Longformer(window=256): a constant mask. Its lengths
+                            must be fixed when it is compiled
     mask                    what a call takes as `mask=`: None; "bool" (True takes part) or "additive" (added to the
                             scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes part
     scale                   factor of the scores; None is 1 / sqrt(E)
@@ -53,6 +58,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = True
     dtype: str = "float32"
     causal: str | None = None
+    window: tuple[int, int] | None = None
+    static_mask: Pattern | None = None
     mask: str | None = None
     scale: float | None = None
 
@@ -70,6 +77,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             bias: bool = True,
             dtype: str = "float32",
             causal: str | bool | None = None,
+            window: Sequence[int] | None = None,
+            static_mask: Pattern | Mapping[str, Any] | None = None,
             mask: str | None = None,
             scale: float | None = None,
         ) -> None: ...
@@ -87,8 +96,19 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         self._resolve_heads()
         resolved = resolve_causal(self.causal, same_length=not self.is_cross)
         msgspec.structs.force_setattr(self, "causal", resolved)
+        msgspec.structs.force_setattr(self, "window", _checked_window(self.window))
+        self._resolve_static_mask()
         if self.scale is not None:
             msgspec.structs.force_setattr(self, "scale", _checked_scale(self.scale))
+
+    def _resolve_static_mask(self) -> None:
+        if self.static_mask is None:
+            return
+        if isinstance(self.static_mask, Mapping):
+            msgspec.structs.force_setattr(self, "static_mask", pattern(self.static_mask))
+        if not isinstance(self.static_mask, Pattern):
+            hint = "An array of your own goes into an ONNX model, as the constant attn_mask of its Attention."
+            raise SpecError("static_mask", "a pattern of mhsa_compile.masks", type(self.static_mask).__name__, hint)
 
     def _resolve_heads(self) -> None:
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -132,17 +152,36 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         key_and_value = S * self.source_dim * self.num_kv_heads * (self.head_dim + self.v_head_dim)
         return 2 * B * (query_and_out + key_and_value)
 
+    @property
+    def band(self) -> tuple[int, int, str] | None:
+        """(left, right, alignment) of `window` and `causal` together, -1 unbounded; None where neither is set."""
+        left, right = self.window or (-1, -1)
+        if self.causal is not None:
+            right = 0  # no window ends before the query itself
+        return None if left == right == -1 else (left, right, self.causal or "top_left")
+
     def _visible_pairs(self, L: int, S: int) -> int:
-        shorter = min(L, S)
-        if self.causal == "top_left":  # rows see 1, 2, ..., S, S, ... keys
-            return shorter * (shorter + 1) // 2 + (L - shorter) * S
-        if self.causal == "bottom_right":  # from the last row upwards: S, S - 1, ... keys, then none
-            return shorter * S - shorter * (shorter - 1) // 2
-        return L * S
+        """Pairs that a band and a constant mask leave, counted without an L x S array."""
+        import numpy as np  # what only reads a spec does not load it
+
+        first, last = np.zeros(L, np.int64), np.full(L, S, np.int64)  # of the keys that each query sees
+        if self.band is not None:
+            left, right, alignment = self.band
+            place = np.arange(L) + (S - L if alignment == "bottom_right" else 0)
+            first = first if left < 0 else np.clip(place - left, 0, S)
+            last = last if right < 0 else np.clip(place + right + 1, 0, S)
+        if self.static_mask is None:
+            return int(np.maximum(last - first, 0).sum())
+        keys, pairs = np.arange(S), 0
+        for begin in range(0, L, _ROWS):
+            rows = slice(begin, min(begin + _ROWS, L))
+            inside = (first[rows, np.newaxis] <= keys) & (keys < last[rows, np.newaxis])
+            pairs += int((self.static_mask.rows(rows.start, rows.stop, L, S) & inside).sum())
+        return pairs
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that are set, resolved; None is left out. `from_dict` gives an equal spec."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        """The fields that are set, resolved, as plain values; None is left out. `from_dict` gives an equal spec."""
+        return {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], origin: str = "spec") -> AttentionSpec:
@@ -174,8 +213,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return cls.from_dict(fields)
 
     def to_toml(self) -> str:
-        """TOML text: a spec is flat, and its scalars are written alike in JSON and TOML."""
-        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in self.to_dict().items())
+        """TOML text, a line for each field; a pattern is an inline table."""
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in self.to_dict().items())
 
     @classmethod
     def from_toml(cls, text: str) -> AttentionSpec:
@@ -221,10 +260,27 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _check_dtype(dtype: object) -> None:
-    if dtype in DTYPES:
-        return
-    hint = "It is planned; compile in float32 for now." if dtype in PLANNED_DTYPES else ""
-    raise SpecError("dtype", " or ".join(f'"{name}"' for name in DTYPES), repr(dtype), hint)
+    if dtype not in DTYPES:
+        near = difflib.get_close_matches(str(dtype), DTYPES, n=1)
+        hint = f'Did you mean "{near[0]}"?' if near else ""
+        raise SpecError("dtype", " or ".join(f'"{name}"' for name in DTYPES), repr(dtype), hint)
+
+
+def _checked_window(window: object) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    sizes = tuple(window) if isinstance(window, list | tuple) else ()
+    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in sizes):
+        expected = "(left, right): numbers of keys on each side of a query, -1 for unbounded"
+        raise SpecError("window", expected, repr(window), "(256, 0) sees itself and 256 keys before it.")
+    return None if sizes == (-1, -1) else (sizes[0], sizes[1])
+
+
+def _toml(value: object) -> str:
+    """A scalar or a list is written alike in JSON and TOML."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + " }"
+    return json.dumps(value)
 
 
 def _checked_scale(scale: object) -> float:

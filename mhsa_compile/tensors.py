@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from mhsa_compile import tvm_runtime
 from mhsa_compile.artifact import Dims, TensorInfo
 from mhsa_compile.errors import InputError
 
@@ -28,6 +30,7 @@ class Argument:
     def __init__(self, info: TensorInfo, role: str, first_seen: Mapping[str, str], aligned: bool = False) -> None:
         self.info = info
         self._aligned = aligned
+        self._bfloat16 = info.dtype == "bfloat16"
         self._label = f"{role} {info.name!r}"
         self._first_seen = first_seen
         self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
@@ -45,8 +48,10 @@ class Argument:
             plain = array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
             return plain if not self._aligned or plain.data_ptr() % ALIGNMENT == 0 else plain.clone()
         if self._aligned and array.__array_interface__["data"][0] % ALIGNMENT:
-            return _aligned_copy(array)
-        return array if array.flags.carray else _exportable(array)
+            array = _aligned_copy(array)
+        if self._bfloat16:
+            return tvm_runtime.start().reinterpreted(_exportable(array.view(np.uint16)), "bfloat16")
+        return _exportable(array)
 
     def _adopt(self, value: Any) -> Any:
         if is_torch(value):
@@ -63,7 +68,10 @@ class Argument:
 
     def _check_dtype(self, array: Any) -> None:
         if str(array.dtype).removeprefix("torch.") != self.info.dtype:
-            raise InputError(self._label, self._described(), _description(array), f"Convert it to {self.info.dtype}.")
+            hint = f"Convert it to {self.info.dtype}."
+            if self.info.dtype == "bfloat16" and isinstance(array, np.ndarray):
+                hint = "Convert it: array.astype(ml_dtypes.bfloat16)."
+            raise InputError(self._label, self._described(), _description(array), hint)
         self._right_dtypes.add(array.dtype)
 
     def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
@@ -110,6 +118,7 @@ class Signature:
         self._arguments = [Argument(info, "input", first_seen, aligned) for info in inputs]
         self._names = [info.name for info in inputs]
         self._outputs = outputs
+        self._to_numpy = [_bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
     def arrays(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[list[Any], Sizes]:
         """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
@@ -121,10 +130,10 @@ class Signature:
 
     def results(self, returned: Any, arrays: Iterable[Any]) -> Any:
         """What TVM returned as torch tensors if any input was one, else as NumPy arrays; over the same memory."""
-        import_ = sys.modules["torch"].from_dlpack if any(map(is_torch, arrays)) else np.from_dlpack
-        if len(self._outputs) == 1:
-            return returned if is_torch(returned) else import_(returned)
-        return tuple(one if is_torch(one) else import_(one) for one in returned)
+        importers = [_to_torch] * len(self._outputs) if any(map(is_torch, arrays)) else self._to_numpy
+        if len(importers) == 1:
+            return importers[0](returned)
+        return tuple(import_(one) for import_, one in zip(importers, returned, strict=True))
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
         """The outputs of a call in which some size is 0. Raises InputError unless they are empty themselves."""
@@ -177,6 +186,8 @@ def _size(dim: int | str, sizes: Sizes) -> int:
 
 def _exportable(array: np.ndarray[Any, Any]) -> Any:
     """An aligned, contiguous array that DLPack can hand over: a copy, unless it is only read-only."""
+    if array.flags.carray:
+        return array
     if array.flags.c_contiguous and array.flags.aligned:
         try:
             capsule = array.__dlpack__(max_version=(1, 0))  # since this version DLPack can say read-only
@@ -194,6 +205,14 @@ def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     copy: np.ndarray[Any, Any] = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
+
+
+def _to_torch(tensor: Any) -> Any:
+    return tensor if is_torch(tensor) else sys.modules["torch"].from_dlpack(tensor)
+
+
+def _bfloat16_to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
+    return np.from_dlpack(tvm_runtime.start().reinterpreted(tensor, "uint16")).view(ml_dtypes.bfloat16)
 
 
 def _description(array: Any) -> str:

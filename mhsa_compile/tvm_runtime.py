@@ -68,6 +68,15 @@ class Runtime:
     _configure: Callable[[int, int, list[str]], None]
     _pool_threads: Callable[[], int]
     release_memory: Callable[[], None]
+    _view: Callable[[Any, Any, Any, int], Any]
+
+    def reinterpreted(self, array: Any, dtype: str) -> Any:
+        """A tensor of TVM's over the memory of `array`, whose elements are of the same size as those of `dtype`.
+
+        NumPy's DLPack has no word for bfloat16, TVM's has: it goes in and out as uint16.
+        """
+        tensor = self.ffi.from_dlpack(array)
+        return self._view(tensor, tensor.shape, self.ffi.dtype(dtype), 0)
 
     def library(self, path: Path, digest: str) -> Library:
         """Maps module.so, whose sha256 is `digest`.
@@ -124,6 +133,7 @@ def start() -> Runtime:
         _configure=function("runtime.config_threadpool"),
         _pool_threads=function("runtime.NumThreads"),
         release_memory=function("vm.builtin.memory_manager.clear"),
+        _view=function("runtime.TVMTensorCreateView"),
     )
 
 

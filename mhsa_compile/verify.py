@@ -96,16 +96,26 @@ def verify(
         return list(result) if isinstance(result, list | tuple) else [result]
 
     chosen = default_cases(model) if cases is None else cases
-    return Verdict(tuple(check(model, run, dims, seed + i) for i, dims in enumerate(chosen)))
+    int8 = opened.manifest.int8_weights
+    return Verdict(tuple(check(model, run, dims, seed + i, int8_weights=int8) for i, dims in enumerate(chosen)))
 
 
 def check(
-    model: onnx.ModelProto, run: Callable[[Arrays], Sequence[Array]], dims: Mapping[str, int], seed: int = 0
+    model: onnx.ModelProto,
+    run: Callable[[Arrays], Sequence[Array]],
+    dims: Mapping[str, int],
+    seed: int = 0,
+    *,
+    int8_weights: bool = False,
 ) -> CaseResult:
-    """One case: `run` (inputs by name -> outputs in the graph's order) against the oracle, on random inputs."""
+    """One case: `run` (inputs by name -> outputs in the graph's order) against the oracle, on random inputs.
+
+    `int8_weights`: the yardstick's products with weights are of eight bits, as `run`'s are. The oracle's never.
+    """
     inputs = random_inputs(model, dims, seed)
+    yardstick = eager(model, inputs, int8_weights=int8_weights)
     results = []
-    for expected, reference, actual in zip(oracle(model, inputs), eager(model, inputs), run(inputs), strict=True):
+    for expected, reference, actual in zip(oracle(model, inputs), yardstick, run(inputs), strict=True):
         allowed = budget(expected, reference, str(reference.dtype))
         results.append(CaseResult(dict(dims), max_error(expected, actual), allowed))
     return max(results, key=lambda result: result.ratio)
@@ -176,7 +186,7 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
 def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[int]) -> Array:
     if np.dtype(dtype).kind in "iu":
         return rng.integers(1, 1 + min(sizes, default=1), sizes).astype(dtype)
-    array = rng.random(sizes) < 0.8 if dtype == "bool" else rng.standard_normal(sizes).astype(dtype)
+    array = rng.random(sizes) < 0.8 if dtype == "bool" else rng.standard_normal(sizes).astype("f4").astype(dtype)
     if "mask" not in name or not sizes:
         return array
     if dtype != "bool":

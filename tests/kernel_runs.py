@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from mhsa_compile.kernels.base import AttentionOp, Emitted
 from mhsa_compile.profile import Hardware, Link, TargetProfile, TvmTarget
 
 
-def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3") -> TargetProfile:
+def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features: tuple[str, ...] = ()) -> TargetProfile:
     """A made-up machine: LLVM splits vectors that the real one does not have, so any width runs anywhere."""
-    hardware = Hardware(vector_bits=bits, vector_registers=registers)
+    hardware = Hardware(vector_bits=bits, vector_registers=registers, features=features)
     target = TvmTarget(kind="llvm", mtriple="x86_64-linux-gnu", mcpu=mcpu)
     return TargetProfile(
         name="made-up", family="cpu", tvm=target, hardware=hardware, link=Link(triple="x86_64-linux-gnu")
@@ -24,6 +25,32 @@ def compiled(emitted: Emitted, profile: TargetProfile) -> Any:
     functions = {"run": emitted.run, "pack": emitted.pack}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items() if f is not None})
     return tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
+
+
+def assembly(emitted: Emitted, profile: TargetProfile) -> str:
+    module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
+    return tvm.compile(module, target=tvm.target.Target(profile.tvm_config())).mod.inspect_source("asm")
+
+
+def inner_loops(code: str, instruction: str) -> list[list[str]]:
+    """The bodies of the matrix products' innermost loops, from a label to the jump back to it: those with more than six
+    of the instruction."""
+    lines = code.splitlines()
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if re.match(r"\.L\w+:", line)}
+    loops = []
+    for i, line in enumerate(lines):
+        jump = re.match(r"\s+j\w+\s+(\.L\w+)", line)
+        if jump and labels.get(jump[1], i) < i:
+            body = lines[labels[jump[1]] + 1 : i + 1]
+            innermost = not any(re.match(r"\.LBB\w+:", other) for other in body)
+            if innermost and sum(instruction in other for other in body) > 6:
+                loops.append(body)
+    return loops
+
+
+def stack_stores(body: list[str]) -> list[str]:
+    """Vectors that a loop spills."""
+    return [line for line in body if re.search(r"vmov\w+\s+%[xyz]mm\d+, .*\(%r[sb]p\)", line)]
 
 
 def call(function: Any, *arrays: np.ndarray) -> np.ndarray:

@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mhsa_compile import __version__, host, installation, profile
-from mhsa_compile.cli import app
+from mhsa_compile.artifact import TensorInfo
+from mhsa_compile.cli import app, arrays
 
 COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench")
 
@@ -114,6 +115,20 @@ BAD_COMPILES = {
         "bottom_right",
     ),
     "flag out of its choices": (["--embed-dim", 64, "--num-heads", 8, "--causal", "left"], "top_left"),
+    "dtype": (["--embed-dim", 64, "--num-heads", 8, "--dtype", "float64"], "'bfloat16'"),
+    "window of one side": (["--embed-dim", 64, "--num-heads", 8, "--window", "256"], "(left, right)"),
+    "window of words": (["--embed-dim", 64, "--num-heads", 8, "--window", "256,none"], "LEFT,RIGHT, such as 256,0"),
+    "negative window": (["--embed-dim", 64, "--num-heads", 8, "--window", "-2,0"], "-1 for unbounded"),
+    "unknown pattern": (["--embed-dim", 64, "--num-heads", 8, "--static-mask", "bigbrd"], "Did you mean 'bigbird'"),
+    "pattern out of range": (
+        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "longformer:window=3"],
+        "longformer.window: expected an even number",
+    ),
+    "static mask of free lengths": (
+        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4"],
+        "expected fixed lengths, as the spec's static_mask is laid out at compile time, got L left symbolic",
+    ),
+    "weights": (["--embed-dim", 64, "--num-heads", 8, "--weights", "int4"], "'int8'"),
     "length below one": (["--embed-dim", 64, "--num-heads", 8, "--length", 0], "--length"),
 }
 
@@ -243,3 +258,17 @@ def test_a_bench_reports_every_peer(compiled: Path) -> None:
     assert result.exit_code == 0, result.output
     (report,) = json.loads(result.stdout).values()
     assert len(report["rows"]) == 2
+
+
+def test_files_of_bfloat16_are_float32(tmp_path: Path) -> None:
+    """An .npy file has no word for it: float32 comes in and is rounded, and goes out as it is."""
+    infos = (TensorInfo("x", "bfloat16", ("B", 3)), TensorInfo("z", "bfloat16", ("B", 3)))
+    given = np.array([[1, 2.5, 3.1415927]], np.float32)
+    np.save(tmp_path / "x.npy", given)
+    values = arrays.complete(arrays.read([f"x={tmp_path / 'x.npy'}"]), infos, {}, seed=0)
+    assert {str(array.dtype) for array in values.values()} == {"bfloat16"}
+    assert np.array_equal(values["x"], given.astype("bfloat16"))
+    arrays.write(tmp_path / "y.npz", values)
+    with np.load(tmp_path / "y.npz") as saved:
+        assert saved["x"].dtype == np.float32
+        assert np.array_equal(saved["x"].astype("bfloat16"), values["x"])

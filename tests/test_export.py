@@ -11,11 +11,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 from torch import nn
 
+from mhsa_compile import export_check, masks
 from mhsa_compile.errors import InputError, ModelError
-from mhsa_compile.export import check_symbols, export
+from mhsa_compile.export import export
+from mhsa_compile.export_check import check_equal_but_for_sizes, check_symbols
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, weights
 from mhsa_compile.spec import SPEC_KEY, AttentionSpec
 
@@ -79,6 +81,89 @@ def test_causal_self_attention_needs_no_offset() -> None:
     model = export(block(causal="bottom_right"))
     assert model.opset_import[0].version == 23
     assert attention_node(model)[1]["is_causal"] == 1
+
+
+@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
+def test_windows_take_opset_25(causal: str | None) -> None:
+    model = export(block(kv_embed_dim=10, causal=causal, window=(3, 1)))
+    node, attributes = attention_node(model)
+    assert model.opset_import[0].version == 25
+    assert (attributes["left_window_size"], attributes["right_window_size"]) == (3, 1)
+    assert len(node.input) == (7 if causal == "bottom_right" else 3)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("bfloat16", TensorProto.BFLOAT16), ("float16", TensorProto.FLOAT16)])
+def test_dtypes(dtype: str, code: int) -> None:
+    module = block(dtype=dtype, mask="additive", causal=True)
+    model = export(module)
+    assert {value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)} == {code}
+    initializers = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    expected = weights(module)
+    assert all(np.array_equal(initializers[name], expected[name]) for name in expected)
+
+
+def test_a_static_mask_is_an_initializer_of_its_own() -> None:
+    pattern = masks.Longformer(window=4, global_tokens=1)
+    model = export(block(static_mask=pattern, kv_embed_dim=10), dims={"L": 7, "S": 11})
+    node, _ = attention_node(model)
+    assert node.input[3] == "static_mask"
+    (mask,) = (tensor for tensor in model.graph.initializer if tensor.name == "static_mask")
+    assert np.array_equal(numpy_helper.to_array(mask), pattern.array(7, 11))
+    assert dims(model) == {"x": ("B", 7, 24), "context": ("B", 11, 10), "y": ("B", 7, 24)}
+
+
+@pytest.mark.parametrize(("mask", "operator"), [("bool", "And"), ("key_padding", "And"), ("additive", "Where")])
+def test_a_static_mask_and_one_of_the_call(mask: str, operator: str) -> None:
+    """The operator has one mask: the graph combines them. `export` has checked that it means what the module does."""
+    model = export(block(static_mask=masks.Strided(stride=3), mask=mask, causal=True), dims={"L": 7})
+    node, _ = attention_node(model)
+    (combined,) = (other for other in model.graph.node if node.input[3] in other.output)
+    assert combined.op_type == operator
+    assert "static_mask" in combined.input
+
+
+@pytest.mark.parametrize(("fixed", "free"), [({}, "L and S"), ({"L": 7}, "S"), ({"S": 7}, "L")])
+def test_a_static_mask_needs_fixed_lengths(fixed: dict[str, int], free: str) -> None:
+    with pytest.raises(InputError, match=f"dims: expected fixed lengths, .*, got {free} left symbolic"):
+        export(block(static_mask=masks.Strided(stride=3), kv_embed_dim=10), dims=fixed)
+
+
+LONG = {
+    "plain": ({}, {"L": 4096}),
+    "both lengths of self-attention": ({}, {"L": 4096, "S": 4096}),
+    "cross": ({"kv_embed_dim": 10, "causal": "bottom_right"}, {"L": 7, "S": 4099}),
+    "mask": ({"mask": "bool"}, {"B": 1, "L": 4096}),
+    "documents": ({"static_mask": masks.Documents(lengths=(1000, 3000))}, {"L": 4096}),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_long_lengths_are_checked_at_short_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float64 check would take gigabytes at L = 4096; its largest run here is of 13 positions."""
+    fields, fixed = LONG[case]
+    seen = []
+    for name in ("oracle", "eager"):
+        evaluate = getattr(export_check, name)
+
+        def recorded(model, inputs, evaluate=evaluate):
+            seen.extend(max(array.shape) for array in inputs.values())
+            return evaluate(model, inputs)
+
+        monkeypatch.setattr(export_check, name, recorded)
+    model = export(block(**fields), dims=fixed)
+    assert fixed["L"] in dims(model)["x"]
+    assert 0 < max(seen) <= 24
+
+
+def test_a_graph_that_differs_at_other_lengths_is_an_error() -> None:
+    one, two = export(block(), dims={"L": 7}), export(block(), dims={"L": 11})
+    check_equal_but_for_sizes(one, two)
+    attention_node(two)[0].attribute[0].i += 1
+    with pytest.raises(ModelError, match="got Attention nodes that differ"):
+        check_equal_but_for_sizes(one, two)
+    del two.graph.node[-1]
+    with pytest.raises(ModelError, match="the same at every length"):
+        check_equal_but_for_sizes(one, two)
 
 
 def test_key_padding() -> None:

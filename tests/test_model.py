@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mhsa_compile import masks
+from mhsa_compile.core import to_torch
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, from_bert, from_torch, weights
 from mhsa_compile.spec import AttentionSpec
@@ -50,6 +51,44 @@ def test_masks_broadcast_as_in_pytorch(mask: str, shape: tuple[int, ...]) -> Non
     values = torch.rand(shape) < 0.8 if mask == "bool" else torch.randn(shape)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=values.expand(2, 4, 5, 7))
     torch.testing.assert_close(core(mask=mask)(q, k, v, values), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("L", "S"), [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
+@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
+@pytest.mark.parametrize("window", [(0, 0), (2, 1), (1, -1), (-1, 1)])
+def test_windows(L: int, S: int, causal: str | None, window: tuple[int, int]) -> None:
+    q, k, v = qkv(L=L, S=S)
+    visible = masks.window(L, S, *window, causal or "top_left")
+    if causal is not None:
+        visible &= masks.causal(L, S, causal)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.from_numpy(visible))
+    expected = torch.where(torch.from_numpy(visible.any(axis=1))[:, None], expected, 0)
+    torch.testing.assert_close(core(causal=causal, window=window)(q, k, v), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+def test_static_masks(causal: str | None) -> None:
+    q, k, v = qkv(L=11, S=13)
+    pattern = masks.BigBird(block=2, random_blocks=1)
+    visible = pattern.array(11, 13)
+    if causal is not None:
+        visible &= masks.causal(11, 13, causal)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.from_numpy(visible))
+    torch.testing.assert_close(core(causal=causal, static_mask=pattern)(q, k, v), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_and_results_are_of_the_spec_s_dtype(dtype: str) -> None:
+    module = MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2, dtype=dtype, window=(2, 0)))
+    assert {parameter.dtype for parameter in module.parameters()} == {getattr(torch, dtype)}
+    assert module(torch.ones(2, 3, 8, dtype=getattr(torch, dtype))).dtype == getattr(torch, dtype)
+    for name, array in weights(module).items():
+        assert str(array.dtype) == dtype
+        assert torch.equal(to_torch(array), module.get_parameter(name))
+
+
+def test_a_layer_in_bfloat16_stays_in_it() -> None:
+    assert from_torch(nn.MultiheadAttention(24, 4, dtype=torch.bfloat16)).spec.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("L", "S"), [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
@@ -154,7 +193,7 @@ def test_from_torch_refuses(options: dict[str, object], named: str) -> None:
 
 
 def test_from_torch_refuses_other_dtypes() -> None:
-    with pytest.raises(ModelError, match="float32 weights"):
+    with pytest.raises(ModelError, match="weights of float32, bfloat16, float16, got float64"):
         from_torch(nn.MultiheadAttention(24, 4))
 
 
@@ -216,7 +255,7 @@ def test_weights_carry_pytorchs_names_and_layouts() -> None:
     ],
 )
 def test_calls_that_are_refused(fields: dict[str, object], call: dict[str, tuple[int, ...]], named: str) -> None:
-    module = MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2, **fields))
+    module = MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2, **fields)).double()
     tensors = {name: torch.ones(shape, dtype=torch.bool if name == "mask" else None) for name, shape in call.items()}
     with pytest.raises(InputError) as caught:
         module(**tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import onnx
 import pytest
@@ -9,6 +11,7 @@ from onnx import TensorProto, helper
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
 
+from mhsa_compile import reference
 from mhsa_compile.verify import Verdict, budget, check, default_cases, eager, max_error, oracle, random_inputs
 
 NODE_TESTS = [case for case in node_cases._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
@@ -75,6 +78,87 @@ def test_fully_masked_rows_are_zero(evaluate) -> None:
     result = evaluate(model, inputs)[0]
     assert (result[:, :, :2] == 0).all()
     assert np.isfinite(result).all()
+
+
+@pytest.mark.parametrize("evaluate", [oracle, eager])
+@pytest.mark.parametrize(
+    "attributes", [{}, {"is_causal": 1}, {"left_window_size": 2, "right_window_size": 1}, {"left_window_size": 0}]
+)
+def test_blocks_of_queries_change_nothing(
+    evaluate, attributes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attention_model(attributes, {**four_dims(mask=True), "lengths": (TensorProto.INT64, ["B"])}, opset=25)
+    for dims in ({"B": 2, "L": 11, "S": 7}, {"B": 2, "L": 11, "S": 7, "mask_L": 1, "mask_H": 4, "mask_B": 1}):
+        inputs = random_inputs(model, dims)
+        inputs["lengths"] = np.array([7, 4])
+        monkeypatch.setattr(reference, "_QUERIES", 256)
+        whole = evaluate(model, inputs)[0]
+        monkeypatch.setattr(reference, "_QUERIES", 3)
+        in_blocks = evaluate(model, inputs)[0]
+        assert np.abs(whole - in_blocks).max() <= 4 * np.finfo(whole.dtype).eps
+
+
+def test_a_long_window_makes_no_l_by_s_array() -> None:
+    L = 16384
+    model = attention_model({"is_causal": 1, "left_window_size": 511}, four_dims(), opset=25)
+    inputs = random_inputs(model, {"B": 1, "L": L, "S": L})
+    tracemalloc.start()
+    result = oracle(model, inputs)[0]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < L * L / 4  # a byte for each pair would be four times that
+    last = {name: array[:, :, -513:] for name, array in inputs.items()}
+    assert np.allclose(oracle(model, last)[0][:, :, -1], result[:, :, -1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bfloat16", TensorProto.BFLOAT16), ("float16", TensorProto.FLOAT16)])
+def test_sixteen_bits(name: str, kind: int) -> None:
+    """Inputs and a mask of -inf at that dtype; the oracle promotes them exactly, PyTorch computes at it."""
+    shapes = {key: (kind, shape) for key, (_, shape) in four_dims(mask=True).items()}
+    model = attention_model({"is_causal": 1}, shapes)
+    inputs = random_inputs(model, {"B": 2, "L": 7, "S": 197})
+    assert {str(array.dtype) for array in inputs.values()} == {name}
+    exact, rounded = oracle(model, inputs)[0], eager(model, inputs)[0]
+    assert (exact.dtype, str(rounded.dtype)) == (np.float64, name)
+    wide = attention_model({"is_causal": 1}, four_dims(mask=True) | {"mask": (TensorProto.FLOAT, shapes["mask"][1])})
+    promoted = {key: array.astype(np.float32) for key, array in inputs.items()}
+    assert np.array_equal(exact, oracle(wide, promoted)[0])
+    assert EPSILON[name] / 8 < max_error(exact, rounded) <= budget(exact, rounded, name) < 8 * EPSILON[name]
+
+
+def test_a_finite_sentinel_in_float16_hides() -> None:
+    """-65504 is the least float16: added to any score it leaves nothing of the key, and overflows nowhere."""
+    shapes = {key: (TensorProto.FLOAT16, shape) for key, (_, shape) in four_dims(mask=True).items()}
+    model = attention_model({}, shapes)
+    inputs = random_inputs(model, {"B": 1, "L": 3, "S": 5})
+    inputs["mask"] = np.where(np.arange(5) < 3, 0, np.finfo(np.float16).min).astype(np.float16).reshape(1, 1, 1, 5)
+    few = {"q": inputs["q"], "k": inputs["k"][:, :, :3], "v": inputs["v"][:, :, :3], "mask": inputs["mask"][..., :3]}
+    for evaluate in (oracle, eager):
+        assert np.allclose(evaluate(model, inputs)[0], evaluate(model, few)[0], rtol=2e-3, atol=1e-3)
+
+
+def linear_model(kind: int, weight: np.ndarray) -> onnx.ModelProto:
+    tensor = onnx.numpy_helper.from_array(weight, "w")
+    x, y = (helper.make_tensor_value_info(name, kind, ["N", None]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "linear", [x], [y], [tensor])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("float32", TensorProto.FLOAT), ("bfloat16", TensorProto.BFLOAT16)])
+def test_eight_bits_are_a_scale_for_each_row_and_for_each_column(name: str, kind: int) -> None:
+    rng = np.random.default_rng(3)
+    x, w = rng.standard_normal((5, 64)).astype(name), rng.standard_normal((64, 7)).astype(name)
+    x[2], w[:, 3] = 0, 0
+    yardstick = eager(linear_model(kind, w), {"x": x}, int8_weights=True)[0]
+    x_step = np.abs(x.astype(np.float64)).max(axis=1, keepdims=True) / 127
+    w_step = np.abs(w.astype(np.float64)).max(axis=0, keepdims=True) / 127
+    with np.errstate(invalid="ignore"):
+        x8, w8 = np.nan_to_num(np.rint(x / x_step)), np.nan_to_num(np.rint(w / w_step))
+    exact = (x8 @ w8) * x_step * w_step
+    assert str(yardstick.dtype) == name
+    assert np.abs(yardstick.astype(np.float64) - exact).max() <= EPSILON[name] * np.abs(exact).max()
+    right = oracle(linear_model(kind, w), {"x": x})[0]
+    assert max_error(right, yardstick) > max_error(right, eager(linear_model(kind, w), {"x": x})[0])
 
 
 def test_short_masks_pad_from_opset_24_on() -> None:

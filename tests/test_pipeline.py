@@ -11,11 +11,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
+from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional as F
 
 import mhsa_compile as mhsa
+from mhsa_compile.core import to_numpy
 from mhsa_compile.errors import InputError, ModelError, OutputError, TargetError
+from mhsa_compile.model import weights
 
 SPEC = mhsa.AttentionSpec(embed_dim=32, num_heads=4)
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
@@ -104,6 +107,63 @@ def test_a_file_made_elsewhere_compiles_without_a_spec(tmp_path):
     assert verdict.ok, verdict.worst
 
 
+def test_a_window_made_elsewhere(tmp_path):
+    """Without causality, and over lengths that differ: neither a spec of ours nor opset 24 could say it."""
+    attributes = {"left_window_size": 5, "right_window_size": 2}
+    artifact = mhsa.compile(attention_model(tmp_path / "core.onnx", opset=25, attributes=attributes))
+    assert artifact.manifest.semantics[0]["band"] == {"left": 5, "right": 2, "alignment": "top_left"}
+    verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 7, "S": 31}, {"B": 1, "L": 31, "S": 7}])
+    assert verdict.ok, verdict.worst
+
+
+def test_a_constant_mask_for_each_head(tmp_path):
+    model = onnx.load(attention_model(tmp_path / "core.onnx", inputs=("q", "k", "v", "mask")))
+    del model.graph.input[3]
+    mask = np.random.default_rng(0).random((2, 7, 67)) < 0.4
+    mask[1, 3] = False
+    model.graph.initializer.append(onnx.numpy_helper.from_array(mask, "mask"))
+    artifact = mhsa.compile(model, dims={"L": 7, "S": 67})
+    assert artifact.manifest.semantics[0]["static_mask"].startswith("bool [2, 7, 67]")
+    assert [info.name for info in artifact.manifest.inputs] == ["q", "k", "v"]
+    assert artifact.manifest.weights == ()
+    verdict = mhsa.verify(artifact, cases=[{"B": 3}])
+    assert verdict.ok, verdict.worst
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_in_and_out(dtype):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(64, 4, batch_first=True, dtype=dtype).eval()
+    attention = mhsa.load(mhsa.compile(layer))
+    x = torch.randn(2, 53, 64).to(dtype)
+    y = attention(x)
+    assert y.dtype == dtype
+    with torch.inference_mode():
+        expected = layer(x, x, x, need_weights=False)[0]
+    assert torch.allclose(y, expected, atol=2 * torch.finfo(dtype).eps)
+    array = to_numpy(x)
+    assert np.array_equal(attention(array), to_numpy(y))
+    with pytest.raises(InputError, match=f"expected {str(dtype)[6:]} of shape .*, got float32 of shape"):
+        attention(x.float())
+
+
+def test_weights_of_eight_bits_are_stored_as_they_were(tmp_path):
+    module = mhsa.MultiHeadAttention(SPEC).eval()
+    artifact = mhsa.compile(module, weights="int8").save(tmp_path / "int8.mhsa")
+    assert artifact.manifest.int8_weights
+    assert not mhsa.compile(module).manifest.int8_weights
+    stored = load_file(artifact.path / "weights.safetensors")
+    assert all(np.array_equal(stored[name], array) for name, array in weights(module).items())
+    assert mhsa.verify(artifact).ok
+    layer = mhsa.MultiHeadAttention(SPEC).eval()
+    x = torch.randn(1, 31, 32)
+    with torch.inference_mode():
+        expected = layer(x)
+    y = mhsa.load(artifact, weights=layer.state_dict())(x)
+    assert torch.allclose(y, expected, atol=0.02)
+    assert not torch.allclose(y, expected, atol=1e-5)
+
+
 def test_dims_are_fixed_by_name(tmp_path):
     artifact = mhsa.compile(attention_model(tmp_path / "core.onnx"), dims={"B": 2, "L": 5})
     assert artifact.manifest.inputs[0].dims == (2, 2, 5, 8)
@@ -128,8 +188,6 @@ def test_two_processes_make_the_same_bytes(tmp_path):
 
 
 def test_one_artifact_serves_every_layer_of_its_spec():
-    from mhsa_compile.model import weights
-
     layers = [mhsa.MultiHeadAttention(SPEC).eval() for _ in range(3)]
     artifact = mhsa.compile(layers[0])
     x = torch.randn(2, 11, 32)
@@ -180,9 +238,16 @@ class TestRefused:
             value.type.tensor_type.shape.dim[1].dim_value = 3
         self.refused(model, "heads that divide the query heads, got 3 query, 2 key and 2 value heads")
 
-    def test_a_window(self, tmp_path):
-        path = attention_model(tmp_path / "m.onnx", opset=25, attributes={"left_window_size": 0})
-        self.refused(path, "no left_window_size, got left_window_size=0")
+    def test_a_negative_window(self, tmp_path):
+        path = attention_model(tmp_path / "m.onnx", opset=25, attributes={"left_window_size": -3})
+        self.refused(path, "left_window_size must be -1 or nonnegative, got -3")
+
+    def test_other_weights(self):
+        with pytest.raises(InputError, match="weights: expected None or \"int8\", got 'int4'"):
+            mhsa.compile(SPEC, weights="int4")
+
+    def test_eight_bits_without_a_linear(self, tmp_path):
+        self.refused(attention_model(tmp_path / "m.onnx"), "a model with a linear", weights="int8")
 
     def test_a_truncated_file(self, tmp_path):
         path = attention_model(tmp_path / "m.onnx")

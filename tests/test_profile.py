@@ -148,6 +148,34 @@ def test_native_x86_takes_the_highest_level(
     assert (found.hardware.l1d_kib, found.hardware.l2_kib) == (32, 256)  # this /sys is empty
 
 
+@pytest.mark.parametrize(
+    ("level", "present", "mattr"),
+    [(profile._V4, {"avx512_bf16", "avx512_vnni", "avx_vnni"}, ("+avx512bf16", "+avx512vnni")),
+     (profile._V4, {"avx512_vnni", "amx_tile"}, ("+avx512vnni",)), (profile._V3, {"avx_vnni"}, ("+avxvnni",)),
+     (profile._V2, {"avx_vnni"}, ())],
+)  # fmt: skip
+def test_native_x86_takes_the_dot_products_of_its_level(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: frozenset[str], present: set[str], mattr: tuple[str, ...]
+) -> None:
+    found = detected(monkeypatch, tmp_path, "x86_64", f"flags\t: {' '.join(sorted(level | present))}\n")
+    assert found.tvm.mattr == mattr
+    assert set(found.hardware.features) - level == {CPUINFO[flag[1:]] for flag in mattr}
+    assert found.hardware.features == tuple(sorted(found.hardware.features))
+
+
+@pytest.mark.parametrize("mcpu", profile._X86_DOTS)
+def test_llvm_needs_no_more_for_the_dot_products_than_is_stated(mcpu: str) -> None:
+    tvm = pytest.importorskip("tvm")
+    from tvm.target import codegen
+
+    level = next(level for level in profile._X86_LEVELS if level[0] == mcpu)[1]
+    dots = profile._X86_DOTS[mcpu]
+    config = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": list(dots.values())}
+    with tvm.target.Target(config) as target:
+        used = {CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO}
+    assert used <= level | dots.keys()
+
+
 def test_native_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = detected(monkeypatch, tmp_path, "aarch64", "Features\t: fp asimd aes\n")
     assert (found.tvm.mtriple, found.tvm.mcpu, found.link.triple) == (

@@ -38,9 +38,19 @@ def test_defaults_are_resolved() -> None:
         ({"head_dim": -1}, "head_dim", "a positive integer"),
         ({"kv_embed_dim": 0}, "kv_embed_dim", "a positive integer"),
         ({"bias": 1}, "bias", "true or false"),
-        ({"dtype": "bfloat16"}, "dtype", '"float32"'),
+        ({"dtype": "bfloat"}, "dtype", '"bfloat16"'),
+        ({"dtype": "float64"}, "dtype", '"float32"'),
         ({"causal": "bottom-right"}, "causal", '"bottom_right"'),
         ({"causal": True, "kv_embed_dim": 8}, "causal", '"top_left" or "bottom_right"'),
+        ({"window": 256}, "window", "(left, right)"),
+        ({"window": (3,)}, "window", "(left, right)"),
+        ({"window": (3, -2)}, "window", "-1 for unbounded"),
+        ({"window": (3.0, 0)}, "window", "(left, right)"),
+        ({"window": (True, 0)}, "window", "(left, right)"),
+        ({"static_mask": "longformer"}, "static_mask", "a pattern of mhsa_compile.masks"),
+        ({"static_mask": {"kind": "longformers", "window": 4}}, "static_mask", "longformer, bigbird"),
+        ({"static_mask": {"kind": "strided"}}, "strided", "the field 'stride'"),
+        ({"static_mask": {"kind": "strided", "strides": 4}}, "strided", "fields among stride"),
         ({"mask": "boolean"}, "mask", '"bool"'),
         ({"scale": float("nan")}, "scale", "a positive finite number"),
         ({"scale": "1"}, "scale", "a positive finite number"),
@@ -88,6 +98,53 @@ def test_causal_true_needs_one_length() -> None:
 def test_causal_flops_count_visible_pairs(L: int, S: int, alignment: str) -> None:
     spec = AttentionSpec(embed_dim=30, num_heads=3, v_head_dim=7, kv_embed_dim=5, causal=alignment)
     assert spec.attention_flops(2, L, S) == 2 * 2 * 3 * int(masks.causal(L, S, alignment).sum()) * (10 + 7)
+
+
+@given(
+    L=st.integers(1, 40),
+    S=st.integers(1, 40),
+    causal=st.sampled_from([None, "top_left", "bottom_right"]),
+    left=st.integers(-1, 50),
+    right=st.integers(-1, 50),
+    pattern=st.sampled_from([None, masks.Longformer(window=4, global_tokens=1), masks.Strided(stride=3)]),
+)
+def test_flops_count_what_is_visible(
+    L: int, S: int, causal: str | None, left: int, right: int, pattern: masks.Pattern | None
+) -> None:
+    spec = AttentionSpec(
+        embed_dim=4, num_heads=2, kv_embed_dim=5, causal=causal, window=(left, right), static_mask=pattern
+    )
+    visible = masks.window(L, S, left, right, causal or "top_left")
+    visible &= masks.causal(L, S, causal) if causal else True
+    visible &= pattern.array(L, S) if pattern else True
+    assert spec.attention_flops(1, L, S) == 2 * 2 * int(visible.sum()) * (2 + 2)
+
+
+def test_flops_of_long_sparse_attention_are_counted_in_pieces() -> None:
+    """More rows than are looked at together."""
+    spec = AttentionSpec(embed_dim=4, num_heads=2, causal=True, static_mask=masks.BigBird(block=16))
+    visible = masks.BigBird(block=16).array(1300, 1300) & masks.causal(1300, 1300, "top_left")
+    assert spec.attention_flops(1, 1300, 1300) == 2 * 2 * int(visible.sum()) * (2 + 2)
+
+
+def test_windows_and_causality_resolve_to_one_band() -> None:
+    def band(**fields: object) -> object:
+        return AttentionSpec(embed_dim=8, num_heads=2, kv_embed_dim=8, **fields).band
+
+    assert band() is None
+    assert band(window=(-1, -1)) is None
+    assert band(window=[3, -1]) == (3, -1, "top_left")
+    assert band(causal="bottom_right") == (-1, 0, "bottom_right")
+    assert band(causal="bottom_right", window=(3, 4)) == (3, 0, "bottom_right")
+
+
+def test_a_pattern_in_text() -> None:
+    spec = AttentionSpec(embed_dim=8, num_heads=2, window=(3, 0), static_mask={"kind": "documents", "lengths": [3, 2]})
+    assert spec.static_mask == masks.Documents(lengths=(3, 2))
+    assert 'static_mask = { kind = "documents", lengths = [3, 2] }' in spec.to_toml()
+    assert "window = [3, 0]" in spec.to_toml()
+    assert AttentionSpec.from_toml(spec.to_toml()) == AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(spec) == hash(AttentionSpec.from_json(spec.to_json()))
 
 
 def test_flops_of_a_textbook_block() -> None:

@@ -1,5 +1,6 @@
 """What a call takes and gives: every kind of array and memory layout, masks that broadcast, and what is refused."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -147,3 +148,59 @@ def test_a_shared_symbol_names_the_input_that_set_it() -> None:
     k, v = TensorInfo("k", "float32", ("B", "S")), TensorInfo("v", "float32", ("B", "S"))
     with pytest.raises(InputError, match=r"input 'v': expected .* S = 3 as in 'k', got float32 of shape \(2, 4\)"):
         Signature((k, v), (k,)).arrays((np.ones((2, 3), "f4"), np.ones((2, 4), "f4")), {})
+
+
+BX, BY = TensorInfo("x", "bfloat16", ("B", 3)), TensorInfo("y", "bfloat16", ("B", 3))
+
+
+def draw_bfloat16(B: int = 5) -> np.ndarray:
+    return np.random.default_rng(B).standard_normal((B, 3), np.float32).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_goes_in_and_out_of_tvm(layout: str) -> None:
+    """NumPy's own DLPack refuses it."""
+    signature, x = Signature((BX,), (BY,)), LAYOUTS[layout](draw_bfloat16())
+    (taken,), _ = signature.arrays((x,), {})
+    assert (taken.dtype, tuple(taken.shape)) == ("bfloat16", x.shape)
+    y = signature.results(taken, [x])
+    assert y.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(y, x)
+
+
+def test_bfloat16_is_not_copied() -> None:
+    signature, x = Signature((BX,), (BY,)), draw_bfloat16()
+    for array in (x, read_only(x), torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)):
+        (taken,), _ = signature.arrays((array,), {})
+        results = signature.results(taken, [array])
+        bits = results.view(torch.int16).numpy() if isinstance(results, torch.Tensor) else results.view(np.int16)
+        assert np.shares_memory(bits, x)
+
+
+def test_bfloat16_is_torch_s_where_torch_comes_in() -> None:
+    signature, x = Signature((BX, BX), (BY, BY)), torch.randn(5, 3, dtype=torch.bfloat16)
+    arrays, _ = signature.arrays((x, draw_bfloat16()), {})
+    first, second = signature.results(tuple(reversed(arrays)), (x, arrays[1]))
+    assert (first.dtype, second.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(second, x)
+
+
+def test_a_dtype_that_is_not_bfloat16_is_named() -> None:
+    for wrong, got, hint in (
+        (np.ones((5, 3), np.float32), "float32", r"array\.astype\(ml_dtypes\.bfloat16\)"),
+        (torch.ones(5, 3), "float32", "Convert it to bfloat16"),
+        (np.ones((5, 3), np.uint16), "uint16", "ml_dtypes"),
+    ):
+        with pytest.raises(InputError, match=rf"input 'x': expected bfloat16 of shape \(B, 3\), got {got} .*{hint}"):
+            Signature((BX,), (BY,)).arrays((wrong,), {})
+    with pytest.raises(InputError, match=r"expected float32 of shape \(B, L, 8\), got bfloat16 of shape \(5, 3\)"):
+        Signature((X,), (Y,)).arrays((draw_bfloat16(),), {})
+
+
+def test_empty_bfloat16() -> None:
+    signature = Signature((BX,), (BY,))
+    for x in (draw_bfloat16()[:0], torch.ones(0, 3, dtype=torch.bfloat16)):
+        arrays, sizes = signature.arrays((x,), {})
+        y = signature.empty_results([x] if isinstance(x, torch.Tensor) else arrays, sizes)
+        assert y.dtype == x.dtype
+        assert tuple(y.shape) == (0, 3)

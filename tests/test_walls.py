@@ -20,11 +20,11 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 # A room imports only from rooms before it.
 LIGHT = [
-    *("errors", "spec", "workloads", "masks", "host", "installation", "data", "profile"),
-    *("artifact", "tensors", "tvm_runtime", "runtime"),
+    *("errors", "patterns", "spec", "workloads", "masks", "host", "installation", "data", "profile"),
+    *("artifact", "tvm_runtime", "tensors", "runtime"),
 ]
 COMPILE_SIDE = [
-    *("model", "reference", "verify", "export", "sources", "kernels"),
+    *("core", "model", "reference", "verify", "export_check", "export", "sources", "kernels"),
     *("onnx_graph", "attention_site", "fusion", "importer", "onnx_weights", "records", "schedule", "build", "pipeline"),
     *("measure", "tune", "peak", "peers", "bench", "analysis", "integrations", "cli"),
 ]
@@ -35,6 +35,7 @@ WALLS = {
     **dict.fromkeys(LIGHT, HEAVY),
     "artifact": HEAVY | {"tvm", "tvm_ffi"},
     "kernels": {"torch", "onnx", "mhsa_compile.model", "mhsa_compile.verify"},
+    "core": {"tvm", "tvm_ffi"},
     "model": {"tvm", "tvm_ffi"},
 }
 KNOWS_TARGET_NAMES = {"profile", "data", "cli"}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from mhsa_compile.errors import InputError, OutputError
@@ -33,12 +34,23 @@ def complete(
         if info.name in given:
             sizes |= {str(dim): size for dim, size in zip(info.dims, given[info.name].shape, strict=False)}
     rng = np.random.default_rng(seed)
+    given = {**given, **_rounded(given, inputs)}
     drawn = {info.name: _random(info, sizes, rng) for info in inputs if info.name not in given}
     return {**given, **drawn}
 
 
+def _rounded(given: Mapping[str, Array], inputs: Iterable[TensorInfo]) -> dict[str, Array]:
+    """float32 arrays for bfloat16 inputs: an .npy file has no word for bfloat16."""
+    return {
+        info.name: given[info.name].astype(ml_dtypes.bfloat16)
+        for info in inputs
+        if info.dtype == "bfloat16" and info.name in given and given[info.name].dtype == np.float32
+    }
+
+
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
-    """One uncompressed .npz, whole or not at all. Raises OutputError."""
+    """One uncompressed .npz, whole or not at all; bfloat16 becomes float32, exactly. Raises OutputError."""
+    arrays = {n: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for n, a in arrays.items()}
     if not path.absolute().parent.is_dir():
         raise OutputError("--output", "a file in a folder that exists", str(path), f"Create {path.parent} first.")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")

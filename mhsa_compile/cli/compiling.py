@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mhsa_compile.cli import options, output, sources
+from mhsa_compile.errors import SpecError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
@@ -28,6 +29,12 @@ VHeadDim = Annotated[int | None, _field("--v-head-dim", "F, the width of a value
 KvEmbedDim = Annotated[int | None, _field("--kv-embed-dim", "Cross-attention: the width of the second input.")]
 Bias = Annotated[bool | None, _field("--bias/--no-bias", "Biases of the four projections.")]
 Causal = Annotated[Literal["true", "top_left", "bottom_right"] | None, _field("--causal", "Which keys a query sees.")]
+Window = Annotated[
+    str | None, _field("--window", "LEFT,RIGHT: the keys a query sees on each side of itself; -1 is unbounded.")
+]
+StaticMask = Annotated[
+    str | None, _field("--static-mask", "A constant mask, such as longformer:window=256,global_tokens=1.")
+]
 Mask = Annotated[Literal["bool", "additive", "key_padding"] | None, _field("--mask", "The mask a call takes.")]
 Scale = Annotated[float | None, _field("--scale", "Factor of the scores; 1 / sqrt(E) if not given.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, _field("--dtype", "Of activations and weights.")]
@@ -42,6 +49,9 @@ def compile_source(
     batch: options.Batch = None,
     length: options.Length = None,
     kv_length: options.KvLength = None,
+    weights: Annotated[
+        Literal["int8"] | None, typer.Option("--weights", help="Linears compute in eight bits, rounded at load.")
+    ] = None,
     dump: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what passes between the stages.")] = None,
     seed: options.Seed = 0,
     json: options.Json = False,
@@ -53,6 +63,8 @@ def compile_source(
     kv_embed_dim: KvEmbedDim = None,
     bias: Bias = None,
     causal: Causal = None,
+    window: Window = None,
+    static_mask: StaticMask = None,
     mask: Mask = None,
     scale: Scale = None,
     dtype: Dtype = None,
@@ -61,23 +73,33 @@ def compile_source(
 
     --batch, --length and --kv-length fix those dims; they stay symbolic otherwise.
     """
+    from mhsa_compile.patterns import parse_pattern
+
     fields = _given(
         embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
-        kv_embed_dim=kv_embed_dim, bias=bias, causal=True if causal == "true" else causal, mask=mask, scale=scale,
-        dtype=dtype,
+        kv_embed_dim=kv_embed_dim, bias=bias, causal=True if causal == "true" else causal,
+        window=window and _pair(window), static_mask=static_mask and parse_pattern(static_mask), mask=mask,
+        scale=scale, dtype=dtype,
     )  # fmt: skip
     dims = options.stated_dims(batch, length, kv_length)
     from mhsa_compile.artifact import check_place
 
     check_place(out.resolve(), force)  # before the work, not after it
     started = time.perf_counter()
-    artifact = sources.compile_with_progress(source, fields, target, dims=dims, dump=dump, seed=seed)
+    artifact = sources.compile_with_progress(source, fields, target, dims=dims, dump=dump, seed=seed, weights=weights)
     artifact.save(out, force=force)
     _report(out, artifact, time.perf_counter() - started, json)
 
 
 def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _pair(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise SpecError("--window", "LEFT,RIGHT, such as 256,0", repr(text)) from None
 
 
 def _report(out: Path, artifact: Artifact, seconds: float, json: bool) -> None:

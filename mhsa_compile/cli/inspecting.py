@@ -42,6 +42,7 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
     facts: list[tuple[str, str, object]] = [
         (f"attention {s['op']}", key, value) for s in manifest.semantics for key, value in s.items()
     ]
+    facts += [("linears", "weights", "int8, rounded when they are bound")] if manifest.int8_weights else []
     facts += [("spec", key, value) for key, value in (manifest.spec or {}).items()]
     facts += [("target", key, value) for key, value in _flat(manifest.target)]
     facts += [("version", key, value) for key, value in manifest.versions.items()]

@@ -57,6 +57,7 @@ def compile_with_progress(
     *,
     dims: dict[str, int],
     seed: int,
+    weights: str | None = None,
     dump: Path | None = None,
 ) -> Artifact:
     """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random."""
@@ -72,7 +73,7 @@ def compile_with_progress(
         from mhsa_compile.pipeline import compile
 
         torch.manual_seed(seed)
-        return compile(resolved, target, dims=dims, progress=stage, dump=dump)
+        return compile(resolved, target, dims=dims, weights=weights, progress=stage, dump=dump)
 
 
 def _flags(fields: dict[str, Any]) -> str:

@@ -6,13 +6,17 @@ algorithm; this file deals the tasks out and says where each operand lies.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op, Placement
-from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, HeadView, MaskReader
+from mhsa_compile.kernels.cpu.attention_mask import LOG2_E, MaskReader, Visibility
+from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
+from mhsa_compile.kernels.cpu.attention_products import Float32Products, HeadView, Operands
+from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, ceil_div, register_tile, settle, tile_registers
 from mhsa_compile.profile import TargetProfile
 
@@ -27,12 +31,10 @@ class AttentionKernel:
             return "not an attention"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
-        if (
-            op.dtype != "float32"
-            or op.static_mask is not None
-            or (op.band and (op.band.left, op.band.right) != (None, 0))
-        ):
-            return "float32 and causality only"
+        if op.dtype != "float32":
+            return "float32 only"
+        if op.static_mask is not None and op.mask is not None:
+            return "a static mask or one that the call brings, not both"
         return None
 
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
@@ -44,21 +46,26 @@ class AttentionKernel:
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        """The register tile with the fewest loads a product; a block of keys that leaves P^T and Q^T in L1."""
+        """The register tile with the fewest loads a product; a block of keys whose P^T and V fill two thirds of L1."""
         assert isinstance(op, AttentionOp)
         columns = 4 if profile.hardware.vector_registers >= 32 else 2
         key_tile, _ = register_tile(tile_registers(profile.hardware.vector_registers), (1, 2, 4, 8), [columns])
         queries = columns * profile.vector_lanes("float32")
-        room = profile.hardware.l1d_kib * 1024 // (4 * queries) - max(op.head_dim, op.v_head_dim)
-        keys = min(512, max(48, room)) // key_tile * key_tile
+        room = profile.hardware.l1d_kib * 1024 * 2 // 3 // (4 * (queries + op.v_head_dim))
+        keys = min(512, max(32, room)) // key_tile * key_tile
         return {"queries": queries, "key_tile": key_tile, "keys": keys}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, AttentionOp)
-        return Emitted(run=_attention(op, profile, config))
+        planned = None
+        if op.static_mask is not None:
+            tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
+            planned = plan(op.static_mask, op.band, lanes=profile.vector_lanes("float32"), **tile)
+            op = replace(op, band=None)  # the plan holds it
+        return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
 
 
-def _attention(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
+def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned: Plan | None) -> Expr:
     dim = Dims()
     batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     queries = config["queries"]
@@ -68,49 +75,94 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
             T.func_attr({"tirx.noalias": True})
             inputs = _inputs(op, batch, q_length, kv_length)
             mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
-            y = argument("y", _shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), "float32")
+            views = None if planned is None else _plan_arguments(planned)
+            y = argument("y", _shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
             tiles = settle(ceil_div(q_length, queries))
             heads = T.int64(op.num_heads)
             with T.parallel(batch * heads * tiles) as index:
                 head_index = settle(T.truncdiv(index, tiles))
                 b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
                 turn = settle(T.truncmod(index, tiles))
-                # Short and long causal rows in turn: equal shares of the tasks are then equal work.
-                tile_index = turn if op.band is None else _in_turn(turn, tiles)
+                tile_index, runs = _tile_and_runs(op, turn, tiles, h, views)
                 g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
                 first_query = settle(tile_index * queries)
-                operands = {
-                    "first_query": first_query,
-                    "q_length": q_length,
-                    "kv_length": kv_length,
-                    "query": _head(inputs[op.query.buffer], op.query, op.head_dim, b, h),
-                    "key": _head(inputs[op.key.buffer], op.key, op.head_dim, b, g),
-                    "value": _head(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
-                    "output": _head(y, op.output, op.v_head_dim, b, h),
-                    "mask": None if mask is None else _mask_reader(mask, b, h),
-                }
-                _emit_by_width(op, profile, config, queries, q_length - first_query, operands)
+                operands = Operands(
+                    op,
+                    query=_head(inputs[op.query.buffer], op.query, op.head_dim, b, h),
+                    key=_head(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+                    value=_head(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+                    first_query=first_query,
+                    q_length=q_length,
+                    kv_length=kv_length,
+                )
+                output = _head(y, op.output, op.v_head_dim, b, h)
+                reader = None if mask is None else _mask_reader(mask, b, h)
+
+                def tile(width: int) -> None:
+                    _emit_tile(operands, profile, {**config, "queries": width}, output, reader, runs)
+
+                _by_width(op, profile.vector_lanes("float32"), queries, q_length - first_query, tile)
     return builder.get()
 
 
-def _emit_by_width(
-    op: AttentionOp, profile: TargetProfile, config: Config, queries: int, rows: Expr, operands: dict[str, Any]
-) -> None:
+def _plan_arguments(planned: Plan) -> list[Expr]:
+    names = ("order", "index", "runs", "bits")
+    return [
+        argument(name, [T.int64(size) for size in array.shape], str(array.dtype))
+        for name, array in zip(names, planned.arrays, strict=True)
+    ]
+
+
+def _tile_and_runs(
+    op: AttentionOp, turn: Expr, tiles: Expr, h: Expr, views: list[Expr] | None
+) -> tuple[Expr, Runs | None]:
+    """The tile of query rows whose turn it is, and with a plan the runs of keys that it visits."""
+    if views is None:
+        # Short and long causal rows in turn: equal shares of the tasks are then equal work.
+        return turn if op.band is None else _in_turn(turn, tiles), None
+    order, index, runs, bits = views
+    head = T.int64(0) if int(order.shape[0]) == 1 else h
+    tile = settle(T.cast(order[head, turn], "int64"))
+    entry = settle(head * tiles + tile)
+    first, end = (settle(T.cast(index[at], "int64")) for at in (entry, entry + 1))
+    return tile, Runs(first, end, runs, bits)
+
+
+def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Callable[[int], None]) -> None:
     """The tile of `queries` rows, and for a last tile with half as many rows, or a quarter, one of its own."""
-    lanes, registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
-
-    def emit(width: int) -> None:
-        AttentionTile(op, {**config, "queries": width}, lanes=lanes, registers=registers, **operands).emit()
-
     half = queries // 2
     fits = isinstance(op.q_length, int) and not 0 < op.q_length % queries <= half
     if half < lanes or half % lanes or fits:
-        return emit(queries)
+        return tile(queries)
     with T.If(rows > half):
         with T.Then():
-            emit(queries)
+            tile(queries)
         with T.Else():
-            _emit_by_width(op, profile, config, half, rows, operands)
+            _by_width(op, lanes, half, rows, tile)
+
+
+def _emit_tile(
+    operands: Operands,
+    profile: TargetProfile,
+    config: Config,
+    output: HeadView,
+    mask: MaskReader | None,
+    runs: Runs | None,
+) -> None:
+    op, lanes = operands.op, profile.vector_lanes("float32")
+    queries, keys = config["queries"], config["keys"]
+    products = Float32Products(operands, queries, keys, lanes, op.scale * LOG2_E)
+    visibility = Visibility(
+        op,
+        queries=queries,
+        keys=keys,
+        first_query=operands.first_query,
+        q_length=operands.q_length,
+        kv_length=operands.kv_length,
+        mask=mask,
+    )
+    registers = profile.hardware.vector_registers
+    AttentionTile(products, visibility, config, lanes=lanes, registers=registers, output=output, runs=runs).emit()
 
 
 def _in_turn(turn: Expr, tiles: Expr) -> Expr:
@@ -130,7 +182,7 @@ def _inputs(op: AttentionOp, batch: Expr, q_length: Expr, kv_length: Expr) -> di
     for place, length, heads, width in sorted(roles, key=lambda role: role[0].buffer):
         if place.buffer not in buffers:
             shape = _shape(place, batch, length, heads, width)
-            buffers[place.buffer] = argument(f"input{place.buffer}", shape, "float32")
+            buffers[place.buffer] = argument(f"input{place.buffer}", shape, op.dtype)
     return buffers
 
 

@@ -1,41 +1,62 @@
-"""The arithmetic of one attention task: a tile of query rows of one head against all the keys they see.
+"""One attention task: a tile of query rows of one head against all the keys they see, in one pass.
 
-The scores are computed transposed, S^T = K Q^T. Q^T is packed once per task (and scaled by scale * log2 e), so rows of
-K are read in place, as scalars to broadcast; the queries lie along the vector lanes, so that row maximum and row sum
-are plain vertical operations; and P^T comes out just as P V wants it: as scalars again, against rows of V in place.
-
-    for each block of keys:   S^T = K Q^T;  m' = max(m, S^T);  P^T = 2^(S^T - m');  l = l 2^(m - m') + sum P^T
-                              O = O 2^(m - m') + P V
+    for each block of keys, for each group of them:
+        S^T = K Q^T;  where some score exceeds its row's reference m by far: m' = the new maximum, and what was summed
+                      up so far (l, O, the block's weights) shrinks by 2^(m - m')
+        P^T = 2^(S^T - m);  l = l + sum P^T
+    O = O + P V
     Y = O / l, and zeros where nothing was visible (l = 0)
 
-Blocks beyond the causal diagonal are never visited; blocks that every row sees wholly take a path without masks.
-Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling, Dao 2023 (arXiv:2307.08691).
+The reference need not be the maximum: a weight of 2^RISE is as exact as one of 1. So it hardly ever moves, the weights
+are computed while their scores are still in registers, and nothing is rescaled from block to block.
+
+What no row sees is never visited; what every row sees takes a path without masks; at the right edge of a band, columns
+of queries that see nothing of a group are left out, and P V sums for each few rows only the keys that they see.
+Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling, Dao 2023 (arXiv:2307.08691); rescaling
+only when it matters: FlashAttention-4 (github.com/Dao-AILab/flash-attention).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config
+from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.attention_mask import Bits, Visibility
+from mhsa_compile.kernels.cpu.attention_products import Float32Products, HeadView
+from mhsa_compile.kernels.cpu.storage import store_narrow
+from mhsa_compile.kernels.cpu.vectors import (
+    Chunk,
+    Expr,
+    RegisterTile,
+    any_lane,
+    bind,
+    ceil_div,
+    constant,
+    load,
+    settle,
+    splat,
+    store,
+)
 
-LOG2_E = math.log2(math.e)
-# The weight of a masked key: zero as a number, yet told apart from a visible weight that underflowed to +0.
+RISE = 8.0
+"""How far, in powers of two, a score may exceed its row's reference before that is raised. Sums over S keys stay below
+2^RISE * S times the largest value: no more of float32's range than 2^RISE times as many keys would take."""
 MASKED = -0.0
-MaskReader = Callable[[Expr, Expr], Expr]  # (query row, key) -> the mask's element
+"""The weight of a hidden key: zero as a number, yet told apart from a visible weight that underflowed to +0."""
 
 
 @dataclass(frozen=True)
-class HeadView:
-    """One head of one operand, read in place: `buffer[at(row, column)]` is an element."""
+class Runs:
+    """The runs of keys that a static mask leaves to the task: rows first .. end of `runs`, as `attention_plan` says."""
 
-    buffer: Expr
-    at: Callable[[Expr, Expr], list[Expr]]
+    first: Expr
+    end: Expr
+    runs: Expr
+    bits: Expr
 
 
 class AttentionTile:
@@ -43,270 +64,247 @@ class AttentionTile:
 
     def __init__(
         self,
-        op: AttentionOp,
+        products: Float32Products,
+        visibility: Visibility,
         config: Config,
         *,
         lanes: int,
         registers: int,
-        first_query: Expr,
-        q_length: Expr,
-        kv_length: Expr,
-        query: HeadView,
-        key: HeadView,
-        value: HeadView,
         output: HeadView,
-        mask: MaskReader | None,
+        runs: Runs | None,
     ) -> None:
-        self.op, self.lanes, self.registers = op, lanes, registers
+        self.products, self.visibility, self.output, self.runs = products, visibility, output, runs
+        self.op, self.lanes, self.registers = visibility.op, lanes, registers
         self.queries, self.keys, self.key_tile = config["queries"], config["keys"], config["key_tile"]
-        self.first_query, self.q_length, self.kv_length = first_query, q_length, kv_length
-        self.query, self.key, self.value, self.output, self.mask = query, key, value, output, mask
         self.query_columns = vectors.chunks(self.queries, lanes)
-        self.value_columns = vectors.chunks(op.v_head_dim, lanes)
-        # Query i sees keys 0 .. i + diagonal.
-        self.diagonal = None
-        if op.band is not None:
-            self.diagonal = T.int64(0) if op.band.alignment == "top_left" else kv_length - q_length
-
-        self.q_t = T.alloc_buffer((op.head_dim, self.queries), "float32")
-        self.scores = T.alloc_buffer((self.keys, self.queries), "float32")  # S^T, then P^T in the same place
-        self.bias = T.alloc_buffer((self.keys, self.queries), "float32") if self._dense_mask else None
-        self.accumulator = T.alloc_buffer((self.queries, op.v_head_dim), "float32")
-        self.row_max = T.alloc_buffer((self.queries,), "float32")
+        self.value_columns = vectors.chunks(self.op.v_head_dim, lanes)
+        self.accumulator = T.alloc_buffer((self.queries, self.op.v_head_dim), "float32")
+        self.reference = T.alloc_buffer((self.queries,), "float32")
         self.row_sum = T.alloc_buffer((self.queries,), "float32")
-        self.rescale = T.alloc_buffer((self.queries,), "float32")
-
-    @property
-    def _dense_mask(self) -> bool:
-        """Whether the mask may differ from query to query (a key padding mask is the same for all)."""
-        return self.op.mask is not None and self.op.mask.dims[2] != 1
+        self.factors = T.alloc_buffer((self.queries,), "float32")
 
     def emit(self) -> None:
-        self._pack_queries()
+        self.products.pack_queries()
         self._clear()
-        end, seen_by_all = self._visible_keys()
-        # Blocks of equal size, whole register tiles, as few as the scratch allows.
-        fewest = settle(T.max(T.int64(1), ceil_div(end, self.keys)))
-        size = settle(ceil_div(T.truncdiv(end + (fewest - 1), fewest), self.key_tile) * self.key_tile)
-        blocks = settle(T.truncdiv(end + (size - 1), T.max(T.int64(1), size)))
-        plain = blocks
-        if self.mask is not None:
-            plain = T.int64(0)
-        elif self.diagonal is not None:
-            plain = settle(T.truncdiv(seen_by_all, T.max(T.int64(1), size)))
-        if self.mask is None:
-            with T.serial(plain) as block:
-                self._visit(settle(block * size), size, end, None)
-        if self.mask is not None or self.diagonal is not None:
-            with T.serial(plain, blocks) as block:
-                self._visit(settle(block * size), size, end, seen_by_all)
+        if self.runs is None:
+            self._visit_visible()
+        else:
+            self._visit_runs(self.runs)
         self._write_output()
 
-    def _visible_keys(self) -> tuple[Expr, Expr]:
-        """(one past the last key that any row sees, one past the last of the leading keys that every row sees)."""
-        end, seen_by_all = self.kv_length, self.kv_length
-        if self.diagonal is not None:
-            first_sees = self.first_query + self.diagonal + 1
-            end = T.max(T.int64(0), T.min(end, first_sees + (self.queries - 1)))
-            seen_by_all = T.max(T.int64(0), T.min(seen_by_all, first_sees))
-        return settle(end), T.int64(0) if self.mask is not None else settle(seen_by_all)
+    def _visit_visible(self) -> None:
+        """All keys between the first and the last that any row sees."""
+        first, end = self.visibility.seen_by_any()
+        # Blocks of equal size, whole register tiles, as few as the scratch allows.
+        length = settle(end - first)
+        fewest = settle(T.max(T.int64(1), ceil_div(length, self.keys)))
+        size = settle(ceil_div(_ceil_div(length, fewest), self.key_tile) * self.key_tile)
+        with T.serial(settle(_ceil_div(length, T.max(T.int64(1), size)))) as block:
+            first_key = settle(first + block * size)
+            self._visit(first_key, settle(T.min(size, end - first_key)))
 
-    def _pack_queries(self) -> None:
-        """q_t[e, i] = Q[i, e] * scale * log2 e. Rows beyond the last repeat it; they are never written out."""
-        scale = self.op.scale * LOG2_E
-        last = self.q_length - 1
-        for first_lane, lanes in self.query_columns:
-            rows = [settle(T.min(self.first_query + (first_lane + i), last)) for i in range(lanes)]
-            whole = self.op.head_dim // lanes * lanes
-            with T.serial(T.int64(whole // lanes)) as square:
-                columns = [load(self.query.buffer, self.query.at(row, square * lanes), lanes) for row in rows]
-                for e, column in enumerate(vectors.transpose([bind(c * constant(scale, lanes)) for c in columns])):
-                    store(self.q_t, [square * lanes + e, T.int64(first_lane)], column, lanes)
-            for e in range(whole, self.op.head_dim):
-                for i, row in enumerate(rows):
-                    element = load(self.query.buffer, self.query.at(row, T.int64(e)), 1) * T.float32(scale)
-                    store(self.q_t, [T.int64(e), T.int64(first_lane + i)], element, 1)
+    def _visit_runs(self, runs: Runs) -> None:
+        """The runs of a static mask."""
+        with T.serial(runs.first, runs.end) as run:
+            first_key, count, row = (settle(T.cast(runs.runs[run, i], "int64")) for i in range(3))
+            groups = settle(ceil_div(count, self.key_tile))
+            with T.If(row < 0):
+                with T.Then():
+                    self._weigh_seen(T.int64(0), groups, first_key)
+                    self.products.take_values(first_key, count)
+                    self._accumulate(first_key, count)
+                with T.Else():
+                    self.visibility.bits = Bits(runs.bits, row)
+                    self._weigh_hidden(T.int64(0), groups, first_key, self.query_columns)
+                    self.products.take_values(first_key, count)
+                    self._accumulate_past_hidden(first_key, count, T.bool(True))
 
     def _clear(self) -> None:
         for first, lanes in self.query_columns:
-            store(self.row_max, [T.int64(first)], constant(-math.inf, lanes), lanes)
+            store(self.reference, [T.int64(first)], constant(-math.inf, lanes), lanes)
             store(self.row_sum, [T.int64(first)], constant(0.0, lanes), lanes)
         with T.serial(T.int64(self.queries)) as i:
             for first, lanes in self.value_columns:
                 store(self.accumulator, [i, T.int64(first)], constant(0.0, lanes), lanes)
 
-    def _visit(self, first_key: Expr, size: Expr, end: Expr, seen_by_all: Expr | None) -> None:
-        """One block. Every row sees all of it, or, where `seen_by_all` is given, only its keys before that."""
-        count = settle(T.min(size, end - first_key))
-        masked = seen_by_all is not None
-        if masked and self.bias is not None:
-            self._read_mask(first_key, count)
-        whole = count if seen_by_all is None else T.max(T.int64(0), T.min(count, seen_by_all - first_key))
-        self._score(first_key, count, settle(T.truncdiv(whole, T.int64(self.key_tile))), masked)
-        self._weigh(count, masked)
-        if masked:
-            with T.If(self._holds_non_finite_values(first_key, count)):
-                with T.Then():
-                    self._accumulate_selected(first_key, count)
-                with T.Else():
-                    self._accumulate(first_key, count)
-        else:
-            self._accumulate(first_key, count)
+    def _visit(self, first_key: Expr, count: Expr) -> None:
+        """One block of keys."""
+        self.visibility.read_block(first_key, count)
+        groups = settle(ceil_div(count, self.key_tile))
+        from_key, to_key = self.visibility.seen_by_all()
+        lead = settle(T.max(T.int64(0), T.min(groups, ceil_div(from_key - first_key, self.key_tile))))
+        whole = settle(T.max(lead, T.min(groups, T.truncdiv(to_key - first_key, T.int64(self.key_tile)))))
+        if self.visibility.leftmost is not None and self.visibility.mask is None:
+            self._weigh_hidden(T.int64(0), lead, first_key, self.query_columns)
+        if self.visibility.mask is None:
+            self._weigh_seen(lead, whole, first_key)
+        self._weigh_trailing(whole, groups, first_key)
+        self.products.take_values(first_key, count)
+        if not self.visibility.hides:
+            return self._accumulate(first_key, count)
+        self._accumulate_past_hidden(first_key, count, T.Or(lead > 0, whole < groups))
 
-    def _read_mask(self, first_key: Expr, count: Expr) -> None:
-        """bias[j, i] = the mask at (query i, key j) as a number to add, in units of log2; -inf where masked."""
-        assert self.mask is not None and self.bias is not None
-        with T.serial(T.int64(self.queries)) as i:
-            query = settle(T.min(self.first_query + i, self.q_length - 1))
-            with T.serial(count) as j:
-                store(self.bias, [j, i], self._bias_of(self.mask(query, first_key + j)), 1)
+    def _accumulate_past_hidden(self, first_key: Expr, count: Expr, hides: Expr) -> None:
+        """P V of a block that hides keys from some rows, if `hides`: what they hold must not matter, NaN included."""
+        with T.If(T.And(hides, self._holds_non_finite_values(first_key, count))):
+            with T.Then():
+                self._accumulate_selected(first_key, count)
+            with T.Else():
+                self._accumulate(first_key, count)
 
-    def _bias_of(self, element: Expr) -> Expr:
-        assert self.op.mask is not None
-        if self.op.mask.dtype == "bool":
-            return T.Select(element, T.float32(0), T.float32(-math.inf))
-        return element * T.float32(LOG2_E)
-
-    def _score(self, first_key: Expr, count: Expr, whole_groups: Expr, masked: bool) -> None:
-        """scores = K Q^T for the block, `key_tile` keys at a time in registers, and row_max its column maximum.
-
-        The first `whole_groups` groups of keys are seen by every row; what follows is masked.
-        """
-        for first, lanes in self.query_columns:
-            store(self.rescale, [T.int64(first)], load(self.row_max, [T.int64(first)], lanes), lanes)
-        with T.serial(whole_groups) as group:
+    def _weigh_seen(self, first: Expr, end: Expr, first_key: Expr) -> None:
+        """Groups first .. end of the block, which every row sees."""
+        with T.serial(first, end) as group:
             base = settle(group * self.key_tile)
-            keys = [first_key + base + r for r in range(self.key_tile)]
-            self._score_group(base, keys, lambda score, r, column: score)
-        with T.serial(whole_groups, ceil_div(count, self.key_tile)) as group:
-            base = settle(group * self.key_tile)
-            first = settle(first_key + base)
-            # Beyond the last key the last one is read again; what it gives is masked.
-            keys = [settle(T.min(first + r, self.kv_length - 1)) for r in range(self.key_tile)]
-            self._score_group(base, keys, lambda s, r, column: self._mask_score(s, base + r, first + r, column, masked))
+            self._weigh_group(base, [first_key + base + r for r in range(self.key_tile)], self.query_columns, False)
 
-    def _score_group(self, base: Expr, keys: list[Expr], mask: Callable[[Expr, int, vectors.Chunk], Expr]) -> None:
-        tile = RegisterTile(self.key_tile, self.query_columns)
-        tile.fill(0.0)
-        with T.serial(T.int64(self.op.head_dim)) as e:
-            tile.outer_product(
-                lambda r: load(self.key.buffer, self.key.at(keys[r], e), 1),
-                lambda c: load(self.q_t, [e, T.int64(self.query_columns[c][0])], self.query_columns[c][1]),
-            )
-        for c, (first, lanes) in enumerate(self.query_columns):
-            largest = load(self.row_max, [T.int64(first)], lanes)
+    def _weigh_trailing(self, first: Expr, end: Expr, first_key: Expr) -> None:
+        """Groups of which some is hidden. Towards the right edge fewer and fewer columns of queries see anything."""
+        if self.visibility.rightmost is None:
+            return self._weigh_hidden(first, end, first_key, self.query_columns)
+        for c in range(len(self.query_columns)):
+            stop = end
+            if c + 1 < len(self.query_columns):
+                # From this key on, the column sees nothing: its last lane sees up to rightmost + its number.
+                beyond = self.visibility.rightmost + self.query_columns[c + 1][0] - first_key
+                stop = settle(T.max(first, T.min(end, ceil_div(beyond, self.key_tile))))
+            self._weigh_hidden(first, stop, first_key, self.query_columns[c:])
+            first = stop
+
+    def _weigh_hidden(self, first: Expr, end: Expr, first_key: Expr, columns: list[Chunk]) -> None:
+        with T.serial(first, end) as group:
+            base = settle(group * self.key_tile)
+            # Beyond the last key the last one is read again; what it gives is hidden.
+            last = self.visibility.kv_length - 1
+            keys = [settle(T.min(first_key + (base + r), last)) for r in range(self.key_tile)]
+            self._weigh_group(base, keys, columns, True, first_key + base)
+
+    def _weigh_group(
+        self, base: Expr, keys: list[Expr], columns: list[Chunk], hidden: bool, first: Expr | None = None
+    ) -> None:
+        """P^T of `key_tile` keys, from row `base` of the block on, for some columns of queries."""
+        tile = RegisterTile(self.key_tile, columns)
+        self.products.score(tile, keys)
+        if hidden:
+            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first + r, columns[c]))
+        largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
+        self._raise_reference(base, columns, largest)
+        for c, (lane, lanes) in enumerate(columns):
+            reference = load(self.reference, [T.int64(lane)], lanes)
+            reference = bind(_or_zero(reference, lanes))
+            weights = []
             for r in range(self.key_tile):
-                score = bind(mask(tile.get(r, c), r, (first, lanes)))
-                store(self.scores, [base + r, T.int64(first)], score, lanes)
-                largest = bind(T.max(largest, score))
-            store(self.row_max, [T.int64(first)], largest, lanes)
-
-    def _mask_score(self, score: Expr, row: Expr, key: Expr, column: vectors.Chunk, masked: bool) -> Expr:
-        """-inf where `key` is beyond the end, beyond the diagonal or masked: a select, so that NaN cannot pass."""
-        first, lanes = column
-        hidden = constant(-math.inf, lanes)
-        if not masked:
-            return T.Select(splat(key < self.kv_length, lanes), score, hidden)
-        if self.bias is not None:
-            bias = bind(load(self.bias, [row, T.int64(first)], lanes))
-            score = T.Select(bias == hidden, hidden, score + bias)
-        elif self.mask is not None:
-            bias = splat(bind(self._bias_of(self.mask(T.int64(0), key))), lanes)
-            score = T.Select(bias == hidden, hidden, score + bias)
-        if self.diagonal is not None:
-            # The first lane that sees the key, in the lanes' own numbering.
-            frontier = T.cast(settle(key - self.diagonal - self.first_query - first), "int32")
-            lane = T.Ramp(T.int32(0), T.int32(1), lanes) if lanes > 1 else T.int32(0)
-            score = T.Select(splat(frontier, lanes) <= lane, score, hidden)
-        return T.Select(splat(key < self.kv_length, lanes), score, hidden)
-
-    def _weigh(self, count: Expr, masked: bool) -> None:
-        """scores become P^T = 2^(S^T - m); row_sum and rescale = 2^(old m - m) follow the new maximum."""
-        for first, lanes in self.query_columns:
-            at = [T.int64(first)]
-            largest = load(self.row_max, at, lanes)
-            if masked:  # while a row has seen nothing its maximum is -inf, and -inf - -inf is not a number
-                largest = T.Select(largest == constant(-math.inf, lanes), constant(0.0, lanes), largest)
-            largest = bind(largest)
-            factor = bind(vectors.exp2(load(self.rescale, at, lanes) - largest, lanes))
-            store(self.rescale, at, factor, lanes)
-            total = RegisterTile(1, [(0, lanes)])
-            total.fill(0.0)
-            with T.serial(count) as j:
-                score = bind(load(self.scores, [j, *at], lanes))
-                weight = vectors.exp2(score - largest, lanes)
-                if masked:
+                score = tile.get(r, c)
+                weight = vectors.exp2(score - reference, lanes)
+                if hidden:
                     weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
-                weight = bind(weight)
-                store(self.scores, [j, *at], weight, lanes)
-                total.set(0, 0, total.get(0, 0) + weight)
-            store(self.row_sum, at, load(self.row_sum, at, lanes) * factor + total.get(0, 0), lanes)
+                weights.append(bind(weight))
+            self.products.keep_weights(base, (lane, lanes), weights)
+            total = load(self.row_sum, [T.int64(lane)], lanes)
+            for weight in weights:
+                total = total + weight
+            store(self.row_sum, [T.int64(lane)], total, lanes)
+
+    def _largest(self, tile: RegisterTile, c: int) -> Expr:
+        largest = tile.get(0, c)
+        for r in range(1, self.key_tile):
+            largest = T.max(largest, tile.get(r, c))
+        return largest
+
+    def _raise_reference(self, base: Expr, columns: list[Chunk], largest: list[Expr]) -> None:
+        """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
+        exceeded = None
+        for (lane, lanes), top in zip(columns, largest, strict=True):
+            limit = load(self.reference, [T.int64(lane)], lanes) + constant(RISE, lanes)
+            exceeded = (top > limit) if exceeded is None else T.Or(exceeded, top > limit)
+        with T.If(any_lane(exceeded, columns[0][1])), T.Then():
+            for lane, lanes in self.query_columns:
+                store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
+            for (lane, lanes), top in zip(columns, largest, strict=True):
+                at = [T.int64(lane)]
+                old = bind(load(self.reference, at, lanes))
+                new = bind(T.Select(top > old, top, old))
+                store(self.reference, at, new, lanes)
+                factor = bind(vectors.exp2(old - _or_zero(new, lanes), lanes))
+                store(self.factors, at, factor, lanes)
+                store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
+            self.products.rescale_weights(base, self.factors)
+            with T.serial(T.int64(self.queries)) as i:
+                factor = bind(self.factors[i])
+                for first, lanes in self.value_columns:
+                    at = [i, T.int64(first)]
+                    store(self.accumulator, at, load(self.accumulator, at, lanes) * splat(factor, lanes), lanes)
 
     def _accumulate(self, first_key: Expr, count: Expr) -> None:
-        """accumulator = accumulator * rescale + P V, a register tile of rows x columns at a time."""
+        """accumulator += P V, a register tile of rows x columns at a time."""
         rows, columns = self._value_tile()
         for begin in range(0, len(self.value_columns), columns):
             group = self.value_columns[begin : begin + columns]
             with T.serial(T.int64(self.queries // rows)) as row_group:
                 base = settle(row_group * rows)
+                first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
-                tile.fill(0.0)
-                with T.serial(count) as j:
-                    tile.outer_product(
-                        lambda r: load(self.scores, [j, base + r], 1),
-                        lambda c: load(
-                            self.value.buffer, self.value.at(first_key + j, T.int64(group[c][0])), group[c][1]
-                        ),
-                    )
+                tile.each(lambda r, c: load(self.accumulator, [base + r, T.int64(group[c][0])], group[c][1]))
+                self.products.add_values(tile, base, group, first_key, first, end)
                 for r in range(rows):
-                    factor = bind(load(self.rescale, [base + r], 1))
-                    for c, (first, lanes) in enumerate(group):
-                        at = [base + r, T.int64(first)]
-                        old = load(self.accumulator, at, lanes)
-                        store(self.accumulator, at, old * splat(factor, lanes) + tile.get(r, c), lanes)
+                    for c, (column, lanes) in enumerate(group):
+                        store(self.accumulator, [base + r, T.int64(column)], tile.get(r, c), lanes)
 
     def _value_tile(self) -> tuple[int, int]:
-        """(rows, columns in vectors) of P V's register tile: columns that leave the fewest over, and what fits."""
+        """(rows, columns in vectors) of P V's register tile: columns that leave the fewest over, and what fits.
+
+        All rows are lanes of one column of queries: what is left out for one of them is left out for all.
+        """
         wanted = len(self.value_columns)
         fewest = min(-wanted % columns for columns in (2, 3, 4))
         columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
-        rows = [r for r in (1, 2, 4, 8) if self.queries % r == 0]
+        rows = [r for r in (1, 2, 4, 8) if self.lanes % r == 0]
         return vectors.register_tile(vectors.tile_registers(self.registers), rows, columns)
 
     def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:
         """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, otherwise 0."""
-        total = T.alloc_buffer((self.lanes,), "float32")
-        store(total, [T.int64(0)], constant(0.0, self.lanes), self.lanes)
+        columns = self.value_columns
+        sums = RegisterTile(1, columns)  # one chain of additions for each column
+        sums.fill(0.0)
         with T.serial(count) as j:
-            for first, lanes in self.value_columns:
-                value = load(self.value.buffer, self.value.at(first_key + j, T.int64(first)), lanes)
-                sums = load(total, [T.int64(0)], lanes)
-                store(total, [T.int64(0)], sums + value * constant(0.0, lanes), lanes)
-        whole = T.float32(0)
-        for lane in range(self.lanes):
-            whole = whole + total[T.int64(lane)]
-        return T.isnan(whole)  # not whole != whole, which the simplifier takes to be false
+            sums.each(
+                lambda _, c: (
+                    sums.get(0, c) + self.products.value(first_key, j, columns[c]) * constant(0.0, columns[c][1])
+                )
+            )
+        found = T.bool(False)
+        for c, (_, lanes) in enumerate(columns):
+            found = T.Or(found, any_lane(T.isnan(sums.get(0, c)), lanes))  # not x != x, which TVM takes to be false
+        return found
 
     def _accumulate_selected(self, first_key: Expr, count: Expr) -> None:
-        """As `_accumulate`, but a masked key is left out, not multiplied by zero: rare, so plain rather than fast."""
+        """As `_accumulate`, but a hidden key is left out, not multiplied by zero: rare, so plain rather than fast."""
         with T.serial(T.int64(self.queries)) as i:
-            factor = bind(self.rescale[i])
-            for first, lanes in self.value_columns:
-                at = [i, T.int64(first)]
-                store(self.accumulator, at, load(self.accumulator, at, lanes) * splat(factor, lanes), lanes)
-            with T.serial(count) as j:
-                weight = bind(self.scores[j, i])
+            first, end = self.visibility.seen_by_rows(i, 1, first_key, count)
+            with T.serial(first, end) as j:
+                weight = bind(self.products.weight(j, i))
                 with T.If(T.reinterpret("int32", weight) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
-                    for first, lanes in self.value_columns:
-                        at = [i, T.int64(first)]
-                        value = load(self.value.buffer, self.value.at(first_key + j, T.int64(first)), lanes)
+                    for column in self.value_columns:
+                        at, lanes = [i, T.int64(column[0])], column[1]
+                        value = self.products.value(first_key, j, column)
                         old = load(self.accumulator, at, lanes)
                         store(self.accumulator, at, old + splat(weight, lanes) * value, lanes)
 
     def _write_output(self) -> None:
-        with T.serial(bind(T.min(T.int64(self.queries), self.q_length - self.first_query))) as i:
+        rows = T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query)
+        with T.serial(bind(rows)) as i:
             total = bind(self.row_sum[i])
             inverse = bind(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
             for first, lanes in self.value_columns:
                 value = load(self.accumulator, [i, T.int64(first)], lanes) * splat(inverse, lanes)
-                store(self.output.buffer, self.output.at(self.first_query + i, T.int64(first)), value, lanes)
+                index = self.output.at(self.visibility.first_query + i, T.int64(first))
+                store_narrow(self.output.buffer, index, value, lanes)
+
+
+def _ceil_div(value: Expr, size: Expr) -> Expr:
+    return T.truncdiv(value + (size - 1), size)
+
+
+def _or_zero(reference: Expr, lanes: int) -> Expr:
+    """The reference; where a row has seen nothing yet it is -inf, and -inf - -inf is not a number: then 0."""
+    return T.Select(reference == constant(-math.inf, lanes), constant(0.0, lanes), reference)

@@ -1,37 +1,49 @@
 """y = x W^T + b on a vector CPU, for one or more W that share x: the projections of an attention layer.
 
-The weights are packed once, at load, into panels of `columns` vectors of output features, feature by feature along K,
-side by side for all projections: P panels of (K, panel). A task is one panel against one block of rows of x; its inner
-loop keeps a tile of rows x columns in registers over the whole of K, so y is written once and nothing else is.
+The weights are packed once, at load, into panels of `columns` vectors of output features, side by side for all
+projections (`linear_packing`). A task is one panel against one block of rows of x. Its inner loop keeps a tile of
+rows x columns in registers over a part of K; a group of tiles passes over that part while it lies in the first-level
+cache, and their sums wait in a scratch for the next part.
 Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
+from math import gcd, prod
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, LinearOp, Op
 from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.linear_format import Format, format_of
+from mhsa_compile.kernels.cpu.linear_packing import pack
+from mhsa_compile.kernels.cpu.linear_rows import Rows, prepared
+from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow, vector_type
 from mhsa_compile.kernels.cpu.vectors import (
     Dims,
     Expr,
     RegisterTile,
     argument,
+    bind,
     ceil_div,
     load,
     register_tile,
     settle,
+    splat,
     store,
     tile_registers,
 )
 from mhsa_compile.profile import TargetProfile
 
+MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
+
 
 class LinearKernel:
-    """Packed-weight matrix product with a fused bias, for any vector CPU."""
+    """Packed-weight matrix product with a fused bias, for any vector CPU and every dtype."""
 
     name = "cpu.linear"
 
@@ -40,8 +52,8 @@ class LinearKernel:
             return "not a linear projection"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
-        if op.dtype != "float32" or op.int8_weights:
-            return "float32 only"
+        if op.int8_weights and op.in_features > MOST_INT8_TERMS:
+            return f"sums of int8 products up to {MOST_INT8_TERMS} terms, not {op.in_features}"
         return None
 
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
@@ -50,191 +62,210 @@ class LinearKernel:
             "rows": tuple(range(1, registers)),
             "columns": tuple(range(1, 7)),
             "block": (1, 2, 4, 8, 16, 32, 64),
-            "depth": (32, 64),
+            "depth": (32, 64, 128),
+            "group": (1, 2, 4, 8),
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that
         divide the usual lengths; a block of rows of x that fills half of the L2 cache."""
         assert isinstance(op, LinearOp)
-        registers, lanes = profile.hardware.vector_registers, profile.vector_lanes("float32")
+        lanes = format_of(op, profile, 1).lanes
+        room = tile_registers(profile.hardware.vector_registers)
 
         def padded(columns: int) -> int:
             return -(-op.out_features // (columns * lanes)) * columns * lanes
 
-        room = tile_registers(registers)
         fitting = [c for c in (2, 3, 4) if 2 * c < room] or [1]
         least = min(map(padded, fitting))
         rows, columns = register_tile(room, (1, 2, 4, 8), [c for c in fitting if padded(c) == least])
-        block = max(1, profile.hardware.l2_kib * 1024 // 2 // (4 * op.in_features * rows))
-        return {"rows": rows, "columns": columns, "block": min(64, block), "depth": 32}
+        format = format_of(op, profile, columns)
+        block = max(1, profile.hardware.l2_kib * 1024 // 2 // (4 * format.steps * rows))
+        depth = 64
+        # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
+        rest = profile.hardware.l1d_kib * 1024 * 3 // 4 - 4 * depth * format.panel
+        group = rest // (4 * rows * (format.panel + depth))
+        return {
+            "rows": rows,
+            "columns": columns,
+            "block": min(64, block),
+            "depth": depth,
+            "group": max(1, min(8, group)),
+        }
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, LinearOp)
-        panel = config["columns"] * profile.vector_lanes("float32")
-        panels = -(-op.out_features // panel)
-        packed = (((panels, op.in_features, panel), "float32"), ((panels, panel), "float32"))
-        return Emitted(_linear(op, profile, config), _pack(op, panel, panels), packed)
+        format = format_of(op, profile, config["columns"])
+        return Emitted(_linear(format, profile.hardware.cores, config), pack(format), format.packed)
 
 
-def _linear(op: LinearOp, profile: TargetProfile, config: Config) -> Expr:
-    lanes = profile.vector_lanes("float32")
-    rows, columns, block = config["rows"], config["columns"], config["block"]
-    panel = columns * lanes
-    panels = -(-op.out_features // panel)
+@dataclass(frozen=True)
+class _Product:
+    """The buffers of the product, x and y seen as matrices, and the packed weights."""
+
+    format: Format
+    rows: Rows
+    packed: list[Expr]
+    y: Expr
+    columns: list[vectors.Chunk]
+    count: Expr
+
+    def multiply_add(self, total: Expr, a: Expr, b: Expr) -> Expr:
+        dot = self.format.dot
+        return dot.accumulate(total, a, b) if dot else total + a * b
+
+    def weight(self, p: Expr, step: Expr, column: int) -> Expr:
+        offset, lanes = self.columns[column]
+        read = load if self.format.dot else load_wide
+        return read(self.packed[0], [p, step, T.int64(offset)], lanes)
+
+    def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
+        """y of a sum. The bias comes last: sums that begin with it are rounded at its magnitude at every step."""
+        offset, lanes = self.columns[column]
+        bias, *more = (load(array, [p, T.int64(offset)], lanes) for array in self.packed[1:])
+        if self.format.offset:
+            value = T.cast(value - more[1], vector_type("float32", lanes))
+        if self.rows.scales is not None:
+            value = value * (more[0] * splat(self.rows.scales[row], lanes))
+        return value + bias
+
+
+def _linear(format: Format, cores: int, config: Config) -> Expr:
+    op = format.op
     dim = Dims()
     leading = [dim(d) for d in op.rows]
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("linear")
             T.func_attr({"tirx.noalias": True})
-            x = argument("x", [*leading, T.int64(op.in_features)], "float32")
-            weight = argument("weight", [T.int64(panels), T.int64(op.in_features), T.int64(panel)], "float32")
-            bias = argument("bias", [T.int64(panels), T.int64(panel)], "float32")
-            y = argument("y", [*leading, T.int64(op.out_features)], "float32")
-            count = _product(leading)
-            x, y = _flat(x, count, op.in_features), _flat(y, count, op.out_features)
-            operands = _Operands(op, x, weight, bias, y, vectors.chunks(panel, lanes), config["depth"])
-            tiles = settle(ceil_div(count, rows))
-            blocks = settle(ceil_div(tiles, block))
-            size = settle(T.truncdiv(tiles + blocks - 1, T.max(T.int64(1), blocks)))  # equal blocks are equal tasks
-            with T.parallel(blocks * panels) as index:
-                p = settle(T.truncmod(index, T.int64(panels)))
-                first_tile = settle(T.truncdiv(index, T.int64(panels)) * size)
-                with T.serial(first_tile, T.min(tiles, first_tile + size)) as tile:
-                    # Beyond the last row the last one is computed again, and written again with the same values.
-                    at = [settle(T.min(tile * rows + r, count - 1)) for r in range(rows)]
-                    _tile(operands, at, p)
+            x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
+            packed = [
+                argument(f"packed{i}", [T.int64(n) for n in shape], dtype)
+                for i, (shape, dtype) in enumerate(format.packed)
+            ]
+            y = argument("y", [*leading, T.int64(op.out_features)], op.dtype)
+            size = prod(leading[1:], start=leading[0])
+            count = settle(size)
+            with format.dot.imported() if format.dot else nullcontext():
+                rows = prepared(format, _flat(x, count, op.in_features), count, size)
+                columns = vectors.chunks(format.panel, format.lanes)
+                _tasks(_Product(format, rows, packed, _flat(y, count, op.out_features), columns, count), cores, config)
     return builder.get()
-
-
-def _product(dims: list[Expr]) -> Expr:
-    total = dims[0]
-    for dim in dims[1:]:
-        total = total * dim
-    return settle(total)
 
 
 def _flat(tensor: Expr, count: Expr, width: int) -> Expr:
     """A (..., width) tensor seen as (count, width)."""
-    return T.decl_buffer((count, T.int64(width)), "float32", data=tensor.data)
+    return T.decl_buffer((count, T.int64(width)), tensor.dtype, data=tensor.data)
+
+
+def _tasks(task: _Product, cores: int, config: Config) -> None:
+    """Deals panels and blocks of tiles to the threads: equal blocks, and as many that the cores share them evenly.
+
+    The rows that fill no tile take a tile of half height, or one that reaches beyond the last row: there the last row
+    is computed again, and written again with the same values.
+    """
+    rows, panels = config["rows"], T.int64(task.format.panels)
+    rest = settle(T.truncmod(task.count, T.int64(rows)))
+    tiles = settle(T.truncdiv(task.count, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
+    has_half = settle(T.Select(T.And(rest > 0, rest <= rows // 2), T.int64(1), T.int64(0)))
+    fair = cores // gcd(cores, task.format.panels)
+    wanted = settle(ceil_div(ceil_div(tiles, config["block"]), fair) * fair)
+    blocks = settle(T.max(T.int64(1), T.min(tiles, wanted)))
+    with T.parallel(blocks * panels) as index:
+        p = settle(T.truncmod(index, panels))
+        block = settle(T.truncdiv(index, panels))
+        first = settle(T.truncdiv(block * tiles, blocks))
+        end = settle(T.truncdiv((block + 1) * tiles, blocks))
+        half = settle(T.Select(end == tiles, has_half, T.int64(0)))
+        _task(task, config, p, first, end, half)
+
+
+def _task(task: _Product, config: Config, p: Expr, first: Expr, end: Expr, half: Expr) -> None:
+    """Tiles first .. end of x, and the half tile after them if there is one, times panel p."""
+    rows, group, steps = config["rows"], config["group"], task.format.steps
+    parts = -(-steps // config["depth"])
+    depth = -(-steps // parts)
+    sums = _scratch((group * rows + rows // 2, task.format.panel), task.format.accumulator) if parts > 1 else None
+    with T.serial(T.max(T.int64(1), ceil_div(end - first, group))) as g:
+        begin = settle(first + g * group)
+        full = settle(T.min(end - begin, T.int64(group)))
+        with T.serial(T.int64(parts)) as number:
+            start = settle(number * depth)
+            part = _Part(number, parts, start, settle(T.min(start + depth, T.int64(steps))), sums)
+            with T.serial(full) as i:
+                _tile(task, part, p, settle((begin + i) * rows), rows, settle(i * rows))
+            if rows > 1:
+                with T.If(T.And(half > 0, begin + full == end)), T.Then():
+                    _tile(task, part, p, settle(end * rows), rows // 2, settle(full * rows))
+
+
+def _scratch(shape: tuple[int, int], dtype: str) -> Expr:
+    """Memory of the task's own. Seen through a second buffer, since TVM shrinks a buffer to what it can prove is used,
+    and then loses its own proof."""
+    return T.decl_buffer(shape, dtype, data=T.alloc_buffer(shape, dtype).data)
 
 
 @dataclass(frozen=True)
-class _Operands:
-    """The buffers of the product, x and y seen as matrices, and how a panel is cut."""
+class _Part:
+    """Steps first .. end of K, part `number` of `count`.
 
-    op: LinearOp
-    x: Expr
-    weight: Expr
-    bias: Expr
-    y: Expr
-    columns: list[vectors.Chunk]
-    depth: int
-
-
-def _tile(operands: _Operands, at: list[Expr], p: Expr) -> None:
-    """y[at, panel p] = x[at, :] W^T + b.
-
-    A float32 sum of K terms drifts with sqrt(K): the sum runs in parts, and the parts are added up. The bias comes
-    last, since sums that begin with it are rounded at its magnitude at every step.
+    `sums` (rows of a group, panel) holds those of the parts before, and is None where there is one part only.
     """
-    op, columns = operands.op, operands.columns
-    panel = sum(lanes for _, lanes in columns)
-    tile = RegisterTile(len(at), columns)
-    total = T.alloc_buffer((len(at), panel), "float32")
 
-    def add_total(row: int, c: int) -> Expr:
-        offset, lanes = columns[c]
-        return tile.get(row, c) + load(total, [T.int64(row), T.int64(offset)], lanes)
+    number: Expr
+    count: int
+    first: Expr
+    end: Expr
+    sums: Expr | None
 
-    def add_bias(row: int, c: int) -> Expr:
-        offset, lanes = columns[c]
-        return tile.get(row, c) + load(operands.bias, [p, T.int64(offset)], lanes)
 
-    parts = -(-op.in_features // operands.depth)
-    depth = -(-op.in_features // parts)
-    _sum(operands, tile, at, p, T.int64(0), T.int64(depth))
-    with T.serial(T.int64(1), T.int64(parts)) as part:
-        _write(tile, total, [T.int64(row) for row in range(len(at))], T.int64(0), columns)
-        first = settle(part * depth)
-        _sum(operands, tile, at, p, first, T.min(first + depth, T.int64(op.in_features)))
-        tile.each(add_total)
-    tile.each(add_bias)
-    whole, rest = divmod(op.out_features, panel)
+def _tile(task: _Product, part: _Part, p: Expr, first_row: Expr, rows: int, place: Expr) -> None:
+    """y[first_row ..., panel p] = x[first_row ..., :] W^T + b, one part of the sum at a time.
+
+    A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up.
+    """
+    at = [settle(T.min(first_row + r, task.count - 1)) for r in range(rows)]
+    columns = task.columns
+    tile = RegisterTile(rows, columns, task.format.accumulator)
+    zero = T.int32(0) if task.format.accumulator == "int32" else T.float32(0)
+    tile.each(lambda row, column: splat(zero, columns[column][1]))
+    with T.serial(part.first, part.end) as step:
+        tile.outer_product(
+            lambda row: task.rows.step(at[row], step),
+            lambda column: task.weight(p, step, column),
+            task.multiply_add,
+        )
+    if part.sums is None:
+        _finish(task, tile, p, at)
+        return
+    with T.If(part.number > 0), T.Then():
+        tile.each(lambda row, c: tile.get(row, c) + load(part.sums, _at(place, row, columns[c]), columns[c][1]))
+    with T.If(part.number < part.count - 1):
+        with T.Then():
+            for row, c in product(range(rows), range(len(columns))):
+                store(part.sums, _at(place, row, columns[c]), tile.get(row, c), columns[c][1])
+        with T.Else():
+            _finish(task, tile, p, at)
+
+
+def _at(place: Expr, row: int, chunk: vectors.Chunk) -> list[Expr]:
+    return [place + row, T.int64(chunk[0])]
+
+
+def _finish(task: _Product, tile: RegisterTile, p: Expr, at: list[Expr]) -> None:
+    """Writes the tile's part of y. The last panel is padded: only its real columns are written, the last vector of them
+    in ever smaller parts."""
+    columns, panel = task.columns, task.format.panel
+    whole, rest = divmod(task.format.op.out_features, panel)
+    places = product(range(len(at)), range(len(columns)))
+    values = {(row, c): bind(task.result(tile.get(row, c), at[row], p, c)) for row, c in places}
     with T.If(p < whole):
         with T.Then():
-            _write(tile, operands.y, at, p * panel, columns)
-        with T.Else():  # the last panel is padded: only its real columns are written
-            _write_part(tile, operands.y, at, whole * panel, rest, columns)
-
-
-def _sum(operands: _Operands, tile: RegisterTile, at: list[Expr], p: Expr, first: Expr, end: Expr) -> None:
-    """tile = x[at, first:end] W[panel p, first:end]^T."""
-    tile.fill(0.0)
-    with T.serial(first, end) as k:
-        tile.outer_product(
-            lambda row: load(operands.x, [at[row], k], 1),
-            lambda c: load(operands.weight, [p, k, T.int64(operands.columns[c][0])], operands.columns[c][1]),
-        )
-
-
-def _write(tile: RegisterTile, y: Expr, at: list[Expr], first: Expr, columns: list[vectors.Chunk]) -> None:
-    for row, index in enumerate(at):
-        for c, (offset, lanes) in enumerate(columns):
-            store(y, [index, first + offset], tile.get(row, c), lanes)
-
-
-def _write_part(
-    tile: RegisterTile, y: Expr, at: list[Expr], first: int, width: int, columns: list[vectors.Chunk]
-) -> None:
-    """Writes the first `width` columns of the tile, the last vector in ever smaller parts."""
-    for row, index in enumerate(at):
-        for c, (offset, lanes) in enumerate(columns):
-            for part, size in vectors.chunks(min(lanes, max(0, width - offset)), lanes):
-                value = vectors.part(tile.get(row, c), part, size, lanes)
-                store(y, [index, T.int64(first + offset + part)], value, size)
-
-
-def _pack(op: LinearOp, panel: int, panels: int) -> Expr:
-    """(weights..., biases...) -> packed (P, K, panel), bias (P, panel); columns beyond the last feature are zeros."""
-    with IRBuilder() as builder:
-        with T.prim_func():
-            T.func_name("pack_linear")
-            T.func_attr({"tirx.noalias": True})
-            weights, biases = [], []
-            for i, width in enumerate(op.widths):
-                shape = (op.in_features, width) if op.transposed[i] else (width, op.in_features)
-                weights.append(argument(f"weight{i}", [T.int64(n) for n in shape], "float32"))
-            for i, width in enumerate(op.widths):
-                biases.append(argument(f"bias{i}", [T.int64(width)], "float32") if op.biased[i] else None)
-            packed = argument("packed", [T.int64(panels), T.int64(op.in_features), T.int64(panel)], "float32")
-            bias = argument("bias", [T.int64(panels), T.int64(panel)], "float32")
-            with T.parallel(T.int64(panels)) as p, T.serial(T.int64(panel)) as column:
-                _pack_column(op, weights, biases, packed, bias, p, column, settle(p * panel + column))
-    return builder.get()
-
-
-def _pack_column(
-    op: LinearOp,
-    weights: list[Expr],
-    biases: list[Expr | None],
-    packed: Expr,
-    bias: Expr,
-    p: Expr,
-    column: Expr,
-    feature: Expr,
-) -> None:
-    """Copies output feature `feature` of the projections laid side by side."""
-    begin = 0
-    for width, weight, offset, flipped in zip(op.widths, weights, biases, op.transposed, strict=True):
-        with T.If(T.And(feature >= begin, feature < begin + width)), T.Then():
-            store(bias, [p, column], T.float32(0) if offset is None else offset[feature - begin], 1)
-            with T.serial(T.int64(op.in_features)) as k:
-                source = (k, feature - begin) if flipped else (feature - begin, k)
-                store(packed, [p, k, column], weight[source], 1)
-        begin += width
-    with T.If(feature >= begin), T.Then():
-        store(bias, [p, column], T.float32(0), 1)
-        with T.serial(T.int64(op.in_features)) as k:
-            store(packed, [p, k, column], T.float32(0), 1)
+            for (row, c), value in values.items():
+                store_narrow(task.y, [at[row], p * panel + columns[c][0]], value, columns[c][1])
+        with T.Else():
+            for (row, c), value in values.items():
+                offset, lanes = columns[c]
+                for first, size in vectors.chunks(min(lanes, max(0, rest - offset)), lanes):
+                    piece = vectors.part(value, first, size, lanes)
+                    store_narrow(task.y, [at[row], T.int64(whole * panel + offset + first)], piece, size)

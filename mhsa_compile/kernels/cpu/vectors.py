@@ -16,7 +16,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.base import Dim
 
 Expr = Any  # a TIR expression; TVM has no type stubs
-DTYPE_BYTES = {"float32": 4, "bool": 1}
+DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
 Chunk = tuple[int, int]  # (offset, lanes) of one vector in a row
 
 
@@ -67,6 +67,13 @@ def store(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:
     T.buffer_store(buffer, value, list(index) if lanes == 1 else [*index[:-1], T.Ramp(index[-1], 1, lanes)])
 
 
+def prefetch(buffer: Expr, index: Sequence[Expr]) -> None:
+    """Asks for the cache line of an element; an address outside of the buffer does no harm."""
+    address = T.address_of(buffer[tuple(index)])
+    read, keep, data = T.int32(0), T.int32(3), T.int32(1)  # llvm.prefetch's words
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, keep, data))
+
+
 class Dims:
     """The sizes of one function: a number stays one, a name becomes the same variable wherever it stands."""
 
@@ -96,11 +103,11 @@ class RegisterTile:
     So each row is a buffer of its own, and rows and columns are Python integers.
     """
 
-    def __init__(self, rows: int, columns: Sequence[Chunk]) -> None:
+    def __init__(self, rows: int, columns: Sequence[Chunk], dtype: str = "float32") -> None:
         self.columns = tuple(columns)
         width = sum(lanes for _, lanes in self.columns)
         self._starts = [sum(lanes for _, lanes in self.columns[:c]) for c in range(len(self.columns))]
-        self._rows = [T.alloc_buffer((width,), "float32") for _ in range(rows)]
+        self._rows = [T.alloc_buffer((width,), dtype) for _ in range(rows)]
 
     def get(self, row: int, column: int) -> Expr:
         return load(self._rows[row], [self._starts[column]], self.columns[column][1])
@@ -117,13 +124,18 @@ class RegisterTile:
             for column in range(len(self.columns)):
                 self.set(row, column, value(row, column))
 
-    def outer_product(self, scalars: Callable[[int], Expr], vectors: Callable[[int], Expr]) -> None:
+    def outer_product(
+        self,
+        scalars: Callable[[int], Expr],
+        vectors: Callable[[int], Expr],
+        multiply_add: Callable[[Expr, Expr, Expr], Expr] = lambda total, a, b: total + a * b,
+    ) -> None:
         """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here."""
         operands = [bind(vectors(column)) for column in range(len(self.columns))]
         for row in range(len(self._rows)):
             scalar = bind(scalars(row))
             for column, (_, lanes) in enumerate(self.columns):
-                self.set(row, column, self.get(row, column) + splat(scalar, lanes) * operands[column])
+                self.set(row, column, multiply_add(self.get(row, column), splat(scalar, lanes), operands[column]))
 
 
 def bind(value: Expr) -> Expr:
@@ -131,15 +143,15 @@ def bind(value: Expr) -> Expr:
     return T.Bind(value)
 
 
-def settle(value: Expr) -> Expr:
-    """Computes an int64 here and now.
+def settle(value: Expr, dtype: str = "int64", lanes: int = 1) -> Expr:
+    """Computes a number or a vector here and now.
 
-    TVM's simplifier copies a bound integer expression into every use and reasons about each copy, which took a minute
-    on a causal kernel. It does not look through memory; LLVM does, and leaves none.
+    TVM's simplifier copies a bound expression into every use and reasons about each copy, which took a minute on a
+    causal kernel. It does not look through memory; LLVM does, and leaves none.
     """
-    cell = T.alloc_buffer((1,), "int64")
-    T.buffer_store(cell, value, [0])
-    return T.Bind(cell[0])
+    cell = T.alloc_buffer((lanes,), dtype)
+    store(cell, [T.int64(0)], value, lanes)
+    return bind(load(cell, [T.int64(0)], lanes))
 
 
 # 2^f on [-1/2, 1/2], minimax of degree 6 with relative error 2e-9 (test_vectors.py checks it against float64).
@@ -164,14 +176,19 @@ def exp2(x: Expr, lanes: int) -> Expr:
     """
     integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
     shift, floor = constant(12582912.0 + 127.0, lanes), constant(-127.0, lanes)
-    x = bind(x)
-    x = bind(T.Select(x < floor, floor, x))
-    bits = bind(T.reinterpret(integer, x + shift))
-    fraction = bind(x - (T.reinterpret(real, bits) - shift))
+    x = settle(x, "float32", lanes)
+    x = settle(T.Select(x < floor, floor, x), "float32", lanes)
+    bits = settle(T.reinterpret(integer, x + shift), "int32", lanes)
+    fraction = settle(x - (T.reinterpret(real, bits) - shift), "float32", lanes)
     power = constant(EXP2_COEFFICIENTS[-1], lanes)
     for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
         power = power * fraction + constant(coefficient, lanes)
     return power * T.reinterpret(real, bits << splat(T.int32(23), lanes))
+
+
+def any_lane(condition: Expr, lanes: int) -> Expr:
+    """Whether a vector of conditions holds in any lane."""
+    return condition if lanes == 1 else T.call_llvm_pure_intrin("bool", "llvm.vector.reduce.or", condition)
 
 
 def transpose(rows: Sequence[Expr]) -> list[Expr]:

@@ -1,0 +1,70 @@
+"""What one step of a linear's inner loop multiplies, and the form in which its factors lie in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mhsa_compile.kernels.base import LinearOp
+from mhsa_compile.kernels.cpu import dot
+from mhsa_compile.kernels.cpu.dot import Dot
+from mhsa_compile.profile import TargetProfile
+
+
+@dataclass(frozen=True)
+class Format:
+    """Weights are packed into P panels of `panel` output features, step by step along K: (P, steps, panel).
+
+    With a dot-product instruction a step is as many terms of the sum as the instruction takes, in one int32. Without
+    one it is a single term: x is float32, and so is what the weights are widened to when they are loaded.
+    """
+
+    op: LinearOp
+    dot: Dot | None
+    lanes: int
+    columns: int
+
+    @property
+    def terms(self) -> int:
+        return self.dot.group if self.dot else 1
+
+    @property
+    def steps(self) -> int:
+        return -(-self.op.in_features // self.terms)
+
+    @property
+    def panel(self) -> int:
+        return self.columns * self.lanes
+
+    @property
+    def panels(self) -> int:
+        return -(-self.op.out_features // self.panel)
+
+    @property
+    def accumulator(self) -> str:
+        return self.dot.accumulator if self.dot else "float32"
+
+    @property
+    def weight(self) -> str:
+        """dtype of a step of the packed weights."""
+        if self.dot:
+            return "int32"
+        return "int8" if self.op.int8_weights else self.op.dtype
+
+    @property
+    def offset(self) -> bool:
+        """Whether x is quantised to unsigned bytes, x + 128, so that 128 times the sum of the weights is too much."""
+        return self.op.int8_weights and self.dot is not None
+
+    @property
+    def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Shapes and dtypes: weight, bias; for int8 the scale of each feature; what an offset adds to each sum."""
+        each = (self.panels, self.panel)
+        scales = ((each, "float32"),) if self.op.int8_weights else ()
+        offsets = ((each, "int32"),) if self.offset else ()
+        return (((self.panels, self.steps, self.panel), self.weight), (each, "float32"), *scales, *offsets)
+
+
+def format_of(op: LinearOp, profile: TargetProfile, columns: int) -> Format:
+    """The format with the fastest instruction that the target has for this operation."""
+    instruction = dot.available(profile, "int8" if op.int8_weights else op.dtype)
+    return Format(op, instruction, instruction.lanes if instruction else profile.vector_lanes("float32"), columns)

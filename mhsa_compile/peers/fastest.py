@@ -1,0 +1,46 @@
+"""A peer that has several forms of one computation: all are tried, the quickest one stays.
+
+Which form is fastest differs from workload to workload and from CPU to CPU; a fixed choice would flatter us on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.peers.base import Opened, Peer, Problem
+from mhsa_compile.timing import quickest, tasks, workers_apart
+
+
+class Fastest:
+    """`forms` are peers by themselves; those that cannot run are passed over while one can."""
+
+    def __init__(self, name: str, forms: Sequence[Peer]) -> None:
+        self.name = name
+        self.forms = forms
+
+    @contextmanager
+    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
+        reasons: list[Exception] = []
+        best: tuple[float, Opened] | None = None
+        with ExitStack() as stack:
+            for form in self.forms:
+                with ExitStack() as trial:
+                    others = tasks()
+                    try:
+                        opened = trial.enter_context(form.open(problem, threads))
+                        opened.calls[0]()  # its threads appear with it
+                        with workers_apart(() if opened.caller_works else tasks() - others):
+                            seconds = quickest(opened.calls[0])
+                    except Exception as error:  # whatever others refuse
+                        reasons.append(error)
+                        continue
+                    if best is None or seconds < best[0]:
+                        best = seconds, replace(opened, form=form.name)
+                        stack.close()
+                        stack.push(trial.pop_all())
+            if best is None:
+                raise reasons[0] if reasons else ModelError(self.name, "a form that runs here", "none")
+            yield best[1]

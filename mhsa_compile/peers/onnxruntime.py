@@ -1,0 +1,72 @@
+"""ONNX Runtime, on the artifact's own graph and on its own fused operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mhsa_compile import installation
+from mhsa_compile.artifact import MODEL
+from mhsa_compile.peers import onnx_graph
+from mhsa_compile.peers.base import Array, Arrays, Opened, Problem
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+
+class OwnGraph:
+    """The artifact's model.onnx, all graph optimisations on."""
+
+    name = "onnxruntime"
+
+    @contextmanager
+    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
+        if problem.artifact.manifest.spec is not None:
+            problem.check_scores_fit()
+        yield _session(str(problem.artifact.path / MODEL), threads, problem, lambda arrays, names: dict(arrays))
+
+
+class RewrittenGraph:
+    """A graph with other operators for the same computation."""
+
+    def __init__(self, name: str, write: Callable[[Problem], ModelProto]) -> None:
+        self.name = name
+        self.write = write
+
+    @contextmanager
+    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
+        problem.check_scores_fit()
+        model = self.write(problem).SerializeToString()
+        yield _session(model, threads, problem, partial(onnx_graph.inputs, problem))
+
+
+def _session(
+    model: str | bytes, threads: int, problem: Problem, feed: Callable[[Arrays, list[str]], dict[str, Array]]
+) -> Opened:
+    """Inputs and outputs are OrtValues: no copies are charged to it."""
+    installation.require("onnxruntime", extra="bench")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # what fails is raised, too
+    # Its workers spin inside a call, as they do by default, but not on into the next candidate's turn.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    outputs = [output.name for output in session.get_outputs()]
+    names = [value.name for value in session.get_inputs()]
+    wrap = onnxruntime.OrtValue.ortvalue_from_numpy
+    fed = [{name: wrap(array) for name, array in feed(arrays, names).items()} for arrays in problem.inputs]
+    calls = [partial(session.run_with_ort_values, outputs, values) for values in fed]
+    return Opened(calls, lambda result: [value.numpy() for value in result])
+
+
+FUSED = (
+    RewrittenGraph("Attention", onnx_graph.fused_attention),
+    RewrittenGraph("MultiHeadAttention", onnx_graph.fused_multi_head),
+    RewrittenGraph("GroupQueryAttention", onnx_graph.fused_grouped),
+    RewrittenGraph("MatMul and Softmax", onnx_graph.standard),
+)
+"""Microsoft's operators; and the plain ones, out of which its optimiser may make what it likes."""

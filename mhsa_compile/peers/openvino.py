@@ -1,0 +1,102 @@
+"""OpenVINO on the CPU: one stream, latency, at the precision of the workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mhsa_compile import installation
+from mhsa_compile.artifact import MODEL
+from mhsa_compile.peers import onnx_graph
+from mhsa_compile.peers.base import Array, Arrays, Opened, Problem
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+class OwnGraph:
+    """The artifact's model.onnx: OpenVINO reads the standard operator Attention."""
+
+    name = "Attention"
+
+    @contextmanager
+    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
+        if problem.artifact.manifest.spec is not None:
+            problem.check_scores_fit()
+        yield _compiled(problem.artifact.path / MODEL, threads, problem, lambda arrays, names: dict(arrays))
+
+
+class RewrittenGraph:
+    """A graph with other operators for the same computation."""
+
+    def __init__(self, name: str, write: Callable[[Problem], ModelProto]) -> None:
+        self.name = name
+        self.write = write
+
+    @contextmanager
+    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
+        problem.check_scores_fit()
+        model = self.write(problem).SerializeToString()
+        yield _compiled(model, threads, problem, partial(onnx_graph.inputs, problem))
+
+
+def _compiled(
+    model: Any, threads: int, problem: Problem, feed: Callable[[Arrays, list[str]], dict[str, Array]]
+) -> Opened:
+    """A request of its own for each set of inputs, which it reads in place."""
+    installation.require("openvino", extra="bench")
+    import openvino
+
+    core = openvino.Core()
+    read = core.read_model(model)
+    dtype = problem.artifact.manifest.inputs[0].dtype
+    settings = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": "1",
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
+        "ENABLE_CPU_PINNING": False,  # the benchmark places every pool's threads itself
+    }
+    compiled = core.compile_model(read, "CPU", settings)
+    names = [port.get_any_name() for port in compiled.inputs]
+    calls = []
+    for arrays in problem.inputs:
+        request, feeds = compiled.create_infer_request(), feed(arrays, names)
+        for name, array in feeds.items():
+            request.set_tensor(name, _tensor(array))
+        calls.append(partial(_infer, request, feeds))
+    return Opened(calls, lambda request: [_array(tensor) for tensor in request.output_tensors])
+
+
+def _infer(request: Any, _feeds: dict[str, Array]) -> Any:
+    """It keeps the arrays alive, whose memory the request only points to."""
+    request.infer()
+    return request
+
+
+def _tensor(array: Array) -> Any:
+    """The array itself, not a copy."""
+    import openvino
+
+    if array.dtype.name == "bfloat16":  # NumPy's own dtypes do not have it
+        return openvino.Tensor(array.view(np.uint16), array.shape, openvino.Type.bf16)
+    return openvino.Tensor(array, shared_memory=True)
+
+
+def _array(tensor: Any) -> Array:
+    import openvino
+
+    if tensor.element_type == openvino.Type.bf16:
+        import ml_dtypes
+
+        return np.array(tensor.data).view(ml_dtypes.bfloat16).reshape(tensor.shape)
+    return np.array(tensor.data)
+
+
+FORMS = (OwnGraph(), RewrittenGraph("MatMul and Softmax", onnx_graph.standard))

@@ -1,0 +1,195 @@
+"""What an Attention node of ONNX becomes: its band, its constant mask, its dtype; and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from mhsa_compile import masks
+from mhsa_compile.errors import ModelError
+from mhsa_compile.export import export
+from mhsa_compile.importer import import_onnx
+from mhsa_compile.kernels.base import AttentionOp, Band, LinearOp
+from mhsa_compile.model import MultiHeadAttention
+from mhsa_compile.spec import AttentionSpec
+
+L, S, H = 5, 7, 2
+KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+
+
+def model(
+    attributes: dict[str, Any] | None = None,
+    mask: np.ndarray | None = None,
+    *,
+    dtypes: tuple[str, str, str] = ("float32",) * 3,
+    lengths: tuple[int | str, int | str] = (L, S),
+    nonpad: bool = False,
+    opset: int = 25,
+    as_constant_node: bool = False,
+) -> onnx.ModelProto:
+    """q (B, H, L, 8), k and v (B, H, S, 8) -> Attention, with a constant mask."""
+    shapes = {"q": ["B", H, lengths[0], 8], "k": ["B", H, lengths[1], 8], "v": ["B", H, lengths[1], 8]}
+    inputs = [
+        helper.make_tensor_value_info(name, KINDS[dtype], shape)
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+    ]
+    tensor = [] if mask is None else [numpy_helper.from_array(mask, "mask")]
+    names = ["q", "k", "v", "mask" if mask is not None else ""]
+    nodes = []
+    if nonpad:
+        names += ["", "", "lengths"]
+        nodes = [
+            helper.make_node("Shape", ["k"], ["S"], start=2, end=3),
+            helper.make_node("Shape", ["k"], ["B"], start=0, end=1),
+            helper.make_node("Expand", ["S", "B"], ["lengths"]),
+        ]
+    if as_constant_node:
+        nodes.append(helper.make_node("Constant", [], ["mask"], value=tensor.pop()))
+    nodes.append(helper.make_node("Attention", names, ["y"], **(attributes or {})))
+    y = helper.make_tensor_value_info("y", KINDS[dtypes[0]], ["B", H, lengths[0], 8])
+    graph = helper.make_graph(nodes, "g", inputs, [y], tensor)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def attention(source: onnx.ModelProto) -> AttentionOp:
+    (op,) = import_onnx(source).ops.values()
+    assert isinstance(op, AttentionOp)
+    return op
+
+
+BANDS = [
+    ({}, None),
+    ({"left_window_size": -1, "right_window_size": -1}, None),
+    ({"is_causal": 1}, (None, 0)),
+    ({"left_window_size": 3}, (3, None)),
+    ({"right_window_size": 0}, (None, 0)),
+    ({"left_window_size": 3, "right_window_size": 2}, (3, 2)),
+    ({"left_window_size": 3, "right_window_size": 2, "is_causal": 1}, (3, 0)),
+]
+
+
+@pytest.mark.parametrize(("attributes", "expected"), BANDS)
+@pytest.mark.parametrize("nonpad", [False, True])
+def test_windows_and_causality_are_one_band(attributes: dict[str, int], expected: Any, nonpad: bool) -> None:
+    """nonpad_kv_seqlen that says S moves the query to i + S - L, for windows as well as for causality."""
+    alignment = "bottom_right" if nonpad else "top_left"
+    band = attention(model(attributes, nonpad=nonpad)).band
+    assert band == (None if expected is None else Band(*expected, alignment))
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).random(shape) < 0.6
+
+
+@pytest.mark.parametrize("as_constant_node", [False, True])
+@pytest.mark.parametrize("shape", [(L, S), (H, L, S), (1, 1, L, S), (1, H, L, S), (H, 1, S), (1, 1, S), (L, 1), (1, S)])
+def test_constant_masks(shape: tuple[int, ...], as_constant_node: bool) -> None:
+    mask = drawn(*shape)
+    op = attention(model(mask=mask, opset=23, as_constant_node=as_constant_node))
+    assert op.mask is None
+    assert op.static_mask is not None
+    visible = op.static_mask.visible
+    assert visible.dtype == np.bool_
+    assert visible.shape == (shape[-3] if len(shape) > 2 else 1, L, S)
+    assert np.array_equal(np.broadcast_to(visible, (1, H, L, S)), np.broadcast_to(mask, (1, H, L, S)))
+
+
+def test_a_short_constant_mask_hides_the_rest_from_opset_24_on() -> None:
+    mask = np.ones((L, 3), np.bool_)
+    op = attention(model(mask=mask, opset=24))
+    assert op.static_mask is not None
+    assert np.array_equal(op.static_mask.visible[0], np.arange(S) < np.full((L, 1), 3))
+    with pytest.raises(ModelError, match=r"an attn_mask that broadcasts to \(1, 2, 5, 7\), got \(5, 3\)"):
+        import_onnx(model(mask=mask, opset=23))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_constant_additive_mask_that_only_hides(dtype: str) -> None:
+    shown = drawn(L, S)
+    mask = np.where(shown, 0.0, -np.inf).astype(dtype)
+    op = attention(model(mask=mask, dtypes=(dtype,) * 3))
+    assert op.static_mask is not None
+    assert np.array_equal(op.static_mask.visible[0], shown)
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive", "key_padding"])
+def test_a_constant_mask_combined_with_one_of_the_call(mask: str) -> None:
+    pattern = masks.Strided(stride=3)
+    spec = AttentionSpec(embed_dim=24, num_heads=4, kv_embed_dim=8, static_mask=pattern, mask=mask)
+    imported = import_onnx(export(MultiHeadAttention(spec), dims={"L": L, "S": S}))
+    op = imported.ops["op_2"]
+    assert isinstance(op, AttentionOp)
+    assert op.static_mask is not None
+    assert np.array_equal(op.static_mask.visible, pattern.array(L, S)[np.newaxis])
+    assert op.mask is not None
+    dims = ("B", 1, 1, S) if mask == "key_padding" else ("mask_B", "mask_H", "mask_L", S)
+    assert (op.mask.dtype, op.mask.dims) == ("float32" if mask == "additive" else "bool", dims)
+    assert len(imported.ops) == 4
+    assert imported.masks == ({} if mask == "key_padding" else {"mask": ("B", 4, L, S)})
+
+
+def test_constant_masks_that_are_not_static() -> None:
+    """A bias, a finite stand-in for -inf, and one whose lengths are free: kept as they are."""
+    shown = drawn(L, S)
+    others = {
+        "bias": (np.where(shown, 0.5, -np.inf), (L, S)),
+        "finite": (np.where(shown, 0.0, np.finfo(np.float32).min), (L, S)),
+        "free": (np.where(shown, 0.0, -np.inf)[:1, :1], ("L", "S")),
+    }
+    for mask, lengths in others.values():
+        op = attention(model(mask=mask.astype(np.float32), lengths=lengths, opset=23))
+        assert op.static_mask is None
+        assert op.mask is not None
+        assert op.mask.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("precision", [None, "float32", "same"])
+def test_dtypes(dtype: str, precision: str | None) -> None:
+    """Whatever precision the softmax was asked for in: it is float32, and said to be."""
+    attributes = {} if precision is None else {"softmax_precision": KINDS.get(precision, KINDS[dtype])}
+    imported = import_onnx(model(attributes, dtypes=(dtype,) * 3))
+    (op,) = imported.ops.values()
+    assert op.dtype == dtype
+    assert op.semantics("op_0")["softmax"] == "float32"
+    assert str(imported.module["main"].ret_ty.dtype) == dtype
+
+
+REFUSED = {
+    "window": (model({"left_window_size": -2}), "left_window_size of -1 or more, got -2"),
+    "dtypes": (
+        model(dtypes=("float32", "float16", "float32")),
+        "Q, K and V all of float32, or all of bfloat16, or all of float16, got Q of float32, K of float16, V of float",
+    ),
+    "precision": (model({"softmax_precision": 11}), "softmax in float32, got softmax_precision=11"),
+    "less precision": (model({"softmax_precision": 10}), "softmax in float32, got softmax_precision=10"),
+    "mask": (model(mask=np.ones((3, S), np.bool_)), r"an attn_mask that broadcasts to \(1, 2, 5, 7\), got \(3, 7\)"),
+    "heads of a mask": (model(mask=np.ones((3, L, S), np.bool_)), r"broadcasts to \(1, 2, 5, 7\), got \(3, 5, 7\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    source, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message):
+        import_onnx(source)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_linears(dtype: str) -> None:
+    source = export(MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, dtype=dtype)))
+    for int8 in (False, True):
+        imported = import_onnx(source, int8_weights=int8)
+        linears = [op for op in imported.ops.values() if isinstance(op, LinearOp)]
+        assert [op.widths for op in linears] == [(24, 24, 24), (24,)]
+        assert {(op.dtype, op.int8_weights) for op in linears} == {(dtype, int8)}
+        assert len(imported.weights) == 8
+
+
+def test_eight_bits_need_a_linear() -> None:
+    with pytest.raises(ModelError, match='weights: expected a model with a linear for "int8", got one without'):
+        import_onnx(model(), int8_weights=True)
