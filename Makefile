@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint bench wheel clean
+.PHONY: demo test lint bench bench-all wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -31,8 +31,11 @@ lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP)  ## This project, PyTorch and ONNX Runtime, interleaved in one process
-	@$(BIN)/mhsa bench --against torch,onnxruntime
+bench: $(STAMP)  ## One block against every peer, interleaved in one process: half a minute
+	@$(BIN)/mhsa bench --against all
+
+bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
+	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build
 
 wheel: $(STAMP)  ## dist/*.whl
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

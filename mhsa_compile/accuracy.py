@@ -102,13 +102,9 @@ def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> A
     else:
         x = tensor("x")
         source = tensor("context") if spec.is_cross else x
-        widths = (
-            (spec.num_heads, spec.head_dim),
-            (spec.num_kv_heads, spec.head_dim),
-            (spec.num_kv_heads, spec.v_head_dim),
-        )
-        inputs = zip("qkv", (x[:, rows], source, source), widths, strict=True)
-        q, k, v = (_linear(arrays, name, a).unflatten(-1, width).transpose(1, 2) for name, a, width in inputs)
+        H, G, E, F = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+        inputs = ("q", x[:, rows], (H, E)), ("k", source, (G, E)), ("v", source, (G, F))
+        q, k, v = (torch.unflatten(_linear(arrays, n, a), -1, width).transpose(1, 2) for n, a, width in inputs)
     L = arrays["q" if "q" in arrays else "x"].shape[-2]
     visible, bias = _seen(spec, arrays, entry, rows, L, k.shape[2])
     y = attend(q, k, v, visible, bias, spec.head_dim**-0.5 if spec.scale is None else spec.scale)

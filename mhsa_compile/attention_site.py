@@ -48,9 +48,8 @@ class AttentionSite:
         self._refuse_heads_that_do_not_match()
         self.band = self._band()
         self.output, self.output_layout = self._find_output()
-        constant, other = self._split_mask(self.inputs[3])
-        self.static_mask = self._static_mask(constant)
-        self.mask, self.key_mask = self._find_mask(self.inputs[3] if self.static_mask is None else other)
+        self.static_mask = self._find_static_mask()
+        self.mask, self.key_mask = ("", False) if self.static_mask is not None else self._find_mask()
 
     @property
     def _is_ours(self) -> bool:
@@ -175,24 +174,9 @@ class AttentionSite:
             self.absorbed += [expand, *(node for node in shapes if node is not None)]
         return found
 
-    def _split_mask(self, name: str) -> tuple[str, str]:
-        """(constant part, the other part) of a constant, of And(other, constant) or of Where(constant, other, -inf)."""
-        if self.graph.constant(name) is not None:
-            return name, ""
-        both, where = self.graph.producer(name, "And"), self.graph.producer(name, "Where")
-        if both is not None:
-            for constant, other in (both.input, reversed(both.input)):
-                if self.graph.constant(constant) is not None:
-                    return constant, other
-        if where is not None and self.graph.constant(where.input[0]) is not None:
-            hidden = self.graph.constant(where.input[2])
-            if hidden is not None and (hidden == -np.inf).all():
-                return where.input[0], where.input[1]
-        return "", name
-
-    def _static_mask(self, name: str) -> np.ndarray[Any, Any] | None:
-        """A constant that only hides or shows, as bool (1 or H, L, S); None for any other."""
-        mask = self.graph.constant(name) if name else None
+    def _find_static_mask(self) -> np.ndarray[Any, Any] | None:
+        """A constant attn_mask that only hides or shows, as bool (1 or H, L, S); None for any other."""
+        mask = self.graph.constant(self.inputs[3]) if self.inputs[3] else None
         L, S = self._query_length, self._key_length
         if mask is None or mask.ndim > 4 or not isinstance(L, int) or not isinstance(S, int):
             return None
@@ -211,8 +195,9 @@ class AttentionSite:
             raise self._refuse(f"an attn_mask that broadcasts to {(1, *full)}", str(mask.shape))
         return np.broadcast_to(visible, (len(visible), L, S))
 
-    def _find_mask(self, name: str) -> tuple[str, bool]:
+    def _find_mask(self) -> tuple[str, bool]:
         """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
+        name = self.inputs[3]
         shape = self.graph.shape(name) if name else ()
         if name and (shape is None or not 1 <= len(shape) <= 4):
             raise self._refuse("attn_mask of known rank 1 to 4", str(shape))

@@ -1,4 +1,4 @@
-"""What is fast: every candidate in one process, interleaved, warm, on equal threads, with the machine's limits beside them.
+"""What is fast: all candidates in one process, interleaved, warm, on equal threads, and the machine's limits with them.
 
 How they are timed is in `timing`, whether they were right in `accuracy`, what the machine can do in `limits`.
 Notation: B batch, L query length, S key length.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,6 @@ from mhsa_compile.timing import Call, interleave, spread, tasks, workers_apart
 from mhsa_compile.verify import random_inputs
 
 if TYPE_CHECKING:
-    from mhsa_compile.accuracy import Truth
     from mhsa_compile.workloads import Workload
 
 INPUT_SETS = 4
@@ -162,10 +161,11 @@ def bench(
     problem = Problem(opened, inputs)
     sizes = _sizes(problem, dims)
     expected = accuracy.truth(opened, inputs[0], problem.weights)
+    problem = replace(problem, error_share=expected.share)
     dtype = opened.manifest.inputs[0].dtype
     with ExitStack() as stack:
-        ours = _open(stack, Compiled(), problem, threads, expected)
-        others = [_attempt(stack, peer, problem, threads, expected) for peer in chosen]
+        ours = _open(stack, Compiled(), problem, threads)
+        others = [_attempt(stack, peer, problem, threads) for peer in chosen]
         running = [ours, *(other for other in others if other.missing is None)]
         peak = stack.enter_context(limits.multiply_adds(detect(), threads, dtype))
         reading = stack.enter_context(limits.reading(detect(), threads))
@@ -204,20 +204,21 @@ def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
     return compile(module(workload.spec).eval(), dims=None if symbolic else workload.dims)
 
 
-def _open(stack: ExitStack, peer: Peer, problem: Problem, threads: int, expected: Truth) -> _Candidate:
+def _open(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _Candidate:
     before = tasks()
     opened: Opened = stack.enter_context(peer.open(problem, threads))
-    error_share = expected.share(opened.arrays(opened.calls[0]()))
+    outputs = opened.arrays(opened.calls[0]())
+    error_share = problem.error_share(outputs) if isinstance(peer, Compiled) else problem.check(outputs)
     for call in opened.calls[1:]:
         call()
     sole = frozenset() if opened.caller_works else frozenset(tasks() - before)
     return _Candidate(peer.name, opened.calls, opened.form, error_share, sole)
 
 
-def _attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int, expected: Truth) -> _Candidate:
+def _attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _Candidate:
     """A peer, or why it is missing: whatever it raises, since what others refuse is not ours to foresee."""
     try:
-        return _open(stack, peer, problem, threads, expected)
+        return _open(stack, peer, problem, threads)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return _Candidate(peer.name, missing=lines[0][:300])

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import numpy as np
 import onnx
 import torch
 from torch import Tensor, nn
@@ -119,22 +118,10 @@ def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signatu
 
 
 def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:
-    """Makes `mask` the attn_mask of the graph's attention, or combines it with the one that is there."""
-    graph = model.graph
-    graph.initializer.append(onnx.numpy_helper.from_array(mask, STATIC_MASK))
-    (index,) = (i for i, node in enumerate(graph.node) if node.op_type == "Attention")
-    attention = graph.node[index]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(mask, STATIC_MASK))
+    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
     attention.input.extend([""] * (4 - len(attention.input)))
-    given = attention.input[3]
-    attention.input[3] = "both_masks" if given else STATIC_MASK
-    kind = next((value.type.tensor_type.elem_type for value in graph.input if value.name == "mask"), 0)
-    if given and kind == onnx.TensorProto.BOOL:
-        graph.node.insert(index, onnx.helper.make_node("And", [given, STATIC_MASK], ["both_masks"], name="both_masks"))
-    elif given:
-        hidden = np.array(-np.inf, onnx.helper.tensor_dtype_to_np_dtype(kind))
-        graph.initializer.append(onnx.numpy_helper.from_array(hidden, "hidden"))
-        where = onnx.helper.make_node("Where", [STATIC_MASK, given, "hidden"], ["both_masks"], name="both_masks")
-        graph.node.insert(index, where)
+    attention.input[3] = STATIC_MASK
 
 
 def _own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Signature:

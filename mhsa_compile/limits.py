@@ -150,8 +150,9 @@ def _sum_loop(lanes: int, streams: int, count: int) -> Expr:
         tile.fill(0.0)
         with T.serial(T.int64(count // (streams * lanes))) as i:
             tile.each(
-                lambda row, column: tile.get(row, column)
-                + load(array, [i * T.int64(streams * lanes) + T.int64(row * lanes)], lanes)
+                lambda row, column: (
+                    tile.get(row, column) + load(array, [i * T.int64(streams * lanes) + T.int64(row * lanes)], lanes)
+                )
             )
         store(total, [T.int64(0)], _sum(tile, streams), lanes)
     return builder.get()

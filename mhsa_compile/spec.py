@@ -109,6 +109,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.static_mask, Pattern):
             hint = "An array of your own goes into an ONNX model, as the constant attn_mask of its Attention."
             raise SpecError("static_mask", "a pattern of mhsa_compile.masks", type(self.static_mask).__name__, hint)
+        if self.mask is not None:
+            got, hint = f'static_mask and mask="{self.mask}"', "Combine them in the mask of the call: `array & mask`."
+            raise SpecError("mask", "one mask, constant or of the call", got, hint)
 
     def _resolve_heads(self) -> None:
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads

@@ -51,7 +51,7 @@ class Argument:
             array = _aligned_copy(array)
         if self._bfloat16:
             return tvm_runtime.start().reinterpreted(_exportable(array.view(np.uint16)), "bfloat16")
-        return _exportable(array)
+        return array if array.flags.carray else _exportable(array)
 
     def _adopt(self, value: Any) -> Any:
         if is_torch(value):

@@ -149,8 +149,6 @@ def _parity() -> tuple[ParityCase, ...]:
         static_mask=masks.Longformer(window=16, global_tokens=1),
     )
     add("strided-bottom-right", STATIC_CROSS, 64, 2, kv_embed_dim=40, causal="bottom_right", static_mask=stride_8)
-    for mask in ("bool", "additive", "key_padding"):
-        add(f"longformer-{mask}", STATIC, 80, 5, mask=mask, causal=True, static_mask=masks.Longformer(window=30))
     # Sixteen bits: a dozen of the above.
     for dtype in ("bfloat16", "float16"):
         short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]

@@ -1,167 +1,25 @@
-"""The timing protocol on a clock of the test's own, the peers against our module, the peak's loop against NumPy."""
+"""A benchmark's report: who is in it, what the limits mean, how it is written down and drawn."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
-import torch
-from safetensors.numpy import save_file
 
 import mhsa_compile as mhsa
-from mhsa_compile import peers
-from mhsa_compile.artifact import TensorInfo
-from mhsa_compile.bench import BURST, INPUT_SETS, LEAST_ROUNDS, SETTLE, bench, interleave
-from mhsa_compile.errors import InputError
-from mhsa_compile.model import weights
-from mhsa_compile.peak import _fma_loop, fma_peak
-from mhsa_compile.profile import detect
+from mhsa_compile import accuracy, peers, plots
+from mhsa_compile.bench import INPUT_SETS, Floor, Report, Row, _floor, bench, compile_workload
+from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
+from mhsa_compile.peers.base import Problem
+from mhsa_compile.peers.compiled import Compiled
+from mhsa_compile.timing import LEAST_ROUNDS
 from mhsa_compile.verify import random_inputs
-from mhsa_compile.workloads import WORKLOADS
-
-DIMS = {"B": 2, "L": 7, "S": 5}
-
-
-class Clock:
-    """Time passes only in calls; `log` keeps who was called when."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.log: list[tuple[str, float]] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def call(self, name: str, seconds: float, first: float | None = None):
-        """Takes `seconds`, but `first` after somebody else's call."""
-
-        def run() -> None:
-            disturbed = not self.log or self.log[-1][0][0] != name[0]
-            self.log.append((name, self.now))
-            self.now += first if disturbed and first is not None else seconds
-
-        return run
-
-    def turns(self) -> list[str]:
-        names = [name[0] for name, _ in self.log]
-        return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
-
-
-def test_candidates_take_turns_and_disturbed_calls_do_not_count():
-    clock = Clock()
-    fast, slow = clock.call("a", 1e-4, first=3e-3), clock.call("b", 0.1, first=0.2)
-    samples = interleave([[fast], [slow]], 0.0, clock)
-    assert [len(rounds) for rounds in samples] == [LEAST_ROUNDS] * 2
-    assert samples[0] == pytest.approx([1e-4] * LEAST_ROUNDS)
-    assert samples[1] == pytest.approx([0.1] * LEAST_ROUNDS)
-    # The warm-up is a b; then rounds in alternating order, whose neighbours meet: a b, b a, a b, b a, a b.
-    assert clock.turns() == ["a", "b", "a", "b", "a", "b", "a", "b"]
-
-
-def test_a_turn_settles_and_then_lasts_as_long_as_a_burst():
-    clock = Clock()
-    interleave([[clock.call("a", 1e-3)], [clock.call("b", 1e-3)]], 0.0, clock)
-    first_turn = [name for name, _ in clock.log].index("b")  # calls of a millisecond each
-    assert first_turn * 1e-3 == pytest.approx(SETTLE + BURST, abs=2e-3)
-
-
-def test_calls_go_through_all_sets_of_inputs_for_as_long_as_asked():
-    clock = Clock()
-    (samples,) = interleave([[clock.call(f"a{i}", 1e-3 * (i + 1)) for i in range(3)]], 1.0, clock)
-    assert [name for name, _ in clock.log[:4]] == ["a0", "a1", "a2", "a0"]
-    assert samples == pytest.approx([2e-3] * len(samples))
-    assert clock.now == pytest.approx(1.0 + SETTLE + BURST, abs=0.05)
-
-
-def test_workloads_are_consistent():
-    assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
-    for workload in WORKLOADS:
-        assert workload.dims == {"B": workload.B, "L": workload.L, "S": workload.S}
-        assert workload.spec.is_cross or workload.L == workload.S
-
-
-def test_the_peak_loop_multiplies_and_adds():
-    import tvm
-
-    loop = tvm.compile(tvm.IRModule({"fma": _fma_loop(4, 3).with_attr("global_symbol", "fma")}), target="llvm")["fma"]
-    total = tvm.runtime.tensor(np.zeros(4, np.float32))
-    loop(tvm.runtime.tensor(np.array([3.0, 0.5], np.float32)), total, 2)
-    expected = sum((start * 3 + 0.5) * 3 + 0.5 for start in range(3))
-    assert total.numpy().tolist() == [expected] * 4
-
-
-def test_the_peak_counts_what_all_threads_do():
-    with fma_peak(detect(), 1) as one, fma_peak(detect(), 2) as two:
-        one.run()
-        two.run()
-        assert two.flops == 2 * one.flops > 0
-
-
-SPECS = {
-    "self": {},
-    "no-bias-f": {"bias": False, "v_head_dim": 6, "scale": 0.3},
-    "gqa-causal": {"num_kv_heads": 2, "causal": True},
-    "cross": {"kv_embed_dim": 12},
-    "cross-top-left": {"kv_embed_dim": 12, "causal": "top_left"},
-    "cross-bottom-right": {"kv_embed_dim": 12, "causal": "bottom_right"},
-    **{mask: {"mask": mask} for mask in ("bool", "additive", "key_padding")},
-    **{f"{mask}-causal": {"mask": mask, "causal": True} for mask in ("bool", "additive", "key_padding")},
-    "cross-additive-bottom-right": {"kv_embed_dim": 12, "mask": "additive", "causal": "bottom_right"},
-}
-
-
-def stand_in(module: torch.nn.Module, folder: Path, inputs: dict[str, tuple[int | str, ...]]):
-    """What a peer sees of an artifact."""
-    spec = module.spec
-    if spec.mask is not None:
-        length = "S" if "S" in str(inputs) else "L"
-        inputs["mask"] = ("B", length) if spec.mask == "key_padding" else ("B", 1, "L", length)
-    infos = [
-        TensorInfo(name, "bool" if name == "mask" and spec.mask != "additive" else "float32", dims)
-        for name, dims in inputs.items()
-    ]
-    tensors = weights(module)
-    save_file(tensors, folder / "weights.safetensors")
-    return SimpleNamespace(path=folder, manifest=SimpleNamespace(spec=spec.to_dict(), weights=tensors, inputs=infos))
-
-
-def torch_and_ours(module: torch.nn.Module, artifact) -> tuple[np.ndarray, np.ndarray]:
-    inputs = random_inputs(artifact.manifest, DIMS, 3)
-    with torch.no_grad():
-        expected = module(**{name: torch.from_numpy(array) for name, array in inputs.items()}).numpy()
-    peer, before = peers.TorchEager(), torch.get_num_threads()
-    with peer.open(artifact, 1) as bind:
-        (y,) = peer.arrays(bind(inputs)())
-    assert torch.get_num_threads() == before
-    return y, expected
-
-
-@pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS.keys())
-def test_the_torch_peer_computes_what_our_module_does(fields, tmp_path: Path):
-    spec = mhsa.AttentionSpec(embed_dim=16, num_heads=4, **fields)
-    inputs = {"x": ("B", "L", 16), **({"context": ("B", "S", 12)} if spec.is_cross else {})}
-    module = mhsa.MultiHeadAttention(spec)
-    y, expected = torch_and_ours(module, stand_in(module, tmp_path, inputs))
-    np.testing.assert_allclose(y, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
-def test_the_torch_peer_knows_the_core_alone(causal, tmp_path: Path):
-    module = mhsa.ScaledDotProductAttention(mhsa.AttentionSpec(embed_dim=16, num_heads=4, causal=causal, mask="bool"))
-    inputs = {"q": ("B", 4, "L", 4), "k": ("B", 4, "S", 4), "v": ("B", 4, "S", 4)}
-    y, expected = torch_and_ours(module, stand_in(module, tmp_path, inputs))
-    np.testing.assert_allclose(y, expected, atol=1e-6)
-
-
-def test_unknown_peers_are_refused():
-    assert [peer.name for peer in peers.find(["onnxruntime", "torch", "torch"])] == ["onnxruntime", "torch"]
-    with pytest.raises(InputError, match="torch, onnxruntime, got 'magic'"):
-        peers.find(["torch", "magic"])
+from mhsa_compile.workloads import GROUPS, WORKLOADS, Workload, choose
 
 
 @pytest.fixture(scope="module")
@@ -170,38 +28,73 @@ def artifact():
     return mhsa.compile(mhsa.MultiHeadAttention(spec).eval(), dims={"B": 1})
 
 
-def test_a_report_has_a_row_for_everyone(artifact, tmp_path: Path):
-    report = bench(artifact.save(tmp_path / "saved.mhsa").path, dims={"L": 7}, threads=1, seconds=0.01)
+@pytest.fixture(scope="module")
+def report(artifact) -> Report:
+    return bench(artifact, dims={"L": 7}, threads=1, seconds=0.01)
+
+
+def test_a_report_has_a_row_for_everyone(report):
     assert report.dims == {"B": 1, "L": 7, "S": 7}
-    assert report.threads == 1
+    assert (report.threads, report.dtype) == (1, "float32")
     assert report.rounds >= LEAST_ROUNDS
     ours, *others = report.rows
-    assert (ours.name, ours.ratio, ours.max_difference) == ("mhsa_compile", 1.0, 0.0)
+    assert (ours.name, ours.ratio) == ("mhsa_compile", 1.0)
     assert [row.name for row in others] == ["torch", "onnxruntime"]
+    assert report.ok
     for row in report.rows:
         if row.missing is None:
-            assert min(row.median_us, row.ratio, row.gflops, row.share_of_peak) > 0
-            assert row.max_difference < 1e-5
+            assert min(row.median_us, row.ratio, row.gflops, row.share_of_peak, row.share_of_limit) > 0
             assert row.share_of_peak == pytest.approx(row.gflops / report.peak_gflops)
+            assert row.share_of_limit == pytest.approx(report.floor.us / row.median_us)
+            assert 0 <= row.error_share < peers.base.WRONG
+
+
+def test_the_floor_counts_visible_pairs_and_each_byte_once(report):
+    projections, pairs = 4 * 2 * 7 * 32 * 32, 7 * 8 // 2
+    assert report.floor.flops == projections + 2 * 2 * pairs * 32
+    weights, activations, mask = 4 * 4 * (32 * 32 + 32), 2 * 4 * 7 * 32, 7 * 7
+    assert report.floor.bytes == weights + activations + mask
+    assert report.floor.limit == "compute"  # all of that stays in the cache
+    assert report.floor.memory_us is None
+
+
+def test_bytes_bind_where_the_inputs_leave_the_cache(artifact):
+    problem = Problem(artifact, [random_inputs(artifact.manifest, {"L": 7})] * INPUT_SETS)
+    inside, outside = (_floor(problem, 100.0, 1.0, cache) for cache in (1 << 20, 1 << 10))
+    assert (inside.limit, inside.memory_us) == ("compute", None)
+    assert outside.limit == "memory"
+    assert outside.us == pytest.approx(outside.bytes / 1e3)  # 1 GB/s is 1000 bytes a microsecond
 
 
 def test_what_cannot_run_is_a_row_that_says_why(artifact, monkeypatch: pytest.MonkeyPatch):
-    class Broken(peers.Compiled):
+    class Broken(Compiled):
         name = "broken"
 
         @contextmanager
-        def open(self, artifact, threads):
-            yield lambda inputs: lambda: {}["no such kernel\nand a long trace"]
+        def open(self, problem, threads):
+            with super().open(problem, threads) as opened:
+                yield replace(opened, calls=[lambda: {}["no such kernel\nand a long trace"]])
 
-    monkeypatch.setattr(peers, "PEERS", (Broken(), peers.TorchEager()))
+    class Wrong(Compiled):
+        name = "wrong"
+
+        @contextmanager
+        def open(self, problem, threads):
+            with super().open(problem, threads) as opened:
+                yield replace(opened, arrays=lambda result: [result + 0.01])
+
+    monkeypatch.setattr(peers, "PEERS", (Broken(), Wrong(), *peers.PEERS))
     foreign = replace(artifact, manifest=msgspec.structs.replace(artifact.manifest, spec=None))
-    report = bench(foreign, against=("broken", "torch"), dims={"L": 7}, threads=1, seconds=0.01)
-    ours, broken, torch_row = report.rows
+    report = bench(foreign, against=("broken", "wrong", "torch"), dims={"L": 7}, threads=1, seconds=0.01)
+    ours, broken, wrong, torch_row = report.rows
     assert ours.median_us is not None
-    assert ours.gflops is None  # nobody counted a foreign model's FLOPs
+    assert ours.error_share <= 1  # against the graph itself
+    assert ours.gflops is report.floor is None  # nobody counted a foreign model's FLOPs
     assert "no such kernel" in broken.missing
     assert broken.median_us is None
+    assert "times the budget" in wrong.missing
     assert "compiled from a spec" in torch_row.missing
+    assert report.best_peer is None
 
 
 @pytest.mark.parametrize(
@@ -216,3 +109,133 @@ def test_contradictory_dims_are_refused(artifact, dims, reason):
 def test_inputs_differ_between_calls(artifact):
     sets = [random_inputs(artifact.manifest, {"L": 7}, seed)["x"] for seed in range(INPUT_SETS)]
     assert len({array.tobytes() for array in sets}) == INPUT_SETS
+
+
+SPECS = {
+    "self": {},
+    "gqa-causal": {"num_kv_heads": 2, "causal": True},
+    "cross-bottom-right": {"kv_embed_dim": 12, "causal": "bottom_right", "bias": False, "scale": 0.3},
+    "window": {"causal": True, "window": (17, 0)},
+    "static": {"static_mask": {"kind": "longformer", "window": 6, "global_tokens": 2}},
+    **{mask: {"mask": mask, "v_head_dim": 6} for mask in ("bool", "additive", "key_padding")},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("module", [MultiHeadAttention, ScaledDotProductAttention])
+@pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS.keys())
+def test_sampled_rows_are_those_of_the_module(module, fields):
+    import torch
+
+    from mhsa_compile.core import to_numpy, to_torch
+
+    spec = mhsa.AttentionSpec(embed_dim=16, num_heads=4, **fields)
+    core = module is ScaledDotProductAttention
+    cases = [case for case in CASES if spec.is_cross or core or case["L"] == case["S"]]
+    built = module(spec).to(getattr(torch, spec.dtype)).eval()
+    weights = {name: to_numpy(tensor) for name, tensor in built.named_parameters()}
+    wide = module(spec).double()
+    wide.load_state_dict({name: to_torch(array).double() for name, array in weights.items()})
+    for dims in cases:
+        inputs = draw(spec, core, **dims)
+        manifest = msgspec.defstruct("Stub", [("spec", dict), ("int8_weights", bool, False)])(spec.to_dict())
+        truth = accuracy.truth(msgspec.defstruct("Stub", ["manifest"])(manifest), inputs, weights)
+        tensors = {
+            n: t.double() if t.is_floating_point() else t for n, t in ((n, to_torch(a)) for n, a in inputs.items())
+        }
+        with torch.no_grad():
+            exact = wide(**tensors).numpy()
+        assert truth.share([exact]) < 1e-6
+        assert truth.share([exact + 2 * truth.budget]) > 1
+        assert len(truth.rows) == min(dims["L"], accuracy.ROWS)
+
+
+CASES = ({"B": 3, "L": 7, "S": 7}, {"B": 1, "L": 197, "S": 197}, {"B": 2, "L": 5, "S": 11})
+
+
+def draw(spec: mhsa.AttentionSpec, core: bool, B: int, L: int, S: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    H, G, E, F = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+    if core:
+        shapes = {"q": (B, H, L, E), "k": (B, G, S, E), "v": (B, G, S, F)}
+    else:
+        shapes = {"x": (B, L, spec.embed_dim), **({"context": (B, S, spec.kv_embed_dim)} if spec.is_cross else {})}
+    dtype = peers.base.DTYPES[spec.dtype]
+    inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    if spec.mask == "key_padding":
+        inputs["mask"] = rng.random((B, S)) < 0.8
+    elif spec.mask is not None:
+        inputs["mask"] = rng.random((B, 1, L, S)) < 0.8
+        if spec.mask == "additive":
+            inputs["mask"] = np.where(inputs["mask"], rng.standard_normal((B, 1, L, S)), -np.inf).astype(dtype)
+    return inputs
+
+
+def test_workloads_are_consistent():
+    assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
+    for workload in WORKLOADS:
+        assert workload.dims == {"B": workload.B, "L": workload.L, "S": workload.S}
+        assert workload.spec.is_cross or workload.kind == "core" or workload.L == workload.S
+    for group in GROUPS:
+        assert all(workload.group == group for workload in choose([group]))
+    assert choose(["all"]) == WORKLOADS
+    with pytest.raises(InputError, match=r"a group \(blocks, .* got 'blcks'"):
+        choose(["blcks"])
+
+
+def test_workloads_have_other_dtypes():
+    workload = choose(["tiny"])[0]
+    assert workload.at("float32") is workload
+    assert (workload.at("bfloat16").name, workload.at("bfloat16").spec.dtype) == ("tiny-bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(("kind", "inputs"), [("block", ["x"]), ("core", ["q", "k", "v"])])
+def test_a_workload_is_compiled_as_its_kind_says(kind, inputs):
+    workload = Workload("small", kind, "tests", mhsa.AttentionSpec(embed_dim=16, num_heads=2), 1, 5, 5)
+    artifact = compile_workload(workload)
+    assert [info.name for info in artifact.manifest.inputs] == inputs
+    assert artifact.manifest.inputs[0].dims[0] == 1
+
+
+def invented() -> dict[str, Report]:
+    """A report for every workload, without a measurement."""
+    reports = {}
+    for place, workload in enumerate(WORKLOADS):
+        floor = Floor("compute", 100.0 * (place + 1), None, 10**6 * (place + 1), 10**4)
+        rows = [Row("mhsa_compile", 1.2 * floor.us, 0.01, 1.0, 200.0, 0.5, 0.83, 0.3)]
+        rows += [Row(p.name, 3.0 * floor.us, 0.01, 2.5, 80.0, 0.2, 0.33, 0.4) for p in peers.PEERS[:-1]]
+        rows += [Row(peers.PEERS[-1].name, missing="of no use")]
+        reports[workload.name] = Report(workload.dims, "float32", 2, 9, 400.0, 0.01, 40.0, floor, 1e-6, tuple(rows))
+    return reports
+
+
+def test_reports_are_written_and_read():
+    reports = invented()
+    assert msgspec.json.decode(msgspec.json.encode(reports), type=dict[str, Report]) == reports
+
+
+@pytest.mark.parametrize("picture", [plots.shares, plots.growth, plots.roofline])
+def test_pictures_are_drawn(picture, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    reports = invented()
+    picture(reports, tmp_path / "all.svg")
+    text = (tmp_path / "all.svg").read_text()
+    expected = {"shares": "bigbird4096", "growth": "ours, dense", "roofline": "40 GB/s"}[picture.__name__]
+    assert expected in text
+    picture(reports, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == text  # a picture that is committed changes with its figures only
+    picture({name: reports[name] for name in ("core512", "dense2048")}, tmp_path / "two.png")
+    assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.svg", "all.svg", "two.png"]
+
+
+def test_every_peer_has_a_colour():
+    assert list(plots.PEERS) == [peer.name for peer in peers.PEERS]
+    assert {*plots.DENSE, *plots.WINDOW, *plots.SPARSE} <= {workload.name for workload in WORKLOADS}
+
+
+def test_pictures_that_cannot_be_written_are_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"\.svg, \.png or \.pdf, got .*figure\.txt"):
+        plots.check_path(tmp_path / "figure.txt")
+    with pytest.raises(OutputError, match="folder that exists"):
+        plots.check_path(tmp_path / "nowhere" / "figure.svg")

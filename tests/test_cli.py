@@ -124,6 +124,10 @@ BAD_COMPILES = {
         ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "longformer:window=3"],
         "longformer.window: expected an even number",
     ),
+    "two masks": (
+        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4", "--mask", "bool"],
+        "one mask, constant or of the call",
+    ),
     "static mask of free lengths": (
         ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4"],
         "expected fixed lengths, as the spec's static_mask is laid out at compile time, got L left symbolic",

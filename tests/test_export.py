@@ -112,16 +112,6 @@ def test_a_static_mask_is_an_initializer_of_its_own() -> None:
     assert dims(model) == {"x": ("B", 7, 24), "context": ("B", 11, 10), "y": ("B", 7, 24)}
 
 
-@pytest.mark.parametrize(("mask", "operator"), [("bool", "And"), ("key_padding", "And"), ("additive", "Where")])
-def test_a_static_mask_and_one_of_the_call(mask: str, operator: str) -> None:
-    """The operator has one mask: the graph combines them. `export` has checked that it means what the module does."""
-    model = export(block(static_mask=masks.Strided(stride=3), mask=mask, causal=True), dims={"L": 7})
-    node, _ = attention_node(model)
-    (combined,) = (other for other in model.graph.node if node.input[3] in other.output)
-    assert combined.op_type == operator
-    assert "static_mask" in combined.input
-
-
 @pytest.mark.parametrize(("fixed", "free"), [({}, "L and S"), ({"L": 7}, "S"), ({"S": 7}, "L")])
 def test_a_static_mask_needs_fixed_lengths(fixed: dict[str, int], free: str) -> None:
     with pytest.raises(InputError, match=f"dims: expected fixed lengths, .*, got {free} left symbolic"):

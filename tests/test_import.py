@@ -9,7 +9,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from mhsa_compile import masks
 from mhsa_compile.errors import ModelError
 from mhsa_compile.export import export
 from mhsa_compile.importer import import_onnx
@@ -114,22 +113,6 @@ def test_a_constant_additive_mask_that_only_hides(dtype: str) -> None:
     op = attention(model(mask=mask, dtypes=(dtype,) * 3))
     assert op.static_mask is not None
     assert np.array_equal(op.static_mask.visible[0], shown)
-
-
-@pytest.mark.parametrize("mask", ["bool", "additive", "key_padding"])
-def test_a_constant_mask_combined_with_one_of_the_call(mask: str) -> None:
-    pattern = masks.Strided(stride=3)
-    spec = AttentionSpec(embed_dim=24, num_heads=4, kv_embed_dim=8, static_mask=pattern, mask=mask)
-    imported = import_onnx(export(MultiHeadAttention(spec), dims={"L": L, "S": S}))
-    op = imported.ops["op_2"]
-    assert isinstance(op, AttentionOp)
-    assert op.static_mask is not None
-    assert np.array_equal(op.static_mask.visible, pattern.array(L, S)[np.newaxis])
-    assert op.mask is not None
-    dims = ("B", 1, 1, S) if mask == "key_padding" else ("mask_B", "mask_H", "mask_L", S)
-    assert (op.mask.dtype, op.mask.dims) == ("float32" if mask == "additive" else "bool", dims)
-    assert len(imported.ops) == 4
-    assert imported.masks == ({} if mask == "key_padding" else {"mask": ("B", 4, L, S)})
 
 
 def test_constant_masks_that_are_not_static() -> None:

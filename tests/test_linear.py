@@ -173,8 +173,8 @@ def test_an_int8_feature_of_zeros_is_its_bias_and_one_with_nan_is_nan():
 
 @pytest.mark.parametrize(
     ("name", "dtype", "int8", "instruction"),
-    [("avx2", "float32", False, "vfmadd"), ("avx512", "float32", False, "vfmadd"),
-     ("avx512", "bfloat16", False, "vfmadd"), ("avx512", "float16", False, "vfmadd"),
+    [("avx2", "float32", False, "vfmadd"), ("avx2", "bfloat16", False, "vfmadd"),
+     ("avx512", "float32", False, "vfmadd"), ("avx512", "bfloat16", False, "vfmadd"), ("avx512", "float16", False, "vfmadd"),
      ("dots512", "bfloat16", False, "vdpbf16ps"), ("dots512", "bfloat16", True, "vpdpbusd"),
      ("dots256", "float32", True, "vpdpbusd")],
 )  # fmt: skip

@@ -51,6 +51,7 @@ def test_defaults_are_resolved() -> None:
         ({"static_mask": {"kind": "longformers", "window": 4}}, "static_mask", "longformer, bigbird"),
         ({"static_mask": {"kind": "strided"}}, "strided", "the field 'stride'"),
         ({"static_mask": {"kind": "strided", "strides": 4}}, "strided", "fields among stride"),
+        ({"static_mask": masks.Strided(stride=4), "mask": "bool"}, "mask", "one mask"),
         ({"mask": "boolean"}, "mask", '"bool"'),
         ({"scale": float("nan")}, "scale", "a positive finite number"),
         ({"scale": "1"}, "scale", "a positive finite number"),

@@ -26,7 +26,7 @@ LIGHT = [
 COMPILE_SIDE = [
     *("core", "model", "reference", "verify", "export_check", "export", "sources", "kernels"),
     *("onnx_graph", "attention_site", "fusion", "importer", "onnx_weights", "records", "schedule", "build", "pipeline"),
-    *("measure", "tune", "peak", "peers", "bench", "analysis", "integrations", "cli"),
+    *("measure", "tune", "limits", "accuracy", "timing", "peers", "bench", "plots", "analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]
 

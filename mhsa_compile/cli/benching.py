@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mhsa_compile import plots
 from mhsa_compile.cli import options, output, sources
 from mhsa_compile.errors import InputError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
     from mhsa_compile.bench import Report, Row
+    from mhsa_compile.workloads import Workload
 
 _DEFAULT_WORKLOAD = "base128"
 _DEFAULT_DIMS = {"B": 1, "L": 128}  # S is L unless given
@@ -26,22 +28,34 @@ def bench(
     ] = None,
     *,
     workload: Annotated[
-        list[str] | None, typer.Option(help="Instead of a source: tiny, base128, ...; repeat it for more, or say all.")
+        list[str] | None,
+        typer.Option(
+            help="Instead of a source: tiny, base128, ...; a group: blocks, cores, decode, sparse, growth, windows; "
+            "or all. Repeat it for more."
+        ),
     ] = None,
     against: Annotated[
-        str, typer.Option(help="Peers, separated by commas; an empty text is none.")
+        str, typer.Option(help="Peers, separated by commas, or all; an empty text is none.")
     ] = "torch,onnxruntime",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16. A source states its own.")
+    ] = None,
     batch: options.Batch = None,
     length: options.Length = None,
     kv_length: options.KvLength = None,
     threads: options.Threads = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time for each candidate.")] = 2.0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the shares of the limit: .svg, .png or .pdf.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Time a compiled attention against other runtimes: medians, ratios, and the share of this machine's FMA peak.
+    """Time a compiled attention against other runtimes: medians, ratios, and the share of this machine's limit.
 
-    Without a source: the workload base128. Without --batch, --length and --kv-length: what the artifact fixes, else
-    B = 1, L = 128, S = L. What is not compiled yet is compiled for these sizes.
+    The limit is the useful operations at the measured rate of multiply-adds, or the bytes at the measured rate of
+    memory, whichever takes longer. Without a source: the workload base128. Without --batch, --length and --kv-length:
+    what the artifact fixes, else B = 1, L = 128, S = L. What is not compiled yet is compiled for these sizes.
+    Exit code 1 where our own output is over its error budget.
     """
     peers = _peers(against)
     stated = options.stated_dims(batch, length, kv_length)
@@ -49,11 +63,16 @@ def bench(
         raise InputError(
             "--workload", "it alone", "a source or dims beside it", "A workload brings its own spec and dims."
         )
+    if dtype is not None and source is not None:
+        raise InputError("--dtype", "it without a source", f"{dtype!r} beside one", "A source states its own dtype.")
+    if plot is not None:
+        plots.check_path(plot)
+    chosen = None if source is not None else _workloads(workload or [_DEFAULT_WORKLOAD], dtype, stated)
     sources.require_compiler()
     from mhsa_compile.bench import bench as measure
 
     reports: dict[str, Report] = {}
-    for name, artifact, dims in _candidates(source, workload, stated):
+    for name, artifact, dims in _given(source, stated) if source is not None else _compiled(chosen or ()):
         with output.stages() as stage:
             stage(f"time {name}")
             reports[name] = measure(artifact, against=peers, dims=dims, threads=threads, seconds=seconds)
@@ -61,23 +80,34 @@ def bench(
             _show(name, reports[name])
     if json:
         output.print_json(reports)
+    if plot is not None:
+        plots.shares(reports, plot)
+    if not all(report.ok for report in reports.values()):
+        raise typer.Exit(1)
 
 
 def _peers(against: str) -> tuple[str, ...]:
     """Names, checked before anything is compiled."""
     from mhsa_compile import peers
 
-    names = filter(None, map(str.strip, against.split(",")))
-    return tuple(peer.name for peer in peers.find(names))
+    names = list(filter(None, map(str.strip, against.split(","))))
+    return tuple(peer.name for peer in (peers.PEERS if names == ["all"] else peers.find(names)))
 
 
-def _candidates(
-    source: Path | None, names: list[str] | None, stated: dict[str, int]
-) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
-    """(name, artifact, dims), compiled one at a time."""
-    if source is None:
-        yield from _workloads(names or [_DEFAULT_WORKLOAD])
-    elif source.is_dir():
+def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> tuple[Workload, ...]:
+    """Checked before anything is compiled; dims that are stated take the place of the default workload's."""
+    from dataclasses import replace
+
+    from mhsa_compile.workloads import choose
+
+    chosen = tuple(workload.at(dtype or workload.spec.dtype) for workload in choose(words))
+    B, L, S = (_with_defaults(stated)[symbol] for symbol in "BLS")
+    return tuple(replace(workload, B=B, L=L, S=S) for workload in chosen) if stated else chosen
+
+
+def _given(source: Path, stated: dict[str, int]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
+    """(name, artifact, dims) of an artifact, or of what is compiled for these dims."""
+    if source.is_dir():
         from mhsa_compile.artifact import Artifact
 
         artifact = Artifact.open(source)
@@ -89,37 +119,37 @@ def _candidates(
         yield str(source), sources.compile_with_progress(source, {}, "native", dims=dims, seed=0), dims
 
 
+def _compiled(workloads: Iterable[Workload]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
+    """(name, artifact, dims), compiled one at a time."""
+    from mhsa_compile.bench import compile_workload
+
+    for workload in workloads:
+        with output.stages() as stage:
+            stage(f"compile {workload.name}")
+            artifact = compile_workload(workload)
+        yield workload.name, artifact, workload.dims
+
+
 def _with_defaults(stated: dict[str, int]) -> dict[str, int]:
     dims = {**_DEFAULT_DIMS, **stated}
     dims.setdefault("S", dims["L"])
     return dims
 
 
-def _workloads(names: list[str]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
-    from mhsa_compile.pipeline import compile
-    from mhsa_compile.workloads import WORKLOADS
-
-    known = {workload.name: workload for workload in WORKLOADS}
-    if unknown := set(names) - known.keys() - {"all"}:
-        raise InputError("--workload", f"all or one of {', '.join(known)}", repr(min(unknown)))
-    for name in known if "all" in names else names:
-        workload = known[name]
-        with output.stages() as stage:
-            stage(f"compile {name}")
-            artifact = compile(workload.spec, dims=workload.dims)
-        yield name, artifact, workload.dims
-
-
 def _show(name: str, report: Report) -> None:
-    title = f"{name}, {output.assignments(report.dims)}: {report.threads} threads, "
-    title += f"FMA peak {report.peak_gflops:.0f} GFLOP/s"
+    title = f"{name}, {output.assignments(report.dims)}, {report.dtype}: {report.threads} threads, "
+    title += f"{report.peak_gflops:,.0f} GFLOP/s and {report.bandwidth_gbs:.0f} GB/s at most"
+    if report.floor is not None:
+        title += f", so {report.floor.us:,.0f} µs at least ({report.floor.limit})"
     if report.disturbed:
-        title += f" ±{report.peak_spread / 2:.0%}: something else was running, measure again"
-    columns = ("runtime", "median µs>", "spread>", "ratio>", "GFLOP/s>", "of peak>", "difference>")
+        title += f". ±{report.peak_spread / 2:.0%} of the peak: something else was running, measure again"
+    columns = ("runtime", "median µs>", "spread>", "ratio>", "GFLOP/s>", "of limit>", "error / budget>", "form")
     output.print_table(title, columns, map(_cells, report.rows))
     for row in report.rows:
         if row.missing:
             typer.echo(f"{row.name} is missing: {row.missing}")
+    if not report.ok:
+        typer.echo(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -132,6 +162,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         cell(row.spread, ".1%"),
         cell(row.ratio, ".2f"),
         cell(row.gflops, ",.0f"),
-        cell(row.share_of_peak, ".0%"),
-        cell(row.max_difference, ".1e"),
+        cell(row.share_of_limit, ".0%"),
+        cell(row.error_share, ".2f"),
+        row.form,
     )

@@ -16,7 +16,7 @@ from mhsa_compile.peers.base import Peer
 from mhsa_compile.peers.fastest import Fastest
 
 PEERS: tuple[Peer, ...] = (
-    torch_eager.TorchEager(),
+    Fastest("torch", torch_eager.FORMS),
     Fastest("torch.compile", torch_compile.FORMS),
     onnxruntime.OwnGraph(),
     Fastest("onnxruntime-fused", onnxruntime.FUSED),

@@ -25,17 +25,35 @@ Arrays = Mapping[str, Array]
 Call = Callable[[], Any]
 """A call without arguments: what is timed."""
 
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 SCORES_SHARE = 4
 """A peer that writes all scores down may use a quarter of the memory for them: it often needs them twice."""
+WRONG = 10
+"""An error of so many budgets is no rounding: a mask was ignored, or a query that sees nothing became NaN."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An artifact's graph with its weights, at the sizes of `inputs`: sets of arrays by input name, of equal shapes."""
+    """An artifact's graph with its weights.
+
+    inputs       sets of arrays by input name, of equal shapes
+    error_share  the largest error of the outputs for the first set, as a share of the budget
+    """
 
     artifact: Artifact
     inputs: Sequence[Arrays]
+    error_share: Callable[[list[Array]], float] = lambda outputs: 0.0
+
+    def check(self, outputs: list[Array]) -> float:
+        """The error of outputs for the first set of inputs. Raises ModelError where they are simply wrong."""
+        share = self.error_share(outputs)
+        if not share <= WRONG:
+            raise ModelError("peer", "the same computation", f"outputs that are wrong by {share:.0f} times the budget")
+        return share
 
     @cached_property
     def spec(self) -> AttentionSpec:
@@ -59,6 +77,7 @@ class Problem:
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """What activations and weights are stored as."""
         return DTYPES[self.spec.dtype]
 
     @cached_property
@@ -95,7 +114,15 @@ class Problem:
 
     def additive_mask(self, arrays: Arrays) -> Array | None:
         """`joined_mask` as what is added to the scores, 0 or -inf for a bool one, with four axes."""
-        mask = self.joined_mask(arrays)
+        if "mask" not in arrays:
+            return self._constant_additive_mask  # one for all sets: it may be large
+        return self._added(self.joined_mask(arrays))
+
+    @cached_property
+    def _constant_additive_mask(self) -> Array | None:
+        return self._added(self.visible)
+
+    def _added(self, mask: Array | None) -> Array | None:
         if mask is None:
             return None
         added = np.where(mask, self.dtype.type(0), self.dtype.type(-np.inf)) if mask.dtype == np.bool_ else mask

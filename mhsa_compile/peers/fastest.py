@@ -15,7 +15,7 @@ from mhsa_compile.timing import quickest, tasks, workers_apart
 
 
 class Fastest:
-    """`forms` are peers by themselves; those that cannot run are passed over while one can."""
+    """`forms` are peers by themselves; those that cannot run, or compute something else, are passed over."""
 
     def __init__(self, name: str, forms: Sequence[Peer]) -> None:
         self.name = name
@@ -31,7 +31,7 @@ class Fastest:
                     others = tasks()
                     try:
                         opened = trial.enter_context(form.open(problem, threads))
-                        opened.calls[0]()  # its threads appear with it
+                        problem.check(opened.arrays(opened.calls[0]()))  # and its threads appear
                         with workers_apart(() if opened.caller_works else tasks() - others):
                             seconds = quickest(opened.calls[0])
                     except Exception as error:  # whatever others refuse

@@ -59,7 +59,7 @@ def _binary(model: ModelProto) -> bytes:
     module = info.create_module(context=compiler.ir.Context()).operation
     onnx_importer.NodeImporter.define_function(info.main_graph, module).import_all()
     text = module.get_asm(binary=True)
-    return compiler.compile_str(text, target_backends=["llvm-cpu"], input_type="onnx", extra_args=list(FLAGS))
+    return bytes(compiler.compile_str(text, target_backends=["llvm-cpu"], input_type="onnx", extra_args=list(FLAGS)))
 
 
 def _device(threads: int) -> Any:

@@ -115,7 +115,12 @@ def fused_attention(problem: Problem) -> onnx.ModelProto:
     causal, mask = _causality(problem)
     operands = ["x", graph.constant(weight), graph.constant(bias), *(["", "", mask] if mask else [])]
     widths = [H * spec.head_dim, H * spec.head_dim, H * spec.v_head_dim]
-    attributes = {"num_heads": H, "unidirectional": causal, "qkv_hidden_sizes": widths, "scale": _scale(problem)}
+    attributes: dict[str, Any] = {
+        "num_heads": H,
+        "unidirectional": causal,
+        "qkv_hidden_sizes": widths,
+        "scale": _scale(problem),
+    }
     return graph.model(_out(graph, graph.node("Attention", *operands, domain=MICROSOFT, **attributes)))
 
 
@@ -127,7 +132,7 @@ def fused_multi_head(problem: Problem) -> onnx.ModelProto:
     q, k, v = _rows(graph, keep_heads="kv")
     causal, mask = _causality(problem)
     operands = [q, k, v, *(["", "", mask] if mask else [])]
-    attributes = {"num_heads": spec.num_heads, "unidirectional": causal, "scale": _scale(problem)}
+    attributes: dict[str, Any] = {"num_heads": spec.num_heads, "unidirectional": causal, "scale": _scale(problem)}
     return _from_rows(graph, graph.node("MultiHeadAttention", *operands, domain=MICROSOFT, **attributes))
 
 
@@ -139,7 +144,11 @@ def fused_grouped(problem: Problem) -> onnx.ModelProto:
     graph = Graph(problem)
     q, k, v = _rows(graph)
     lengths = [graph.constant(np.full(B, L - 1, np.int32)), graph.constant(np.array(L, np.int32))]
-    attributes = {"num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads, "scale": _scale(problem)}
+    attributes: dict[str, Any] = {
+        "num_heads": spec.num_heads,
+        "kv_num_heads": spec.num_kv_heads,
+        "scale": _scale(problem),
+    }
     if spec.band is not None and spec.band[0] >= 0:
         attributes["local_window_size"] = spec.band[0] + 1  # it counts the query itself
     operands = [q, k, v, "", "", *lengths]
@@ -165,9 +174,7 @@ def _rows(graph: Graph, keep_heads: str = "") -> Sequence[str]:
         return graph.linear("x", "q"), graph.linear(source, "k"), graph.linear(source, "v")
     arrays = graph.problem.inputs[0]
     return [
-        name
-        if name in keep_heads
-        else graph.reshaped(graph.swapped(name), shape[0], shape[2], shape[1] * shape[3])
+        name if name in keep_heads else graph.reshaped(graph.swapped(name), shape[0], shape[2], shape[1] * shape[3])
         for name, shape in ((name, arrays[name].shape) for name in "qkv")
     ]
 

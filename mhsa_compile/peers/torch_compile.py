@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from mhsa_compile.core import to_numpy, to_torch
 from mhsa_compile.errors import ModelError
 from mhsa_compile.peers.base import Arrays, Opened, Problem
-from mhsa_compile.peers.torch_eager import sdpa_form, tensors, torch_threads, with_projections
+from mhsa_compile.peers.torch_eager import folded_form, sdpa_form, tensors, torch_threads, with_projections
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 class Inductor:
     """One form: how the core is written, and whether shapes are symbolic."""
@@ -36,7 +37,9 @@ class Inductor:
             from torch._inductor import config
 
             torch._dynamo.reset()  # what it keeps of other workloads would be guarded against
-            with torch.inference_mode(), config.patch(freezing=True):
+            # Equal sizes would share a symbol, and a length that equals a width would be fixed with it.
+            symbols = torch.fx.experimental._config.patch(use_duck_shape=False)
+            with torch.inference_mode(), config.patch(freezing=True), symbols:
                 form = self.write(problem, problem.inputs[0])
                 compiled = torch.compile(form, dynamic=self.dynamic, fullgraph=True)
                 calls = [partial(compiled, *tensors(arrays)) for arrays in problem.inputs]
@@ -48,14 +51,14 @@ def products_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
     problem.check_scores_fit()
     spec, added = problem.spec, problem.additive_mask(arrays)
     mask = None if added is None else to_torch(added)
-    group = spec.num_heads // spec.num_kv_heads
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if group > 1:
-            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = (q * scale) @ k.transpose(-1, -2)
-        return (scores if mask is None else scores + mask).softmax(dim=-1) @ v
+        B, H, L, _ = q.shape
+        folded = (q * scale).reshape(B, spec.num_kv_heads, -1, spec.head_dim)  # no key or value is repeated
+        scores = (folded @ k.transpose(-1, -2)).reshape(B, H, L, -1)
+        weights = (scores if mask is None else scores + mask).softmax(dim=-1)
+        return (weights.reshape(*folded.shape[:3], -1) @ v).reshape(B, H, L, -1)
 
     return with_projections(problem, core)
 
@@ -92,5 +95,7 @@ FORMS = (
     Inductor("SDPA", sdpa_form, dynamic=False),
     Inductor("products, symbolic", products_form, dynamic=True),
     Inductor("products", products_form, dynamic=False),
+    Inductor("SDPA, heads folded", folded_form, dynamic=False),
     Inductor("FlexAttention", flex_form, dynamic=False),
+    Inductor("FlexAttention, symbolic", flex_form, dynamic=True),
 )

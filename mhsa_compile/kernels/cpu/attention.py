@@ -7,17 +7,20 @@ algorithm; this file deals the tasks out and says where each operand lies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op, Placement
-from mhsa_compile.kernels.cpu.attention_mask import LOG2_E, MaskReader, Visibility
+from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
+from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, imported, pairs_fit
 from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
-from mhsa_compile.kernels.cpu.attention_products import Float32Products, HeadView, Operands
+from mhsa_compile.kernels.cpu.attention_products import Float32Products, HeadView, Operands, Products
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
-from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, ceil_div, register_tile, settle, tile_registers
+from mhsa_compile.kernels.cpu.dot import Dot, available
+from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, ceil_div, settle
 from mhsa_compile.profile import TargetProfile
 
 
@@ -31,8 +34,6 @@ class AttentionKernel:
             return "not an attention"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
-        if op.dtype != "float32":
-            return "float32 only"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         return None
@@ -48,8 +49,8 @@ class AttentionKernel:
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the fewest loads a product; a block of keys whose P^T and V fill two thirds of L1."""
         assert isinstance(op, AttentionOp)
-        columns = 4 if profile.hardware.vector_registers >= 32 else 2
-        key_tile, _ = register_tile(tile_registers(profile.hardware.vector_registers), (1, 2, 4, 8), [columns])
+        # Of 32 registers 4 x 4 accumulators leave room for the exponentials beside them; of 16, 6 x 2 was the fastest.
+        columns, key_tile = (4, 4) if profile.hardware.vector_registers >= 32 else (2, 6)
         queries = columns * profile.vector_lanes("float32")
         room = profile.hardware.l1d_kib * 1024 * 2 // 3 // (4 * (queries + op.v_head_dim))
         keys = min(512, max(32, room)) // key_tile * key_tile
@@ -68,7 +69,10 @@ class AttentionKernel:
 def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned: Plan | None) -> Expr:
     dim = Dims()
     batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
-    queries = config["queries"]
+    queries, lanes = config["queries"], profile.vector_lanes("float32")
+    dot = available(profile, op.dtype)
+    if not pairs_fit(op, dot, lanes, config["key_tile"]):
+        dot = None
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
@@ -79,7 +83,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
             y = argument("y", _shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
             tiles = settle(ceil_div(q_length, queries))
             heads = T.int64(op.num_heads)
-            with T.parallel(batch * heads * tiles) as index:
+            with imported(dot) if dot else nullcontext(), T.parallel(batch * heads * tiles) as index:
                 head_index = settle(T.truncdiv(index, tiles))
                 b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
                 turn = settle(T.truncmod(index, tiles))
@@ -99,9 +103,9 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
                 reader = None if mask is None else _mask_reader(mask, b, h)
 
                 def tile(width: int) -> None:
-                    _emit_tile(operands, profile, {**config, "queries": width}, output, reader, runs)
+                    _emit_tile(operands, profile, {**config, "queries": width}, output, reader, runs, dot)
 
-                _by_width(op, profile.vector_lanes("float32"), queries, q_length - first_query, tile)
+                _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
 
 
@@ -148,10 +152,15 @@ def _emit_tile(
     output: HeadView,
     mask: MaskReader | None,
     runs: Runs | None,
+    dot: Dot | None,
 ) -> None:
     op, lanes = operands.op, profile.vector_lanes("float32")
     queries, keys = config["queries"], config["keys"]
-    products = Float32Products(operands, queries, keys, lanes, op.scale * LOG2_E)
+    products: Products
+    if dot is None:
+        products = Float32Products(operands, queries, keys, config["key_tile"], lanes)
+    else:
+        products = PairedProducts(operands, queries, keys, dot)
     visibility = Visibility(
         op,
         queries=queries,

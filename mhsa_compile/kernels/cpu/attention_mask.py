@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp
+from mhsa_compile.kernels.cpu.attention_products import LOG2_E
 from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, bind, constant, load, settle, splat, store
 
-LOG2_E = math.log2(math.e)
 MaskReader = Callable[[Expr, Expr], Expr]
 """(query row, key) -> the mask's element, as a bool or a float32."""
 

@@ -43,7 +43,9 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, lanes: int, key_t
     """Tiles of `queries` rows, vectors of `lanes` of them; runs of up to `keys` keys, in groups of `key_tile`."""
     heads, L, S = mask.visible.shape
     tiles = -(-L // queries)
-    index, runs, bits, order = [0], [], [], np.empty((heads, tiles), np.int32)
+    order = np.empty((heads, tiles), np.int32)
+    index, runs = [0], list[tuple[int, int, int]]()
+    bits, rows = list[NDArray[np.uint16]](), 0
     for head in range(heads):
         for tile in range(tiles):
             first = tile * queries
@@ -52,8 +54,9 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, lanes: int, key_t
                 keys_of_run = slice(begin * key_tile, min(S, end * key_tile))
                 row = -1
                 if kind == PARTIAL:
-                    row = sum(map(len, bits))
+                    row = rows
                     bits.append(_bits(block[:, keys_of_run], queries, lanes, (end - begin) * key_tile))
+                    rows += len(bits[-1])
                 runs.append((keys_of_run.start, keys_of_run.stop - keys_of_run.start, row))
             index.append(len(runs))
         visited = [sum(run[1] for run in runs[a:b]) for a, b in itertools.pairwise(index[-tiles - 1 :])]
@@ -115,7 +118,8 @@ def _bits(block: NDArray[np.bool_], queries: int, lanes: int, keys: int) -> NDAr
     padded = np.zeros((queries, keys), np.uint16)
     padded[:rows, :count] = block
     weights = (1 << np.arange(lanes)).astype(np.uint16)
-    return np.einsum("clk,l->kc", padded.reshape(queries // lanes, lanes, keys), weights).astype(np.uint16)
+    words = np.einsum("clk,l->kc", padded.reshape(queries // lanes, lanes, keys), weights)
+    return np.asarray(words, np.uint16)
 
 
 def _in_turn(tiles: NDArray[np.intp]) -> NDArray[np.intp]:

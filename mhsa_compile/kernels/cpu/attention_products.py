@@ -7,13 +7,16 @@ wants it: as scalars again, against rows of V.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
     DTYPE_BYTES,
     Chunk,
@@ -27,6 +30,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
 )
 
+LOG2_E = math.log2(math.e)
 CACHE_LINE = 64  # bytes, on every machine here
 
 
@@ -69,62 +73,113 @@ class Operands:
             self._prefetch_row(self.value, self.op.v_head_dim, row)
 
 
-class Float32Products:
-    """Both products in float32, K and V read in place.
+class Products(Protocol):
+    """S^T = K Q^T for a few keys at a time, the weights that come of it, and P V, for one task."""
 
-    q_t (E, queries) is Q^T times `scale`; weights (keys, queries) is P^T.
-    """
-
-    keys_a_step = 1
-    """Keys that one step of P V takes."""
-    scales_queries = True
-    """Whether the scores come out scaled."""
-
-    def __init__(self, operands: Operands, queries: int, keys: int, lanes: int, scale: float) -> None:
-        self.operands, self.queries, self.lanes, self.scale = operands, queries, lanes, scale
-        self.query_columns = vectors.chunks(queries, lanes)
-        self.q_t = T.alloc_buffer((operands.op.head_dim, queries), "float32")
-        self.weights = T.alloc_buffer((keys, queries), "float32")
+    exp2_coefficients: Sequence[float]
+    """As exact as the weights are kept."""
 
     def pack_queries(self) -> None:
-        """q_t[e, i] = Q[i, e] * scale, a square of lanes x lanes at a time."""
-        query, head_dim = self.operands.query, self.operands.op.head_dim
+        """Brings the tile's Q^T into scratch."""
+        ...
+
+    def score(self, tile: RegisterTile, keys: list[Expr]) -> None:
+        """tile[r, c] = K[keys[r]] Q^T * scale * log2 e, over the tile's own columns of queries."""
+        ...
+
+    def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
+        """Keeps the weights of keys base, base + 1, ... of the block, for the queries of one column."""
+        ...
+
+    def weight(self, key: Expr, query: Expr) -> Expr:
+        """One weight that was kept, as float32."""
+        ...
+
+    def rescale_weights(self, count: Expr, factors: Expr) -> None:
+        """Multiplies the weights of the block's first `count` keys by the factor of each query."""
+        ...
+
+    def take_values(self, first_key: Expr, count: Expr) -> None:
+        """Makes the block's rows of V ready for `add_values`."""
+        ...
+
+    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
+        """tile[r, c] += P[base + r] V[:, group[c]], over the keys of the block that these rows see."""
+        ...
+
+    def value(self, key: Expr, column: Chunk) -> Expr:
+        """A vector of V's row `key`, as float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys first_key + first .. first_key + end."""
+
+    first_key: Expr
+    first: Expr
+    end: Expr
+
+
+class Float32Products:
+    """Both products in float32. K and V of 16 bits are widened on their way, a few rows at a time, into scratch.
+
+    q_t (E, queries) is Q^T times scale * log2 e; weights (keys, queries) is P^T.
+    """
+
+    exp2_coefficients: Sequence[float] = vectors.EXP2_COEFFICIENTS
+
+    def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int) -> None:
+        op = operands.op
+        self.operands, self.queries, self.lanes = operands, queries, lanes
+        self.query_columns = vectors.chunks(queries, lanes)
+        self.q_t = T.alloc_buffer((op.head_dim, queries), "float32")
+        self.weights = T.alloc_buffer((keys, queries), "float32")
+        narrow = op.dtype != "float32"
+        self.wide_keys = T.alloc_buffer((key_tile, op.head_dim), "float32") if narrow else None
+        self.wide_values = T.alloc_buffer((keys, op.v_head_dim), "float32") if narrow else None
+
+    def pack_queries(self) -> None:
+        """q_t[e, i] = Q[i, e] * scale * log2 e, a square of lanes x lanes at a time."""
+        query, op = self.operands.query, self.operands.op
+        scale = op.scale * LOG2_E
         for first_lane, lanes in self.query_columns:
             rows = self.operands.query_rows(first_lane, lanes)
-            whole = head_dim // lanes * lanes
+            whole = op.head_dim // lanes * lanes
             with T.serial(T.int64(whole // lanes)) as square:
-                columns = [load(query.buffer, query.at(row, square * lanes), lanes) for row in rows]
-                scaled = [bind(column * constant(self.scale, lanes)) for column in columns]
+                columns = [load_wide(query.buffer, query.at(row, square * lanes), lanes) for row in rows]
+                scaled = [bind(column * constant(scale, lanes)) for column in columns]
                 for e, column in enumerate(vectors.transpose(scaled)):
                     store(self.q_t, [square * lanes + e, T.int64(first_lane)], column, lanes)
-            for e in range(whole, head_dim):
+            for e in range(whole, op.head_dim):
                 for i, row in enumerate(rows):
-                    element = load(query.buffer, query.at(row, T.int64(e)), 1) * T.float32(self.scale)
+                    element = load_wide(query.buffer, query.at(row, T.int64(e)), 1) * T.float32(scale)
                     store(self.q_t, [T.int64(e), T.int64(first_lane + i)], element, 1)
 
     def score(self, tile: RegisterTile, keys: list[Expr]) -> None:
-        """tile[r, c] = K[keys[r]] Q^T, over the tile's own columns of queries."""
-        key = self.operands.key
+        key, head_dim = self.operands.key, self.operands.op.head_dim
         self.operands.prefetch(keys)
+        if self.wide_keys is not None:
+            for r, row in enumerate(keys):
+                for first, lanes in vectors.chunks(head_dim, self.lanes):
+                    wide = load_wide(key.buffer, key.at(row, T.int64(first)), lanes)
+                    store(self.wide_keys, [T.int64(r), T.int64(first)], wide, lanes)
         tile.fill(0.0)
-        with T.serial(T.int64(self.operands.op.head_dim)) as e:
+        with T.serial(T.int64(head_dim)) as e:
             tile.outer_product(
-                lambda r: load(key.buffer, key.at(keys[r], e), 1),
+                lambda r: self.wide_keys[r, e] if self.wide_keys is not None else key.buffer[tuple(key.at(keys[r], e))],
                 lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
             )
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
-        """Keeps the weights of keys base, base + 1, ... of the block, for the queries of one column."""
         first, lanes = column
         for r, weight in enumerate(weights):
             store(self.weights, [base + r, T.int64(first)], weight, lanes)
 
     def weight(self, key: Expr, query: Expr) -> Expr:
-        """One weight that was kept."""
         return self.weights[key, query]
 
     def rescale_weights(self, count: Expr, factors: Expr) -> None:
-        """Multiplies the weights of the block's first `count` keys by the factor of each query."""
         with T.serial(count) as j:
             for first, lanes in self.query_columns:
                 at = [j, T.int64(first)]
@@ -132,20 +187,23 @@ class Float32Products:
                 store(self.weights, at, load(self.weights, at, lanes) * factor, lanes)
 
     def take_values(self, first_key: Expr, count: Expr) -> None:
-        """Makes the block's rows of V ready for `add_values`: here they are."""
+        if self.wide_values is None:
+            return
+        with T.serial(count) as j:
+            for first, lanes in vectors.chunks(self.operands.op.v_head_dim, self.lanes):
+                store(self.wide_values, [j, T.int64(first)], self.value(first_key + j, (first, lanes)), lanes)
 
-    def add_values(
-        self, tile: RegisterTile, base: Expr, group: list[Chunk], first_key: Expr, first: Expr, end: Expr
-    ) -> None:
-        """tile[r, c] += P[base + r, first:end] V[first_key + first : first_key + end, group[c]]."""
-        value = self.operands.value
-        with T.serial(first, end) as j:
-            tile.outer_product(
-                lambda r: load(self.weights, [j, base + r], 1),
-                lambda c: load(value.buffer, value.at(first_key + j, T.int64(group[c][0])), group[c][1]),
-            )
+    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
+        with T.serial(block.first, block.end) as j:
 
-    def value(self, first_key: Expr, key: Expr, column: Chunk) -> Expr:
-        """A vector of V's row `key` of the block."""
+            def row_of_values(c: int) -> Expr:
+                first, lanes = group[c]
+                if self.wide_values is not None:
+                    return load(self.wide_values, [j, T.int64(first)], lanes)
+                return self.value(block.first_key + j, group[c])
+
+            tile.outer_product(lambda r: self.weights[j, base + r], row_of_values)
+
+    def value(self, key: Expr, column: Chunk) -> Expr:
         view = self.operands.value
-        return load(view.buffer, view.at(first_key + key, T.int64(column[0])), column[1])
+        return load_wide(view.buffer, view.at(key, T.int64(column[0])), column[1])

@@ -26,7 +26,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_mask import Bits, Visibility
-from mhsa_compile.kernels.cpu.attention_products import Float32Products, HeadView
+from mhsa_compile.kernels.cpu.attention_products import Block, HeadView, Products
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
@@ -64,7 +64,7 @@ class AttentionTile:
 
     def __init__(
         self,
-        products: Float32Products,
+        products: Products,
         visibility: Visibility,
         config: Config,
         *,
@@ -156,7 +156,7 @@ class AttentionTile:
         """Groups first .. end of the block, which every row sees."""
         with T.serial(first, end) as group:
             base = settle(group * self.key_tile)
-            self._weigh_group(base, [first_key + base + r for r in range(self.key_tile)], self.query_columns, False)
+            self._weigh_group(base, [first_key + base + r for r in range(self.key_tile)], self.query_columns)
 
     def _weigh_trailing(self, first: Expr, end: Expr, first_key: Expr) -> None:
         """Groups of which some is hidden. Towards the right edge fewer and fewer columns of queries see anything."""
@@ -177,16 +177,17 @@ class AttentionTile:
             # Beyond the last key the last one is read again; what it gives is hidden.
             last = self.visibility.kv_length - 1
             keys = [settle(T.min(first_key + (base + r), last)) for r in range(self.key_tile)]
-            self._weigh_group(base, keys, columns, True, first_key + base)
+            self._weigh_group(base, keys, columns, first_key + base)
 
-    def _weigh_group(
-        self, base: Expr, keys: list[Expr], columns: list[Chunk], hidden: bool, first: Expr | None = None
-    ) -> None:
-        """P^T of `key_tile` keys, from row `base` of the block on, for some columns of queries."""
+    def _weigh_group(self, base: Expr, keys: list[Expr], columns: list[Chunk], first_key: Expr | None = None) -> None:
+        """P^T of `key_tile` keys, from row `base` of the block on, for some columns of queries.
+
+        Where some are hidden, `first_key` is the number of the first.
+        """
         tile = RegisterTile(self.key_tile, columns)
         self.products.score(tile, keys)
-        if hidden:
-            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first + r, columns[c]))
+        if first_key is not None:
+            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
         largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
         self._raise_reference(base, columns, largest)
         for c, (lane, lanes) in enumerate(columns):
@@ -195,8 +196,8 @@ class AttentionTile:
             weights = []
             for r in range(self.key_tile):
                 score = tile.get(r, c)
-                weight = vectors.exp2(score - reference, lanes)
-                if hidden:
+                weight = vectors.exp2(score - reference, lanes, self.products.exp2_coefficients)
+                if first_key is not None:
                     weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
                 weights.append(bind(weight))
             self.products.keep_weights(base, (lane, lanes), weights)
@@ -245,7 +246,7 @@ class AttentionTile:
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
                 tile.each(lambda r, c: load(self.accumulator, [base + r, T.int64(group[c][0])], group[c][1]))
-                self.products.add_values(tile, base, group, first_key, first, end)
+                self.products.add_values(tile, base, group, Block(first_key, first, end))
                 for r in range(rows):
                     for c, (column, lanes) in enumerate(group):
                         store(self.accumulator, [base + r, T.int64(column)], tile.get(r, c), lanes)
@@ -269,7 +270,7 @@ class AttentionTile:
         with T.serial(count) as j:
             sums.each(
                 lambda _, c: (
-                    sums.get(0, c) + self.products.value(first_key, j, columns[c]) * constant(0.0, columns[c][1])
+                    sums.get(0, c) + self.products.value(first_key + j, columns[c]) * constant(0.0, columns[c][1])
                 )
             )
         found = T.bool(False)
@@ -286,7 +287,7 @@ class AttentionTile:
                 with T.If(T.reinterpret("int32", weight) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
                     for column in self.value_columns:
                         at, lanes = [i, T.int64(column[0])], column[1]
-                        value = self.products.value(first_key, j, column)
+                        value = self.products.value(first_key + j, column)
                         old = load(self.accumulator, at, lanes)
                         store(self.accumulator, at, old + splat(weight, lanes) * value, lanes)
 

@@ -39,6 +39,10 @@ from mhsa_compile.kernels.cpu.vectors import (
 )
 from mhsa_compile.profile import TargetProfile
 
+PREFETCHED = 8
+"""Cache lines of the next panel that a tile asks for in each part: the tiles of a full block ask for all of them. The
+first tile of the next task would wait for them otherwise."""
+LINE_BYTES = 64
 MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
 
 
@@ -61,26 +65,28 @@ class LinearKernel:
         return {
             "rows": tuple(range(1, registers)),
             "columns": tuple(range(1, 7)),
-            "block": (1, 2, 4, 8, 16, 32, 64),
+            "block": (1, 2, 4, 8, 16, 32, 64, 128),
             "depth": (32, 64, 128),
             "group": (1, 2, 4, 8),
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that
-        divide the usual lengths; a block of rows of x that fills half of the L2 cache."""
+        divide the usual lengths; a block of rows of x that fills the L2 cache."""
         assert isinstance(op, LinearOp)
         lanes = format_of(op, profile, 1).lanes
-        room = tile_registers(profile.hardware.vector_registers)
+        registers = profile.hardware.vector_registers
+        # Of sixteen registers all are used: eight sums are too few to hide the latency of two units.
+        room = max(tile_registers(registers), min(registers, 16))
 
         def padded(columns: int) -> int:
             return -(-op.out_features // (columns * lanes)) * columns * lanes
 
         fitting = [c for c in (2, 3, 4) if 2 * c < room] or [1]
         least = min(map(padded, fitting))
-        rows, columns = register_tile(room, (1, 2, 4, 8), [c for c in fitting if padded(c) == least])
+        rows, columns = register_tile(room, (1, 2, 4, 6, 8), [c for c in fitting if padded(c) == least])
         format = format_of(op, profile, columns)
-        block = max(1, profile.hardware.l2_kib * 1024 // 2 // (4 * format.steps * rows))
+        block = max(1, profile.hardware.l2_kib * 1024 // (4 * format.steps * rows))
         depth = 64
         # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
         rest = profile.hardware.l1d_kib * 1024 * 3 // 4 - 4 * depth * format.panel
@@ -88,7 +94,7 @@ class LinearKernel:
         return {
             "rows": rows,
             "columns": columns,
-            "block": min(64, block),
+            "block": min(128, block),
             "depth": depth,
             "group": max(1, min(8, group)),
         }
@@ -118,6 +124,15 @@ class _Product:
         offset, lanes = self.columns[column]
         read = load if self.format.dot else load_wide
         return read(self.packed[0], [p, step, T.int64(offset)], lanes)
+
+    def prefetch(self, p: Expr, slot: Expr) -> None:
+        """Lines `slot` * PREFETCHED and so on of the panel after p; the last ones, where that panel has no more."""
+        array, size = self.packed[0], self.format.steps * self.format.panel
+        flat = T.decl_buffer((T.int64(self.format.panels * size),), array.dtype, data=array.data)
+        line = LINE_BYTES // vectors.DTYPE_BYTES[self.format.weight]
+        first = settle((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)))
+        for i in range(PREFETCHED):
+            vectors.prefetch(flat, [first + i * line])
 
     def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
         """y of a sum. The bias comes last: sums that begin with it are rounded at its magnitude at every step."""
@@ -193,6 +208,7 @@ def _task(task: _Product, config: Config, p: Expr, first: Expr, end: Expr, half:
             start = settle(number * depth)
             part = _Part(number, parts, start, settle(T.min(start + depth, T.int64(steps))), sums)
             with T.serial(full) as i:
+                task.prefetch(p, settle((begin - first) * parts + number * full + i))
                 _tile(task, part, p, settle((begin + i) * rows), rows, settle(i * rows))
             if rows > 1:
                 with T.If(T.And(half > 0, begin + full == end)), T.Then():

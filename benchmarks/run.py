@@ -1,0 +1,160 @@
+"""Every workload of mhsa_compile/workloads.py against every peer: a table, all the figures as JSON, and pictures.
+
+    python benchmarks/run.py [--workload NAME|GROUP ...] [--dtype float32 bfloat16] [--threads 1 2] [--json FILE]
+    python benchmarks/run.py --read FILE --pictures DIR        # draw again what was measured
+
+It needs `pip install 'mhsa-compile[compile,bench]'`. How it is timed: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from datetime import date
+from math import prod
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import mhsa_compile as mhsa
+from mhsa_compile import host, plots
+from mhsa_compile.bench import Report, Row, bench, compile_workload
+from mhsa_compile.installation import installed_version
+from mhsa_compile.peers import PEERS
+from mhsa_compile.spec import DTYPES
+from mhsa_compile.workloads import Workload, choose
+
+PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "iree-base-compiler", "numpy")
+
+
+@dataclass
+class Figures:
+    """What a published figure must state beside its numbers; reports by threads, then by workload."""
+
+    cpu: str
+    versions: dict[str, str | None]
+    date: date
+    seconds: float
+    symbolic: bool
+    reports: dict[int, dict[str, Report]] = field(default_factory=dict)
+    crashed: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    options = parse()
+    console = Console(stderr=True)
+    figures = (
+        msgspec.json.decode(options.read.read_bytes(), type=Figures) if options.read else measured(options, console)
+    )
+    for threads, reports in figures.reports.items():
+        Console(width=None if sys.stdout.isatty() else 160).print(table(reports, threads))
+        if options.pictures:
+            draw(reports, threads, options.pictures)
+    for name in figures.crashed:
+        console.print(f"{name}: its process died", style="red")
+    every = [report for reports in figures.reports.values() for report in reports.values()]
+    return 0 if every and not figures.crashed and all(report.ok for report in every) else 1
+
+
+def parse() -> argparse.Namespace:
+    peers = [peer.name for peer in PEERS]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--workload", nargs="+", default=["all"], metavar="NAME", help="names or groups; by default all"
+    )
+    parser.add_argument("--against", nargs="*", choices=peers, default=peers, metavar="PEER", help=", ".join(peers))
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=["float32"], metavar="DTYPE", help=", ".join(DTYPES)
+    )
+    parser.add_argument("--symbolic", action="store_true", help="leave batch and lengths symbolic; else they are fixed")
+    parser.add_argument("--threads", nargs="+", type=int, help="by default 1, and the CPUs this process may use")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each candidate of each workload (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, with machine and versions")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw into this folder")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take the figures from this JSON, measure nothing")
+    return parser.parse_args()
+
+
+def measured(options: argparse.Namespace, console: Console) -> Figures:
+    """Each workload in a process of its own: a peer that crashes takes no other with it. The JSON grows with each."""
+    versions = {"mhsa-compile": mhsa.__version__, **{name: installed_version(name) for name in PACKAGES}}
+    figures = Figures(host.cpu_model(), versions, date.today(), options.seconds, options.symbolic)
+    jobs = [
+        (workload.at(dtype), threads)
+        for threads in options.threads or sorted({1, host.allowed_cpus()})
+        for dtype in options.dtype
+        for workload in choose(options.workload)
+        if dtype == "float32" or workload.kind == "block" or workload.group in ("cores", "decode")
+    ]
+    for workload, threads in track(jobs, "compile and time", console=console, disable=not console.is_terminal):
+        if not console.is_terminal:
+            console.print(f"{workload.name}, {threads} threads")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            try:
+                report = pool.submit(measure, workload, threads, options).result()
+                figures.reports.setdefault(threads, {})[workload.name] = report
+            except BrokenProcessPool:
+                figures.crashed.append(f"{workload.name}, {threads} threads")
+        if options.json:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    return figures
+
+
+def measure(workload: Workload, threads: int, options: argparse.Namespace) -> Report:
+    artifact = compile_workload(workload, symbolic=options.symbolic and workload.spec.static_mask is None)
+    return bench(artifact, against=options.against, dims=workload.dims, threads=threads, seconds=options.seconds)
+
+
+def table(reports: dict[str, Report], threads: int) -> Table:
+    """Ours, its share of the limit, its error, then each peer's time as a multiple of ours."""
+    peers = list(dict.fromkeys(row.name for report in reports.values() for row in report.rows[1:]))
+    result = Table(
+        title=f"{threads} threads; a peer's column is its time / ours", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    result.add_column("workload")
+    for column in ("ms", "spread", "of limit", "bound by", "error / budget", *peers):
+        result.add_column(column, justify="right")
+    for name, report in reports.items():
+        ours, limit = report.ours, report.floor.limit if report.floor else "-"
+        shown = (f"{(ours.median_us or 0) / 1e3:.3f}", f"{ours.spread:.1%}", f"{ours.share_of_limit:.0%}", limit)
+        ratios = {row.name: row for row in report.rows}
+        cells = (ratio(ratios.get(peer), report) for peer in peers)
+        style = "red" if report.disturbed or not report.ok else ""
+        result.add_row(name, *shown, f"{ours.error_share:.2f}", *cells, style=style)
+    best = [report.best_peer.ratio for report in reports.values() if report.best_peer and report.best_peer.ratio]
+    if best:
+        mean = prod(best) ** (1 / len(best))
+        result.caption = (
+            f"Fastest peer of each row / ours: {min(best):.2f} to {max(best):.2f}, geometric mean {mean:.2f}."
+        )
+    return result
+
+
+def ratio(row: Row | None, report: Report) -> str:
+    if row is None or row.ratio is None:
+        return "missing"
+    return f"[bold]{row.ratio:.2f}[/bold]" if row is report.best_peer else f"{row.ratio:.2f}"
+
+
+def draw(reports: dict[str, Report], threads: int, folder: Path) -> None:
+    """shares-DTYPE-Nt.svg, and of float32 growth-Nt.svg; roofline-Nt.svg of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for dtype in dict.fromkeys(report.dtype for report in reports.values()):
+        chosen = {name: report for name, report in reports.items() if report.dtype == dtype}
+        plots.shares(chosen, folder / f"shares-{dtype}-{threads}t.svg")
+    exact = {name: report for name, report in reports.items() if report.dtype == "float32"}
+    if any(name in exact for name in (*plots.DENSE, *plots.WINDOW)):
+        plots.growth(exact, folder / f"growth-{threads}t.svg")
+    plots.roofline(reports, folder / f"roofline-{threads}t.svg")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

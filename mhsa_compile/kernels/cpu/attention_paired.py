@@ -1,0 +1,157 @@
+"""The two products of attention with a dot-product instruction for pairs of bfloat16.
+
+Two neighbours along the sum travel as one int32: two elements of a row of Q and K, which lie side by side already, and
+two keys of P and V, which are laid side by side here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import AttentionOp
+from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.attention_products import LOG2_E, Block, Operands
+from mhsa_compile.kernels.cpu.dot import Dot
+from mhsa_compile.kernels.cpu.storage import bfloat16_bits, load_wide, vector_type
+from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, RegisterTile, bind, constant, load, settle, splat, store
+
+# Two vectors of float32 become one of int32: the first in the lower halves, the second in the upper ones.
+_INTERLEAVE = ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32))
+_PAIR = f"""
+declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
+define <16 x i32> @mhsa_pair_bfloat16_16(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
+  %halves = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %high, <16 x float> %low)
+  %pairs = shufflevector <32 x bfloat> %halves, <32 x bfloat> poison, <32 x i32> <{_INTERLEAVE}>
+  %words = bitcast <32 x bfloat> %pairs to <16 x i32>
+  ret <16 x i32> %words
+}}
+"""
+
+
+def imported(dot: Dot) -> ExitStack:
+    """Stands around the body of a PrimFunc that uses `PairedProducts`."""
+    stack = ExitStack()
+    stack.enter_context(dot.imported())
+    stack.enter_context(T.attr(0, "pragma_import_llvm", _PAIR))
+    return stack
+
+
+def pairs_fit(op: AttentionOp, dot: Dot | None, lanes: int, key_tile: int) -> bool:
+    """Whether `PairedProducts` can do it: whole pairs along E and the keys, whole vectors along F."""
+    if dot is None or op.dtype != dot.dtype or dot.lanes != lanes:
+        return False
+    return op.head_dim % 2 == 0 and op.v_head_dim % lanes == 0 and key_tile % 2 == 0
+
+
+class PairedProducts:
+    """Both products in pairs of bfloat16, summed in float32.
+
+    q_t (E / 2, queries) is Q^T, not scaled, since that would round it once more: the scores are. weights
+    (keys / 2, queries) is P^T and values (keys / 2, F) is V, both in pairs of keys.
+    """
+
+    exp2_coefficients: Sequence[float] = vectors.EXP2_FOR_BFLOAT16
+
+    def __init__(self, operands: Operands, queries: int, keys: int, dot: Dot) -> None:
+        op = operands.op
+        self.operands, self.queries, self.dot, self.lanes = operands, queries, dot, dot.lanes
+        self.query_columns = vectors.chunks(queries, dot.lanes)
+        self.q_t = T.alloc_buffer((op.head_dim // 2, queries), "int32")
+        self.weights = T.alloc_buffer((keys // 2, queries), "int32")
+        self.values = T.alloc_buffer((keys // 2, op.v_head_dim), "int32")
+
+    def pack_queries(self) -> None:
+        query, words = self.operands.query, self.operands.op.head_dim // 2
+        for first_lane, lanes in self.query_columns:
+            rows = self.operands.query_rows(first_lane, lanes)
+            whole = words // lanes * lanes
+            with T.serial(T.int64(whole // lanes)) as square:
+                columns = [self._pairs(query.at(row, square * (2 * lanes)), lanes) for row in rows]
+                for e, column in enumerate(vectors.transpose([bind(column) for column in columns])):
+                    store(self.q_t, [square * lanes + e, T.int64(first_lane)], column, lanes)
+            for e in range(whole, words):
+                for i, row in enumerate(rows):
+                    pair = self._pairs(query.at(row, T.int64(2 * e)), 1)
+                    store(self.q_t, [T.int64(e), T.int64(first_lane + i)], pair, 1)
+
+    def _pairs(self, index: list[Expr], count: int) -> Expr:
+        return _words(load(self.operands.query.buffer, index, 2 * count), count)
+
+    def score(self, tile: RegisterTile, keys: list[Expr]) -> None:
+        op, key = self.operands.op, self.operands.key
+        self.operands.prefetch(keys)
+        tile.fill(0.0)
+        with T.serial(T.int64(op.head_dim // 2)) as e:
+            tile.outer_product(
+                lambda r: _words(load(key.buffer, key.at(keys[r], e * 2), 2), 1),
+                lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
+                self.dot.accumulate,
+            )
+        tile.each(lambda r, c: tile.get(r, c) * constant(op.scale * LOG2_E, tile.columns[c][1]))
+
+    def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
+        first, lanes = column
+        pair = settle(T.truncdiv(base, T.int64(2)))
+        for r in range(0, len(weights), 2):
+            words = T.call_pure_extern(f"int32x{lanes}", "mhsa_pair_bfloat16_16", weights[r], weights[r + 1])
+            store(self.weights, [pair + r // 2, T.int64(first)], words, lanes)
+
+    def weight(self, key: Expr, query: Expr) -> Expr:
+        word = self.weights[T.truncdiv(key, T.int64(2)), query]
+        return T.Select(T.truncmod(key, T.int64(2)) == 0, _half(word, 0, 1), _half(word, 1, 1))
+
+    def rescale_weights(self, count: Expr, factors: Expr) -> None:
+        with T.serial(T.truncdiv(count, T.int64(2))) as pair:
+            for first, lanes in self.query_columns:
+                at = [pair, T.int64(first)]
+                word = settle(load(self.weights, at, lanes), "int32", lanes)
+                factor = load(factors, [T.int64(first)], lanes)
+                low, high = (bfloat16_bits(_half(word, side, lanes) * factor, lanes) for side in (0, 1))
+                both = low | (high << splat(T.uint32(16), lanes))
+                store(self.weights, at, T.reinterpret(f"int32x{lanes}", both), lanes)
+
+    def take_values(self, first_key: Expr, count: Expr) -> None:
+        """values[j] = rows 2 j and 2 j + 1 of the block side by side; beyond the block, zeros."""
+        with T.serial(T.truncdiv(count, T.int64(2))) as pair:
+            self._take_pair(pair, first_key + pair * 2, True)
+        with T.If(T.truncmod(count, T.int64(2)) == 1), T.Then():
+            self._take_pair(T.truncdiv(count, T.int64(2)), first_key + (count - 1), False)
+
+    def _take_pair(self, pair: Expr, key: Expr, both: bool) -> None:
+        view = self.operands.value
+        for first, lanes in vectors.chunks(self.operands.op.v_head_dim, self.lanes):
+            halves = [
+                T.cast(
+                    T.reinterpret(vector_type("uint16", lanes), load(view.buffer, view.at(row, T.int64(first)), lanes)),
+                    vector_type("int32", lanes),
+                )
+                for row in ([key, key + 1] if both else [key])
+            ]
+            words = halves[0] | (halves[1] << splat(T.int32(16), lanes)) if both else halves[0]
+            store(self.values, [pair, T.int64(first)], words, lanes)
+
+    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
+        """A pair of which these rows see one key is taken whole: the other one's weight is zero."""
+        with T.serial(T.truncdiv(block.first, T.int64(2)), T.truncdiv(block.end + 1, T.int64(2))) as pair:
+            tile.outer_product(
+                lambda r: self.weights[pair, base + r],
+                lambda c: load(self.values, [pair, T.int64(group[c][0])], group[c][1]),
+                self.dot.accumulate,
+            )
+
+    def value(self, key: Expr, column: Chunk) -> Expr:
+        view = self.operands.value
+        return load_wide(view.buffer, view.at(key, T.int64(column[0])), column[1])
+
+
+def _words(pairs: Expr, count: int) -> Expr:
+    return T.reinterpret(vector_type("int32", count), pairs)
+
+
+def _half(words: Expr, side: int, lanes: int) -> Expr:
+    """The lower (0) or upper (1) bfloat16 of each word, as float32."""
+    shifted = words << splat(T.int32(16), lanes) if side == 0 else words & splat(T.int32(-65536), lanes)
+    return T.reinterpret(vector_type("float32", lanes), shifted)
