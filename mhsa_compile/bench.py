@@ -7,7 +7,7 @@ Notation: B batch, L query length, S key length.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mhsa_compile import host, installation, peers
 from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import InputError
-from mhsa_compile.peers.base import Opened, Peer, Problem
+from mhsa_compile.peers.base import Array, Opened, Peer, Problem
 from mhsa_compile.peers.compiled import Compiled
 from mhsa_compile.profile import detect
 from mhsa_compile.timing import Call, interleave, spread, tasks, workers_apart
@@ -164,7 +164,7 @@ def bench(
     problem = replace(problem, error_share=expected.share)
     dtype = opened.manifest.inputs[0].dtype
     with ExitStack() as stack:
-        ours = _open(stack, Compiled(), problem, threads)
+        ours = _open(stack, Compiled(), problem, threads, problem.error_share)
         others = [_attempt(stack, peer, problem, threads) for peer in chosen]
         running = [ours, *(other for other in others if other.missing is None)]
         peak = stack.enter_context(limits.multiply_adds(detect(), threads, dtype))
@@ -204,11 +204,12 @@ def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
     return compile(module(workload.spec).eval(), dims=None if symbolic else workload.dims)
 
 
-def _open(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _Candidate:
+def _open(
+    stack: ExitStack, peer: Peer, problem: Problem, threads: int, judge: Callable[[list[Array]], float]
+) -> _Candidate:
     before = tasks()
     opened: Opened = stack.enter_context(peer.open(problem, threads))
-    outputs = opened.arrays(opened.calls[0]())
-    error_share = problem.error_share(outputs) if isinstance(peer, Compiled) else problem.check(outputs)
+    error_share = judge(opened.arrays(opened.calls[0]()))
     for call in opened.calls[1:]:
         call()
     sole = frozenset() if opened.caller_works else frozenset(tasks() - before)
@@ -218,7 +219,7 @@ def _open(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _Cand
 def _attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _Candidate:
     """A peer, or why it is missing: whatever it raises, since what others refuse is not ours to foresee."""
     try:
-        return _open(stack, peer, problem, threads)
+        return _open(stack, peer, problem, threads, problem.check)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return _Candidate(peer.name, missing=lines[0][:300])

@@ -229,7 +229,7 @@ def _roof(axes: Any, reports: Sequence[Report], left: float, right: float) -> No
     axes.text(right, peak * 1.06, text, ha="right", va="bottom", fontsize=8, color=FAINT)
     axes.annotate(
         f"memory, {bandwidth:.0f} GB/s",
-        (left * 1.3, left * 1.3 * bandwidth),
+        (min(knee, right) / 3, min(knee, right) / 3 * bandwidth),
         (9, -2),
         textcoords="offset points",
         va="top",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mhsa_compile.kernels.base import Kernel
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
+from mhsa_compile.kernels.cpu.decode import DecodeKernel
 from mhsa_compile.kernels.cpu.linear import LinearKernel
 
-KERNELS: dict[str, tuple[Kernel, ...]] = {"cpu": (LinearKernel(), AttentionKernel())}
+KERNELS: dict[str, tuple[Kernel, ...]] = {"cpu": (LinearKernel(), DecodeKernel(), AttentionKernel())}

@@ -113,7 +113,7 @@ class Problem:
         return mask & self.visible if mask.dtype == np.bool_ else np.where(self.visible, mask, mask.dtype.type(-np.inf))
 
     def additive_mask(self, arrays: Arrays) -> Array | None:
-        """`joined_mask` as what is added to the scores, 0 or -inf for a bool one, with four axes."""
+        """`joined_mask` as what is added to the scores, 0 or -inf for a bool one: (B or 1, H or 1, L, S)."""
         if "mask" not in arrays:
             return self._constant_additive_mask  # one for all sets: it may be large
         return self._added(self.joined_mask(arrays))
@@ -126,7 +126,9 @@ class Problem:
         if mask is None:
             return None
         added = np.where(mask, self.dtype.type(0), self.dtype.type(-np.inf)) if mask.dtype == np.bool_ else mask
-        return added.reshape((1,) * (4 - added.ndim) + added.shape)
+        leading = ((1,) * (4 - added.ndim) + added.shape)[:2]
+        # A copy, since OpenVINO takes no array that is read-only; whole rows, since ONNX Runtime's operators want them.
+        return np.array(np.broadcast_to(added, (*leading, self.sizes["L"], self.sizes["S"])), order="C")
 
     def check_scores_fit(self) -> None:
         """For peers that write down every score, (B, H, L, S) of float32. Raises ModelError where that is too much."""

@@ -97,5 +97,4 @@ FORMS = (
     Inductor("products", products_form, dynamic=False),
     Inductor("SDPA, heads folded", folded_form, dynamic=False),
     Inductor("FlexAttention", flex_form, dynamic=False),
-    Inductor("FlexAttention, symbolic", flex_form, dynamic=True),
 )

@@ -160,7 +160,7 @@ def _emit_tile(
     if dot is None:
         products = Float32Products(operands, queries, keys, config["key_tile"], lanes)
     else:
-        products = PairedProducts(operands, queries, keys, dot)
+        products = PairedProducts(operands, queries, keys, config["key_tile"], dot)
     visibility = Visibility(
         op,
         queries=queries,

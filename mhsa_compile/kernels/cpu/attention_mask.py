@@ -25,6 +25,7 @@ class Bits:
 
     buffer: Expr
     row: Expr  # of the block's first key
+    lanes: int
 
 
 class Visibility:
@@ -128,3 +129,20 @@ class Visibility:
             frontier = T.cast(settle(key - self.leftmost - first), "int32")
             score = T.Select(splat(frontier, lanes) >= lane, score, hidden)
         return T.Select(splat(key < self.kv_length, lanes), score, hidden)
+
+    def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:
+        """Whether query `lane` sees `key`, number `row` of its block: a single pair, where speed does not matter."""
+        seen = key < self.kv_length
+        if self.bits is not None:
+            width = self.bits.lanes
+            column, bit = T.truncdiv(lane, T.int64(width)), T.cast(T.truncmod(lane, T.int64(width)), "int32")
+            word = T.cast(self.bits.buffer[self.bits.row + row, column], "int32")
+            return T.And(seen, ((word >> bit) & T.int32(1)) == T.int32(1))
+        if self.mask is not None:
+            query = T.min(self.first_query + lane, self.q_length - 1)
+            seen = T.And(seen, self._bias_of(self.mask(query, key)) != T.float32(-math.inf))
+        if self.rightmost is not None:
+            seen = T.And(seen, key <= self.rightmost + lane)
+        if self.leftmost is not None:
+            seen = T.And(seen, key >= self.leftmost + lane)
+        return seen

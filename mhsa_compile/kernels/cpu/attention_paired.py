@@ -6,17 +6,28 @@ two keys of P and V, which are laid side by side here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.attention_products import LOG2_E, Block, Operands
+from mhsa_compile.kernels.cpu.attention_products import LOG2_E, Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
 from mhsa_compile.kernels.cpu.storage import bfloat16_bits, load_wide, vector_type
-from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, RegisterTile, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import (
+    Chunk,
+    Expr,
+    RegisterTile,
+    bind,
+    constant,
+    load,
+    scratch,
+    settle,
+    splat,
+    store,
+)
 
 # Two vectors of float32 become one of int32: the first in the lower halves, the second in the upper ones.
 _INTERLEAVE = ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32))
@@ -49,19 +60,20 @@ def pairs_fit(op: AttentionOp, dot: Dot | None, lanes: int, key_tile: int) -> bo
 class PairedProducts:
     """Both products in pairs of bfloat16, summed in float32.
 
-    q_t (E / 2, queries) is Q^T, not scaled, since that would round it once more: the scores are. weights
-    (keys / 2, queries) is P^T and values (keys / 2, F) is V, both in pairs of keys.
+    q_t (E / 2, queries) is Q^T, not scaled, since that would round it once more: the scores are. In pairs of keys,
+    weights ((key_tile + keys) / 2, queries) is P^T from row key_tile / 2 on, and values (keys / 2, F) is V.
     """
 
     exp2_coefficients: Sequence[float] = vectors.EXP2_FOR_BFLOAT16
+    keys_a_step = 2
 
-    def __init__(self, operands: Operands, queries: int, keys: int, dot: Dot) -> None:
+    def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op
-        self.operands, self.queries, self.dot, self.lanes = operands, queries, dot, dot.lanes
+        self.operands, self.lead, self.dot, self.lanes = operands, key_tile // 2, dot, dot.lanes
         self.query_columns = vectors.chunks(queries, dot.lanes)
-        self.q_t = T.alloc_buffer((op.head_dim // 2, queries), "int32")
-        self.weights = T.alloc_buffer((keys // 2, queries), "int32")
-        self.values = T.alloc_buffer((keys // 2, op.v_head_dim), "int32")
+        self.q_t = scratch((op.head_dim // 2, queries), "int32")
+        self.weights = scratch((self.lead + keys // 2, queries), "int32")
+        self.values = scratch((keys // 2, op.v_head_dim), "int32")
 
     def pack_queries(self) -> None:
         query, words = self.operands.query, self.operands.op.head_dim // 2
@@ -80,33 +92,33 @@ class PairedProducts:
     def _pairs(self, index: list[Expr], count: int) -> Expr:
         return _words(load(self.operands.query.buffer, index, 2 * count), count)
 
-    def score(self, tile: RegisterTile, keys: list[Expr]) -> None:
+    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         op, key = self.operands.op, self.operands.key
         self.operands.prefetch(keys)
         tile.fill(0.0)
-        with T.serial(T.int64(op.head_dim // 2)) as e:
-            tile.outer_product(
-                lambda r: _words(load(key.buffer, key.at(keys[r], e * 2), 2), 1),
-                lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
-                self.dot.accumulate,
-            )
+        for i, (first, end) in enumerate(parts(op.head_dim // 2, len(keys) // 2)):
+            with T.serial(T.int64(first), T.int64(end)) as e:
+                tile.outer_product(
+                    lambda r: _words(load(key.buffer, key.at(keys[r], e * 2), 2), 1),
+                    lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
+                    self.dot.accumulate,
+                )
+            between(i)
         tile.each(lambda r, c: tile.get(r, c) * constant(op.scale * LOG2_E, tile.columns[c][1]))
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
         first, lanes = column
-        pair = settle(T.truncdiv(base, T.int64(2)))
-        for r in range(0, len(weights), 2):
-            words = T.call_pure_extern(f"int32x{lanes}", "mhsa_pair_bfloat16_16", weights[r], weights[r + 1])
-            store(self.weights, [pair + r // 2, T.int64(first)], words, lanes)
+        words = T.call_pure_extern(f"int32x{lanes}", "mhsa_pair_bfloat16_16", *weights)
+        store(self.weights, [T.truncdiv(base + 2 * self.lead, T.int64(2)), T.int64(first)], words, lanes)
 
     def weight(self, key: Expr, query: Expr) -> Expr:
-        word = self.weights[T.truncdiv(key, T.int64(2)), query]
+        word = self.weights[T.truncdiv(key, T.int64(2)) + self.lead, query]
         return T.Select(T.truncmod(key, T.int64(2)) == 0, _half(word, 0, 1), _half(word, 1, 1))
 
     def rescale_weights(self, count: Expr, factors: Expr) -> None:
         with T.serial(T.truncdiv(count, T.int64(2))) as pair:
             for first, lanes in self.query_columns:
-                at = [pair, T.int64(first)]
+                at = [pair + self.lead, T.int64(first)]
                 word = settle(load(self.weights, at, lanes), "int32", lanes)
                 factor = load(factors, [T.int64(first)], lanes)
                 low, high = (bfloat16_bits(_half(word, side, lanes) * factor, lanes) for side in (0, 1))
@@ -137,7 +149,7 @@ class PairedProducts:
         """A pair of which these rows see one key is taken whole: the other one's weight is zero."""
         with T.serial(T.truncdiv(block.first, T.int64(2)), T.truncdiv(block.end + 1, T.int64(2))) as pair:
             tile.outer_product(
-                lambda r: self.weights[pair, base + r],
+                lambda r: self.weights[pair + self.lead, base + r],
                 lambda c: load(self.values, [pair, T.int64(group[c][0])], group[c][1]),
                 self.dot.accumulate,
             )

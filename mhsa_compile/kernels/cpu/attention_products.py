@@ -7,6 +7,7 @@ wants it: as scalars again, against rows of V.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     constant,
     load,
     prefetch,
+    scratch,
     settle,
     store,
 )
@@ -78,17 +80,25 @@ class Products(Protocol):
 
     exp2_coefficients: Sequence[float]
     """As exact as the weights are kept."""
+    keys_a_step: int
+    """Keys whose weights are kept together, and that one step of P V takes."""
 
     def pack_queries(self) -> None:
         """Brings the tile's Q^T into scratch."""
         ...
 
-    def score(self, tile: RegisterTile, keys: list[Expr]) -> None:
-        """tile[r, c] = K[keys[r]] Q^T * scale * log2 e, over the tile's own columns of queries."""
+    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
+        """tile[r, c] = K[keys[r]] Q^T * scale * log2 e, over the tile's own columns of queries.
+
+        The sum over E comes in parts, one for each step of keys, and after part i comes `between(i)`.
+        """
         ...
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
-        """Keeps the weights of keys base, base + 1, ... of the block, for the queries of one column."""
+        """Keeps the weights of keys base, base + 1, ... of the block, for the queries of one column.
+
+        `base` may be as low as -key_tile: what is kept there, nobody reads.
+        """
         ...
 
     def weight(self, key: Expr, query: Expr) -> Expr:
@@ -112,6 +122,12 @@ class Products(Protocol):
         ...
 
 
+def parts(steps: int, count: int) -> list[tuple[int, int]]:
+    """`count` equal parts of a sum of `steps` terms, as (first, end); some are empty where there are fewer steps."""
+    borders = [steps * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(borders))
+
+
 @dataclass(frozen=True)
 class Block:
     """Keys first_key + first .. first_key + end."""
@@ -124,20 +140,21 @@ class Block:
 class Float32Products:
     """Both products in float32. K and V of 16 bits are widened on their way, a few rows at a time, into scratch.
 
-    q_t (E, queries) is Q^T times scale * log2 e; weights (keys, queries) is P^T.
+    q_t (E, queries) is Q^T times scale * log2 e; weights (key_tile + keys, queries) is P^T from row key_tile on.
     """
 
     exp2_coefficients: Sequence[float] = vectors.EXP2_COEFFICIENTS
+    keys_a_step = 1
 
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int) -> None:
         op = operands.op
-        self.operands, self.queries, self.lanes = operands, queries, lanes
+        self.operands, self.key_tile, self.lanes = operands, key_tile, lanes
         self.query_columns = vectors.chunks(queries, lanes)
-        self.q_t = T.alloc_buffer((op.head_dim, queries), "float32")
-        self.weights = T.alloc_buffer((keys, queries), "float32")
+        self.q_t = scratch((op.head_dim, queries))
+        self.weights = scratch((key_tile + keys, queries))
         narrow = op.dtype != "float32"
-        self.wide_keys = T.alloc_buffer((key_tile, op.head_dim), "float32") if narrow else None
-        self.wide_values = T.alloc_buffer((keys, op.v_head_dim), "float32") if narrow else None
+        self.wide_keys = scratch((key_tile, op.head_dim)) if narrow else None
+        self.wide_values = scratch((keys, op.v_head_dim)) if narrow else None
 
     def pack_queries(self) -> None:
         """q_t[e, i] = Q[i, e] * scale * log2 e, a square of lanes x lanes at a time."""
@@ -156,7 +173,7 @@ class Float32Products:
                     element = load_wide(query.buffer, query.at(row, T.int64(e)), 1) * T.float32(scale)
                     store(self.q_t, [T.int64(e), T.int64(first_lane + i)], element, 1)
 
-    def score(self, tile: RegisterTile, keys: list[Expr]) -> None:
+    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         key, head_dim = self.operands.key, self.operands.op.head_dim
         self.operands.prefetch(keys)
         if self.wide_keys is not None:
@@ -165,24 +182,30 @@ class Float32Products:
                     wide = load_wide(key.buffer, key.at(row, T.int64(first)), lanes)
                     store(self.wide_keys, [T.int64(r), T.int64(first)], wide, lanes)
         tile.fill(0.0)
-        with T.serial(T.int64(head_dim)) as e:
-            tile.outer_product(
-                lambda r: self.wide_keys[r, e] if self.wide_keys is not None else key.buffer[tuple(key.at(keys[r], e))],
-                lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
-            )
+
+        def element(r: int, e: Expr) -> Expr:
+            return key.buffer[tuple(key.at(keys[r], e))] if self.wide_keys is None else self.wide_keys[r, e]
+
+        for i, (first, end) in enumerate(parts(head_dim, len(keys))):
+            with T.serial(T.int64(first), T.int64(end)) as e:
+                tile.outer_product(
+                    lambda r: element(r, e),
+                    lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
+                )
+            between(i)
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
         first, lanes = column
         for r, weight in enumerate(weights):
-            store(self.weights, [base + r, T.int64(first)], weight, lanes)
+            store(self.weights, [base + (self.key_tile + r), T.int64(first)], weight, lanes)
 
     def weight(self, key: Expr, query: Expr) -> Expr:
-        return self.weights[key, query]
+        return self.weights[key + self.key_tile, query]
 
     def rescale_weights(self, count: Expr, factors: Expr) -> None:
         with T.serial(count) as j:
             for first, lanes in self.query_columns:
-                at = [j, T.int64(first)]
+                at = [j + self.key_tile, T.int64(first)]
                 factor = load(factors, [T.int64(first)], lanes)
                 store(self.weights, at, load(self.weights, at, lanes) * factor, lanes)
 
@@ -202,7 +225,7 @@ class Float32Products:
                     return load(self.wide_values, [j, T.int64(first)], lanes)
                 return self.value(block.first_key + j, group[c])
 
-            tile.outer_product(lambda r: self.weights[j, base + r], row_of_values)
+            tile.outer_product(lambda r: self.weights[j + self.key_tile, base + r], row_of_values)
 
     def value(self, key: Expr, column: Chunk) -> Expr:
         view = self.operands.value

@@ -37,6 +37,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     ceil_div,
     constant,
     load,
+    scratch,
     settle,
     splat,
     store,
@@ -45,8 +46,6 @@ from mhsa_compile.kernels.cpu.vectors import (
 RISE = 8.0
 """How far, in powers of two, a score may exceed its row's reference before that is raised. Sums over S keys stay below
 2^RISE * S times the largest value: no more of float32's range than 2^RISE times as many keys would take."""
-MASKED = -0.0
-"""The weight of a hidden key: zero as a number, yet told apart from a visible weight that underflowed to +0."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,11 @@ class AttentionTile:
         self.queries, self.keys, self.key_tile = config["queries"], config["keys"], config["key_tile"]
         self.query_columns = vectors.chunks(self.queries, lanes)
         self.value_columns = vectors.chunks(self.op.v_head_dim, lanes)
-        self.accumulator = T.alloc_buffer((self.queries, self.op.v_head_dim), "float32")
-        self.reference = T.alloc_buffer((self.queries,), "float32")
-        self.row_sum = T.alloc_buffer((self.queries,), "float32")
-        self.factors = T.alloc_buffer((self.queries,), "float32")
+        self.accumulator = scratch((self.queries, self.op.v_head_dim))
+        self.reference = scratch((self.queries,))  # 0 while a row has seen nothing,
+        self.limit = scratch((self.queries,))  # and this -inf: else the reference + RISE
+        self.row_sum, self.block_sum, self.factors = (scratch((self.queries,)) for _ in range(3))
+        self.pending = scratch((self.key_tile, self.queries))
 
     def emit(self) -> None:
         self.products.pack_queries()
@@ -108,20 +108,24 @@ class AttentionTile:
         with T.serial(runs.first, runs.end) as run:
             first_key, count, row = (settle(T.cast(runs.runs[run, i], "int64")) for i in range(3))
             groups = settle(ceil_div(count, self.key_tile))
+            self._begin_block()
             with T.If(row < 0):
                 with T.Then():
                     self._weigh_seen(T.int64(0), groups, first_key)
+                    self._end_block(groups)
                     self.products.take_values(first_key, count)
                     self._accumulate(first_key, count)
                 with T.Else():
-                    self.visibility.bits = Bits(runs.bits, row)
+                    self.visibility.bits = Bits(runs.bits, row, self.lanes)
                     self._weigh_hidden(T.int64(0), groups, first_key, self.query_columns)
+                    self._end_block(groups)
                     self.products.take_values(first_key, count)
                     self._accumulate_past_hidden(first_key, count, T.bool(True))
 
     def _clear(self) -> None:
         for first, lanes in self.query_columns:
-            store(self.reference, [T.int64(first)], constant(-math.inf, lanes), lanes)
+            store(self.limit, [T.int64(first)], constant(-math.inf, lanes), lanes)
+            store(self.reference, [T.int64(first)], constant(0.0, lanes), lanes)
             store(self.row_sum, [T.int64(first)], constant(0.0, lanes), lanes)
         with T.serial(T.int64(self.queries)) as i:
             for first, lanes in self.value_columns:
@@ -131,6 +135,7 @@ class AttentionTile:
         """One block of keys."""
         self.visibility.read_block(first_key, count)
         groups = settle(ceil_div(count, self.key_tile))
+        self._begin_block()
         from_key, to_key = self.visibility.seen_by_all()
         lead = settle(T.max(T.int64(0), T.min(groups, ceil_div(from_key - first_key, self.key_tile))))
         whole = settle(T.max(lead, T.min(groups, T.truncdiv(to_key - first_key, T.int64(self.key_tile)))))
@@ -139,6 +144,7 @@ class AttentionTile:
         if self.visibility.mask is None:
             self._weigh_seen(lead, whole, first_key)
         self._weigh_trailing(whole, groups, first_key)
+        self._end_block(groups)
         self.products.take_values(first_key, count)
         if not self.visibility.hides:
             return self._accumulate(first_key, count)
@@ -180,31 +186,51 @@ class AttentionTile:
             self._weigh_group(base, keys, columns, first_key + base)
 
     def _weigh_group(self, base: Expr, keys: list[Expr], columns: list[Chunk], first_key: Expr | None = None) -> None:
-        """P^T of `key_tile` keys, from row `base` of the block on, for some columns of queries.
+        """Scores of `key_tile` keys, number `base` of the block on, and meanwhile the weights of those before.
 
-        Where some are hidden, `first_key` is the number of the first.
+        Multiplications of one group and exponentials of the other do not wait for each other. Where some keys are
+        hidden, `first_key` is the number of the first.
         """
         tile = RegisterTile(self.key_tile, columns)
-        self.products.score(tile, keys)
+        self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
         if first_key is not None:
             tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
         largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
         self._raise_reference(base, columns, largest)
-        for c, (lane, lanes) in enumerate(columns):
-            reference = load(self.reference, [T.int64(lane)], lanes)
-            reference = bind(_or_zero(reference, lanes))
-            weights = []
+        for r in range(self.key_tile):
+            for lane, lanes in self.query_columns:
+                seen = [c for c, column in enumerate(columns) if column[0] == lane]
+                score = tile.get(r, seen[0]) if seen else constant(-math.inf, lanes)
+                store(self.pending, [T.int64(r), T.int64(lane)], score, lanes)
+
+    def _begin_block(self) -> None:
+        """Nothing is pending: scores of -inf, whose weights are zeros."""
+        for lane, lanes in self.query_columns:
+            store(self.block_sum, [T.int64(lane)], constant(0.0, lanes), lanes)
             for r in range(self.key_tile):
-                score = tile.get(r, c)
-                weight = vectors.exp2(score - reference, lanes, self.products.exp2_coefficients)
-                if first_key is not None:
-                    weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
-                weights.append(bind(weight))
-            self.products.keep_weights(base, (lane, lanes), weights)
-            total = load(self.row_sum, [T.int64(lane)], lanes)
-            for weight in weights:
-                total = total + weight
-            store(self.row_sum, [T.int64(lane)], total, lanes)
+                store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
+
+    def _end_block(self, groups: Expr) -> None:
+        """The weights of the last group, and the block's sum of weights."""
+        for step in range(self.key_tile // self.products.keys_a_step):
+            self._weigh_pending(settle((groups - 1) * self.key_tile), step)
+        for lane, lanes in self.query_columns:
+            at = [T.int64(lane)]
+            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.block_sum, at, lanes), lanes)
+
+    def _weigh_pending(self, base: Expr, step: int) -> None:
+        """P^T = 2^(S^T - m) for some keys of the group that begins at `base`."""
+        taken = self.products.keys_a_step
+        for lane, lanes in self.query_columns:
+            at = [T.int64(lane)]
+            reference, total = bind(load(self.reference, at, lanes)), load(self.block_sum, at, lanes)
+            weights = []
+            for r in range(step * taken, (step + 1) * taken):
+                score = load(self.pending, [T.int64(r), *at], lanes)
+                weights.append(bind(vectors.exp2(score - reference, lanes, self.products.exp2_coefficients)))
+                total = total + weights[-1]
+            self.products.keep_weights(base + step * taken, (lane, lanes), weights)
+            store(self.block_sum, at, total, lanes)
 
     def _largest(self, tile: RegisterTile, c: int) -> Expr:
         largest = tile.get(0, c)
@@ -216,25 +242,32 @@ class AttentionTile:
         """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
         exceeded = None
         for (lane, lanes), top in zip(columns, largest, strict=True):
-            limit = load(self.reference, [T.int64(lane)], lanes) + constant(RISE, lanes)
-            exceeded = (top > limit) if exceeded is None else T.Or(exceeded, top > limit)
+            beyond = top > load(self.limit, [T.int64(lane)], lanes)
+            exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
         with T.If(any_lane(exceeded, columns[0][1])), T.Then():
             for lane, lanes in self.query_columns:
                 store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
             for (lane, lanes), top in zip(columns, largest, strict=True):
-                at = [T.int64(lane)]
-                old = bind(load(self.reference, at, lanes))
-                new = bind(T.Select(top > old, top, old))
-                store(self.reference, at, new, lanes)
-                factor = bind(vectors.exp2(old - _or_zero(new, lanes), lanes))
-                store(self.factors, at, factor, lanes)
-                store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
+                self._raise_column([T.int64(lane)], lanes, top)
             self.products.rescale_weights(base, self.factors)
             with T.serial(T.int64(self.queries)) as i:
                 factor = bind(self.factors[i])
                 for first, lanes in self.value_columns:
                     at = [i, T.int64(first)]
                     store(self.accumulator, at, load(self.accumulator, at, lanes) * splat(factor, lanes), lanes)
+
+    def _raise_column(self, at: list[Expr], lanes: int, top: Expr) -> None:
+        nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
+        old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
+        old = settle(old, "float32", lanes)
+        new = settle(T.Select(top > old, top, old), "float32", lanes)
+        reference = settle(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
+        store(self.limit, at, new + constant(RISE, lanes), lanes)
+        store(self.reference, at, reference, lanes)
+        factor = settle(vectors.exp2(old - reference, lanes), "float32", lanes)
+        store(self.factors, at, factor, lanes)
+        for total in (self.row_sum, self.block_sum):
+            store(total, at, load(total, at, lanes) * factor, lanes)
 
     def _accumulate(self, first_key: Expr, count: Expr) -> None:
         """accumulator += P V, a register tile of rows x columns at a time."""
@@ -245,11 +278,12 @@ class AttentionTile:
                 base = settle(row_group * rows)
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
-                tile.each(lambda r, c: load(self.accumulator, [base + r, T.int64(group[c][0])], group[c][1]))
+                tile.fill(0.0)
                 self.products.add_values(tile, base, group, Block(first_key, first, end))
                 for r in range(rows):
                     for c, (column, lanes) in enumerate(group):
-                        store(self.accumulator, [base + r, T.int64(column)], tile.get(r, c), lanes)
+                        at = [base + r, T.int64(column)]
+                        store(self.accumulator, at, load(self.accumulator, at, lanes) + tile.get(r, c), lanes)
 
     def _value_tile(self) -> tuple[int, int]:
         """(rows, columns in vectors) of P V's register tile: columns that leave the fewest over, and what fits.
@@ -283,8 +317,8 @@ class AttentionTile:
         with T.serial(T.int64(self.queries)) as i:
             first, end = self.visibility.seen_by_rows(i, 1, first_key, count)
             with T.serial(first, end) as j:
-                weight = bind(self.products.weight(j, i))
-                with T.If(T.reinterpret("int32", weight) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
+                with T.If(self.visibility.sees(i, j, first_key + j)), T.Then():
+                    weight = bind(self.products.weight(j, i))
                     for column in self.value_columns:
                         at, lanes = [i, T.int64(column[0])], column[1]
                         value = self.products.value(first_key + j, column)
@@ -304,8 +338,3 @@ class AttentionTile:
 
 def _ceil_div(value: Expr, size: Expr) -> Expr:
     return T.truncdiv(value + (size - 1), size)
-
-
-def _or_zero(reference: Expr, lanes: int) -> Expr:
-    """The reference; where a row has seen nothing yet it is -inf, and -inf - -inf is not a number: then 0."""
-    return T.Select(reference == constant(-math.inf, lanes), constant(0.0, lanes), reference)

@@ -7,6 +7,7 @@ arguments. The vector width and the number of registers are arguments too, so on
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -95,11 +96,21 @@ def argument(name: str, shape: Sequence[Expr], dtype: str) -> Expr:
     return T.match_buffer(T.arg(name, T.handle()), list(shape), dtype, align=DTYPE_BYTES[dtype])
 
 
+REGISTER_BYTES = 1024
+"""Up to this size TVM puts a buffer on the stack, where LLVM may turn it into registers."""
+
+
+def scratch(shape: Sequence[int], dtype: str = "float32") -> Expr:
+    """A buffer that stays in memory: what lives through an inner loop in registers takes them from it."""
+    rest = math.prod(shape[1:]) * DTYPE_BYTES[dtype]
+    return T.alloc_buffer((max(shape[0], REGISTER_BYTES // rest + 1), *shape[1:]), dtype)
+
+
 class RegisterTile:
     """`rows` x `columns` of vectors that stay in registers.
 
     LLVM promotes a buffer to registers only if it lies on the stack and every index into it is constant. TVM puts a
-    buffer there up to 1 KiB, and only if its scope is "global": a "local" one comes from the heap at every iteration.
+    buffer there up to REGISTER_BYTES, and only if its scope is "global": a "local" one comes from the heap at every iteration.
     So each row is a buffer of its own, and rows and columns are Python integers.
     """
 
@@ -185,7 +196,9 @@ def exp2(x: Expr, lanes: int, coefficients: Sequence[float] = EXP2_COEFFICIENTS)
     power = constant(coefficients[-1], lanes)
     for coefficient in reversed(coefficients[:-1]):
         power = power * fraction + constant(coefficient, lanes)
-    return power * T.reinterpret(real, bits << splat(T.int32(23), lanes))
+    # Were the product contracted into whoever adds it up, it would be computed twice, on the busiest units.
+    product = power * T.reinterpret(real, bits << splat(T.int32(23), lanes))
+    return T.call_llvm_pure_intrin(real, "llvm.arithmetic.fence", product)
 
 
 def any_lane(condition: Expr, lanes: int) -> Expr:

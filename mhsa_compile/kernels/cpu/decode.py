@@ -1,0 +1,259 @@
+"""Attention of one or few queries on a vector CPU, as a language model's next token asks for it: bound by memory.
+
+A task is one key/value head with all its query heads, against a stretch of the keys; `decode_task` holds its
+arithmetic. Where there are fewer heads than threads, or a number that does not divide among them, each head's keys are
+split, and the partial results (maximum, sum, accumulator) are combined at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op
+from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
+from mhsa_compile.kernels.cpu.decode_task import DecodeTask, Heads, Span, finite, span_of
+from mhsa_compile.kernels.cpu.decode_values import each_vector
+from mhsa_compile.kernels.cpu.operands import HeadView, head_view, input_arguments, mask_reader, placed_shape
+from mhsa_compile.kernels.cpu.storage import store_narrow
+from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, ceil_div, constant, load, settle, splat, store
+from mhsa_compile.profile import TargetProfile
+
+MOST_QUERIES, MOST_ROWS = 8, 32
+LEAST_PARALLEL = 1 << 16
+"""Keys and values (elements) below which waking threads takes longer than the work."""
+
+
+class DecodeKernel:
+    """Few queries against many keys: every key and value is read once, for all the query heads that share it."""
+
+    name = "cpu.decode"
+
+    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+        if not isinstance(op, AttentionOp):
+            return "not an attention"
+        if profile.family != "cpu":
+            return f"made for CPUs, not for {profile.family}"
+        if not isinstance(op.q_length, int):
+            return f"the query length {op.q_length!r} is symbolic; this kernel is for a fixed one"
+        rows = op.q_length * (op.num_heads // op.num_kv_heads)
+        if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
+            return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
+        if op.static_mask is not None:
+            return "no constant masks"
+        return None
+
+    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+        return {
+            "keys": (32, 64, 128, 256, 512, 1024),
+            "value_rows": (1, 2, 3, 4, 6, 8),
+            "value_columns": (1, 2, 3, 4, 6, 8),
+            "least_keys": (64, 128, 256, 512),
+        }
+
+    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+        """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
+        assert isinstance(op, AttentionOp)
+        columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
+        rows, columns = _value_tile(_rows(op), columns, profile.hardware.vector_registers)
+        keys = profile.hardware.l2_kib * 1024 // 4 // (vectors.DTYPE_BYTES[op.dtype] * op.v_head_dim)
+        return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
+
+    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+        assert isinstance(op, AttentionOp)
+        return Emitted(run=_decode(op, profile, config))
+
+
+def _decode(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
+    assert isinstance(op.q_length, int)
+    dim = Dims()
+    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("decode")
+        T.func_attr({"tirx.noalias": True})
+        inputs = input_arguments(op, batch, q_length, kv_length)
+        mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
+        y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+        span = span_of(op, op.q_length, kv_length)
+        layout = ScoreLayout(_rows(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
+        heads = settle(batch * op.num_kv_heads)
+        splits = _Splits.of(heads, span, config["least_keys"], layout.group, profile.hardware.cores)
+        emitter = _Decode(op, profile, config, batch, kv_length, inputs, mask, y, span, splits)
+        elements = _elements(op, splits.heads, span.stop - span.start)
+        _in_parallel(splits.heads * splits.count, elements, emitter.attend)
+        with T.If(splits.count > 1), T.Then():
+            partial = splits.heads * splits.count * (emitter.rows * op.v_head_dim)
+            _in_parallel(splits.heads, partial, emitter.combine)
+    return builder.get()
+
+
+def _rows(op: AttentionOp) -> int:
+    """Query rows that share a key head."""
+    assert isinstance(op.q_length, int)
+    return op.q_length * (op.num_heads // op.num_kv_heads)
+
+
+def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
+    """(rows, columns in vectors) of p V's register tile: the widest columns that leave room for two rows.
+
+    V is then read in the order in which it lies in memory, which counts for more than a load saved.
+    """
+    room = registers * 7 // 8 - 1
+    for parts in range(1, columns + 1):
+        wide = -(-columns // parts)
+        fitting = (room - wide) // wide
+        if fitting >= min(2, rows) or parts == columns:
+            most = max(1, min(rows, fitting))
+            return -(-rows // -(-rows // most)), wide
+    raise AssertionError("the last part is one column")
+
+
+def _in_parallel(tasks: Expr, elements: Expr | int, body: Callable[[Expr], None]) -> None:
+    """A loop over the tasks, on all threads if there are enough elements to pay for waking them."""
+
+    def loop(kind: Callable[[Expr], Any]) -> None:
+        with kind(tasks) as index:
+            body(index)
+
+    if isinstance(elements, int):
+        return loop(T.parallel if elements >= LEAST_PARALLEL else T.serial)
+    with T.If(elements >= LEAST_PARALLEL):
+        with T.Then():
+            loop(T.parallel)
+        with T.Else():
+            loop(T.serial)
+
+
+def _elements(op: AttentionOp, heads: Expr, keys: Expr) -> Expr | int:
+    """Elements of K and V that are read; a number where it is known now."""
+    width = op.head_dim + op.v_head_dim
+    if isinstance(op.batch, int) and isinstance(op.kv_length, int) and op.band is None:
+        return op.batch * op.num_kv_heads * op.kv_length * width
+    return heads * keys * width
+
+
+@dataclass(frozen=True)
+class _Splits:
+    """`heads` (batch x key heads) x `count` tasks, each of `size` keys, the last of the rest."""
+
+    heads: Expr
+    count: Expr
+    size: Expr
+
+    @staticmethod
+    def of(heads: Expr, span: Span, least_keys: int, group: int, cores: int) -> _Splits:
+        """The fewest splits with which all cores get equally many tasks, unless too few keys would be left to each.
+
+        That is cores / gcd(cores, heads), and the gcd is the largest divisor of the cores that divides the heads.
+        """
+        wanted = T.int64(cores)
+        for divisor in (d for d in range(2, cores + 1) if cores % d == 0):
+            wanted = T.Select(T.truncmod(heads, T.int64(divisor)) == 0, T.int64(cores // divisor), wanted)
+        keys = settle(T.max(T.int64(0), span.stop - span.start))
+        most = T.max(T.int64(1), T.truncdiv(keys, T.int64(least_keys)))
+        count = settle(T.min(settle(wanted), most))
+        return _Splits(heads, count, settle(ceil_div(T.truncdiv(keys + count - 1, count), group) * group))
+
+
+class _Decode:
+    """The two loops' bodies: `attend` is one task, `combine` puts the splits of one key head together."""
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        profile: TargetProfile,
+        config: Config,
+        batch: Expr,
+        kv_length: Expr,
+        inputs: dict[int, Expr],
+        mask: Expr | None,
+        y: Expr,
+        span: Span,
+        splits: _Splits,
+    ) -> None:
+        assert isinstance(op.q_length, int)
+        self.op, self.config, self.kv_length, self.span, self.splits = op, config, kv_length, span, splits
+        self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
+        self.inputs, self.mask, self.y = inputs, mask, y
+        self.ratio = op.num_heads // op.num_kv_heads
+        self.rows = op.q_length * self.ratio
+        # Outside the loops, so taken once a call from TVM's pool and shared by all threads. Room for the most splits
+        # there can be, since the size must be an expression of the arguments; what is not used is never touched.
+        tasks = batch * (op.num_kv_heads * profile.hardware.cores)
+        self.sums = T.alloc_buffer((tasks, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
+        self.statistics = T.alloc_buffer((tasks, T.int64(2), T.int64(self.rows)), "float32")
+
+    def attend(self, index: Expr) -> None:
+        head = settle(T.truncdiv(index, self.splits.count))
+        split = settle(T.truncmod(index, self.splits.count))
+        task = DecodeTask(
+            self.op, self.config, self.lanes, self.registers, self.kv_length, self.span, self._heads(head)
+        )
+        first = settle(self.span.start + split * self.splits.size)
+        task.attend(first, settle(T.min(first + self.splits.size, self.span.stop)))
+        with T.If(self.splits.count == 1):
+            with T.Then(), T.serial(T.int64(self.rows)) as row:
+                self._write(head, row, task.row_sum[row], lambda at, n: load(task.values.accumulator, [row, at], n))
+            with T.Else(), T.serial(T.int64(self.rows)) as row:
+                T.buffer_store(self.statistics, task.row_max[row], [index, T.int64(0), row])
+                T.buffer_store(self.statistics, task.row_sum[row], [index, T.int64(1), row])
+                task.values.each_vector(
+                    lambda at, n: store(self.sums, [index, row, at], load(task.values.accumulator, [row, at], n), n)
+                )
+
+    def _heads(self, head: Expr) -> Heads:
+        op, groups = self.op, T.int64(self.op.num_kv_heads)
+        b, g = settle(T.truncdiv(head, groups)), settle(T.truncmod(head, groups))
+        first = settle(g * self.ratio)
+        return Heads(
+            query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
+            key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
+            value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            mask=None if self.mask is None else mask_reader(self.mask, b),
+            first_head=first,
+        )
+
+    def _write(self, head: Expr, row: Expr, total: Expr, accumulator: Callable[[Expr, int], Expr]) -> None:
+        """One row of Y: accumulator / total, zeros where nothing was visible."""
+        groups, ratio = T.int64(self.op.num_kv_heads), T.int64(self.ratio)
+        b, g = settle(T.truncdiv(head, groups)), settle(T.truncmod(head, groups))
+        query, h = settle(T.truncdiv(row, ratio)), settle(g * self.ratio + T.truncmod(row, ratio))
+        out: HeadView = head_view(self.y, self.op.output, self.op.v_head_dim, b, h)
+        total = bind(total)
+        inverse = bind(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
+        each_vector(
+            self.op.v_head_dim,
+            self.lanes,
+            lambda at, n: store_narrow(out.buffer, out.at(query, at), accumulator(at, n) * splat(inverse, n), n),
+        )
+
+    def combine(self, head: Expr) -> None:
+        """o = sum of o_s 2^(m_s - m) over the splits s, l likewise; m is the largest m_s."""
+        first = settle(head * self.splits.count)
+        width = self.op.v_head_dim
+
+        def add(split: Expr, row: Expr, factor: Expr, at: Expr, n: int) -> None:
+            value = load(self.sums, [split, row, at], n) * splat(factor, n)
+            store(whole, [at], load(whole, [at], n) + value, n)
+
+        with T.serial(T.int64(self.rows)) as row:
+            largest, total = (T.alloc_buffer((1,), "float32") for _ in range(2))
+            zero = [T.int64(0)]
+            T.buffer_store(largest, T.float32(-math.inf), zero)
+            T.buffer_store(total, T.float32(0), zero)
+            with T.serial(self.splits.count) as s:
+                T.buffer_store(largest, T.max(largest[0], self.statistics[first + s, T.int64(0), row]), zero)
+            top = bind(finite(largest[0], 1))
+            whole = T.alloc_buffer((width,), "float32")
+            each_vector(width, self.lanes, lambda at, n: store(whole, [at], constant(0.0, n), n))
+            with T.serial(self.splits.count) as s:
+                factor = bind(vectors.exp2(self.statistics[first + s, T.int64(0), row] - top, 1))
+                T.buffer_store(total, total[0] + factor * self.statistics[first + s, T.int64(1), row], zero)
+                each_vector(width, self.lanes, lambda at, n: add(first + s, row, factor, at, n))
+            self._write(head, row, total[0], lambda at, n: load(whole, [at], n))

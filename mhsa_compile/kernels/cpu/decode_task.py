@@ -1,0 +1,249 @@
+"""The arithmetic of one decode task: the few queries that share a key/value head, against a stretch of its keys.
+
+    for each block of keys:   s = q K^T;  m' = max(m, s);  p = 2^(s - m');  l = l 2^(m - m') + sum p
+                              o = o 2^(m - m') + p V
+    out: o / l, or o, m and l for others to combine
+
+Every key and value is read from memory once for all queries, in long runs that the processor's own prefetching
+follows: blocks are as large as the L2 cache allows. A block that all queries see wholly takes a path without masks.
+Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); splitting the keys, Dao et al., Flash-Decoding,
+2023 (pytorch.org/blog/flash-decoding).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import AttentionOp, Config
+from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
+from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
+from mhsa_compile.kernels.cpu.operands import HeadView, MaskReader
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The keys that each query sees by its place: query i those from low[i] to before high[i]."""
+
+    low: tuple[Expr, ...]
+    high: tuple[Expr, ...]
+
+    @property
+    def start(self) -> Expr:
+        """The first key that any query sees."""
+        return self.low[0]
+
+    @property
+    def stop(self) -> Expr:
+        return self.high[-1]
+
+    @property
+    def seen_by_all(self) -> tuple[Expr, Expr]:
+        return self.low[-1], self.high[0]
+
+
+def span_of(op: AttentionOp, q_length: int, kv_length: Expr) -> Span:
+    """The band and the end of the keys, as one interval a query; both ends grow from query to query."""
+    zero = T.int64(0)
+    if op.band is None:
+        return Span((zero,), (kv_length,))
+    offset = kv_length - q_length if op.band.alignment == "bottom_right" else zero
+    left, right = op.band.left, op.band.right
+    places = [settle(offset + i) for i in range(q_length)]
+    low = [zero if left is None else settle(T.max(zero, p - left)) for p in places]
+    high = [kv_length if right is None else settle(T.max(zero, T.min(kv_length, p + (right + 1)))) for p in places]
+    if left is None and right is None:
+        return Span((zero,), (kv_length,))
+    return Span(tuple(low), tuple(high))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The operands of one key/value head and its query heads, read in place. A row is (query, query head)."""
+
+    query: Callable[[Expr], HeadView]  # query head within the group -> its view
+    key: HeadView
+    value: HeadView
+    mask: MaskReader | None
+    first_head: Expr
+
+
+class DecodeTask:
+    """One task. Scratch is allocated where the task is constructed: inside the loop over tasks, so per thread."""
+
+    def __init__(
+        self, op: AttentionOp, config: Config, lanes: int, registers: int, kv_length: Expr, span: Span, heads: Heads
+    ) -> None:
+        assert isinstance(op.q_length, int)
+        self.op, self.config, self.lanes, self.registers = op, config, lanes, registers
+        self.kv_length, self.span, self.heads = kv_length, span, heads
+        self.ratio = op.num_heads // op.num_kv_heads
+        self.rows = op.q_length * self.ratio
+        self.layout = layout = ScoreLayout(self.rows, lanes, registers)
+        self.keys = -(-config["keys"] // layout.group) * layout.group
+
+        self.queries = PackedQueries(layout, op.head_dim, op.scale * LOG2_E)
+        self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the weights
+        self.bias = None if op.mask is None else T.alloc_buffer((self.keys * layout.padded_rows,), "float32")
+        self.row_max = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
+        self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
+        self.rescale = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
+        self.values = ValueSums(op, config, layout, heads.value, self.scores, self.rescale)
+        self.masks = op.mask is not None or op.band is not None or not self._divides_into_groups
+        self.bounds: tuple[Expr, Expr] | None = None
+
+    @property
+    def _divides_into_groups(self) -> bool:
+        return isinstance(self.op.kv_length, int) and self.op.kv_length % self.layout.group == 0
+
+    def attend(self, first: Expr, end: Expr) -> None:
+        """Keys `first` to before `end`: fills accumulator, row_max and row_sum."""
+        self._pack_queries()
+        self._clear()
+        if len(self.span.low) > 1:
+            self._write_bounds()
+        low, high = self.span.seen_by_all
+        with T.serial(settle(ceil_div(T.max(T.int64(0), end - first), self.keys))) as block:
+            begin = settle(first + block * self.keys)
+            count = settle(T.min(T.int64(self.keys), end - begin))
+            if not self.masks:
+                self._visit(begin, count, masked=False)
+            elif self.op.mask is not None:
+                self._visit(begin, count, masked=True)
+            else:
+                whole = T.And(begin >= low, begin + count <= high)
+                grouped = T.truncmod(count, T.int64(self.layout.group)) == 0
+                with T.If(T.And(whole, grouped)):
+                    with T.Then():
+                        self._visit(begin, count, masked=False)
+                    with T.Else():
+                        self._visit(begin, count, masked=True)
+        for vector in range(self.layout.row_vectors):
+            at = [T.int64(vector * self.lanes)]
+            store(self.row_sum, at, self.layout.over_keys(load(self.row_sum, at, self.lanes), operator.add), self.lanes)
+
+    def _pack_queries(self) -> None:
+        with T.serial(T.int64(self.rows)) as row:
+            query, head = self.query_and_head(row)
+            self.queries.pack(row, self.heads.query(head), query)
+
+    def query_and_head(self, row: Expr) -> tuple[Expr, Expr]:
+        """(the query, the query head within the group) of a row."""
+        return settle(T.truncdiv(row, T.int64(self.ratio))), settle(T.truncmod(row, T.int64(self.ratio)))
+
+    def _clear(self) -> None:
+        for vector in range(self.layout.row_vectors):
+            at = [T.int64(vector * self.lanes)]
+            store(self.row_max, at, constant(-math.inf, self.lanes), self.lanes)
+            store(self.row_sum, at, constant(0.0, self.lanes), self.lanes)
+        self.values.clear()
+
+    def _write_bounds(self) -> None:
+        """The interval of each lane's row, as int32."""
+        size = self.layout.padded_rows * self.layout.keys_per_vector
+        self.bounds = (T.alloc_buffer((size,), "int32"), T.alloc_buffer((size,), "int32"))
+        for lane in range(size):
+            query = min(lane % self.layout.padded_rows // self.ratio, len(self.span.low) - 1)
+            for buffer, ends in zip(self.bounds, (self.span.low, self.span.high), strict=True):
+                T.buffer_store(buffer, T.cast(ends[query], "int32"), [T.int64(lane)])
+
+    def _visit(self, begin: Expr, count: Expr, masked: bool) -> None:
+        """One block; `count` is a whole number of groups unless `masked`."""
+        if masked and self.bias is not None:
+            self._read_mask(begin, count)
+        self._score(begin, count, masked)
+        self._weigh(count, masked)
+        self.values.add(begin, count, masked)
+
+    def _read_mask(self, begin: Expr, count: Expr) -> None:
+        """bias = the mask of the block as a number to add, in units of log2; -inf where masked."""
+        mask, dims, layout = self.heads.mask, self.op.mask and self.op.mask.dims, self.layout
+        assert mask is not None and dims is not None and self.bias is not None
+        if dims[1:3] == (1, 1):  # the same for every row: a key's is stored for all of them at once
+            with T.serial(count) as j:
+                bias = bind(self._bias_of(mask(T.int64(0), T.int64(0), begin + j)))
+                for offset, lanes in vectors.chunks(layout.padded_rows, self.lanes):
+                    store(self.bias, [layout.place(j, 0) + offset], splat(bias, lanes), lanes)
+            return
+        with T.serial(T.int64(self.rows)) as row:
+            query, head = self.query_and_head(row)
+            head = settle(self.heads.first_head + head)
+            with T.serial(count) as j:
+                store(self.bias, [layout.place(j, 0) + row], self._bias_of(mask(head, query, begin + j)), 1)
+
+    def _bias_of(self, element: Expr) -> Expr:
+        assert self.op.mask is not None
+        if self.op.mask.dtype == "bool":
+            return T.Select(element, T.float32(0), T.float32(-math.inf))
+        return element * T.float32(LOG2_E)
+
+    def _score(self, begin: Expr, count: Expr, masked: bool) -> None:
+        """scores = q K^T, and rescale (for now) their maximum over the block in each lane."""
+        layout, lanes = self.layout, self.lanes
+        for vector in range(layout.row_vectors):
+            store(self.rescale, [T.int64(vector * lanes)], constant(-math.inf, lanes), lanes)
+        with T.serial(ceil_div(count, layout.group)) as group:
+            base = settle(group * layout.group)
+            rows = [begin + base + i for i in range(layout.group)]
+            if masked:  # beyond the last key the last one is read again; what it gives is masked
+                rows = [settle(T.min(row, self.kv_length - 1)) for row in rows]
+            for vector in range(layout.row_vectors):
+                largest = load(self.rescale, [T.int64(vector * lanes)], lanes)
+                for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
+                    key = base + i * layout.keys_per_vector
+                    if masked:
+                        score = bind(self._mask_score(score, begin, key, vector))
+                    store(self.scores, [layout.place(key, vector)], score, lanes)
+                    largest = bind(T.max(largest, score))
+                store(self.rescale, [T.int64(vector * lanes)], largest, lanes)
+
+    def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
+        """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
+        lanes, hidden = self.lanes, constant(-math.inf, self.lanes)
+        if self.bias is not None:
+            bias = bind(load(self.bias, [self.layout.place(key, vector)], lanes))
+            score = T.Select(bias == hidden, hidden, score + bias)
+        keys = splat(T.cast(begin + key, "int32"), lanes) + self.layout.key_of_lane()
+        if self.bounds is None:
+            return T.Select(keys < splat(T.cast(self.span.stop, "int32"), lanes), score, hidden)
+        low, high = (load(buffer, [T.int64(vector * lanes)], lanes) for buffer in self.bounds)
+        return T.Select(T.And(keys >= low, keys < high), score, hidden)
+
+    def _weigh(self, count: Expr, masked: bool) -> None:
+        """scores become p = 2^(s - m); row_max, row_sum and rescale = 2^(old m - m) follow the new maximum."""
+        layout, lanes = self.layout, self.lanes
+        for vector in range(layout.row_vectors):
+            at = [T.int64(vector * lanes)]
+            old = bind(load(self.row_max, at, lanes))
+            largest = bind(T.max(old, layout.over_keys(load(self.rescale, at, lanes), T.max)))
+            store(self.row_max, at, largest, lanes)
+            if masked:
+                largest = bind(finite(largest, lanes))
+            factor = bind(vectors.exp2(old - largest, lanes))
+            store(self.rescale, at, factor, lanes)
+            total = RegisterTile(1, [(0, lanes)])
+            total.fill(0.0)
+            groups = layout.group // layout.keys_per_vector * ceil_div(count, layout.group)
+            with T.serial(groups) as index:
+                place = [layout.place(index * layout.keys_per_vector, vector)]
+                score = bind(load(self.scores, place, lanes))
+                weight = vectors.exp2(score - largest, lanes)
+                if masked:
+                    weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
+                weight = bind(weight)
+                store(self.scores, place, weight, lanes)
+                total.set(0, 0, total.get(0, 0) + weight)
+            store(self.row_sum, at, load(self.row_sum, at, lanes) * factor + total.get(0, 0), lanes)
+
+
+def finite(largest: Expr, lanes: int) -> Expr:
+    """The maximum of a row, 0 where it has seen nothing: -inf - -inf is not a number."""
+    return T.Select(largest == constant(-math.inf, lanes), constant(0.0, lanes), largest)

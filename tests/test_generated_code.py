@@ -1,0 +1,68 @@
+"""What the kernels become: the assembly of their inner loops, for AVX2 and AVX-512, compiled on any machine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from kernel_runs import assembly, inner_loops, stack_stores, vector_machine
+
+from mhsa_compile.kernels.base import AttentionOp, LinearOp, Placement
+from mhsa_compile.kernels.cpu.attention import AttentionKernel
+from mhsa_compile.kernels.cpu.decode import DecodeKernel
+from mhsa_compile.kernels.cpu.linear import LinearKernel
+
+MACHINES = {"x86-64-v3": (256, 16), "x86-64-v4": (512, 32)}
+LEAST_PRODUCTS = 7  # fused multiply-adds in a loop that is a matrix product
+
+
+def attention(q_length, ratio=1) -> AttentionOp:
+    H, E = 8, 128
+    G = H // ratio
+    return AttentionOp(
+        batch="B", q_length=q_length, kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=E,
+        scale=0.3, band=None, mask=None, query=Placement(0, "heads", H * E), key=Placement(1, "heads", G * E),
+        value=Placement(2, "heads", G * E), output=Placement(0, "heads", H * E),
+    )  # fmt: skip
+
+
+KERNELS = {
+    "linear": (LinearKernel(), LinearOp(("B", "L"), 768, (768,), (True,), (False,))),
+    "attention": (AttentionKernel(), attention("L")),
+    "decode, 4 rows": (DecodeKernel(), attention(1, ratio=4)),
+    "decode, 1 row": (DecodeKernel(), attention(1)),
+}
+
+
+@pytest.fixture(params=MACHINES, scope="module")
+def machine(request):
+    return vector_machine(*MACHINES[request.param], mcpu=request.param)
+
+
+@pytest.fixture(params=KERNELS, scope="module")
+def code(request, machine):
+    kernel, op = KERNELS[request.param]
+    return request.param, machine, assembly(kernel.emit(op, machine, kernel.default(op, machine)), machine)
+
+
+def products(assembly_text: str) -> list[list[str]]:
+    """The innermost loops that are matrix products: many multiply-adds, and none of the shifts of exp2."""
+    return [loop for loop in inner_loops(assembly_text, "vfmadd") if not any("vpslld" in line for line in loop)]
+
+
+def test_nothing_calls_libm(code):
+    """Neither what LLVM makes of a vector's exp or max (expf, fmaxf, ...) nor anything else of libm's."""
+    _, _, text = code
+    assert not re.findall(r"\b(?:call|jmp)\w*\s+\S*\b(?:exp|log|pow|fmax|fmin|fma|floor|round|rint)\w*", text)
+
+
+def test_inner_loops_keep_their_sums_in_registers(code):
+    name, machine, text = code
+    if name == "attention" and machine.hardware.vector_registers < 32:
+        pytest.skip("with 16 registers LLVM spills one accumulator: docs/performance.md")
+    loops = products(text)
+    assert loops
+    for loop in loops:
+        assert len([line for line in loop if "vfmadd" in line]) >= LEAST_PRODUCTS
+        assert not stack_stores(loop), "\n".join(loop)
+        assert not [line for line in loop if re.match(r"\s+call", line)], "\n".join(loop)
