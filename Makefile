@@ -37,6 +37,9 @@ bench: $(STAMP)  ## One block against every peer, interleaved in one process: ha
 bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build
 
+exp2-exhaustive: $(STAMP)  ## The kernels' exp2 against float64 at every float32 of its range; two minutes
+	@$(BIN)/python benchmarks/exp2_exhaustive.py
+
 wheel: $(STAMP)  ## dist/*.whl
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 

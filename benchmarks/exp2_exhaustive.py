@@ -1,8 +1,8 @@
-"""Checks the kernels' exp2 against float64 at every float32 from -infinity to 0, NaN included: `make exp2-exhaustive`.
+"""Checks the kernels' exp2 against float64 at every float32 below 128, NaN included: `make exp2-exhaustive`.
 
     python benchmarks/exp2_exhaustive.py
 
-About 2^31 values, in a minute or two on one CPU. One ulp is the distance of two neighbouring float32 numbers at the
+About 3.2e9 values, in a minute or two on one CPU. One ulp is the distance of two neighbouring float32 numbers at the
 true value. Exits with 1 if the error is larger than the docstring of `exp2` says.
 """
 
@@ -23,12 +23,13 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.profile import TargetProfile, detect
 
-STATED_ULP = 1.2
+STATED_ULP = 0.95
 """For x >= -126, where 2^x is a normal number: what the docstring of `exp2` promises."""
 STATED_SUBNORMAL = 2.0**-126.5
 """Below -126: the largest absolute error, since what lies below -126.5 becomes 0."""
 CHUNK = 1 << 22
-FIRST, LAST_FINITE, LAST = 0x80000000, 0xFF7FFFFF, 0xFFFFFFFF  # -0.0, the most negative number, the last NaN
+RANGES = ((0x80000000, 0xFF7FFFFF), (0x00000000, 0x42FFFFFF))
+"""Bits of the first and the last number: from -0 to the most negative one, from 0 to the last below 128."""
 
 
 @dataclass
@@ -61,9 +62,10 @@ def main() -> int:
                 subnormal.see(np.array([np.inf]), rest)
     edges_hold = check_edges(exp2)
     lanes = profile.vector_lanes("float32")
-    print(f"exp2, {lanes} lanes, every float32 in [-inf, 0] and every negative NaN, {time.perf_counter() - started:.0f} s")
+    seconds, below = time.perf_counter() - started, subnormal.error
+    print(f"exp2, {lanes} lanes, every float32 below 128 and every NaN, {seconds:.0f} s")
     print(f"  x >= -126   largest error {normal.error:.4f} ulp, at x = {normal.x!r}")
-    print(f"  x <  -126   largest absolute error {subnormal.error:.3e} (2^{np.log2(subnormal.error):.2f}), at {subnormal.x!r}")
+    print(f"  x <  -126   largest absolute error {below:.3e} (2^{np.log2(below):.2f}), at x = {subnormal.x!r}")
     print(f"  0, -0, -infinity, NaN: {'right' if edges_hold else 'WRONG'}")
     return int(normal.error > STATED_ULP or subnormal.error > STATED_SUBNORMAL or not edges_hold)
 
@@ -90,10 +92,10 @@ def compiled_exp2(profile: TargetProfile) -> Callable[[Any], Any]:
 
 
 def numbers() -> Iterator[Any]:
-    """Every finite float32 from -0 down, in chunks; -infinity and the NaN are `check_edges`'s."""
-    for first in range(FIRST, LAST_FINITE + 1, CHUNK):
-        bits = np.arange(first, min(first + CHUNK, LAST_FINITE + 1), dtype=np.uint32)
-        yield bits.view(np.float32)
+    """Every finite float32 below 128, in chunks; -infinity and the NaN are `check_edges`'s."""
+    for begin, last in RANGES:
+        for first in range(begin, last + 1, CHUNK):
+            yield np.arange(first, min(first + CHUNK, last + 1), dtype=np.uint32).view(np.float32)
 
 
 def check_edges(exp2: Callable[[Any], Any]) -> bool:

@@ -21,6 +21,8 @@ from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_node
 from mhsa_compile.spec import DTYPES
 
 LINEAR = "MhsaLinear"
+CACHE_LINE = 64  # bytes
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Linear:
     width: int
     output: str
     nodes: list[onnx.NodeProto]
+    padding: int | None = None  # of a row of the output, once it is known
     shared: Linear | None = None  # the first of the group it was merged into
     group: list[Linear] = field(default_factory=list)
 
@@ -136,8 +139,23 @@ def _merge(graph: Graph, linears: dict[str, Linear], sites: list[AttentionSite])
             if linear is not None and linear.leader.group:
                 group = linear.leader.group
                 operand.offset = sum(member.width for member in group[: group.index(linear)])
-                operand.width = sum(member.width for member in group)
+                width = sum(member.width for member in group)
+                if linear.leader.padding is None:
+                    item = ITEM_BYTES[graph.dtype(linear.x) or "float32"]
+                    linear.leader.padding = _padding(operand.head_dim * item, width * item) // item
+                operand.width = width + linear.leader.padding
                 operand.source = linear.leader.output
+
+
+def _padding(head: int, row: int) -> int:
+    """The bytes that a row of `row` bytes lacks to spread the rows of one head, `head` bytes each, over a whole cache.
+
+    A cache's sets go by line. Rows an even number of heads apart meet only some of the sets, and evict one another from
+    a cache that is not full; an odd number meets them all.
+    """
+    step = max(CACHE_LINE, 1 << head.bit_length() - 1)
+    steps = -(-row // step)
+    return (steps + (steps % 2 == 0)) * step - row
 
 
 def _linear_node(linear: Linear) -> onnx.NodeProto:
@@ -152,4 +170,5 @@ def _linear_node(linear: Linear) -> onnx.NodeProto:
         widths=[m.width for m in members],
         biased=[int(m.bias is not None) for m in members],
         transposed=[int(m.transposed) for m in members],
+        padding=linear.padding or 0,
     )

@@ -104,8 +104,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             transposed=tuple(map(bool, attrs["transposed"])),
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
             int8_weights=self._int8_weights,
+            padding=attrs["padding"],
         )
-        return self._call(op, inputs, [*rows[:-1], op.out_features])
+        return self._call(op, inputs, [*rows[:-1], op.pitch])
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         mask = inputs.pop() if attrs["masked"] else None

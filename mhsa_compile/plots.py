@@ -224,12 +224,13 @@ def _roof(axes: Any, reports: Sequence[Report], left: float, right: float) -> No
     peak = max(report.peak_gflops for report in reports)
     bandwidth = max(report.bandwidth_gbs for report in reports)
     knee = peak / bandwidth
+    place = max(left, min(knee, right) / 3)  # of the label
     axes.plot([left, knee, right], [left * bandwidth, peak, peak], "-", color=INK, linewidth=1.2, zorder=0)
     text = f"{reports[0].dtype} multiply-adds, {peak:,.0f} GFLOP/s"
     axes.text(right, peak * 1.06, text, ha="right", va="bottom", fontsize=8, color=FAINT)
     axes.annotate(
         f"memory, {bandwidth:.0f} GB/s",
-        (min(knee, right) / 3, min(knee, right) / 3 * bandwidth),
+        (place, place * bandwidth),
         (9, -2),
         textcoords="offset points",
         va="top",

@@ -201,7 +201,7 @@ def invented() -> dict[str, Report]:
     """A report for every workload, without a measurement."""
     reports = {}
     for place, workload in enumerate(WORKLOADS):
-        floor = Floor("compute", 100.0 * (place + 1), None, 10**6 * (place + 1), 10**4)
+        floor = Floor("compute", 100.0 * (place + 1), None, 10**6 * (place + 1), 5 * 10**5)
         rows = [Row("mhsa_compile", 1.2 * floor.us, 0.01, 1.0, 200.0, 0.5, 0.83, 0.3)]
         rows += [Row(p.name, 3.0 * floor.us, 0.01, 2.5, 80.0, 0.2, 0.33, 0.4) for p in peers.PEERS[:-1]]
         rows += [Row(peers.PEERS[-1].name, missing="of no use")]

@@ -22,7 +22,8 @@ from mhsa_compile.peers.base import WRONG, Problem
 from mhsa_compile.peers.fastest import Fastest
 from mhsa_compile.verify import random_inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's
+# Inductor's own use of it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 
 PACKAGES = {iree: "iree", onnxruntime: "onnxruntime", openvino: "openvino"}
 FORMS = [

@@ -27,7 +27,8 @@ class LinearOp:
 
     `widths` are the out-features of each W; `transposed[i]` says that weight i is stored (K, N), not PyTorch's (N, K).
     x, the weights, the biases and y are of `dtype`; sums are float32. `int8_weights` asks for weights that are rounded
-    to eight bits, with a scale for each out-feature, when they are packed.
+    to eight bits, with a scale for each out-feature, when they are packed. Rows of y end with `padding` elements that
+    nobody writes or reads.
     """
 
     rows: tuple[Dim, ...]
@@ -37,6 +38,12 @@ class LinearOp:
     transposed: tuple[bool, ...]
     dtype: DType = "float32"
     int8_weights: bool = False
+    padding: int = 0
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of y to the next."""
+        return self.out_features + self.padding
 
     @property
     def out_features(self) -> int:

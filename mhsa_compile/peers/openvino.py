@@ -15,7 +15,7 @@ import numpy as np
 from mhsa_compile import installation
 from mhsa_compile.artifact import MODEL
 from mhsa_compile.peers import onnx_graph
-from mhsa_compile.peers.base import Array, Arrays, Opened, Problem
+from mhsa_compile.peers.base import DTYPES, Array, Arrays, Opened, Problem
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -92,11 +92,8 @@ def _tensor(array: Array) -> Any:
 def _array(tensor: Any) -> Array:
     import openvino
 
-    if tensor.element_type == openvino.Type.bf16:
-        import ml_dtypes
-
-        return np.array(tensor.data).view(ml_dtypes.bfloat16).reshape(tuple(tensor.shape))
-    return np.array(tensor.data)
+    array: Array = np.array(tensor.data)
+    return array.view(DTYPES["bfloat16"]) if tensor.element_type == openvino.Type.bf16 else array
 
 
 FORMS = (OwnGraph(), RewrittenGraph("MatMul and Softmax", onnx_graph.standard))

@@ -38,7 +38,7 @@ class Inductor:
 
             torch._dynamo.reset()  # what it keeps of other workloads would be guarded against
             # Equal sizes would share a symbol, and a length that equals a width would be fixed with it.
-            symbols = torch.fx.experimental._config.patch(use_duck_shape=False)
+            symbols = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
             with torch.inference_mode(), config.patch(freezing=True), symbols:
                 form = self.write(problem, problem.inputs[0])
                 compiled = torch.compile(form, dynamic=self.dynamic, fullgraph=True)

@@ -188,22 +188,22 @@ class DecodeTask:
     def _score(self, begin: Expr, count: Expr, masked: bool) -> None:
         """scores = q K^T, and rescale (for now) their maximum over the block in each lane."""
         layout, lanes = self.layout, self.lanes
-        for vector in range(layout.row_vectors):
-            store(self.rescale, [T.int64(vector * lanes)], constant(-math.inf, lanes), lanes)
+        largest = RegisterTile(layout.row_vectors, [(0, lanes)])
+        largest.fill(-math.inf)
         with T.serial(ceil_div(count, layout.group)) as group:
             base = settle(group * layout.group)
             rows = [begin + base + i for i in range(layout.group)]
             if masked:  # beyond the last key the last one is read again; what it gives is masked
                 rows = [settle(T.min(row, self.kv_length - 1)) for row in rows]
             for vector in range(layout.row_vectors):
-                largest = load(self.rescale, [T.int64(vector * lanes)], lanes)
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
                     if masked:
                         score = bind(self._mask_score(score, begin, key, vector))
                     store(self.scores, [layout.place(key, vector)], score, lanes)
-                    largest = bind(T.max(largest, score))
-                store(self.rescale, [T.int64(vector * lanes)], largest, lanes)
+                    largest.set(vector, 0, T.max(largest.get(vector, 0), score))
+        for vector in range(layout.row_vectors):
+            store(self.rescale, [T.int64(vector * lanes)], largest.get(vector, 0), lanes)
 
     def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""

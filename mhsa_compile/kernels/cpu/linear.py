@@ -155,13 +155,13 @@ def _linear(format: Format, cores: int, config: Config) -> Expr:
                 argument(f"packed{i}", [T.int64(n) for n in shape], dtype)
                 for i, (shape, dtype) in enumerate(format.packed)
             ]
-            y = argument("y", [*leading, T.int64(op.out_features)], op.dtype)
+            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
             size = prod(leading[1:], start=leading[0])
             count = settle(size)
             with format.dot.imported() if format.dot else nullcontext():
                 rows = prepared(format, _flat(x, count, op.in_features), count, size)
                 columns = vectors.chunks(format.panel, format.lanes)
-                _tasks(_Product(format, rows, packed, _flat(y, count, op.out_features), columns, count), cores, config)
+                _tasks(_Product(format, rows, packed, _flat(y, count, op.pitch), columns, count), cores, config)
     return builder.get()
 
 

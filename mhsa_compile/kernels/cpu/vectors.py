@@ -110,8 +110,8 @@ class RegisterTile:
     """`rows` x `columns` of vectors that stay in registers.
 
     LLVM promotes a buffer to registers only if it lies on the stack and every index into it is constant. TVM puts a
-    buffer there up to REGISTER_BYTES, and only if its scope is "global": a "local" one comes from the heap at every iteration.
-    So each row is a buffer of its own, and rows and columns are Python integers.
+    buffer there up to REGISTER_BYTES, and only if its scope is "global": a "local" one comes from the heap at every
+    iteration. So each row is a buffer of its own, and rows and columns are Python integers.
     """
 
     def __init__(self, rows: int, columns: Sequence[Chunk], dtype: str = "float32") -> None:
@@ -181,6 +181,9 @@ EXP2_FOR_BFLOAT16 = (0.9999280571937561, 0.6932609677314758, 0.2426111251115799,
 
 def exp2(x: Expr, lanes: int, coefficients: Sequence[float] = EXP2_COEFFICIENTS) -> Expr:
     """2^x for x < 128, NaN for NaN, exactly 0 below -127: no call, no branch.
+
+    With the default coefficients the error is below 0.95 ulp wherever 2^x is a normal number (x >= -126), and below
+    2^-126.5 beneath: `make exp2-exhaustive` compares every float32 with float64.
 
     x = n + f with n the nearest integer. Adding 1.5 * 2^23 + 127 rounds to n and leaves n + 127 in the low bits of the
     sum, which, moved to the exponent's place, are 2^n. The sum goes through its bits because TVM's simplifier, taking
