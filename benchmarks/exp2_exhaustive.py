@@ -1,4 +1,4 @@
-"""Checks the kernels' exp2 against float64 at every float32 below 128, NaN included: `make exp2-exhaustive`.
+"""Checks the kernels' exp2 against float64 at every float32 below 127.5, NaN included: `make exp2-exhaustive`.
 
     python benchmarks/exp2_exhaustive.py
 
@@ -28,8 +28,8 @@ STATED_ULP = 0.95
 STATED_SUBNORMAL = 2.0**-126.5
 """Below -126: the largest absolute error, since what lies below -126.5 becomes 0."""
 CHUNK = 1 << 22
-RANGES = ((0x80000000, 0xFF7FFFFF), (0x00000000, 0x42FFFFFF))
-"""Bits of the first and the last number: from -0 to the most negative one, from 0 to the last below 128."""
+RANGES = ((0x80000000, 0xFF7FFFFF), (0x00000000, 0x42FEFFFF))
+"""Bits of the first and the last number: from -0 to the most negative one, from 0 to the last below 127.5."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ def main() -> int:
     edges_hold = check_edges(exp2)
     lanes = profile.vector_lanes("float32")
     seconds, below = time.perf_counter() - started, subnormal.error
-    print(f"exp2, {lanes} lanes, every float32 below 128 and every NaN, {seconds:.0f} s")
+    print(f"exp2, {lanes} lanes, every float32 below 127.5 and every NaN, {seconds:.0f} s")
     print(f"  x >= -126   largest error {normal.error:.4f} ulp, at x = {normal.x!r}")
     print(f"  x <  -126   largest absolute error {below:.3e} (2^{np.log2(below):.2f}), at x = {subnormal.x!r}")
     print(f"  0, -0, -infinity, NaN: {'right' if edges_hold else 'WRONG'}")
@@ -92,7 +92,7 @@ def compiled_exp2(profile: TargetProfile) -> Callable[[Any], Any]:
 
 
 def numbers() -> Iterator[Any]:
-    """Every finite float32 below 128, in chunks; -infinity and the NaN are `check_edges`'s."""
+    """Every finite float32 below 127.5, in chunks; -infinity and the NaN are `check_edges`'s."""
     for begin, last in RANGES:
         for first in range(begin, last + 1, CHUNK):
             yield np.arange(first, min(first + CHUNK, last + 1), dtype=np.uint32).view(np.float32)

@@ -110,12 +110,19 @@ def shares(reports: Mapping[str, Report], path: Path) -> None:
 
 def _share_line(axes: Any, place: int, report: Report) -> None:
     ours = report.ours.share_of_limit or 0.0
-    axes.barh(place, ours, height=0.62, color=OURS, zorder=2)
-    axes.text(ours - 0.008, place, f"{ours:.0%}", ha="right", va="center", color="white", fontsize=8, zorder=4)
+    end = min(ours, 1.0)  # a disturbed measurement goes beyond the limit
+    axes.barh(place, end, height=0.62, color=OURS, zorder=2)
+    axes.text(end - 0.008, place, f"{ours:.0%}", ha="right", va="center", color="white", fontsize=8, zorder=4)
     for row in report.rows[1:]:
         if row.share_of_limit is not None:
             axes.plot(
-                row.share_of_limit, place, "o", color=PEERS[row.name], markersize=6, markeredgecolor="white", zorder=5
+                min(row.share_of_limit, 1.0),
+                place,
+                "o",
+                color=PEERS[row.name],
+                markersize=6,
+                markeredgecolor="white",
+                zorder=5,
             )
     best = report.best_peer
     if best is not None and best.ratio is not None:

@@ -140,6 +140,16 @@ def test_many_parts_blocks_and_groups(name, dtype):
         Linear(op, [weight], [bias], packed, library["run"]).check(rows(op, 1, L))
 
 
+def test_the_padding_of_rows_is_left_alone():
+    linear = random_linear(LinearOp(("B", "L"), 33, (70,), (True,), (False,), padding=3), machine("avx512"))
+    x = rows(linear.op, 1, 7)
+    output = tvm.runtime.tensor(np.full((1, 7, 73), 5, np.float32))
+    linear.run(tvm.runtime.tensor(x), *linear.packed, output)
+    y, expected = output.numpy(), linear.expected(x)
+    assert (y[..., 70:] == 5).all()
+    assert np.abs(y[..., :70] - expected).max() <= RTOL * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("name", ["avx512", "dots512"])
 def test_int8_rows_that_are_zero_tiny_infinite_or_nan(name):
     linear = random_linear(LinearOp(("B", "L"), 70, (40,), (True,), (False,), int8_weights=True), machine(name))

@@ -42,5 +42,7 @@ class Fastest:
                         stack.close()
                         stack.push(trial.pop_all())
             if best is None:
-                raise reasons[0] if reasons else ModelError(self.name, "a form that runs here", "none")
+                # What a form was not made for says less than what the peer itself refused.
+                foreign = [reason for reason in reasons if not isinstance(reason, ModelError)]
+                raise (foreign or reasons or [ModelError(self.name, "a form that runs here", "none")])[0]
             yield best[1]

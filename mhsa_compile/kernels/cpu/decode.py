@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -85,11 +84,12 @@ def _decode(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
         heads = settle(batch * op.num_kv_heads)
         splits = _Splits.of(heads, span, config["least_keys"], layout.group, profile.hardware.cores)
         emitter = _Decode(op, profile, config, batch, kv_length, inputs, mask, y, span, splits)
-        elements = _elements(op, splits.heads, span.stop - span.start)
-        _in_parallel(splits.heads * splits.count, elements, emitter.attend)
-        with T.If(splits.count > 1), T.Then():
-            partial = splits.heads * splits.count * (emitter.rows * op.v_head_dim)
-            _in_parallel(splits.heads, partial, emitter.combine)
+        loop = T.serial if _is_small(op) else T.parallel
+        with loop(splits.heads * splits.count) as index:
+            emitter.attend(index)
+        # In the calling thread: the partial results are less than a hundredth of the keys and values.
+        with T.If(splits.count > 1), T.Then(), T.serial(splits.heads) as head:
+            emitter.combine(head)
     return builder.get()
 
 
@@ -100,42 +100,30 @@ def _rows(op: AttentionOp) -> int:
 
 
 def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
-    """(rows, columns in vectors) of p V's register tile: the widest columns that leave room for two rows.
+    """(rows, columns in vectors) of p V's register tile.
 
-    V is then read in the order in which it lies in memory, which counts for more than a load saved.
+    With 32 registers the widest columns that leave room for two rows: V is then read in the order in which it lies in
+    memory, which counts for more than a load saved. With 16, LLVM spills sums of such a tile, and none of a tall one.
     """
-    room = registers * 7 // 8 - 1
+    room = vectors.tile_registers(registers) + 1
+    if registers < 32:
+        tall = max(1, min(rows, (room - 2) // 2 - 1))
+        return tall, min(2, columns)
     for parts in range(1, columns + 1):
         wide = -(-columns // parts)
         fitting = (room - wide) // wide
-        if fitting >= min(2, rows) or parts == columns:
-            most = max(1, min(rows, fitting))
+        if fitting >= min(2, rows):
+            most = min(rows, fitting)
             return -(-rows // -(-rows // most)), wide
-    raise AssertionError("the last part is one column")
+    return 1, 1
 
 
-def _in_parallel(tasks: Expr, elements: Expr | int, body: Callable[[Expr], None]) -> None:
-    """A loop over the tasks, on all threads if there are enough elements to pay for waking them."""
-
-    def loop(kind: Callable[[Expr], Any]) -> None:
-        with kind(tasks) as index:
-            body(index)
-
-    if isinstance(elements, int):
-        return loop(T.parallel if elements >= LEAST_PARALLEL else T.serial)
-    with T.If(elements >= LEAST_PARALLEL):
-        with T.Then():
-            loop(T.parallel)
-        with T.Else():
-            loop(T.serial)
-
-
-def _elements(op: AttentionOp, heads: Expr, keys: Expr) -> Expr | int:
-    """Elements of K and V that are read; a number where it is known now."""
-    width = op.head_dim + op.v_head_dim
-    if isinstance(op.batch, int) and isinstance(op.kv_length, int) and op.band is None:
-        return op.batch * op.num_kv_heads * op.kv_length * width
-    return heads * keys * width
+def _is_small(op: AttentionOp) -> bool:
+    """Whether the sizes are known now, and too small to pay for waking threads. (To decide it when called would take a
+    second copy of the code, in which LLVM was seen to spill the sums.)"""
+    if not isinstance(op.batch, int) or not isinstance(op.kv_length, int):
+        return False
+    return op.batch * op.num_kv_heads * op.kv_length * (op.head_dim + op.v_head_dim) < LEAST_PARALLEL
 
 
 @dataclass(frozen=True)

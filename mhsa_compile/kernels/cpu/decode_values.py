@@ -75,10 +75,12 @@ class ValueSums:
         tile.fill(0.0)
         with T.serial(count) as j:
             weight, key = settle(self.layout.place(j, 0) + first), settle(begin + j)
-            tile.outer_product(
-                lambda r: load(self.weights, [weight + r], 1),
-                lambda c: load_wide(value.buffer, value.at(key, base + group[c][0]), group[c][1]),
-            )
+            weights = [bind(load(self.weights, [weight + r], 1)) for r in range(rows)]
+            # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
+            for c, (offset, lanes) in enumerate(group):
+                values = bind(load_wide(value.buffer, value.at(key, base + offset), lanes))
+                for r in range(rows):
+                    tile.set(r, c, tile.get(r, c) + splat(weights[r], lanes) * values)
         for r in range(rows):
             for c, (offset, lanes) in enumerate(group):
                 put(first + r, base + offset, lanes, tile.get(r, c))

@@ -180,7 +180,7 @@ EXP2_FOR_BFLOAT16 = (0.9999280571937561, 0.6932609677314758, 0.2426111251115799,
 
 
 def exp2(x: Expr, lanes: int, coefficients: Sequence[float] = EXP2_COEFFICIENTS) -> Expr:
-    """2^x for x < 128, NaN for NaN, exactly 0 below -127: no call, no branch.
+    """2^x for x < 127.5, NaN for NaN, exactly 0 below -127: no call, no branch.
 
     With the default coefficients the error is below 0.95 ulp wherever 2^x is a normal number (x >= -126), and below
     2^-126.5 beneath: `make exp2-exhaustive` compares every float32 with float64.
