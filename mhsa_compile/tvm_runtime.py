@@ -34,6 +34,10 @@ from mhsa_compile import host, installation
 from mhsa_compile.errors import InputError, InstallationError
 
 _CPU, _POOLED = 1, 2  # DLPack's device type; the VM's kind of memory allocator
+_SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")
+"""How often an idle worker yields its CPU before it sleeps, unless the environment says otherwise: about 0.4 ms, enough
+from one parallel loop to the next. TVM's own 300,000 took 0.12 s of CPU time after every call, which other libraries'
+threads then lacked (docs/threads.md)."""
 _SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
 
 
@@ -122,6 +126,7 @@ class Runtime:
 def start() -> Runtime:
     """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
     installation.check_tvm_pair()
+    os.environ.setdefault(*_SPINS)  # read when the first pool starts
     with _hidden_torch():
         import tvm_ffi
     _load_library()

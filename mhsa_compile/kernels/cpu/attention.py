@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op, Placement
+from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, imported, pairs_fit
 from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
-from mhsa_compile.kernels.cpu.attention_products import Float32Products, HeadView, Operands, Products
+from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operands, Products
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
 from mhsa_compile.kernels.cpu.dot import Dot, available
-from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, ceil_div, settle
+from mhsa_compile.kernels.cpu.operands import HeadView, head_view, input_arguments, mask_reader, placed_shape
+from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, ceil_div, settle
 from mhsa_compile.profile import TargetProfile
 
 
@@ -77,10 +79,10 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            inputs = _inputs(op, batch, q_length, kv_length)
+            inputs = input_arguments(op, batch, q_length, kv_length)
             mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
             views = None if planned is None else _plan_arguments(planned)
-            y = argument("y", _shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+            y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
             tiles = settle(ceil_div(q_length, queries))
             heads = T.int64(op.num_heads)
             with imported(dot) if dot else nullcontext(), T.parallel(batch * heads * tiles) as index:
@@ -92,15 +94,15 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
                 first_query = settle(tile_index * queries)
                 operands = Operands(
                     op,
-                    query=_head(inputs[op.query.buffer], op.query, op.head_dim, b, h),
-                    key=_head(inputs[op.key.buffer], op.key, op.head_dim, b, g),
-                    value=_head(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+                    query=head_view(inputs[op.query.buffer], op.query, op.head_dim, b, h),
+                    key=head_view(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+                    value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
                     first_query=first_query,
                     q_length=q_length,
                     kv_length=kv_length,
                 )
-                output = _head(y, op.output, op.v_head_dim, b, h)
-                reader = None if mask is None else _mask_reader(mask, b, h)
+                output = head_view(y, op.output, op.v_head_dim, b, h)
+                reader = None if mask is None else partial(mask_reader(mask, b), h)
 
                 def tile(width: int) -> None:
                     _emit_tile(operands, profile, {**config, "queries": width}, output, reader, runs, dot)
@@ -178,40 +180,3 @@ def _in_turn(turn: Expr, tiles: Expr) -> Expr:
     """0, n - 1, 1, n - 2, ...: the first and the last tiles in turn."""
     half = T.truncdiv(turn, T.int64(2))
     return T.Select(T.truncmod(turn, T.int64(2)) == 0, half, tiles - 1 - half)
-
-
-def _inputs(op: AttentionOp, batch: Expr, q_length: Expr, kv_length: Expr) -> dict[int, Expr]:
-    """One argument for each distinct input: a fused projection hands Q, K and V over in one buffer."""
-    roles = (
-        (op.query, q_length, op.num_heads, op.head_dim),
-        (op.key, kv_length, op.num_kv_heads, op.head_dim),
-        (op.value, kv_length, op.num_kv_heads, op.v_head_dim),
-    )
-    buffers: dict[int, Expr] = {}
-    for place, length, heads, width in sorted(roles, key=lambda role: role[0].buffer):
-        if place.buffer not in buffers:
-            shape = _shape(place, batch, length, heads, width)
-            buffers[place.buffer] = argument(f"input{place.buffer}", shape, op.dtype)
-    return buffers
-
-
-def _shape(place: Placement, batch: Expr, length: Expr, heads: int, head_dim: int) -> list[Expr]:
-    if place.layout == "rows":
-        return [batch, length, T.int64(place.width)]
-    return [batch, T.int64(heads), length, T.int64(head_dim)]
-
-
-def _head(buffer: Expr, place: Placement, head_dim: int, b: Expr, head: Expr) -> HeadView:
-    if place.layout == "rows":
-        return HeadView(buffer, lambda row, column: [b, row, place.offset + head * head_dim + column])
-    return HeadView(buffer, lambda row, column: [b, head, row, column])
-
-
-def _mask_reader(mask: Expr, b: Expr, h: Expr) -> MaskReader:
-    """Reads the mask at (query, key); clamping each index to its axis makes an axis of size 1 broadcast."""
-    last = [bind(size - 1) for size in mask.shape]
-
-    def read(query: Expr, key: Expr) -> Expr:
-        return mask[tuple(T.min(i, end) for i, end in zip((b, h, query, key), last, strict=True))]
-
-    return read

@@ -17,6 +17,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
     DTYPE_BYTES,
@@ -34,14 +35,6 @@ from mhsa_compile.kernels.cpu.vectors import (
 
 LOG2_E = math.log2(math.e)
 CACHE_LINE = 64  # bytes, on every machine here
-
-
-@dataclass(frozen=True)
-class HeadView:
-    """One head of one operand, read in place: `buffer[at(row, column)]` is an element."""
-
-    buffer: Expr
-    at: Callable[[Expr, Expr], list[Expr]]
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,14 @@ class LinearKernel:
         return {
             "rows": tuple(range(1, registers)),
             "columns": tuple(range(1, 7)),
-            "block": (1, 2, 4, 8, 16, 32, 64, 128),
+            "block": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
             "depth": (32, 64, 96, 128),
             "group": (1, 2, 4, 8),
         }
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that
-        divide the usual lengths; a block of rows of x that fills the L2 cache."""
+        divide the usual lengths; a block of rows of x that the caches hold."""
         assert isinstance(op, LinearOp)
         lanes = format_of(op, profile, 1).lanes
         registers = profile.hardware.vector_registers
@@ -86,14 +86,17 @@ class LinearKernel:
         least = min(map(padded, fitting))
         rows, columns = register_tile(room, (1, 2, 4, 6, 8), [c for c in fitting if padded(c) == least])
         format = format_of(op, profile, columns)
-        block = max(1, profile.hardware.l2_kib * 1024 // (4 * format.steps * rows))
+        # Where a third level feeds the rows (they ask for 2 bytes a cycle) they need not stay in L2, and the panels are
+        # loaded less often. A core with a megabyte of L2 is taken to have that level.
+        levels = 8 if profile.hardware.l2_kib > 512 else 1
+        block = max(1, levels * profile.hardware.l2_kib * 1024 // (4 * format.steps * rows))
         cache = profile.hardware.l1d_kib * 1024
         # Float32 sums of 64 terms stay well within the error budget; where only speed counts, half of the L1 cache.
         depth = 64 if format.terms == 1 else max(32, min(128, cache // 2 // (4 * format.panel) // 32 * 32))
         # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
         rest = cache * 3 // 4 - 4 * depth * format.panel
         group = rest // (4 * rows * (format.panel + depth))
-        block, group = min(128, block), max(1, min(8, group))
+        block, group = min(512, block), max(1, min(8, group))
         return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:

@@ -1,0 +1,142 @@
+"""The weights of one task, P^T = 2^(S^T - m), and the statistics of its rows: an online softmax whose reference m
+hardly ever moves.
+
+m need not be the maximum: a weight of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
+more does the reference become that score, and what was summed up before shrinks by the power of two between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.attention_mask import Visibility
+from mhsa_compile.kernels.cpu.attention_products import Products
+from mhsa_compile.kernels.cpu.vectors import (
+    Chunk,
+    Expr,
+    RegisterTile,
+    any_lane,
+    bind,
+    constant,
+    load,
+    scratch,
+    settle,
+    store,
+)
+
+RISE = 8.0
+"""How far, in powers of two, a score may exceed its row's reference before that is raised. Sums over S keys stay below
+2^RISE * S times the largest value: no more of float32's range than 2^RISE times as many keys would take."""
+
+
+class Weights:
+    """Of `queries` rows and the keys of one block at a time, `key_tile` keys a group.
+
+    `rescale(factors)` is told the factor of each row whenever what was summed up shrinks.
+    """
+
+    def __init__(
+        self,
+        products: Products,
+        visibility: Visibility,
+        queries: int,
+        key_tile: int,
+        lanes: int,
+        rescale: Callable[[Expr], None],
+    ) -> None:
+        self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
+        self.query_columns = vectors.chunks(queries, lanes)
+        self.reference = scratch((queries,))  # 0 while a row has seen nothing,
+        self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
+        self.row_sum, self.block_sum, self.factors = (scratch((queries,)) for _ in range(3))
+        self.pending = scratch((key_tile, queries))  # scores of the group before
+
+    def clear(self) -> None:
+        for first, lanes in self.query_columns:
+            store(self.limit, [T.int64(first)], constant(-math.inf, lanes), lanes)
+            store(self.reference, [T.int64(first)], constant(0.0, lanes), lanes)
+            store(self.row_sum, [T.int64(first)], constant(0.0, lanes), lanes)
+
+    def begin_block(self) -> None:
+        """Nothing is pending: scores of -inf, whose weights are zeros."""
+        for lane, lanes in self.query_columns:
+            store(self.block_sum, [T.int64(lane)], constant(0.0, lanes), lanes)
+            for r in range(self.key_tile):
+                store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
+
+    def add_group(self, base: Expr, keys: list[Expr], columns: list[Chunk], first_key: Expr | None = None) -> None:
+        """Scores of `key_tile` keys, number `base` of the block on, and meanwhile the weights of those before.
+
+        Multiplications of one group and exponentials of the other do not wait for each other. Where some keys are
+        hidden, `first_key` is the number of the first.
+        """
+        tile = RegisterTile(self.key_tile, columns)
+        self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
+        if first_key is not None:
+            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
+        largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
+        self._raise_where_exceeded(base, columns, largest)
+        for r in range(self.key_tile):
+            for lane, lanes in self.query_columns:
+                seen = [c for c, column in enumerate(columns) if column[0] == lane]
+                score = tile.get(r, seen[0]) if seen else constant(-math.inf, lanes)
+                store(self.pending, [T.int64(r), T.int64(lane)], score, lanes)
+
+    def end_block(self, groups: Expr) -> None:
+        """The weights of the last group, and the block's sum of weights."""
+        for step in range(self.key_tile // self.products.keys_a_step):
+            self._weigh_pending(settle((groups - 1) * self.key_tile), step)
+        for lane, lanes in self.query_columns:
+            at = [T.int64(lane)]
+            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.block_sum, at, lanes), lanes)
+
+    def _weigh_pending(self, base: Expr, step: int) -> None:
+        """P^T = 2^(S^T - m) for some keys of the group that begins at `base`."""
+        taken = self.products.keys_a_step
+        for lane, lanes in self.query_columns:
+            at = [T.int64(lane)]
+            reference, total = bind(load(self.reference, at, lanes)), load(self.block_sum, at, lanes)
+            weights = []
+            for r in range(step * taken, (step + 1) * taken):
+                score = load(self.pending, [T.int64(r), *at], lanes)
+                weights.append(bind(vectors.exp2(score - reference, lanes, self.products.exp2_coefficients)))
+                total = total + weights[-1]
+            self.products.keep_weights(base + step * taken, (lane, lanes), weights)
+            store(self.block_sum, at, total, lanes)
+
+    def _largest(self, tile: RegisterTile, c: int) -> Expr:
+        largest = tile.get(0, c)
+        for r in range(1, self.key_tile):
+            largest = T.max(largest, tile.get(r, c))
+        return largest
+
+    def _raise_where_exceeded(self, base: Expr, columns: list[Chunk], largest: list[Expr]) -> None:
+        """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
+        exceeded = None
+        for (lane, lanes), top in zip(columns, largest, strict=True):
+            beyond = top > load(self.limit, [T.int64(lane)], lanes)
+            exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
+        with T.If(any_lane(exceeded, columns[0][1])), T.Then():
+            for lane, lanes in self.query_columns:
+                store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
+            for (lane, lanes), top in zip(columns, largest, strict=True):
+                self._raise_column([T.int64(lane)], lanes, top)
+            self.products.rescale_weights(base, self.factors)
+            self._rescale(self.factors)
+
+    def _raise_column(self, at: list[Expr], lanes: int, top: Expr) -> None:
+        nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
+        old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
+        old = settle(old, "float32", lanes)
+        new = settle(T.Select(top > old, top, old), "float32", lanes)
+        reference = settle(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
+        store(self.limit, at, new + constant(RISE, lanes), lanes)
+        store(self.reference, at, reference, lanes)
+        factor = settle(vectors.exp2(old - reference, lanes), "float32", lanes)
+        store(self.factors, at, factor, lanes)
+        for total in (self.row_sum, self.block_sum):
+            store(total, at, load(total, at, lanes) * factor, lanes)
