@@ -24,7 +24,7 @@ demo: $(STAMP)  ## The whole flow on one layer, then on a trained sentence encod
 	@$(BIN)/python examples/sentence_embeddings.py
 
 test: $(STAMP)  ## The whole suite, two processes; the last line counts the tests
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff check .

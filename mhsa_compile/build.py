@@ -21,8 +21,17 @@ from mhsa_compile.schedule import Scheduled
 def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
     """Writes the shared library. Raises BuildError with the linker's words."""
     target = tvm.target.Target(profile.tvm_config())
-    executable = relax.build(scheduled.module, target, relax_pipeline=_pipeline())
+    with pass_context():
+        executable = relax.build(scheduled.module, target, relax_pipeline=_pipeline())
     executable.export_library(str(library), fcompile=_linker(profile.link.triple))
+
+
+def pass_context() -> Any:
+    """Without two passes that take three quarters of the time and give our kernels nothing: their buffers are as large
+    as they need to be, and LLVM finds common subexpressions itself."""
+    return tvm.transform.PassContext(
+        disabled_pass=["s_tir.CompactBufferAllocation"], config={"tirx.disable_cse_tir": True}
+    )
 
 
 def _pipeline() -> Any:

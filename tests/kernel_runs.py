@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from mhsa_compile.build import pass_context
 from mhsa_compile.kernels.base import AttentionOp, Emitted
 from mhsa_compile.profile import Hardware, Link, TargetProfile, TvmTarget
 
@@ -24,12 +25,17 @@ def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features:
 def compiled(emitted: Emitted, profile: TargetProfile) -> Any:
     functions = {"run": emitted.run, "pack": emitted.pack}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items() if f is not None})
-    return tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
+    return _build(module, profile)
 
 
 def assembly(emitted: Emitted, profile: TargetProfile) -> str:
     module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
-    return tvm.compile(module, target=tvm.target.Target(profile.tvm_config())).mod.inspect_source("asm")
+    return _build(module, profile).mod.inspect_source("asm")
+
+
+def _build(module: tvm.IRModule, profile: TargetProfile) -> Any:
+    with pass_context():
+        return tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
 
 
 def inner_loops(code: str, instruction: str) -> list[list[str]]:

@@ -165,8 +165,9 @@ class DecodeTask:
 
     def _read_mask(self, begin: Expr, count: Expr) -> None:
         """bias = the mask of the block as a number to add, in units of log2; -inf where masked."""
-        mask, dims, layout = self.heads.mask, self.op.mask and self.op.mask.dims, self.layout
-        assert mask is not None and dims is not None and self.bias is not None
+        mask, layout = self.heads.mask, self.layout
+        assert mask is not None and self.op.mask is not None and self.bias is not None
+        dims = self.op.mask.dims
         if dims[1:3] == (1, 1):  # the same for every row: a key's is stored for all of them at once
             with T.serial(count) as j:
                 bias = bind(self._bias_of(mask(T.int64(0), T.int64(0), begin + j)))
