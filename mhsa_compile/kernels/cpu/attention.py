@@ -85,21 +85,29 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
             y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
             tiles = settle(ceil_div(q_length, queries))
             heads = T.int64(op.num_heads)
-            with imported(dot) if dot else nullcontext(), T.parallel(batch * heads * tiles) as index:
-                head_index = settle(T.truncdiv(index, tiles))
-                b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
-                turn = settle(T.truncmod(index, tiles))
-                tile_index, runs = _tile_and_runs(op, turn, tiles, h, views)
+            total = settle(batch * heads * tiles)
+            with imported(dot) if dot else nullcontext(), T.parallel(total) as index:
+
+                def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
+                    """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
+                    head_index = settle(T.truncdiv(index, tiles))
+                    b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
+                    tile_index, runs = _tile_and_runs(op, settle(T.truncmod(index, tiles)), tiles, h, views)
+                    return b, h, settle(tile_index * queries), runs
+
+                b, h, first_query, runs = task(index)
+                next_b, next_h, next_first, _ = task(settle(T.min(index + 1, total - 1)))
                 g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
-                first_query = settle(tile_index * queries)
+                q = inputs[op.query.buffer]
                 operands = Operands(
                     op,
-                    query=head_view(inputs[op.query.buffer], op.query, op.head_dim, b, h),
+                    query=head_view(q, op.query, op.head_dim, b, h),
                     key=head_view(inputs[op.key.buffer], op.key, op.head_dim, b, g),
                     value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
                     first_query=first_query,
                     q_length=q_length,
                     kv_length=kv_length,
+                    next_query=(head_view(q, op.query, op.head_dim, next_b, next_h), next_first),
                 )
                 output = head_view(y, op.output, op.v_head_dim, b, h)
                 reader = None if mask is None else partial(mask_reader(mask, b), h)

@@ -39,7 +39,8 @@ CACHE_LINE = 64  # bytes, on every machine here
 
 @dataclass(frozen=True)
 class Operands:
-    """Q, K and V of one task: `queries` rows of Q from `first_query` on, the last one repeated beyond the end."""
+    """Q, K and V of one task: rows of Q from `first_query` on, the last one repeated beyond the end; and the head and
+    the first row of Q of the task after it."""
 
     op: AttentionOp
     query: HeadView
@@ -48,15 +49,12 @@ class Operands:
     first_query: Expr
     q_length: Expr
     kv_length: Expr
+    next_query: tuple[HeadView, Expr]
 
     def query_rows(self, first: int, count: int) -> list[Expr]:
         """Rows first .. first + count of the tile, each clamped to the last; those beyond are never written out."""
         last = self.q_length - 1
         return [settle(T.min(self.first_query + (first + i), last)) for i in range(count)]
-
-    def _prefetch_row(self, view: HeadView, width: int, row: Expr) -> None:
-        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[self.op.dtype]):
-            prefetch(view.buffer, view.at(row, T.int64(column)))
 
     def prefetch(self, keys: list[Expr]) -> None:
         """Asks for the rows of K that come after `keys`, and for the rows of V that P V will want of them.
@@ -67,10 +65,21 @@ class Operands:
             self._prefetch_row(self.key, self.op.head_dim, row + len(keys))
             self._prefetch_row(self.value, self.op.v_head_dim, row)
 
+    def prefetch_next(self, queries: int) -> None:
+        """Asks for the rows of Q that the next task will begin with, which it would wait for otherwise."""
+        view, first = self.next_query
+        with T.serial(T.int64(queries)) as i:
+            self._prefetch_row(view, self.op.head_dim, first + i, soon=False)
+
+    def _prefetch_row(self, view: HeadView, width: int, row: Expr, *, soon: bool = True) -> None:
+        for column in range(0, width, CACHE_LINE // DTYPE_BYTES[self.op.dtype]):
+            prefetch(view.buffer, view.at(row, T.int64(column)), soon=soon)
+
 
 class Products(Protocol):
     """S^T = K Q^T for a few keys at a time, the weights that come of it, and P V, for one task."""
 
+    operands: Operands
     exp2_coefficients: Sequence[float]
     """As exact as the weights are kept."""
     keys_a_step: int

@@ -57,13 +57,14 @@ class AttentionTile:
         runs: Runs | None,
     ) -> None:
         self.products, self.visibility, self.output, self.runs, self.lanes = products, visibility, output, runs, lanes
-        queries, self.keys, self.key_tile = config["queries"], config["keys"], config["key_tile"]
-        self.query_columns = vectors.chunks(queries, lanes)
-        self.sums = Accumulator(products, visibility, queries, lanes, registers)
-        self.weights = Weights(products, visibility, queries, self.key_tile, lanes, self.sums.rescale)
+        self.queries, self.keys, self.key_tile = config["queries"], config["keys"], config["key_tile"]
+        self.query_columns = vectors.chunks(self.queries, lanes)
+        self.sums = Accumulator(products, visibility, self.queries, lanes, registers)
+        self.weights = Weights(products, visibility, self.queries, self.key_tile, lanes, self.sums.rescale)
 
     def emit(self) -> None:
         self.products.pack_queries()
+        self.products.operands.prefetch_next(self.queries)
         self.weights.clear()
         self.sums.clear()
         if self.runs is None:

@@ -68,11 +68,12 @@ def store(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:
     T.buffer_store(buffer, value, list(index) if lanes == 1 else [*index[:-1], T.Ramp(index[-1], 1, lanes)])
 
 
-def prefetch(buffer: Expr, index: Sequence[Expr]) -> None:
-    """Asks for the cache line of an element; an address outside of the buffer does no harm."""
+def prefetch(buffer: Expr, index: Sequence[Expr], *, soon: bool = True) -> None:
+    """Asks for the cache line of an element, into the first level or, if not `soon`, the second; an address outside of
+    the buffer does no harm."""
     address = T.address_of(buffer[tuple(index)])
-    read, keep, data = T.int32(0), T.int32(3), T.int32(1)  # llvm.prefetch's words
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, keep, data))
+    read, locality, data = T.int32(0), T.int32(3 if soon else 2), T.int32(1)  # llvm.prefetch's words
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, locality, data))
 
 
 class Dims:
