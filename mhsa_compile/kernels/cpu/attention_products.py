@@ -20,6 +20,7 @@ from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
+    CACHE_LINE,
     DTYPE_BYTES,
     Chunk,
     Expr,
@@ -34,7 +35,6 @@ from mhsa_compile.kernels.cpu.vectors import (
 )
 
 LOG2_E = math.log2(math.e)
-CACHE_LINE = 64  # bytes, on every machine here
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class AttentionTile:
     def emit(self) -> None:
         self.products.pack_queries()
         self.products.operands.prefetch_next(self.queries)
+        self.sums.prefetch(self.output)
         self.weights.clear()
         self.sums.clear()
         if self.runs is None:

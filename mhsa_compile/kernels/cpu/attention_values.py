@@ -10,12 +10,15 @@ from mhsa_compile.kernels.cpu.attention_products import Block, Products
 from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import (
+    CACHE_LINE,
+    DTYPE_BYTES,
     Expr,
     RegisterTile,
     any_lane,
     bind,
     constant,
     load,
+    prefetch,
     scratch,
     settle,
     splat,
@@ -31,6 +34,14 @@ class Accumulator:
         self.registers = registers
         self.value_columns = vectors.chunks(visibility.op.v_head_dim, lanes)
         self.accumulator = scratch((queries, visibility.op.v_head_dim))
+
+    def prefetch(self, output: HeadView) -> None:
+        """Asks for the rows of Y, which would be fetched one by one when they are written."""
+        line = CACHE_LINE // DTYPE_BYTES[self.visibility.op.dtype]
+        with T.serial(T.int64(self.queries)) as i:
+            for column in range(0, self.visibility.op.v_head_dim, line):
+                index = output.at(self.visibility.first_query + i, T.int64(column))
+                prefetch(output.buffer, index, soon=False, write=True)
 
     def clear(self) -> None:
         with T.serial(T.int64(self.queries)) as i:

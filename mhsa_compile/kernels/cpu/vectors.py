@@ -18,6 +18,7 @@ from mhsa_compile.kernels.base import Dim
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
+CACHE_LINE = 64  # bytes, on every machine here
 Chunk = tuple[int, int]  # (offset, lanes) of one vector in a row
 
 
@@ -68,12 +69,12 @@ def store(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:
     T.buffer_store(buffer, value, list(index) if lanes == 1 else [*index[:-1], T.Ramp(index[-1], 1, lanes)])
 
 
-def prefetch(buffer: Expr, index: Sequence[Expr], *, soon: bool = True) -> None:
-    """Asks for the cache line of an element, into the first level or, if not `soon`, the second; an address outside of
-    the buffer does no harm."""
+def prefetch(buffer: Expr, index: Sequence[Expr], *, soon: bool = True, write: bool = False) -> None:
+    """Asks for the cache line of an element, into the first level or, if not `soon`, the second, and for the right to
+    `write` there; an address outside of the buffer does no harm."""
     address = T.address_of(buffer[tuple(index)])
-    read, locality, data = T.int32(0), T.int32(3 if soon else 2), T.int32(1)  # llvm.prefetch's words
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, locality, data))
+    words = (int(write), 3 if soon else 2, 1)  # llvm.prefetch's: read or write, locality, data
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, *map(T.int32, words)))
 
 
 class Dims:
