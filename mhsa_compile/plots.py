@@ -112,7 +112,8 @@ def _share_line(axes: Any, place: int, report: Report) -> None:
     ours = report.ours.share_of_limit or 0.0
     end = min(ours, 1.0)  # a disturbed measurement goes beyond the limit
     axes.barh(place, end, height=0.62, color=OURS, zorder=2)
-    axes.text(end - 0.008, place, f"{ours:.0%}", ha="right", va="center", color="white", fontsize=8, zorder=4)
+    # Peers stand close to the bar's end, so its figure stands at its beginning.
+    axes.text(0.008, place, f"{ours:.0%}", ha="left", va="center", color="white", fontsize=8, zorder=4)
     for row in report.rows[1:]:
         if row.share_of_limit is not None:
             axes.plot(
