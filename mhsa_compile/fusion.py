@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.attention_site import DOMAIN, AttentionSite
 from mhsa_compile.errors import ModelError
+from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
 from mhsa_compile.spec import DTYPES
 
 LINEAR = "MhsaLinear"
-CACHE_LINE = 64  # bytes
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _merge(graph: Graph, linears: dict[str, Linear], sites: list[AttentionSite])
                 operand.offset = sum(member.width for member in group[: group.index(linear)])
                 width = sum(member.width for member in group)
                 if linear.leader.padding is None:
-                    item = ITEM_BYTES[graph.dtype(linear.x) or "float32"]
+                    item = np.dtype(graph.dtype(linear.x)).itemsize
                     linear.leader.padding = _padding(operand.head_dim * item, width * item) // item
                 operand.width = width + linear.leader.padding
                 operand.source = linear.leader.output

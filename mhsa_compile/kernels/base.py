@@ -18,6 +18,7 @@ from mhsa_compile.profile import TargetProfile
 Dim = int | str  # a fixed size, or the name of a symbolic one
 DType = Literal["float32", "bfloat16", "float16"]
 Config = Mapping[str, int]
+CACHE_LINE = 64  # bytes, on every machine here
 PrimFunc = Any  # tvm.tirx.PrimFunc; TVM has no type stubs
 
 

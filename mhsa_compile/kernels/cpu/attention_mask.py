@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp
-from mhsa_compile.kernels.cpu.attention_products import LOG2_E
+from mhsa_compile.kernels.cpu.operands import mask_bias
 from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, bind, constant, load, settle, splat, store
 
 MaskReader = Callable[[Expr, Expr], Expr]
@@ -99,13 +99,7 @@ class Visibility:
         with T.serial(T.int64(self.queries)) as i:
             query = settle(T.min(self.first_query + i, self.q_length - 1))
             with T.serial(count) as j:
-                store(self._bias, [j, i], self._bias_of(self.mask(query, first_key + j)), 1)
-
-    def _bias_of(self, element: Expr) -> Expr:
-        assert self.op.mask is not None
-        if self.op.mask.dtype == "bool":
-            return T.Select(element, T.float32(0), T.float32(-math.inf))
-        return element * T.float32(LOG2_E)
+                store(self._bias, [j, i], mask_bias(self.op.mask, self.mask(query, first_key + j)), 1)
 
     def hide(self, score: Expr, row: Expr, key: Expr, column: Chunk) -> Expr:
         """The scores of a column of queries for `key`, number `row` of its block; -inf where it is hidden."""
@@ -120,7 +114,7 @@ class Visibility:
             if self._bias is not None:
                 bias = bind(load(self._bias, [row, T.int64(first)], lanes))
             else:
-                bias = splat(bind(self._bias_of(self.mask(T.int64(0), key))), lanes)
+                bias = splat(bind(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
             score = T.Select(bias == hidden, hidden, score + bias)
         if self.rightmost is not None:  # lane i sees it if it is at most rightmost + i
             frontier = T.cast(settle(key - self.rightmost - first), "int32")
@@ -140,7 +134,7 @@ class Visibility:
             return T.And(seen, ((word >> bit) & T.int32(1)) == T.int32(1))
         if self.mask is not None:
             query = T.min(self.first_query + lane, self.q_length - 1)
-            seen = T.And(seen, self._bias_of(self.mask(query, key)) != T.float32(-math.inf))
+            seen = T.And(seen, mask_bias(self.op.mask, self.mask(query, key)) != T.float32(-math.inf))
         if self.rightmost is not None:
             seen = T.And(seen, key <= self.rightmost + lane)
         if self.leftmost is not None:

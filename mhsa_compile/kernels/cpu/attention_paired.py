@@ -13,8 +13,9 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.attention_products import LOG2_E, Block, Operands, parts
+from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
+from mhsa_compile.kernels.cpu.operands import LOG2_E
 from mhsa_compile.kernels.cpu.storage import bfloat16_bits, load_wide, vector_type
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,

@@ -8,19 +8,17 @@ wants it: as scalars again, against rows of V.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp
+from mhsa_compile.kernels.base import CACHE_LINE, AttentionOp
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.operands import HeadView
+from mhsa_compile.kernels.cpu.operands import LOG2_E, HeadView
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
-    CACHE_LINE,
     DTYPE_BYTES,
     Chunk,
     Expr,
@@ -33,8 +31,6 @@ from mhsa_compile.kernels.cpu.vectors import (
     settle,
     store,
 )
-
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)

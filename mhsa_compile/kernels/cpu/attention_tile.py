@@ -80,8 +80,8 @@ class AttentionTile:
         # Blocks of equal size, whole register tiles, as few as the scratch allows.
         length = settle(end - first)
         fewest = settle(T.max(T.int64(1), ceil_div(length, self.keys)))
-        size = settle(ceil_div(_ceil_div(length, fewest), self.key_tile) * self.key_tile)
-        with T.serial(settle(_ceil_div(length, T.max(T.int64(1), size)))) as block:
+        size = settle(ceil_div(ceil_div(length, fewest), self.key_tile) * self.key_tile)
+        with T.serial(settle(ceil_div(length, T.max(T.int64(1), size)))) as block:
             first_key = settle(first + block * size)
             self._visit(first_key, settle(T.min(size, end - first_key)))
 
@@ -149,7 +149,3 @@ class AttentionTile:
             last = self.visibility.kv_length - 1
             keys = [settle(T.min(first_key + (base + r), last)) for r in range(self.key_tile)]
             self.weights.add_group(base, keys, columns, first_key + base)
-
-
-def _ceil_div(value: Expr, size: Expr) -> Expr:
-    return T.truncdiv(value + (size - 1), size)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_mask import Visibility
 from mhsa_compile.kernels.cpu.attention_products import Block, Products
 from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import (
-    CACHE_LINE,
     DTYPE_BYTES,
     Expr,
     RegisterTile,

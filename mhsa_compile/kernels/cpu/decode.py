@@ -41,7 +41,7 @@ class DecodeKernel:
             return f"made for CPUs, not for {profile.family}"
         if not isinstance(op.q_length, int):
             return f"the query length {op.q_length!r} is symbolic; this kernel is for a fixed one"
-        rows = op.q_length * (op.num_heads // op.num_kv_heads)
+        rows = _rows(op)
         if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
             return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
         if op.static_mask is not None:
@@ -146,7 +146,7 @@ class _Splits:
         keys = settle(T.max(T.int64(0), span.stop - span.start))
         most = T.max(T.int64(1), T.truncdiv(keys, T.int64(least_keys)))
         count = settle(T.min(settle(wanted), most))
-        return _Splits(heads, count, settle(ceil_div(T.truncdiv(keys + count - 1, count), group) * group))
+        return _Splits(heads, count, settle(ceil_div(ceil_div(keys, count), group) * group))
 
 
 class _Decode:
@@ -165,12 +165,11 @@ class _Decode:
         span: Span,
         splits: _Splits,
     ) -> None:
-        assert isinstance(op.q_length, int)
         self.op, self.config, self.kv_length, self.span, self.splits = op, config, kv_length, span, splits
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.inputs, self.mask, self.y = inputs, mask, y
         self.ratio = op.num_heads // op.num_kv_heads
-        self.rows = op.q_length * self.ratio
+        self.rows = _rows(op)
         # Outside the loops, so taken once a call from TVM's pool and shared by all threads. Room for the most splits
         # there can be, since the size must be an expression of the arguments; what is not used is never touched.
         tasks = batch * (op.num_kv_heads * profile.hardware.cores)

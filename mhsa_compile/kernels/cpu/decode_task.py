@@ -23,10 +23,8 @@ from mhsa_compile.kernels.base import AttentionOp, Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
-from mhsa_compile.kernels.cpu.operands import HeadView, MaskReader
+from mhsa_compile.kernels.cpu.operands import LOG2_E, HeadView, MaskReader, mask_bias
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
-
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ class DecodeTask:
         dims = self.op.mask.dims
         if dims[1:3] == (1, 1):  # the same for every row: a key's is stored for all of them at once
             with T.serial(count) as j:
-                bias = bind(self._bias_of(mask(T.int64(0), T.int64(0), begin + j)))
+                bias = bind(mask_bias(self.op.mask, mask(T.int64(0), T.int64(0), begin + j)))
                 for offset, lanes in vectors.chunks(layout.padded_rows, self.lanes):
                     store(self.bias, [layout.place(j, 0) + offset], splat(bias, lanes), lanes)
             return
@@ -178,13 +176,7 @@ class DecodeTask:
             query, head = self.query_and_head(row)
             head = settle(self.heads.first_head + head)
             with T.serial(count) as j:
-                store(self.bias, [layout.place(j, 0) + row], self._bias_of(mask(head, query, begin + j)), 1)
-
-    def _bias_of(self, element: Expr) -> Expr:
-        assert self.op.mask is not None
-        if self.op.mask.dtype == "bool":
-            return T.Select(element, T.float32(0), T.float32(-math.inf))
-        return element * T.float32(LOG2_E)
+                store(self.bias, [layout.place(j, 0) + row], mask_bias(self.op.mask, mask(head, query, begin + j)), 1)
 
     def _score(self, begin: Expr, count: Expr, masked: bool) -> None:
         """scores = q K^T, and rescale (for now) their maximum over the block in each lane."""

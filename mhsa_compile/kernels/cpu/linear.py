@@ -17,7 +17,7 @@ from math import gcd, prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted, LinearOp, Op
+from mhsa_compile.kernels.base import CACHE_LINE, Config, Emitted, LinearOp, Op
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.linear_format import Format, format_of
 from mhsa_compile.kernels.cpu.linear_packing import pack
@@ -42,7 +42,6 @@ from mhsa_compile.profile import TargetProfile
 PREFETCHED = 8
 """Cache lines of the next panel that a tile asks for in each part: the tiles of a full block ask for all of them. The
 first tile of the next task would wait for them otherwise."""
-LINE_BYTES = 64
 MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
 
 
@@ -129,7 +128,7 @@ class _Product:
         """Lines `slot` * PREFETCHED and so on of the panel after p; the last ones, where that panel has no more."""
         array, size = self.packed[0], self.format.steps * self.format.panel
         flat = T.decl_buffer((T.int64(self.format.panels * size),), array.dtype, data=array.data)
-        line = LINE_BYTES // vectors.DTYPE_BYTES[self.format.weight]
+        line = CACHE_LINE // vectors.DTYPE_BYTES[self.format.weight]
         first = settle((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)))
         for i in range(PREFETCHED):
             vectors.prefetch(flat, [first + i * line])

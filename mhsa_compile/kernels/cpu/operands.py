@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Placement
+from mhsa_compile.kernels.base import AttentionOp, MaskInput, Placement
 from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind
 
+LOG2_E = math.log2(math.e)
 MaskReader = Callable[[Expr, Expr, Expr], Expr]  # (head, query, key) -> the mask's element
 
 
@@ -56,3 +58,11 @@ def mask_reader(mask: Expr, b: Expr) -> MaskReader:
         return mask[tuple(T.min(i, end) for i, end in zip((b, head, query, key), last, strict=True))]
 
     return read
+
+
+def mask_bias(mask: MaskInput | None, element: Expr) -> Expr:
+    """An element of the mask as a number to add to a score, in units of log2; -inf where it hides."""
+    assert mask is not None
+    if mask.dtype == "bool":
+        return T.Select(element, T.float32(0), T.float32(-math.inf))
+    return element * T.float32(LOG2_E)

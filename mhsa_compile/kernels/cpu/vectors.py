@@ -18,7 +18,6 @@ from mhsa_compile.kernels.base import Dim
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
-CACHE_LINE = 64  # bytes, on every machine here
 Chunk = tuple[int, int]  # (offset, lanes) of one vector in a row
 
 
@@ -89,8 +88,8 @@ class Dims:
         return self._variables.setdefault(value, tirx.Var(value, "int64"))
 
 
-def ceil_div(value: Expr, size: int) -> Expr:
-    return T.truncdiv(value + (size - 1), T.int64(size))
+def ceil_div(value: Expr, size: Expr | int) -> Expr:
+    return T.truncdiv(value + (size - 1), T.int64(size) if isinstance(size, int) else size)
 
 
 def argument(name: str, shape: Sequence[Expr], dtype: str) -> Expr:
