@@ -5,6 +5,7 @@ It fuses products and softmax, whichever way they are written, and holds no scor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -50,10 +51,7 @@ def _compiled(
     model: Any, threads: int, problem: Problem, feed: Callable[[Arrays, list[str]], dict[str, Array]]
 ) -> Opened:
     """A request of its own for each set of inputs, which it reads in place."""
-    installation.require("openvino", extra="bench")
-    import openvino
-
-    core = openvino.Core()
+    core = _imported().Core()
     read = core.read_model(model)
     dtype = problem.artifact.manifest.inputs[0].dtype
     settings = {
@@ -72,6 +70,16 @@ def _compiled(
             request.set_tensor(name, _tensor(array))
         calls.append(partial(_infer, request, feeds))
     return Opened(calls, lambda request: [_array(tensor) for tensor in request.output_tensors])
+
+
+def _imported() -> Any:
+    """The package, without its telemetry: that would send an event from a process of its own, which imports the main
+    program once more and so takes one CPU for seconds, among the first measurements."""
+    installation.require("openvino", extra="bench")
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it takes a stub instead
+    import openvino
+
+    return openvino
 
 
 def _infer(request: Any, _feeds: dict[str, Array]) -> Any:
