@@ -95,7 +95,17 @@ class AttentionOp:
     """Y = softmax(scale Q K^T + mask) V, ONNX Attention-25: B, L, S are dims; H, G, E, F fixed.
 
     Q, K, V and Y are of `dtype`; scores, statistics and sums are float32. What a query sees is what `band`,
-    `static_mask` and `mask` all let it see. A static mask needs fixed lengths.
+    `static_mask`, `mask` and `lengths` all let it see. A static mask needs fixed lengths.
+
+    softcap   scores become softcap * tanh(score / softcap) before any mask or bias; 0 is none
+    lengths   whether an input (B,) int64 says how many keys of each batch entry there are, 0 .. S: the others are
+              hidden, and a "bottom_right" band counts from that number instead of S
+    sinks     whether an input (H,) of `dtype` holds for each head one more score that every query sees, of no value: it
+              takes its share of the softmax (after scale and softcap, which do not touch it)
+    slopes    whether an input (H,) of `dtype` holds for each head a slope: slope * (key - place of the query) is added
+              to the scores (after softcap), the place counted as for a band, "top_left" where there is none
+
+    Inputs come in this order: those of Q, K and V, then mask, lengths, sinks, slopes.
     """
 
     batch: Dim
@@ -114,6 +124,10 @@ class AttentionOp:
     output: Placement
     dtype: DType = "float32"
     static_mask: StaticMask | None = None
+    softcap: float = 0.0
+    lengths: bool = False
+    sinks: bool = False
+    slopes: bool = False
 
     def semantics(self, name: str) -> dict[str, Any]:
         """What this attention means, resolved: nothing is left to a default that another library sets otherwise."""
@@ -129,6 +143,10 @@ class AttentionOp:
             "causal": self.band.alignment if self.band is not None and self.band.right == 0 else None,
             "band": None if self.band is None else asdict(self.band),
             "static_mask": None if self.static_mask is None else _described(self.static_mask),
+            "softcap": self.softcap or None,
+            "lengths": "a number of keys for each batch entry" if self.lengths else None,
+            "sinks": self.sinks,
+            "alibi": self.slopes,
             "mask": None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
             "bool_mask": "True takes part",
             "fully_masked_row": "zeros",

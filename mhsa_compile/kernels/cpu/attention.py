@@ -36,6 +36,8 @@ class AttentionKernel:
             return "not an attention"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
+        if op.softcap or op.lengths or op.sinks or op.slopes:
+            return "no softcap, lengths, sinks or slopes"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         return None

@@ -44,6 +44,8 @@ class DecodeKernel:
         rows = _rows(op)
         if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
             return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
+        if op.softcap or op.lengths or op.sinks or op.slopes:
+            return "no softcap, lengths, sinks or slopes"
         if op.static_mask is not None:
             return "no constant masks"
         return None
