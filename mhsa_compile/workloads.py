@@ -63,6 +63,7 @@ WORKLOADS = (
     _block("gpt1024c", 1, 1024, 1024, 768, 12, causal=True),
     _block("cross64x512", 1, 64, 512, 512, 8, kv_embed_dim=512),
     _block("gqa2048c", 1, 2048, 2048, 1024, 16, num_kv_heads=4, causal=True),
+    replace(_block("vit192", 1, 192, 192, 768, 12), group="tails"),
     _core("core384", "cores", 1, 384, 384, 12, 64),
     _core("core512", "cores", 1, 512, 512, 12, 64),
     _core("core512c", "cores", 1, 512, 512, 12, 64, causal=True),
@@ -86,7 +87,7 @@ WORKLOADS = (
     _core("window8192", "windows", 1, 8192, 8192, 12, 64, causal=True, window=(512, 0)),
     _core("window16384", "windows", 1, 16384, 16384, 12, 64, causal=True, window=(512, 0)),
 )
-"""The dense cores and those of the group growth are one series, with 12 heads of 64, from L = 512 to 8192."""
+"""vit192 stands beside vit197: a length of whole tiles beside one with a tail. The dense cores and those of the group growth are one series, with 12 heads of 64, from L = 512 to 8192."""
 
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 
