@@ -87,7 +87,8 @@ WORKLOADS = (
     _core("window8192", "windows", 1, 8192, 8192, 12, 64, causal=True, window=(512, 0)),
     _core("window16384", "windows", 1, 16384, 16384, 12, 64, causal=True, window=(512, 0)),
 )
-"""vit192 stands beside vit197: a length of whole tiles beside one with a tail. The dense cores and those of the group growth are one series, with 12 heads of 64, from L = 512 to 8192."""
+"""vit192 stands beside vit197: a length of whole tiles beside one with a tail. The dense cores and those of the group
+growth are one series, with 12 heads of 64, from L = 512 to 8192."""
 
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 
