@@ -30,8 +30,8 @@ def bench(
     workload: Annotated[
         list[str] | None,
         typer.Option(
-            help="Instead of a source: tiny, base128, ...; a group: blocks, cores, decode, sparse, growth, windows; "
-            "or all. Repeat it for more."
+            help="Instead of a source: tiny, base128, ...; a group: blocks, tails, cores, decode, sparse, growth, "
+            "windows; or all. Repeat it for more."
         ),
     ] = None,
     against: Annotated[
@@ -59,12 +59,7 @@ def bench(
     """
     peers = _peers(against)
     stated = options.stated_dims(batch, length, kv_length)
-    if workload and (source is not None or stated):
-        raise InputError(
-            "--workload", "it alone", "a source or dims beside it", "A workload brings its own spec and dims."
-        )
-    if dtype is not None and source is not None:
-        raise InputError("--dtype", "it without a source", f"{dtype!r} beside one", "A source states its own dtype.")
+    _check_combination(source, workload, dtype, stated)
     if plot is not None:
         plots.check_path(plot)
     chosen = None if source is not None else _workloads(workload or [_DEFAULT_WORKLOAD], dtype, stated)
@@ -84,6 +79,16 @@ def bench(
         plots.shares(reports, plot)
     if not all(report.ok for report in reports.values()):
         raise typer.Exit(1)
+
+
+def _check_combination(
+    source: Path | None, workload: list[str] | None, dtype: str | None, stated: dict[str, int]
+) -> None:
+    if workload and (source is not None or stated):
+        hint = "A workload brings its own spec and dims."
+        raise InputError("--workload", "it alone", "a source or dims beside it", hint)
+    if dtype is not None and source is not None:
+        raise InputError("--dtype", "it without a source", f"{dtype!r} beside one", "A source states its own dtype.")
 
 
 def _peers(against: str) -> tuple[str, ...]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mhsa_compile import installation
 from mhsa_compile.artifact import MODEL
 from mhsa_compile.peers import onnx_graph
-from mhsa_compile.peers.base import Array, Arrays, Opened, Problem
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
+from mhsa_compile.peers.base import Opened, Problem
+from mhsa_compile.peers.rewritten import Feed, RewrittenGraph
 
 
 class OwnGraph:
@@ -28,23 +25,7 @@ class OwnGraph:
         yield _session(str(problem.artifact.path / MODEL), threads, problem, lambda arrays, names: dict(arrays))
 
 
-class RewrittenGraph:
-    """A graph with other operators for the same computation."""
-
-    def __init__(self, name: str, write: Callable[[Problem], ModelProto]) -> None:
-        self.name = name
-        self.write = write
-
-    @contextmanager
-    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
-        problem.check_scores_fit()
-        model = self.write(problem).SerializeToString()
-        yield _session(model, threads, problem, partial(onnx_graph.inputs, problem))
-
-
-def _session(
-    model: str | bytes, threads: int, problem: Problem, feed: Callable[[Arrays, list[str]], dict[str, Array]]
-) -> Opened:
+def _session(model: str | bytes, threads: int, problem: Problem, feed: Feed) -> Opened:
     """Inputs and outputs are OrtValues: no copies are charged to it."""
     installation.require("onnxruntime", extra="bench")
     import onnxruntime
@@ -64,9 +45,9 @@ def _session(
 
 
 FUSED = (
-    RewrittenGraph("Attention", onnx_graph.fused_attention),
-    RewrittenGraph("MultiHeadAttention", onnx_graph.fused_multi_head),
-    RewrittenGraph("GroupQueryAttention", onnx_graph.fused_grouped),
-    RewrittenGraph("MatMul and Softmax", onnx_graph.standard),
+    RewrittenGraph("Attention", onnx_graph.fused_attention, _session, holds_scores=True),
+    RewrittenGraph("MultiHeadAttention", onnx_graph.fused_multi_head, _session, holds_scores=True),
+    RewrittenGraph("GroupQueryAttention", onnx_graph.fused_grouped, _session, holds_scores=True),
+    RewrittenGraph("MatMul and Softmax", onnx_graph.standard, _session, holds_scores=True),
 )
 """Microsoft's operators; and the plain ones, out of which its optimiser may make what it likes."""

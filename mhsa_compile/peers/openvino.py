@@ -6,20 +6,18 @@ It fuses products and softmax, whichever way they are written, and holds no scor
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mhsa_compile import installation
 from mhsa_compile.artifact import MODEL
 from mhsa_compile.peers import onnx_graph
-from mhsa_compile.peers.base import DTYPES, Array, Arrays, Opened, Problem
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
+from mhsa_compile.peers.base import DTYPES, Array, Opened, Problem
+from mhsa_compile.peers.rewritten import Feed, RewrittenGraph
 
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -34,22 +32,7 @@ class OwnGraph:
         yield _compiled(problem.artifact.path / MODEL, threads, problem, lambda arrays, names: dict(arrays))
 
 
-class RewrittenGraph:
-    """A graph with other operators for the same computation."""
-
-    def __init__(self, name: str, write: Callable[[Problem], ModelProto]) -> None:
-        self.name = name
-        self.write = write
-
-    @contextmanager
-    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
-        model = self.write(problem).SerializeToString()
-        yield _compiled(model, threads, problem, partial(onnx_graph.inputs, problem))
-
-
-def _compiled(
-    model: Any, threads: int, problem: Problem, feed: Callable[[Arrays, list[str]], dict[str, Array]]
-) -> Opened:
+def _compiled(model: Any, threads: int, problem: Problem, feed: Feed) -> Opened:
     """A request of its own for each set of inputs, which it reads in place."""
     core = _imported().Core()
     read = core.read_model(model)
@@ -104,4 +87,4 @@ def _array(tensor: Any) -> Array:
     return array.view(DTYPES["bfloat16"]) if tensor.element_type == openvino.Type.bf16 else array
 
 
-FORMS = (OwnGraph(), RewrittenGraph("MatMul and Softmax", onnx_graph.standard))
+FORMS = (OwnGraph(), RewrittenGraph("MatMul and Softmax", onnx_graph.standard, _compiled, holds_scores=False))
