@@ -24,7 +24,8 @@ LIGHT = [
     *("artifact", "tvm_runtime", "tensors", "runtime"),
 ]
 COMPILE_SIDE = [
-    *("core", "model", "reference", "verify", "export_check", "export", "sources", "kernels"),
+    *("core", "model", "reference", "parity", "subject", "selfcheck", "verify"),
+    *("export_check", "export", "sources", "kernels"),
     *("onnx_graph", "attention_site", "fusion", "importer", "onnx_weights", "records", "schedule", "build", "pipeline"),
     *("measure", "tune", "limits", "accuracy", "timing", "peers", "bench", "plots", "analysis", "integrations", "cli"),
 ]
@@ -34,7 +35,7 @@ HEAVY = {"torch", "onnx", "onnxscript", "onnxruntime", "tvm.relax", *(f"mhsa_com
 WALLS = {
     **dict.fromkeys(LIGHT, HEAVY),
     "artifact": HEAVY | {"tvm", "tvm_ffi"},
-    "kernels": {"torch", "onnx", "mhsa_compile.model", "mhsa_compile.verify"},
+    "kernels": {"torch", "onnx", *(f"mhsa_compile.{room}" for room in ("model", "parity", "selfcheck", "verify"))},
     "core": {"tvm", "tvm_ffi"},
     "model": {"tvm", "tvm_ffi"},
 }

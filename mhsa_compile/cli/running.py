@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mhsa_compile.cli import options, output
+
+if TYPE_CHECKING:
+    from mhsa_compile.selfcheck import SelfCheck
 
 
 def run(
@@ -54,12 +57,12 @@ def run(
 
 
 def verify(artifact: options.ArtifactFolder, *, seed: options.Seed = 0, json: options.Json = False) -> None:
-    """Compare an artifact with the float64 oracle; exit 1 if any error is over its budget."""
+    """Compare an artifact with the float64 oracle, and its runs with each other; exit 1 if anything is over budget."""
     from mhsa_compile.cli.sources import require_compiler
 
     require_compiler()
     with output.stages() as stage:
-        stage("compare with the float64 oracle")
+        stage("compare with the float64 oracle, and runs with each other")
         from mhsa_compile.verify import verify as judge
 
         verdict = judge(artifact, seed=seed)
@@ -67,12 +70,28 @@ def verify(artifact: options.ArtifactFolder, *, seed: options.Seed = 0, json: op
         cases = [
             {"dims": case.dims, "error": case.error, "budget": case.budget, "ok": case.ok} for case in verdict.cases
         ]
-        output.print_json({"ok": verdict.ok, "cases": cases})
+        checks = [_described(check) for check in verdict.checks]
+        output.print_json({"ok": verdict.ok, "cases": cases, "self_checks": checks})
     else:
-        rows = (
+        rows = [
             (output.assignments(case.dims), f"{case.error:.3g}", f"{case.budget:.3g}", output.ok_cell(case.ok))
             for case in verdict.cases
-        )
+        ]
         output.print_table(f"{artifact}: max error against float64", ("dims", "error>", "budget>", ""), rows)
+        columns = ("property", "difference>", "budget>", "", "note")
+        output.print_table("Runs against each other", columns, map(_shown, verdict.checks))
     if not verdict.ok:
         raise typer.Exit(1)
+
+
+def _described(check: SelfCheck) -> dict[str, object]:
+    """`ok` is null where the check does not apply."""
+    verdict = check.ok if check.applies else None
+    return {"name": check.name, "ok": verdict, "difference": check.difference, "budget": check.budget,
+            "note": check.note}  # fmt: skip
+
+
+def _shown(check: SelfCheck) -> tuple[object, ...]:
+    if check.difference is None or check.budget is None:
+        return check.name, "", "", "-", f"does not apply: {check.note}"
+    return check.name, f"{check.difference:.3g}", f"{check.budget:.3g}", output.ok_cell(check.ok), check.note

@@ -1,0 +1,147 @@
+"""One run against the oracle: random inputs, the error, and the budget that follows from PyTorch's own error.
+
+Notation: B batch, L query length, S key length, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.reference import Array, Arrays, eager, oracle
+from mhsa_compile.spec import SPEC_KEY, AttentionSpec
+
+FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+LENGTHS = ((1, 7), (7, 197), (197, 64), (64, 1))
+"""(L, S) of the default cases: one, primes, a multiple of every tile, and L on both sides of S."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One run: the worst output's largest error against the oracle, and what was allowed."""
+
+    dims: dict[str, int]
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget
+
+    @property
+    def ratio(self) -> float:
+        """Error as a share of the budget; above 1 fails."""
+        return self.error / self.budget if self.budget else (0.0 if self.ok else np.inf)
+
+
+def check(
+    model: onnx.ModelProto,
+    run: Callable[[Arrays], Sequence[Array]],
+    dims: Mapping[str, int],
+    seed: int = 0,
+    *,
+    int8_weights: bool = False,
+) -> CaseResult:
+    """One case: `run` (inputs by name -> outputs in the graph's order) against the oracle, on random inputs.
+
+    `int8_weights`: the yardstick's products with weights are of eight bits, as `run`'s are. The oracle's never.
+    """
+    inputs = random_inputs(model, dims, seed)
+    yardstick = eager(model, inputs, int8_weights=int8_weights)
+    results = []
+    for expected, reference, actual in zip(oracle(model, inputs), yardstick, run(inputs), strict=True):
+        allowed = budget(expected, reference, str(reference.dtype))
+        results.append(CaseResult(dict(dims), max_error(expected, actual), allowed))
+    return max(results, key=lambda result: result.ratio)
+
+
+def budget(expected: Array, eager_output: Array, dtype: str) -> float:
+    """Largest error allowed: twice that of PyTorch's eager attention, plus one rounding step of the largest output.
+
+    The one place that decides. `expected` is the oracle's, `eager_output` has dtype `dtype`; non-finite values are
+    left to `max_error`.
+    """
+    finite = np.isfinite(expected) & np.isfinite(eager_output)
+    values = expected[finite]
+    if not values.size:
+        return 0.0
+    eager_error = np.abs(eager_output[finite].astype(np.float64) - values).max()
+    _, exponent = np.frexp(np.abs(values).max())  # the largest value is in [2**(exponent - 1), 2**exponent)
+    return float(2 * eager_error + np.ldexp(1.0, int(exponent) - 1 - FRACTION_BITS[dtype]))
+
+
+def max_error(expected: Array, actual: Array) -> float:
+    """Largest absolute error; infinite where shapes differ or one side alone is NaN or infinite."""
+    if expected.shape != actual.shape:
+        return np.inf
+    finite = np.isfinite(expected)
+    if not np.array_equal(finite, np.isfinite(actual)):
+        return np.inf
+    return float(np.abs(actual[finite].astype(np.float64) - expected[finite]).max(initial=0.0))
+
+
+def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
+    """Sizes for every symbolic dim; the axes of a broadcast mask are 1 in every other case."""
+    symbols = dict.fromkeys(dim for _, _, dims in _signature(model) for dim in dims if isinstance(dim, str))
+    lengths = [symbol for symbol in symbols if symbol != "B" and not symbol.startswith("mask_")]
+    spec = {prop.key: prop.value for prop in model.metadata_props}.get(SPEC_KEY)
+    heads = AttentionSpec.from_json(spec).num_heads if spec else 1
+    cases = []
+    for i, (L, S) in enumerate(LENGTHS):
+        full = {"B": 3 if i % 2 else 1, "H": heads}
+        full |= {symbol: L if j == 0 else S for j, symbol in enumerate(lengths)}
+        narrow = i % 2 == 0
+        full |= {"mask_B": 1 if narrow else full["B"], "mask_H": 1 if narrow else heads}
+        case = {symbol: full[symbol] for symbol in symbols if symbol in full}
+        cases += [case] if case not in cases else []
+    return cases
+
+
+def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
+    """Inputs for an onnx.ModelProto or a Manifest at the given sizes of its symbolic dims.
+
+    Floats are standard normal. Boolean masks are True in 80 % of the places, additive masks -inf in 10 %, and every
+    seventh row, from the fourth on, is masked whole. Sizes of a mask's own axes default to what they broadcast to,
+    heads to 1. Raises InputError where a dim has no size.
+    """
+    rng = np.random.default_rng(seed)
+    length = dims.get("L", 1)
+    known = {"mask_B": dims.get("B", 1), "mask_H": 1, "mask_L": length, "mask_S": dims.get("S", length), **dims}
+    inputs: dict[str, Array] = {}
+    for name, dtype, shape in _signature(source):
+        for dim in shape:
+            if isinstance(dim, str) and dim not in known:
+                raise InputError("dims", f"a size for {dim!r}, an axis of {name!r}", str(dict(dims)))
+        sizes = [known[dim] if isinstance(dim, str) else dim for dim in shape]
+        inputs[name] = _random_array(rng, name, dtype, sizes)
+    return inputs
+
+
+def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[int]) -> Array:
+    if np.dtype(dtype).kind in "iu":
+        return rng.integers(1, 1 + min(sizes, default=1), sizes).astype(dtype)
+    array = rng.random(sizes) < 0.8 if dtype == "bool" else rng.standard_normal(sizes).astype("f4").astype(dtype)
+    if "mask" not in name or not sizes:
+        return array
+    if dtype != "bool":
+        array[rng.random(sizes) < 0.1] = -np.inf
+    array.reshape(-1, sizes[-1])[3::7] = False if dtype == "bool" else -np.inf
+    return array
+
+
+def _signature(source: Any) -> Iterator[tuple[str, str, tuple[int | str, ...]]]:
+    """(name, dtype, dims) of the inputs of an onnx.ModelProto or a Manifest."""
+    if not isinstance(source, onnx.ModelProto):
+        yield from ((info.name, info.dtype, tuple(info.dims)) for info in source.inputs)
+        return
+    constants = {initializer.name for initializer in source.graph.initializer}
+    for value in source.graph.input:
+        if value.name not in constants:
+            tensor = value.type.tensor_type
+            dims = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+            yield value.name, str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), dims

@@ -1,0 +1,191 @@
+"""The inputs of an artifact, known by what their axes mean: drawn, cut, padded and poisoned for its self-checks.
+
+Notation: B batch, L query length, S key length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mhsa_compile.artifact import Dims, Manifest, TensorInfo
+from mhsa_compile.parity import random_inputs
+from mhsa_compile.reference import Array, Arrays
+
+ENTRIES = 3
+LENGTHS = (41, 67)
+"""Of the first length that is free, and of the others: one tile of queries or two, whatever the machine."""
+_OWN_AXES = {"x": "BL.", "context": "BS.", "q": "B.L.", "k": "B.S.", "v": "B.S."}
+"""Of the inputs of this library's modules, whose lengths are known as such when they are fixed, too."""
+
+
+class Subject:
+    """What is known of an artifact's inputs.
+
+    axes      of each input: the names of its axes, "" for one that is neither a batch nor a length
+    free      names of axes that may have any size; `lengths` are those but the batch
+    batch     the name of the batch axis, "" if there is none
+    keys      the name of the axis along which keys are hidden, "" if none is known
+    sizes     of every name in a draw
+    """
+
+    def __init__(self, manifest: Manifest, seed: int = 0) -> None:
+        self.manifest, self.seed = manifest, seed
+        names = {info.name for info in manifest.inputs}
+        self._own_keys = "" if manifest.spec is None else "S" if names & {"context", "k"} else "L"
+        self.axes = {info.name: self._axes_of(info) for info in manifest.inputs}
+        symbols = dict.fromkeys(dim for info in manifest.inputs for dim in info.dims if isinstance(dim, str))
+        self.free = [symbol for symbol in symbols if not symbol.startswith("mask_")]
+        self.batch = self._find_batch()
+        self.lengths = [symbol for symbol in self.free if symbol != self.batch]
+        self.sizes = {symbol: LENGTHS[min(i, 1)] for i, symbol in enumerate(self.lengths)}
+        self.sizes |= {self.batch: ENTRIES} if self.batch in self.free else {}
+        for info in manifest.inputs:
+            fixed = zip(self.axes[info.name], info.dims, strict=True)
+            self.sizes |= {name: dim for name, dim in fixed if name and isinstance(dim, int) and info.broadcast is None}
+        self.mask = next(
+            (info for info in manifest.inputs if "mask" in info.name and any(self.axes[info.name][-1:])), None
+        )
+        self.keys = self._find_keys()
+
+    def _axes_of(self, info: TensorInfo) -> tuple[str, ...]:
+        letters = _OWN_AXES.get(info.name, "") if self._own_keys else ""
+        if self._own_keys and info.name == "mask":
+            letters = f"B.L{self._own_keys}" if len(info.dims) == 4 else f"B{self._own_keys}"
+        if letters:
+            return tuple(letter.strip(".") for letter in letters)
+        return tuple(dim if isinstance(dim, str) else "" for dim in info.broadcast or info.dims)
+
+    def _find_batch(self) -> str:
+        """The first axis of the first input that has two or more."""
+        return next((axes[0] for axes in self.axes.values() if len(axes) > 1), "")
+
+    def _find_keys(self) -> str:
+        if self._own_keys:
+            return self._own_keys
+        if self.mask is not None:
+            return self.axes[self.mask.name][-1]
+        return self.lengths[-1] if self.lengths else ""
+
+    # Why a check does not apply; "" where it does.
+
+    @property
+    def why_no_batch(self) -> str:
+        return self._why_no_entries or ("the batch is fixed at 1" if self.sizes[self.batch] == 1 else "")
+
+    @property
+    def _why_no_entries(self) -> str:
+        if not self.batch:
+            return "no input has a batch axis"
+        here = (self.batch, self.sizes[self.batch])
+        if any(not info.dims or info.dims[0] not in here for info in self.manifest.outputs):
+            return "an output has no batch axis"
+        return ""
+
+    @property
+    def why_no_padding(self) -> str:
+        if self.mask is None:
+            return "it takes no mask"
+        return self._why_no_entries if self.keys in self.free else "the length is fixed"
+
+    @property
+    def why_no_keys(self) -> str:
+        if not self.keys:
+            return "no axis is known as the keys'"
+        return "there is one key" if self.sizes[self.keys] == 1 else ""
+
+    @property
+    def why_no_prefixes(self) -> str:
+        bands = [attention["band"] for attention in self.manifest.semantics]
+        if not bands or any(band is None or band["right"] != 0 for band in bands):
+            return "not causal"
+        if {name for axes in self.axes.values() for name in axes} - {"", self.batch} != set(self.lengths):
+            return "a length is fixed"
+        if not any(dim in self.lengths for info in self.manifest.outputs for dim in info.dims):
+            return "no output has a row for each position"
+        return ""
+
+    # Inputs.
+
+    def draw(self, *, same_length: bool = False) -> dict[str, Array]:
+        """Random inputs; `same_length` gives all free lengths the larger size."""
+        sizes = self.sizes | (dict.fromkeys(self.lengths, max(LENGTHS)) if same_length else {})
+        return random_inputs(self.manifest, sizes | self.mask_sizes(sizes), self.seed)
+
+    def mask_sizes(self, sizes: Mapping[str, int], *, narrow: bool = False) -> dict[str, int]:
+        """Of the axes of a mask that broadcasts: all full but the heads', or `narrow`: 1 but for queries and keys."""
+        keys = sizes.get(self.keys, 1)
+        batch = 1 if narrow else sizes.get(self.batch, 1)
+        return {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
+
+    def take(self, inputs: Arrays, entries: Sequence[int]) -> dict[str, Array]:
+        """These entries of the batch, in this order; what has no batch axis, or broadcasts along it, stays."""
+        return {
+            name: array[list(entries)] if self.axes[name][:1] == (self.batch,) and len(array) > 1 else array
+            for name, array in inputs.items()
+        }
+
+    def alone(self, inputs: Arrays, entry: int) -> dict[str, Array]:
+        """One entry by itself; where the size of a batch is fixed, a batch of nothing else."""
+        return self.take(inputs, [entry] * (1 if self.batch in self.free else self.sizes[self.batch]))
+
+    def cut(self, inputs: Arrays, parts: Mapping[str, slice]) -> dict[str, Array]:
+        """Every input cut along the axes of these names. Those of size 1 broadcast, and stay."""
+        return {name: self.cut_one(array, self.axes[name], parts) for name, array in inputs.items()}
+
+    @staticmethod
+    def cut_one(array: Array, axes: Dims, parts: Mapping[str, slice]) -> Array:
+        whole = slice(None)
+        cuts = (
+            parts.get(str(name), whole) if size > 1 else whole for name, size in zip(axes, array.shape, strict=True)
+        )
+        return np.ascontiguousarray(array[tuple(cuts)])
+
+    def padded(self) -> tuple[dict[str, Array], list[slice]]:
+        """Random inputs whose mask hides all keys of an entry but those of its slice.
+
+        Where places are counted from the last key, padding comes first. Without a mask the slices are of what is to
+        stay clean, and hide nothing.
+        """
+        inputs = self.draw()
+        total, entries = self.sizes[self.keys], self.sizes.get(self.batch, 1)
+        rng = np.random.default_rng(self.seed)
+        valid = rng.choice(np.arange(1, max(2, total)), entries, replace=entries >= total)
+        mask = None if self.mask is None else inputs[self.mask.name]
+        if mask is not None and mask.dtype.kind in "iu":
+            mask[...] = 1
+        if mask is None or len(mask) < entries:
+            valid[:] = valid[0]  # one for all entries
+        first = self._counts_from_the_end
+        spans = [slice(total - n, total) if first else slice(0, n) for n in map(int, valid)]
+        if mask is not None:
+            for b, span in enumerate(spans):
+                hidden = np.ones(total, np.bool_)
+                hidden[span] = False
+                mask[b % len(mask), ..., hidden] = -np.inf if mask.dtype.kind not in "biu" else 0
+        return inputs, spans
+
+    @property
+    def _counts_from_the_end(self) -> bool:
+        """Whether query i stands at i + S - L: keys may then be missing at the beginning only."""
+        bands = [attention["band"] for attention in self.manifest.semantics]
+        bottom_right = any(band is not None and band["alignment"] == "bottom_right" for band in bands)
+        return bottom_right and sum(self.keys in axes for axes in self.axes.values()) < len(self.axes)
+
+    def poisoned(self, inputs: Arrays, spans: Sequence[slice], poison: float) -> dict[str, Array]:
+        """A copy whose keys outside of each entry's slice are `poison`, in every floating input but the mask."""
+        spoiled = {name: array.copy() for name, array in inputs.items()}
+        for name, array in spoiled.items():
+            if array.dtype.kind in "biu" or self.keys not in self.axes[name] or (self.mask and name == self.mask.name):
+                continue
+            rows = np.moveaxis(array, self.axes[name].index(self.keys), 0)  # a view
+            hidden = np.ones(len(rows), np.bool_)
+            for b, span in enumerate(spans):
+                hidden[:] = True
+                hidden[span] = False
+                if self.axes[name][0] == self.batch:
+                    rows[hidden, b] = poison
+                else:
+                    rows[hidden] = poison
+        return spoiled
