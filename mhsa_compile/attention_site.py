@@ -5,7 +5,6 @@ Whatever it asks for that no kernel here can do is refused with its reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,22 +12,11 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.head_views import DOMAIN, Operand, keeps_rows, split_rows
 from mhsa_compile.onnx_graph import Graph, attributes
 from mhsa_compile.spec import DTYPES, SPEC_KEY
 
-ATTENTION, DOMAIN = "MhsaAttention", "mhsa"
-
-
-@dataclass
-class Operand:
-    """Q, K or V: `heads` heads of `head_dim`, in tensor `source`, laid out as "rows" or as "heads"."""
-
-    source: str
-    layout: str
-    heads: int
-    head_dim: int
-    offset: int = 0
-    width: int = 0
+ATTENTION = "MhsaAttention"
 
 
 class AttentionSite:
@@ -111,15 +99,10 @@ class AttentionSite:
         heads, head_dim = shape[1], shape[3]
         if not isinstance(heads, int) or not isinstance(head_dim, int):
             raise self._refuse(f"fixed heads and head size of {name}", str(shape))
-        transpose = self.graph.producer(name, "Transpose")
-        split = None if transpose is None else self.graph.producer(transpose.input[0], "Reshape")
-        if transpose is not None and split is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
-            rows = self.graph.shape(split.input[0])
-            if rows is not None and len(rows) == 3 and rows[2] == heads * head_dim and self._keeps_rows(split):
-                if self.graph.only_consumer(transpose.output[0], "Attention") is not None:
-                    self.absorbed.append(transpose)
-                    self.absorbed += [split] if self.graph.only_consumer(split.output[0], "Transpose") else []
-                return Operand(split.input[0], "rows", heads, head_dim, width=heads * head_dim)
+        split = split_rows(self.graph, name, "Attention")
+        if split is not None:
+            self.absorbed += split[1]
+            return split[0]
         return Operand(name, "heads", heads, head_dim)
 
     def _find_output(self) -> tuple[str, str]:
@@ -132,22 +115,11 @@ class AttentionSite:
             join = self.graph.only_consumer(transpose.output[0], "Reshape")
             joined = None if join is None else self.graph.shape(join.output[0])
             width = self.operands[0].heads * self.operands[2].head_dim
-            joins = join is not None and self._keeps_rows(join)
+            joins = join is not None and keeps_rows(self.graph, join)
             if join is not None and joins and joined is not None and len(joined) == 3 and joined[2] == width:
                 self.absorbed += [transpose, join]
                 return join.output[0], "rows"
         return y, "heads"
-
-    def _keeps_rows(self, reshape: onnx.NodeProto) -> bool:
-        """Whether a Reshape leaves batch and length alone, so that only the heads are split or joined.
-
-        One that cuts the rows into windows looks the same but for these two axes.
-        """
-        wanted = self.graph.constant(reshape.input[1])
-        if wanted is not None and list(wanted[:2]) == [0, 0] and not attributes(reshape).get("allowzero"):
-            return True
-        before, after = (self.graph.shape(name) or () for name in (reshape.input[0], reshape.output[0]))
-        return None not in before[:2] and before[:2] == after[:2] != ()
 
     def _band(self) -> tuple[int, int, str]:
         """(left, right, alignment) of windows and causality; nonpad_kv_seqlen may say that all keys are valid."""

@@ -16,6 +16,9 @@ The command line prints it and exits with code 2; nothing else is printed.
 
 from __future__ import annotations
 
+CALL_REFUSED = "mhsa.InputError"
+"""The kind under which compiled code raises what becomes an InputError: lines of the argument and what was expected."""
+
 
 class MhsaError(Exception):
     """The root. `argument`, `expected`, `got` and `next_step` stay readable as attributes."""

@@ -1,8 +1,9 @@
-"""ONNX -> ONNX: finds what our kernels compute and writes it as one node each, `MhsaLinear` and `MhsaAttention`.
+"""ONNX -> ONNX: finds what our kernels compute and writes it as one node each, of the domain `mhsa`.
 
 - A MatMul with a constant weight, and the Add of its bias, become a linear. Linears of one input whose outputs
-  only attention reads become one, side by side.
-- An Attention takes its heads from where they lie: the Reshape and Transpose around its 4-D form disappear.
+  only the nodes below read become one, side by side.
+- An Attention, a RotaryEmbedding or a TensorScatter takes its heads from where they lie: the Reshape and Transpose
+  around its 4-D form disappear.
 - The shape arithmetic that nobody needs any more disappears.
 
 Everything else stays as it is. What an Attention asks for and no kernel here can do is refused with its reason.
@@ -10,19 +11,28 @@ Everything else stays as it is. What an Attention asks for and no kernel here ca
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from mhsa_compile.attention_site import DOMAIN, AttentionSite
+from mhsa_compile.attention_site import AttentionSite
 from mhsa_compile.errors import ModelError
+from mhsa_compile.head_views import DOMAIN, Site
 from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
-from mhsa_compile.spec import DTYPES
+from mhsa_compile.rotary_site import RotarySite
+from mhsa_compile.scatter_site import ScatterSite, in_place
+from mhsa_compile.spec import DTYPES, IN_PLACE_KEY
 
 LINEAR = "MhsaLinear"
+SITES: dict[str, Callable[[Graph, onnx.NodeProto], Site]] = {
+    "Attention": AttentionSite,
+    "RotaryEmbedding": RotarySite,
+    "TensorScatter": ScatterSite,
+}
 
 
 @dataclass
@@ -48,19 +58,21 @@ class Linear:
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
     graph = Graph(model)
-    attentions = [node for node in graph.nodes if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
-    if not attentions:
+    standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx")]
+    if not standard:
         found = ", ".join(sorted({node.op_type for node in graph.nodes})) or "no node at all"
         hint = "Export with opset 23 or later: PyTorch then writes scaled_dot_product_attention as this operator."
         raise ModelError("model", "at least one standard Attention operator", found, hint)
-    sites = [AttentionSite(graph, node) for node in attentions]
+    sites = [SITES[node.op_type](graph, node) for node in standard]
     linears = _find_linears(graph)
     _merge(graph, linears, sites)
     fused: dict[int, onnx.NodeProto | None] = {}
+    placed = set()
     for linear in linears.values():
         fused |= dict.fromkeys(map(id, linear.nodes))
-        if linear.shared is None:
-            fused[id(linear.nodes[0])] = _linear_node(linear)
+        if linear.leader.output not in placed:  # where the first of a group stood: before whoever reads any of them
+            placed.add(linear.leader.output)
+            fused[id(linear.nodes[0])] = _linear_node(linear.leader)
     for site in sites:
         fused |= dict.fromkeys(map(id, site.absorbed))
         fused[id(site.node)] = site.fused_node()
@@ -69,8 +81,18 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     result.CopyFrom(model)
     del result.graph.node[:]
     result.graph.node.extend(live_nodes((node for node in nodes if node is not None), graph.outputs))
+    _check_caches(graph, result.graph.node)
     result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
     return result
+
+
+def _check_caches(graph: Graph, nodes: Iterable[onnx.NodeProto]) -> None:
+    """What a call writes in place lies where its caller put it, at any address; TVM's own code does not read that."""
+    written = set(in_place(graph).values())
+    for node in nodes:
+        if node.domain != DOMAIN and (read := written.intersection(node.input)):
+            got = f"{node.op_type} node {node.name or node.output[0]!r}, too"
+            raise ModelError(f"metadata {IN_PLACE_KEY!r}", f"{read.pop()!r} to be read by attention alone", got)
 
 
 def _plain_constant(node: onnx.NodeProto) -> onnx.NodeProto:
@@ -119,8 +141,8 @@ def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
     return linear
 
 
-def _merge(graph: Graph, linears: dict[str, Linear], sites: list[AttentionSite]) -> None:
-    """Lays the projections of one input side by side where only attention reads them, and points attention there."""
+def _merge(graph: Graph, linears: dict[str, Linear], sites: list[Site]) -> None:
+    """Lays the projections of one input side by side where only sites read them, and points these there."""
     leaders: dict[str, Linear] = {}
     for site in sites:
         for operand in site.operands:

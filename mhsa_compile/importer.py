@@ -1,4 +1,4 @@
-"""ONNX -> Relax. TVM's importer converts the ordinary operators; linears and attentions become calls of our own ops.
+"""ONNX -> Relax. TVM's importer converts the ordinary operators; what our kernels compute becomes calls of our own ops.
 
 Such a call is `call_dps_packed("op_N", inputs)`; `Imported.ops["op_N"]` says what it is. The schedule replaces it by a
 kernel. Floating-point initializers become parameters of `main`, bound at load; integers are constants of the program.
@@ -22,7 +22,20 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse
-from mhsa_compile.kernels.base import AttentionOp, Band, Dim, LinearOp, MaskInput, Op, Placement, StaticMask
+from mhsa_compile.kernels.base import (
+    AttentionOp,
+    Band,
+    Dim,
+    LinearOp,
+    MaskInput,
+    Op,
+    Placement,
+    RotaryOp,
+    ScatterOp,
+    StaticMask,
+)
+from mhsa_compile.rotary_site import ROTARY
+from mhsa_compile.scatter_site import SCATTER
 
 
 @dataclass
@@ -77,16 +90,15 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 self._nodes[tensor.name] = relax.const(array)
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
-        known = {*_get_convert_map(), LINEAR, ATTENTION, "If", "Constant"} - {"Attention"}
+        known = {*_get_convert_map(), LINEAR, ATTENTION, ROTARY, SCATTER, "If", "Constant"} - {"Attention"}
         unknown = sorted({node.op_type for node in graph.node} - known)
         if unknown:
             raise ModelError("model", "operators that can be compiled", ", ".join(unknown))
 
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
-        if op_name == LINEAR:
-            return self._linear(list(inputs), attrs)
-        if op_name == ATTENTION:
-            return self._attention(list(inputs), attrs)
+        ours = {LINEAR: self._linear, ATTENTION: self._attention, ROTARY: self._rotary, SCATTER: self._scatter}
+        if op_name in ours:
+            return ours[op_name](list(inputs), attrs)
         try:
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
@@ -141,6 +153,43 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         )
         shape = [q[0], q_length, heads * v_head_dim] if layout == "rows" else [q[0], heads, q_length, v_head_dim]
         return self._call(op, inputs, shape)
+
+    def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        x, (heads, head_dim) = _dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
+        layout, output_layout = _text(attrs["layout"]), _text(attrs["output_layout"])
+        length = x[1 if layout == "rows" else 2]
+        op = RotaryOp(
+            batch=self._dim(x[0]),
+            length=self._dim(length),
+            num_heads=heads,
+            head_dim=head_dim,
+            rotary_dim=attrs["rotary_dim"],
+            interleaved=bool(attrs["interleaved"]),
+            max_positions=self._dim(_dims(inputs[1])[0]) if len(inputs) > 3 else None,
+            x=Placement(0, layout, attrs["width"], attrs["offset"]),
+            output=Placement(0, output_layout, heads * head_dim),
+            dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
+            shared_angles=bool(attrs["shared_angles"]),
+            positions_name=_text(attrs["positions_name"]),
+        )
+        shape = [x[0], length, heads * head_dim] if output_layout == "rows" else [x[0], heads, length, head_dim]
+        return self._call(op, inputs, shape)
+
+    def _scatter(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        cache, update, axis = _dims(inputs[0]), _dims(inputs[1]), attrs["axis"]
+        op = ScatterOp(
+            cache=tuple(map(self._dim, cache)),
+            axis=axis,
+            length=self._dim(update[1] if attrs["rows"] else update[axis]),
+            update=Placement(1, "rows", attrs["width"], attrs["offset"]) if attrs["rows"] else None,
+            circular=bool(attrs["circular"]),
+            indexed=len(inputs) > 2,
+            in_place=bool(attrs["in_place"]),
+            dtype=str(inputs[0].ty.dtype),
+            indices_name=_text(attrs["indices_name"]),
+            update_name=_text(attrs["update_name"]),
+        )
+        return self._call(op, inputs, cache)
 
     def _checked_mask(self, mask: Any, key_mask: bool, full: list[Any]) -> Any:
         """The mask with four axes. One from the call is checked there; a computed one must be seen to fit now."""

@@ -18,10 +18,11 @@ from mhsa_compile.artifact import OpReport
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import Band, Emitted, Kernel, LinearOp, Op
+from mhsa_compile.kernels.base import AttentionOp, Band, Emitted, Kernel, LinearOp, Op, RotaryOp, ScatterOp
 from mhsa_compile.profile import TargetProfile
 
 MAIN, BIND = "main", "bind_weights"
+_KINDS = {LinearOp: "linear", AttentionOp: "attention", RotaryOp: "rope", ScatterOp: "scatter"}
 
 
 @dataclass
@@ -71,12 +72,18 @@ def _choose(name: str, op: Op, profile: TargetProfile) -> _Choice:
 
 
 def _kind(op: Op) -> str:
-    return "linear" if isinstance(op, LinearOp) else "attention"
+    return _KINDS[type(op)]
 
 
 def _describe(op: Op) -> str:
     if isinstance(op, LinearOp):
         return f"{op.in_features} -> {' + '.join(map(str, op.widths))}"
+    if isinstance(op, RotaryOp):
+        pairs = "interleaved" if op.interleaved else "in halves"
+        return f"{op.num_heads} heads of {op.head_dim}, {op.rotary_dim} turned, {pairs}"
+    if isinstance(op, ScatterOp):
+        mode = "circular" if op.circular else "linear"
+        return f"axis {op.axis} of {list(op.cache)}, {mode}, {'in place' if op.in_place else 'into a copy'}"
     grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
     return f"{op.num_heads}{grouped} heads of {op.head_dim}" + _described_band(op.band)
 
@@ -127,7 +134,11 @@ def _rewrite_main(
             if name in packed:  # the first input is the activations, the others the weights
                 inputs = [inputs[0], *packed[name]]
             inputs += [relax.const(array) for array in choices[name].emitted.constants]
-            return relax.call_tir(run[name], [self.visit_expr(value) for value in inputs], call.ty_args[0])
+            inputs = [self.visit_expr(value) for value in inputs]
+            op = choices[name].op
+            if isinstance(op, ScatterOp) and op.in_place:
+                return relax.op.call_tir_inplace(run[name], inputs, 0, call.ty_args[0])
+            return relax.call_tir(run[name], inputs, call.ty_args[0])
 
     body = Rewrite(rest).visit_expr(main.body)
     inputs = [p for p in main.params if p.name not in imported.weights]

@@ -22,6 +22,8 @@ ALIGNMENTS = ("top_left", "bottom_right")
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
 """Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
+IN_PLACE_KEY = "mhsa.in_place"
+"""Where it says which inputs a call writes into, beside that: JSON, input -> the output that it becomes."""
 _ROWS = 512  # of a constant mask that are looked at together
 
 

@@ -1,7 +1,7 @@
 """What a kernel is: the operations it may claim, and the four questions it answers about each.
 
-An operation (`LinearOp`, `AttentionOp`) says what to compute, in dims and placements, never how. A kernel is a template
-over a target's facts and a config; asking it anything is pure.
+An operation (`LinearOp`, `AttentionOp`, `RotaryOp`, `ScatterOp`) says what to compute, in dims and placements, never
+how. A kernel is a template over a target's facts and a config; asking it anything is pure.
 """
 
 from __future__ import annotations
@@ -159,15 +159,75 @@ def _described(mask: StaticMask) -> str:
     return f"bool {list(visible.shape)}, {visible.mean():.1%} visible, sha256 {sha256(visible.tobytes()).hexdigest()}"
 
 
-Op = LinearOp | AttentionOp
+@dataclass(frozen=True)
+class RotaryOp:
+    """Y = x, the first R = `rotary_dim` elements of each head turned by its place: ONNX RotaryEmbedding-23.
+
+    Of these, pair i is (x[i], x[i + R/2]), or (x[2 i], x[2 i + 1]) where `interleaved`:
+        y1 = cos_i x1 - sin_i x2
+        y2 = sin_i x1 + cos_i x2
+    The other elements of a head are copied. All of it is of `dtype`; the arithmetic is float32, rounded once.
+
+    max_positions   the angles are tables (max_positions, R/2), read at positions (B, L) int64 from 0 on; None: they are
+                    those of each place, (B, L, R/2), and there are no positions
+    shared_angles   the batch axis of the positions, or of the angles where there are none, is 1: one for all entries
+    positions_name  what to call the positions where they are beyond the tables, such as "input 'position_ids'"
+
+    Inputs: x, cos, sin, positions. Roformer, eq. 34; https://arxiv.org/abs/2104.09864
+    """
+
+    batch: Dim
+    length: Dim
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    max_positions: Dim | None
+    x: Placement
+    output: Placement
+    dtype: DType = "float32"
+    shared_angles: bool = False
+    positions_name: str = "position_ids"
+
+
+@dataclass(frozen=True)
+class ScatterOp:
+    """A cache (B, ..., S, ...) with the L rows of an update written along `axis`, ONNX TensorScatter-24.
+
+    cache         its dims; the update has the same but for `length` on the axis
+    update        where the update lies, "rows" of a wider buffer whose heads are the cache's second axis (or whose one
+                  head is a row of a cache (B, S, width)); None: by itself, laid out as the cache is
+    circular      row j goes to (index + j) mod S; else it goes to index + j, and what does not fit is refused
+    indexed       whether an input (B,) int64 says where the first row goes; else it goes to 0
+    in_place      the new rows are written into the cache that was given, and it is the result: `Emitted.run` has no
+                  output of its own then
+    indices_name  what to call the indices where they are refused, such as "input 'write_indices'"
+    update_name   what to call the update where it has more rows than the cache
+
+    `dtype` is any of whole bytes: elements are copied as they are. Inputs: cache, update, indices.
+    """
+
+    cache: tuple[Dim, ...]
+    axis: int
+    length: Dim
+    update: Placement | None
+    circular: bool
+    indexed: bool
+    in_place: bool
+    dtype: str = "float32"
+    indices_name: str = "write_indices"
+    update_name: str = "update"
+
+
+Op = LinearOp | AttentionOp | RotaryOp | ScatterOp
 
 
 @dataclass(frozen=True)
 class Emitted:
     """The code of one operation: `run`, and for operations with weights the `pack` that prepares them at load.
 
-    `run` takes the inputs, then the packed weights, then the `constants`, then the output. `pack` takes the weights
-    (and biases), then its outputs, of `packed`: the shape and dtype of each.
+    `run` takes the inputs, then the packed weights, then the `constants`, then the output (none where the operation is
+    in place). `pack` takes the weights (and biases), then its outputs, of `packed`: the shape and dtype of each.
     """
 
     run: PrimFunc

@@ -6,15 +6,13 @@ Quantisation of activations: per row and symmetric, as in Dettmers et al., LLM.i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.storage import load_wide, vector_type
-from mhsa_compile.kernels.cpu.vectors import Expr, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import Expr, constant, each_vector, load, settle, splat, store
 
 LARGEST = 127
 ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits
@@ -59,7 +57,7 @@ def prepared(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
         store(data, [row, k], load_wide(x, [row, k], n) if narrow is None else narrow, n)
 
     with T.parallel(count) as row:
-        _each_vector(op.in_features, format.lanes, copy)
+        each_vector(op.in_features, format.lanes, copy)
         for k in range(op.in_features, width):
             store(data, [row, T.int64(k)], T.uint16(0), 1)  # meets a weight of zero, and must not be NaN
     return Rows(format, data)
@@ -80,7 +78,7 @@ def _quantised(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
             byte = T.cast((whole + splat(T.int32(128), n)) & splat(T.int32(255), n), vector_type("uint8", n))
             store(data, [row, k], byte if format.dot else T.cast(whole, vector_type("float32", n)), n)
 
-        _each_vector(K, format.lanes, quantise)
+        each_vector(K, format.lanes, quantise)
         for k in range(K, width):
             store(data, [row, T.int64(k)], T.uint8(0), 1)  # meets weights of zero: any byte would do
     return Rows(format, data, scales)
@@ -110,18 +108,8 @@ def _largest(x: Expr, row: Expr, K: int, lanes: int) -> Expr:
     def update(k: Expr, n: int) -> None:
         store(top, [T.int64(0)], T.max(load(top, [T.int64(0)], n), magnitude(load_wide(x, [row, k], n), n)), n)
 
-    _each_vector(K, lanes, update)
+    each_vector(K, lanes, update)
     largest = top[0]
     for lane in range(1, lanes):
         largest = T.max(largest, top[lane])
     return T.reinterpret("float32", largest)
-
-
-def _each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
-    """body(first, lanes) for a row of `width`: a loop over its full vectors, then the ever smaller rest."""
-    whole = width // lanes
-    if whole:
-        with T.serial(T.int64(whole)) as i:
-            body(settle(i * lanes), lanes)
-    for offset, size in vectors.chunks(width - whole * lanes, lanes):
-        body(T.int64(whole * lanes + offset), size)

@@ -17,7 +17,12 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.base import Dim
 
 Expr = Any  # a TIR expression; TVM has no type stubs
-DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
+DTYPE_BYTES = {
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool"), 1),
+}
 Chunk = tuple[int, int]  # (offset, lanes) of one vector in a row
 
 
@@ -33,6 +38,28 @@ def chunks(width: int, lanes: int) -> list[Chunk]:
         else:
             size //= 2
     return cut
+
+
+def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
+    """body(first, lanes) for a row of `width`: a loop over its full vectors, then the ever smaller rest."""
+    whole = width // lanes
+    if whole:
+        with T.serial(T.int64(whole)) as i:
+            body(settle(i * lanes), lanes)
+    for offset, size in chunks(width - whole * lanes, lanes):
+        body(T.int64(whole * lanes + offset), size)
+
+
+WORTH_SHARING = 1 << 14  # elements that one thread copies or turns in a few microseconds, as long as it takes to share
+
+
+def each_task(count: Expr, size: Expr | int, body: Callable[[Expr], None]) -> None:
+    """body(task) for `count` tasks of `size` elements each: in parallel, unless there is little to do."""
+    with T.If(count * size > WORTH_SHARING):
+        with T.Then(), T.parallel(count) as task:
+            body(task)
+        with T.Else(), T.serial(count) as task:
+            body(task)
 
 
 def register_tile(registers: int, rows: Iterable[int], columns: Iterable[int]) -> tuple[int, int]:

@@ -1,0 +1,165 @@
+"""Rotary position embedding on a vector CPU: each row is read where it lies, turned, and written once.
+
+A task is one row of one batch entry, all heads of it: they share the angles, which stay in the first cache. Positions
+are looked at before any row is: one beyond the tables ends the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import Config, Emitted, Op, RotaryOp
+from mhsa_compile.kernels.cpu.operands import HeadView, head_view, placed_shape
+from mhsa_compile.kernels.cpu.refusal import refuse_unless
+from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
+from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, each_task, each_vector, load, settle, store
+from mhsa_compile.profile import TargetProfile
+
+
+class RotaryKernel:
+    """RotaryEmbedding for any vector CPU."""
+
+    name = "cpu.rope"
+
+    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+        if not isinstance(op, RotaryOp):
+            return "not a rotary embedding"
+        if profile.family != "cpu":
+            return f"made for CPUs, not for {profile.family}"
+        return None
+
+    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+        return {}
+
+    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+        assert isinstance(op, RotaryOp)
+        return Emitted(_rope(op, profile.vector_lanes("float32")))
+
+
+@dataclass(frozen=True)
+class _Angles:
+    """cos and sin of the angles of each place, by their index in the place's row."""
+
+    op: RotaryOp
+    cos: Expr
+    sin: Expr
+    positions: Expr | None
+
+    @classmethod
+    def arguments(cls, op: RotaryOp, dim: Dims) -> _Angles:
+        places = [T.int64(1) if op.shared_angles else dim(op.batch), dim(op.length)]
+        rows = places if op.max_positions is None else [dim(op.max_positions)]
+        cos, sin = (argument(name, [*rows, T.int64(op.rotary_dim // 2)], op.dtype) for name in ("cos", "sin"))
+        positions = None if op.max_positions is None else argument("positions", places, "int64")
+        return cls(op, cos, sin, positions)
+
+    def check(self) -> None:
+        """Ends the call where a position is beyond the tables."""
+        if self.positions is None:
+            return
+        entries, length = self.positions.shape
+        wrong = T.alloc_buffer((1,), "int32")
+        store(wrong, [T.int64(0)], T.int32(0), 1)
+        with T.serial(entries) as b, T.serial(length) as i:
+            position = bind(self.positions[b, i])
+            beyond = T.cast(T.Or(position < 0, position >= self.cos.shape[0]), "int32")
+            store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
+        most = self.op.max_positions
+        last = most - 1 if isinstance(most, int) else f"{most} - 1"
+        refuse_unless(wrong[0] == 0, self.op.positions_name, f"positions from 0 to {last}")
+
+    def of(self, b: Expr, i: Expr) -> list[Expr]:
+        """The index of the row of angles of place i, without its last axis."""
+        entry = T.int64(0) if self.op.shared_angles else b
+        return [entry, i] if self.positions is None else [settle(self.positions[entry, i])]
+
+
+def _rope(op: RotaryOp, lanes: int) -> Expr:
+    dim = Dims()
+    batch, length, heads = dim(op.batch), dim(op.length), op.num_heads
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("rope")
+            T.func_attr({"tirx.noalias": True})
+            x = argument("x", placed_shape(op.x, batch, length, heads, op.head_dim), op.dtype)
+            angles = _Angles.arguments(op, dim)
+            y = argument("y", placed_shape(op.output, batch, length, heads, op.head_dim), op.dtype)
+            angles.check()
+
+            def row(task: Expr) -> None:
+                b, i = settle(T.truncdiv(task, length)), settle(T.truncmod(task, length))
+                place = angles.of(b, i)
+                with T.serial(T.int64(heads)) as h:
+                    views = (head_view(x, op.x, op.head_dim, b, h), head_view(y, op.output, op.head_dim, b, h))
+                    _turn(angles, place, i, *views, lanes)
+
+            each_task(settle(batch * length), heads * op.head_dim, row)
+    return builder.get()
+
+
+def _turn(angles: _Angles, place: list[Expr], i: Expr, x: HeadView, y: HeadView, lanes: int) -> None:
+    """One head of one row."""
+    op = angles.op
+    half = op.rotary_dim // 2
+    pairs = _Interleaved(x, y, i) if op.interleaved else _Halves(x, y, i, half)
+
+    def turn(first: Expr, n: int) -> None:
+        cos, sin = (bind(load_wide(table, [*place, first], n)) for table in (angles.cos, angles.sin))
+        x1, x2 = pairs.read(first, n)
+        pairs.write(first, bind(cos * x1 - sin * x2), bind(sin * x1 + cos * x2), n)
+
+    def copy(first: Expr, n: int) -> None:
+        column = op.rotary_dim + first
+        store(y.buffer, y.at(i, column), load(x.buffer, x.at(i, column), n), n)
+
+    each_vector(half, lanes, turn)
+    each_vector(op.head_dim - op.rotary_dim, lanes, copy)
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """Pairs (x[i], x[i + R/2]) of row `row`."""
+
+    x: HeadView
+    y: HeadView
+    row: Expr
+    half: int
+
+    def read(self, first: Expr, n: int) -> tuple[Expr, Expr]:
+        one, two = (bind(load_wide(self.x.buffer, self.x.at(self.row, c), n)) for c in (first, first + self.half))
+        return one, two
+
+    def write(self, first: Expr, one: Expr, two: Expr, n: int) -> None:
+        for column, value in ((first, one), (first + self.half, two)):
+            store_narrow(self.y.buffer, self.y.at(self.row, column), value, n)
+
+
+@dataclass(frozen=True)
+class _Interleaved:
+    """Pairs (x[2 i], x[2 i + 1]) of row `row`."""
+
+    x: HeadView
+    y: HeadView
+    row: Expr
+
+    def read(self, first: Expr, n: int) -> tuple[Expr, Expr]:
+        if n == 1:
+            one, two = (bind(load_wide(self.x.buffer, self.x.at(self.row, first * 2 + j), 1)) for j in (0, 1))
+            return one, two
+        both = bind(load_wide(self.x.buffer, self.x.at(self.row, first * 2), 2 * n))
+        one, two = (bind(T.Shuffle([both], [T.int32(2 * i + j) for i in range(n)])) for j in (0, 1))
+        return one, two
+
+    def write(self, first: Expr, one: Expr, two: Expr, n: int) -> None:
+        if n == 1:
+            for j, value in enumerate((one, two)):
+                store_narrow(self.y.buffer, self.y.at(self.row, first * 2 + j), value, 1)
+            return
+        order = [T.int32(i // 2 + n * (i % 2)) for i in range(2 * n)]
+        store_narrow(self.y.buffer, self.y.at(self.row, first * 2), T.Shuffle([one, two], order), 2 * n)

@@ -1,0 +1,191 @@
+"""TensorScatter on a CPU: the new rows go where the indices say, and where it is not in place the cache is copied.
+
+The cache is seen as (batch, heads, rows, row), whatever its rank: the axes between the batch and the rows are one, and
+so are those behind. In place a task is one new row; else it is one row of the result, which comes from the update or
+from the cache. Nothing is written before every index was found to be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import Config, Emitted, Op, ScatterOp
+from mhsa_compile.kernels.cpu.refusal import refuse_unless
+from mhsa_compile.kernels.cpu.vectors import (
+    DTYPE_BYTES,
+    Dims,
+    Expr,
+    argument,
+    bind,
+    each_task,
+    each_vector,
+    load,
+    settle,
+    store,
+)
+from mhsa_compile.profile import TargetProfile
+
+
+class ScatterKernel:
+    """TensorScatter for any CPU, any rank and any dtype of whole bytes."""
+
+    name = "cpu.scatter"
+
+    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+        if not isinstance(op, ScatterOp):
+            return "not a scatter"
+        if profile.family != "cpu":
+            return f"made for CPUs, not for {profile.family}"
+        if op.dtype not in DTYPE_BYTES:
+            return f"no elements of {op.dtype}"
+        return None
+
+    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+        return {}
+
+    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+        assert isinstance(op, ScatterOp)
+        return Emitted(_scatter(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
+
+
+def _scatter(op: ScatterOp, lanes: int) -> Expr:
+    dim = Dims()
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("scatter")
+            T.func_attr({"tirx.noalias": True})
+            cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
+            update = argument("update", _update_shape(op, dim), op.dtype)
+            indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
+            result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
+            folded = _folded(cache, op)
+            written = folded if op.in_place else _folded(result, op)
+            rows = update if op.update is not None else _folded(update, op)
+            task = _Scatter(op, folded, rows, indices, written, lanes)
+            task.check()
+            if op.in_place:
+                task.write_rows()
+            else:
+                task.write_everything()
+    return builder.get()
+
+
+def _update_shape(op: ScatterOp, dim: Dims) -> list[Expr]:
+    if op.update is not None:
+        return [dim(op.cache[0]), dim(op.length), T.int64(op.update.width)]
+    return [dim(op.length if i == op.axis else size) for i, size in enumerate(op.cache)]
+
+
+def _folded(buffer: Expr, op: ScatterOp) -> Expr:
+    """A buffer of the cache's rank as (batch, heads, rows, row)."""
+    shape = list(buffer.shape)
+    heads, row = (math.prod(part, start=T.int64(1)) for part in (shape[1 : op.axis], shape[op.axis + 1 :]))
+    folded = [shape[0], heads, shape[op.axis], row]
+    return T.decl_buffer(folded, op.dtype, data=buffer.data, align=DTYPE_BYTES[op.dtype])
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    op: ScatterOp
+    cache: Expr  # (B, heads, S, row), as is the result
+    update: Expr  # (B, heads, L, row), or (B, L, width)
+    indices: Expr | None  # (B,)
+    result: Expr
+    lanes: int
+
+    @property
+    def new(self) -> Expr:
+        """L."""
+        return self.update.shape[2 if self.op.update is None else 1]
+
+    def check(self) -> None:
+        """Ends the call where the new rows do not fit the cache, or would not lie within it."""
+        op, rows = self.op, self.cache.shape[2]
+        most, new = op.cache[op.axis], op.length
+        refuse_unless(self.new <= rows, op.update_name, f"at most {most} rows, as the cache has")
+        if self.indices is None or op.circular:
+            return
+        wrong = T.alloc_buffer((1,), "int32")
+        store(wrong, [T.int64(0)], T.int32(0), 1)
+        with T.serial(self.cache.shape[0]) as b:
+            index = bind(self.indices[b])
+            beyond = T.cast(T.Or(index < 0, index > rows - self.new), "int32")
+            store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
+        last = str(most - new) if isinstance(most, int) and isinstance(new, int) else f"{most} - {new}"
+        refuse_unless(wrong[0] == 0, op.indices_name, f"indices from 0 to {last}, as the cache has {most} rows")
+
+    def write_rows(self) -> None:
+        new = self.new
+
+        def row(task: Expr) -> None:
+            b, h, j = self._place(task, new)
+            place = settle(self._start(b) + j)
+            if self.op.circular:
+                rows = self.cache.shape[2]
+                place = settle(T.Select(place >= rows, place - rows, place))
+            self._write_new(b, h, j, place)
+
+        each_task(settle(self.cache.shape[0] * self.cache.shape[1] * new), self.cache.shape[3], row)
+
+    def write_everything(self) -> None:
+        rows, new = self.cache.shape[2], self.new
+
+        def row(task: Expr) -> None:
+            b, h, place = self._place(task, rows)
+            j = settle(place - self._start(b))
+            if self.op.circular:
+                j = settle(T.Select(j < 0, j + rows, j))
+            with T.If(T.And(j >= 0, j < new)):
+                with T.Then():
+                    self._write_new(b, h, j, place)
+                with T.Else():
+                    self._fill(b, h, place, self.cache, lambda column: [b, h, place, column])
+
+        each_task(settle(self.cache.shape[0] * self.cache.shape[1] * rows), self.cache.shape[3], row)
+
+    def _place(self, task: Expr, rows: Expr) -> tuple[Expr, Expr, Expr]:
+        """(batch entry, head, row) of a task."""
+        heads = self.cache.shape[1]
+        head = settle(T.truncdiv(task, rows))
+        return settle(T.truncdiv(head, heads)), settle(T.truncmod(head, heads)), settle(T.truncmod(task, rows))
+
+    def _start(self, b: Expr) -> Expr:
+        """The row of the cache that the first new one goes to."""
+        if self.indices is None:
+            return T.int64(0)
+        index = settle(self.indices[b])
+        if not self.op.circular:
+            return index
+        rows = self.cache.shape[2]
+        rest = settle(T.truncmod(index, rows))  # of the sign of the index
+        return settle(T.Select(rest < 0, rest + rows, rest))
+
+    def _write_new(self, b: Expr, h: Expr, j: Expr, place: Expr) -> None:
+        """Row j of the update becomes row `place`."""
+        if self.op.update is None:
+            self._fill(b, h, place, self.update, lambda column: [b, h, j, column])
+            return
+        first = settle(h * self.cache.shape[3] + self.op.update.offset)
+        self._fill(b, h, place, self.update, lambda column: [b, j, first + column])
+
+    def _fill(self, b: Expr, h: Expr, place: Expr, source: Expr, at: Callable[[Expr], list[Expr]]) -> None:
+        """One row of the result from `source`, whose element of a column is `at(column)`."""
+
+        def copy(column: Expr, n: int) -> None:
+            store(self.result, [b, h, place, column], load(source, at(column), n), n)
+
+        sizes = self.op.cache[self.op.axis + 1 :]
+        fixed = [size for size in sizes if isinstance(size, int)]
+        if len(fixed) == len(sizes):
+            each_vector(math.prod(fixed), self.lanes, copy)
+            return
+        with T.serial(self.cache.shape[3]) as column:
+            copy(column, 1)
