@@ -67,6 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mhsa_version: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    in_place: dict[str, str] = {}  # output -> the input that a call turns into it
     weights: tuple[TensorInfo, ...]
     int8_weights: bool = False  # whether linears round them to eight bits when they are bound
     semantics: tuple[dict[str, Any], ...]  # of each attention, as resolved

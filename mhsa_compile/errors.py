@@ -17,7 +17,8 @@ The command line prints it and exits with code 2; nothing else is printed.
 from __future__ import annotations
 
 CALL_REFUSED = "mhsa.InputError"
-"""The kind under which compiled code raises what becomes an InputError: lines of the argument and what was expected."""
+"""The kind under which compiled code raises what becomes an InputError. Its text is three lines: the argument, what was
+expected, what came. {N} stands for the size of the dim N; where the third is empty it is the argument's own values."""
 
 
 class MhsaError(Exception):

@@ -35,7 +35,7 @@ from mhsa_compile.kernels.base import (
     StaticMask,
 )
 from mhsa_compile.rotary_site import ROTARY
-from mhsa_compile.scatter_site import SCATTER
+from mhsa_compile.scatter_site import SCATTER, declared_in_place
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Imported:
     ops: dict[str, Op] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
     masks: dict[str, tuple[Dim, ...]] = field(default_factory=dict)  # input -> the (B, H, L, S) it broadcasts to
+    in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
 
 
 def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Imported:
@@ -60,6 +61,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
         module = importer.from_onnx(fused.graph, opset)
     result = importer.result
     result.module = module
+    result.in_place = {output: source for source, output in declared_in_place(model).items()}
     if int8_weights and not any(isinstance(op, LinearOp) for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")
     return result

@@ -101,6 +101,7 @@ def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfil
         mhsa_version=__version__,
         inputs=inputs,
         outputs=outputs,
+        in_place=imported.in_place,
         weights=weight_infos(read.model, scheduled.weights),
         int8_weights=any(isinstance(op, LinearOp) and op.int8_weights for op in imported.ops.values()),
         semantics=tuple(semantics),

@@ -53,7 +53,9 @@ class CompiledAttention:
 
     def __init__(self, manifest: Manifest, thread: _Threads, weights: list[Any]) -> None:
         self.manifest = manifest
-        self._signature = Signature(manifest.inputs, manifest.outputs, aligned=manifest.has_fallbacks)
+        self._signature = Signature(
+            manifest.inputs, manifest.outputs, aligned=manifest.has_fallbacks, in_place=manifest.in_place
+        )
         self._thread = thread
         self._packed = thread.bind(weights)
 
@@ -61,14 +63,22 @@ class CompiledAttention:
         """The output, or a tuple of them: torch tensors if any input is one, else NumPy arrays.
 
         Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
-        and have axes of 1. Raises InputError.
+        and have axes of 1. What the manifest has as `in_place` is written into, and is itself the output. Raises
+        InputError, before anything is written.
         """
-        arrays, sizes = self._signature.arrays(inputs, by_name)
+        signature, thread = self._signature, self._thread
+        values = signature.values(inputs, by_name)
+        arrays, sizes = signature.arrays(values)
         if 0 in sizes.values():
-            return self._signature.empty_results(arrays, sizes)
-        thread = self._thread
+            return signature.empty_results(values, sizes)
         thread.prepare(sizes)
-        return self._signature.results(thread.vm.main(*arrays, *self._packed), arrays)
+        try:
+            returned = thread.vm.main(*arrays, *self._packed)
+        except RuntimeError as error:
+            if (words := tvm_runtime.refusal(error)) is None:
+                raise
+            raise signature.refused(words, values, sizes) from None
+        return signature.results(returned, values)
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:

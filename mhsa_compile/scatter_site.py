@@ -112,8 +112,7 @@ class ScatterSite:
 
 def in_place(graph: Graph) -> dict[str, str]:
     """Input -> output, of the caches that a call writes into. Raises ModelError where that would change a result."""
-    said = {entry.key: entry.value for entry in graph.model.metadata_props}.get(IN_PLACE_KEY)
-    pairs = {} if said is None else _pairs(said)
+    pairs = declared_in_place(graph.model)
     for source, result in pairs.items():
         node = graph.producer(result, "TensorScatter")
         if source not in graph.inputs or result not in graph.outputs or node is None or node.input[0] != source:
@@ -126,7 +125,9 @@ def in_place(graph: Graph) -> dict[str, str]:
     return pairs
 
 
-def _pairs(said: str) -> dict[str, str]:
+def declared_in_place(model: onnx.ModelProto) -> dict[str, str]:
+    """Input -> output, as the model says it. Raises ModelError."""
+    said = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
     try:
         pairs: Any = json.loads(said)
     except ValueError:

@@ -7,6 +7,7 @@ in through DLPack as NumPy arrays.
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,13 +26,17 @@ ALIGNMENT = 64
 
 
 class Argument:
-    """One input or weight: what it must be, and where sizes that it shares were seen first."""
+    """One input or weight: what it must be, and where sizes that it shares were seen first. `written`: a call writes
+    into it."""
 
-    def __init__(self, info: TensorInfo, role: str, first_seen: Mapping[str, str], aligned: bool = False) -> None:
+    def __init__(
+        self, info: TensorInfo, role: str, first_seen: Mapping[str, str], aligned: bool = False, written: bool = False
+    ) -> None:
         self.info = info
-        self._aligned = aligned
+        self._aligned = aligned and not written  # what is written is read by our kernels alone
+        self._written = written
         self._bfloat16 = info.dtype == "bfloat16"
-        self._label = f"{role} {info.name!r}"
+        self.label = f"{role} {info.name!r}"
         self._first_seen = first_seen
         self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
 
@@ -44,6 +49,8 @@ class Argument:
             array = self._broadcast(array, self.info.broadcast, sizes)
         elif array.ndim != len(self.info.dims) or not _fit(self.info.dims, array.shape, sizes):
             raise self._wrong_shape(array, sizes)
+        if self._written:
+            self._check_writable(array)
         if not isinstance(array, np.ndarray):
             plain = array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
             return plain if not self._aligned or plain.data_ptr() % ALIGNMENT == 0 else plain.clone()
@@ -56,23 +63,35 @@ class Argument:
     def _adopt(self, value: Any) -> Any:
         if is_torch(value):
             if value.device.type != "cpu":
-                raise InputError(self._label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
+                raise InputError(self.label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
             return value
         if not hasattr(value, "__dlpack__"):
             got = "nothing" if value is None else type(value).__name__
-            raise InputError(self._label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
+            raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
         try:
             return np.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError) as error:
-            raise InputError(self._label, "DLPack memory of the CPU, in a dtype of NumPy's", str(error)) from error
+            raise InputError(self.label, "DLPack memory of the CPU, in a dtype of NumPy's", str(error)) from error
 
     def _check_dtype(self, array: Any) -> None:
         if str(array.dtype).removeprefix("torch.") != self.info.dtype:
             hint = f"Convert it to {self.info.dtype}."
             if self.info.dtype == "bfloat16" and isinstance(array, np.ndarray):
                 hint = "Convert it: array.astype(ml_dtypes.bfloat16)."
-            raise InputError(self._label, self._described(), _description(array), hint)
+            raise InputError(self.label, self._described(), _description(array), hint)
         self._right_dtypes.add(array.dtype)
+
+    def _check_writable(self, array: Any) -> None:
+        """What is written cannot be a copy. Raises InputError."""
+        if isinstance(array, np.ndarray):
+            flags = array.flags
+            fits, got = flags.carray, "read-only memory" if not flags.writeable else "an array with gaps or unaligned"
+        else:
+            fits = array.is_contiguous() and not array.requires_grad
+            got = "a tensor that requires grad" if array.requires_grad else "a tensor with gaps"
+        if not fits:
+            expected = "contiguous memory that can be written: the call writes into it"
+            raise InputError(self.label, expected, got, "Allocate it by itself, once, and pass it to each call.")
 
     def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
         """`given` at its full rank. Axes of 1 stay, but the last, which ONNX Attention would pad where it is short."""
@@ -102,38 +121,75 @@ class Argument:
             if symbol in sizes and first not in (None, self.info.name)
         )
         expected = ", ".join((self._described(), *known))
-        return InputError(self._label, expected, _description(array), "`.inputs` lists what each input must be.")
+        return InputError(self.label, expected, _description(array), "`.inputs` lists what each input must be.")
 
 
 class Signature:
-    """The inputs and outputs of a compiled function."""
+    """The inputs and outputs of a compiled function. `in_place`: output -> the input that a call turns into it."""
 
-    def __init__(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], *, aligned: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[TensorInfo],
+        outputs: Sequence[TensorInfo],
+        *,
+        aligned: bool = False,
+        in_place: Mapping[str, str] | None = None,
+    ) -> None:
         # What broadcasts is checked last, against sizes that the others bring.
         self._order = sorted(range(len(inputs)), key=lambda i: inputs[i].broadcast is not None)
         first_seen: dict[str, str] = {}
         for i in self._order:
             for dim in inputs[i].dims:
                 first_seen.setdefault(str(dim), inputs[i].name)
-        self._arguments = [Argument(info, "input", first_seen, aligned) for info in inputs]
         self._names = [info.name for info in inputs]
         self._outputs = outputs
+        pairs = {} if in_place is None else in_place
+        self._own = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
+        written = set(self._own.values())
+        self._arguments = [Argument(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
         self._to_numpy = [_bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
-    def arrays(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[list[Any], Sizes]:
-        """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
-        values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
+    def values(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Sequence[Any]:
+        """What was given, in the order of the inputs. Raises InputError."""
+        return args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
+
+    def arrays(self, values: Sequence[Any]) -> tuple[list[Any], Sizes]:
+        """The values as arrays that TVM reads, and the sizes of the symbolic dims. Raises InputError."""
         arrays, sizes = list(values), Sizes()
         for i in self._order:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
+        if len(self._own) > 1:
+            self._check_apart(arrays)
         return arrays, sizes
 
-    def results(self, returned: Any, arrays: Iterable[Any]) -> Any:
-        """What TVM returned as torch tensors if any input was one, else as NumPy arrays; over the same memory."""
-        importers = [_to_torch] * len(self._outputs) if any(map(is_torch, arrays)) else self._to_numpy
+    def _check_apart(self, arrays: Sequence[Any]) -> None:
+        """Two inputs that are written must not be one memory. Raises InputError."""
+        seen: dict[int, str] = {}
+        for i in self._own.values():
+            first = seen.setdefault(_address(arrays[i]), self._names[i])
+            if first != self._names[i]:
+                expected = f"memory of its own: the call writes into it, and into {first!r}"
+                raise InputError(self._arguments[i].label, expected, f"that of {first!r}")
+
+    def results(self, returned: Any, values: Sequence[Any]) -> Any:
+        """What TVM returned as torch tensors if any value was one, else as NumPy arrays; over the same memory. What
+        was written in place is the caller's own value."""
+        importers = [_to_torch] * len(self._outputs) if any(map(is_torch, values)) else self._to_numpy
         if len(importers) == 1:
-            return importers[0](returned)
-        return tuple(import_(one) for import_, one in zip(importers, returned, strict=True))
+            return values[self._own[0]] if self._own else importers[0](returned)
+        return tuple(
+            values[self._own[i]] if i in self._own else import_(one)
+            for i, (import_, one) in enumerate(zip(importers, returned, strict=True))
+        )
+
+    def refused(self, words: str, values: Sequence[Any], sizes: Sizes) -> InputError:
+        """The error for what compiled code found wrong with a value; see `errors.CALL_REFUSED`."""
+        argument, *said = words.split("\n")
+        expected, got = (re.sub(r"\{(.*?)\}", lambda name: str(sizes.get(name[1], name[1])), line) for line in said)
+        named = next((i for i, taken in enumerate(self._arguments) if taken.label == argument), None)
+        if not got:
+            got = "others" if named is None else _range(values[named])
+        return InputError(argument, expected, got)
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
         """The outputs of a call in which some size is 0. Raises InputError unless they are empty themselves."""
@@ -197,6 +253,19 @@ def _exportable(array: np.ndarray[Any, Any]) -> Any:
 
         return tvm_ffi.from_dlpack(capsule)
     return np.array(array, order="C")
+
+
+def _range(value: Any) -> str:
+    numbers = value if hasattr(value, "min") else np.from_dlpack(value)
+    least, most = int(numbers.min()), int(numbers.max())
+    return str(least) if least == most else f"values from {least} to {most}"
+
+
+def _address(array: Any) -> int:
+    """Where an array of NumPy's, PyTorch's or TVM's begins in memory."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data_ptr())
 
 
 def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mhsa_compile import host, installation
-from mhsa_compile.errors import InputError, InstallationError
+from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
 
 _CPU, _POOLED = 1, 2  # DLPack's device type; the VM's kind of memory allocator
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")
@@ -140,6 +140,12 @@ def start() -> Runtime:
         release_memory=function("vm.builtin.memory_manager.clear"),
         _view=function("runtime.TVMTensorCreateView"),
     )
+
+
+def refusal(error: RuntimeError) -> str | None:
+    """What compiled code said as it refused a value, if that is what `error` is; see `errors.CALL_REFUSED`."""
+    found = getattr(error, "__tvm_ffi_error__", None)
+    return str(found.message) if found is not None and found.kind == CALL_REFUSED else None
 
 
 def _load_library() -> None:

@@ -26,7 +26,8 @@ LIGHT = [
 COMPILE_SIDE = [
     *("core", "model", "reference", "parity", "subject", "selfcheck", "verify"),
     *("export_check", "export", "sources", "kernels"),
-    *("onnx_graph", "attention_site", "fusion", "importer", "onnx_weights", "records", "schedule", "build", "pipeline"),
+    *("onnx_graph", "head_views", "attention_site", "rotary_site", "scatter_site", "fusion", "importer"),
+    *("onnx_weights", "records", "schedule", "build", "pipeline"),
     *("measure", "tune", "limits", "accuracy", "timing", "peers", "bench", "plots", "analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]

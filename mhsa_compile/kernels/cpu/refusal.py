@@ -5,10 +5,16 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.errors import CALL_REFUSED
+from mhsa_compile.kernels.base import Dim
 from mhsa_compile.kernels.cpu.vectors import Expr
 
 
-def refuse_unless(holds: Expr, argument: str, expected: str) -> None:
-    """Ends the call where `holds` is false; the runtime makes an InputError of `argument` and `expected`."""
-    with T.Assert(holds, f"{argument}\n{expected}", CALL_REFUSED):
+def refuse_unless(holds: Expr, argument: str, expected: str, got: str = "") -> None:
+    """Ends the call where `holds` is false, with what the runtime makes an InputError of: see `errors.CALL_REFUSED`."""
+    with T.Assert(holds, f"{argument}\n{expected}\n{got}", CALL_REFUSED):
         pass
+
+
+def spelled(dim: Dim) -> str:
+    """A size in such a text; a symbolic one is filled in when the call is refused."""
+    return str(dim) if isinstance(dim, int) else f"{{{dim}}}"

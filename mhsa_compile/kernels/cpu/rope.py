@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, Op, RotaryOp
 from mhsa_compile.kernels.cpu.operands import HeadView, head_view, placed_shape
-from mhsa_compile.kernels.cpu.refusal import refuse_unless
+from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, each_task, each_vector, load, settle, store
 from mhsa_compile.profile import TargetProfile
@@ -70,9 +70,9 @@ class _Angles:
             position = bind(self.positions[b, i])
             beyond = T.cast(T.Or(position < 0, position >= self.cos.shape[0]), "int32")
             store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
-        most = self.op.max_positions
-        last = most - 1 if isinstance(most, int) else f"{most} - 1"
-        refuse_unless(wrong[0] == 0, self.op.positions_name, f"positions from 0 to {last}")
+        assert self.op.max_positions is not None
+        expected = f"positions below {spelled(self.op.max_positions)}, and from 0 on"
+        refuse_unless(wrong[0] == 0, self.op.positions_name, expected)
 
     def of(self, b: Expr, i: Expr) -> list[Expr]:
         """The index of the row of angles of place i, without its last axis."""

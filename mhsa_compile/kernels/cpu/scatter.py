@@ -15,7 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, Op, ScatterOp
-from mhsa_compile.kernels.cpu.refusal import refuse_unless
+from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
 from mhsa_compile.kernels.cpu.vectors import (
     DTYPE_BYTES,
     Dims,
@@ -109,8 +109,8 @@ class _Scatter:
     def check(self) -> None:
         """Ends the call where the new rows do not fit the cache, or would not lie within it."""
         op, rows = self.op, self.cache.shape[2]
-        most, new = op.cache[op.axis], op.length
-        refuse_unless(self.new <= rows, op.update_name, f"at most {most} rows, as the cache has")
+        most, new = spelled(op.cache[op.axis]), spelled(op.length)
+        refuse_unless(self.new <= rows, op.update_name, f"at most {most} rows, as the cache has", f"{new} rows")
         if self.indices is None or op.circular:
             return
         wrong = T.alloc_buffer((1,), "int32")
@@ -119,8 +119,8 @@ class _Scatter:
             index = bind(self.indices[b])
             beyond = T.cast(T.Or(index < 0, index > rows - self.new), "int32")
             store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
-        last = str(most - new) if isinstance(most, int) and isinstance(new, int) else f"{most} - {new}"
-        refuse_unless(wrong[0] == 0, op.indices_name, f"indices from 0 to {last}, as the cache has {most} rows")
+        expected = f"indices from 0 to {most} - {new}, so that the {new} new rows end within the cache"
+        refuse_unless(wrong[0] == 0, op.indices_name, expected)
 
     def write_rows(self) -> None:
         new = self.new
