@@ -93,6 +93,8 @@ class _Pairs:
         expected = oracle(self.model, base)
         yardstick = eager(self.model, base, int8_weights=self.manifest.int8_weights)
         at_base = (self.run(base), expected, yardstick)
+        if [a.shape for a in at_base[0]] != [e.shape for e in expected]:
+            return SelfCheck(name, np.inf, 0.0, "another shape than the oracle's")
         infos = self.manifest.outputs
         found: list[list[tuple[Array, ...]]] = [[] for _ in infos]
         for variant in variants:
@@ -109,7 +111,7 @@ class _Pairs:
 def _judged(name: str, pieces: Sequence[tuple[Array, ...]]) -> SelfCheck:
     """One output: (the variant's, the base's, the base's in float64, PyTorch's) of every part, as one."""
     if any(got.shape != wanted.shape for got, wanted, *_ in pieces):
-        return SelfCheck(name, np.inf, 0.0, "another shape")
+        return SelfCheck(name, np.inf, 0.0, "another shape than the other run's")
     columns = zip(*pieces, strict=True)
     got, wanted, expected, yardstick = (np.concatenate([part.ravel() for part in parts]) for parts in columns)
     same = np.array_equal(got.view(np.uint8), wanted.view(np.uint8))
@@ -154,11 +156,11 @@ def _batch_permutation(subject: Subject, pairs: _Pairs) -> SelfCheck:
 
 
 def _padded_batch(subject: Subject, pairs: _Pairs) -> SelfCheck:
-    """Sequences of several lengths in one batch, what follows them masked, give what each gives without the rest."""
+    """Sequences of several lengths in one batch, the rest of it masked, give what each gives without the rest."""
     name = "a padded batch is its rows alone"
     if why := subject.why_no_padding:
         return SelfCheck(name, note=why)
-    base, spans = subject.padded()
+    base, spans = subject.padded(subject.padding)
 
     def variant(b: int) -> _Variant:
         here = {subject.keys: spans[b]}
@@ -176,7 +178,7 @@ def _poisoned_padding(subject: Subject, pairs: _Pairs) -> SelfCheck:
     name = "NaN and Inf in hidden keys stay there"
     if why := subject.why_no_keys:
         return SelfCheck(name, note=why)
-    base, spans = subject.padded()
+    base, spans = subject.padded("around" if subject.mask else "after")
     with np.errstate(invalid="ignore", over="ignore"):  # NumPy says so of every NaN that is on its way
         variants = [_poisoned(subject, pairs, base, spans, poison) for poison in (np.nan, np.inf)]
         if None in variants:

@@ -142,36 +142,42 @@ class Subject:
         )
         return np.ascontiguousarray(array[tuple(cuts)])
 
-    def padded(self) -> tuple[dict[str, Array], list[slice]]:
-        """Random inputs whose mask hides all keys of an entry but those of its slice.
-
-        Where places are counted from the last key, padding comes first. Without a mask the slices are of what is to
-        stay clean, and hide nothing.
-        """
+    def padded(self, hidden: str) -> tuple[dict[str, Array], list[slice]]:
+        """Random inputs whose mask hides all keys of an entry but those of its slice: what is "before", "after" or
+        "around" it. Without a mask the slices are of what is to stay clean, and hide nothing."""
         inputs = self.draw()
         total, entries = self.sizes[self.keys], self.sizes.get(self.batch, 1)
         rng = np.random.default_rng(self.seed)
         valid = rng.choice(np.arange(1, max(2, total)), entries, replace=entries >= total)
         mask = None if self.mask is None else inputs[self.mask.name]
-        if mask is not None and mask.dtype.kind in "iu":
-            mask[...] = 1
         if mask is None or len(mask) < entries:
             valid[:] = valid[0]  # one for all entries
-        first = self._counts_from_the_end
-        spans = [slice(total - n, total) if first else slice(0, n) for n in map(int, valid)]
+        first = {"before": total - valid, "after": 0 * valid, "around": (total - valid + 1) // 2}[hidden]
+        spans = [slice(int(i), int(i + n)) for i, n in zip(first, valid, strict=True)]
         if mask is not None:
-            for b, span in enumerate(spans):
-                hidden = np.ones(total, np.bool_)
-                hidden[span] = False
-                mask[b % len(mask), ..., hidden] = -np.inf if mask.dtype.kind not in "biu" else 0
+            self._hide(mask, spans)
         return inputs, spans
 
+    @staticmethod
+    def _hide(mask: Array, spans: Sequence[slice]) -> None:
+        """Masks the keys outside of each entry's slice."""
+        if mask.dtype.kind in "iu":
+            mask[...] = 1
+        for b, span in enumerate(spans):
+            hidden = np.ones(mask.shape[-1], np.bool_)
+            hidden[span] = False
+            mask[b % len(mask), ..., hidden] = 0 if mask.dtype.kind in "biu" else -np.inf
+
     @property
-    def _counts_from_the_end(self) -> bool:
-        """Whether query i stands at i + S - L: keys may then be missing at the beginning only."""
-        bands = [attention["band"] for attention in self.manifest.semantics]
-        bottom_right = any(band is not None and band["alignment"] == "bottom_right" for band in bands)
-        return bottom_right and sum(self.keys in axes for axes in self.axes.values()) < len(self.axes)
+    def padding(self) -> str:
+        """Where a batch is padded. Before the keys where places are counted from the last one; also where attention is
+        causal, since what comes after is hidden by that alone (places count among each other only in our own modules).
+        """
+        bands = [attention["band"] for attention in self.manifest.semantics if attention["band"] is not None]
+        causal = bool(self._own_keys) and any(band["right"] == 0 for band in bands)
+        from_the_end = any(band["alignment"] == "bottom_right" for band in bands)
+        apart = any(self.keys not in axes for axes in self.axes.values())  # in self-attention queries go with the keys
+        return "before" if (from_the_end if apart else causal) else "after"
 
     def poisoned(self, inputs: Arrays, spans: Sequence[slice], poison: float) -> dict[str, Array]:
         """A copy whose keys outside of each entry's slice are `poison`, in every floating input but the mask."""

@@ -1,0 +1,258 @@
+"""Verify's self-checks: each holds for what is right, fails for a fault that breaks just that, and knows when it has
+nothing to say. PyTorch's evaluation of the graph stands in for the compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import mhsa_compile as mhsa
+from mhsa_compile import selfcheck
+from mhsa_compile.artifact import Manifest, TensorInfo
+from mhsa_compile.export import export
+from mhsa_compile.selfcheck import SelfCheck, self_checks
+from mhsa_compile.subject import LENGTHS
+from mhsa_compile.verify import Verdict, eager
+
+BATCH = "an entry of a batch is the entry alone"
+PERMUTED = "permuting a batch permutes the output"
+PADDED = "a padded batch is its rows alone"
+POISONED = "NaN and Inf in hidden keys stay there"
+UNSEEN = "two sizes never seen of each symbolic dim"
+DECODED = "decode is prefill: the last row of every prefix"
+NAMES = (BATCH, PERMUTED, PADDED, POISONED, UNSEEN, DECODED)
+
+Run = Callable[[dict[str, np.ndarray]], list[np.ndarray]]
+
+
+@cache
+def subject(module: str = "MultiHeadAttention", dims: tuple[tuple[str, int], ...] = (), **fields) -> tuple:
+    """(graph, manifest) of a small spec, as the compiler would describe it."""
+    spec = mhsa.AttentionSpec(**{"embed_dim": 24, "num_heads": 3, **fields})
+    model = export(getattr(mhsa, module)(spec).eval(), dims=dict(dims))
+    band = None if spec.band is None else dict(zip(("left", "right", "alignment"), spec.band, strict=True))
+    if band is not None:
+        band |= {side: None for side in ("left", "right") if band[side] < 0}
+    keys = "S" if spec.is_cross or module == "ScaledDotProductAttention" else "L"
+    full = tuple(dict(dims).get(axis, axis) for axis in ("B", spec.num_heads, "L", keys))
+    return model, manifest(model, spec.to_dict(), [{"band": band}], {"mask": full})
+
+
+def manifest(model: onnx.ModelProto, spec: dict | None, semantics: list[dict], broadcast: dict | None = None):
+    def info(value: onnx.ValueInfoProto) -> TensorInfo:
+        kind = value.type.tensor_type
+        dims = tuple(d.dim_param or d.dim_value for d in kind.shape.dim)
+        full = (broadcast or {}).get(value.name) if len(dims) == 4 else None
+        return TensorInfo(value.name, str(helper.tensor_dtype_to_np_dtype(kind.elem_type)), dims, full)
+
+    inputs, outputs = (tuple(map(info, values)) for values in (model.graph.input, model.graph.output))
+    return Manifest(
+        mhsa_version="", inputs=inputs, outputs=outputs, weights=(), semantics=tuple(semantics), spec=spec, target={},
+        versions={}, ops=(), files={},
+    )  # fmt: skip
+
+
+def checked(case: tuple, fault: Callable[[Run, dict], list[np.ndarray]] | None = None) -> dict[str, SelfCheck]:
+    """Every check on PyTorch's evaluation, or on what `fault` makes of it."""
+    model, described = case
+
+    def run(inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        return eager(model, inputs)
+
+    results = self_checks(model, described, run if fault is None else lambda inputs: fault(run, inputs))
+    assert tuple(result.name for result in results) == NAMES
+    return {result.name: result for result in results}
+
+
+def failed(results: dict[str, SelfCheck]) -> set[str]:
+    return {name for name, result in results.items() if not result.ok}
+
+
+CAUSAL = {"causal": True, "mask": "key_padding"}
+RIGHT = {
+    "causal-key-padding": CAUSAL,
+    "causal-additive": {"causal": True, "mask": "additive"},
+    "cross-bool": {"kv_embed_dim": 16, "mask": "bool"},
+    "cross-bottom-right": {"kv_embed_dim": 16, "mask": "key_padding", "causal": "bottom_right"},
+    "window-bfloat16": {"window": (5, 0), "causal": True, "mask": "bool", "dtype": "bfloat16"},
+    "core": {"module": "ScaledDotProductAttention", "mask": "key_padding", "causal": "bottom_right"},
+}
+
+
+@pytest.mark.parametrize("fields", RIGHT.values(), ids=RIGHT)
+def test_what_is_right_passes(fields):
+    results = checked(subject(**fields))
+    assert failed(results) == set()
+    skipped = {name for name, result in results.items() if not result.applies}
+    assert skipped == (set() if "causal" in fields else {DECODED})
+
+
+def test_runs_that_agree_to_the_bit_are_said_to():
+    assert all(results.note == "to the bit" for name, results in checked(subject(**CAUSAL)).items() if name == PERMUTED)
+    off = checked(subject(**CAUSAL), lambda run, inputs: [y * np.float32(1 + 2e-8 * len(y)) for y in run(inputs)])
+    assert off[BATCH].note != "to the bit"
+
+
+def others_leak(run, inputs):
+    """A little of every entry in every other: alone, an entry is right."""
+    (y,) = run(inputs)
+    return [y + 1e-3 * (np.nan_to_num(y).mean(axis=0, keepdims=True) - np.nan_to_num(y))]
+
+
+def place_counts(run, inputs):
+    """The second entry is off, whatever it holds."""
+    (y,) = run(inputs)
+    y = y.copy()
+    y[1:2] *= 1.001
+    return [y]
+
+
+def mask_of_the_last(run, inputs):
+    """Every entry gets the padding of the last."""
+    return run({**inputs, "mask": np.repeat(inputs["mask"][-1:], len(inputs["mask"]), axis=0)})
+
+
+def masked_by_zero(run, inputs):
+    """Hidden keys are multiplied by zero instead of left out: right, until one is NaN."""
+    (y,) = run(inputs)
+    with np.errstate(invalid="ignore"):
+        return [y + 0 * inputs["x"].sum(axis=1, keepdims=True)]
+
+
+def one_length(run, inputs):
+    """What was compiled for the lengths of the other checks only."""
+    (y,) = run(inputs)
+    y = y.copy()
+    if y.shape[1] > max(LENGTHS) or y.shape[0] > 3:
+        y[:, -1] = 0
+    return [y]
+
+
+def row_before(run, inputs):
+    """Causality that is off by one, in short sequences."""
+    (y,) = run(inputs)
+    y = y.copy()
+    if 1 < y.shape[1] < 20:
+        y[:, -1] = y[:, -2]
+    return [y]
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught", "alone"),
+    [
+        (others_leak, BATCH, False),
+        (place_counts, PERMUTED, False),
+        (mask_of_the_last, PADDED, False),
+        (masked_by_zero, POISONED, True),
+        (one_length, UNSEEN, False),
+        (row_before, DECODED, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_fault_is_caught(fault, caught, alone):
+    results = checked(subject(**CAUSAL), fault)
+    assert caught in failed(results)
+    assert not alone or failed(results) == {caught}
+    assert not Verdict((), (results[caught],)).ok
+
+
+def test_another_shape_is_a_fault():
+    found = checked(subject(**CAUSAL), lambda run, inputs: [y[:, :9] for y in run(inputs)])
+    assert {UNSEEN, DECODED} <= failed(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, {PADDED: "it takes no mask", POISONED: "every output sees every key", DECODED: "not causal"}),
+        (CAUSAL | {"dims": (("B", 1), ("L", 31))}, {
+            BATCH: "the batch is fixed at 1", PERMUTED: "the batch is fixed at 1", PADDED: "the length is fixed",
+            UNSEEN: "every size is fixed", DECODED: "a length is fixed",
+        }),
+        ({"causal": True, "dims": (("L", 1),)}, {
+            PADDED: "it takes no mask", POISONED: "there is one key", DECODED: "a length is fixed",
+        }),
+    ],
+    ids=["plain", "fixed", "one-key"],
+)  # fmt: skip
+def test_what_means_nothing_says_why(fields, why):
+    results = checked(subject(**fields))
+    assert failed(results) == set()
+    assert {name: result.note for name, result in results.items() if not result.applies} == why
+
+
+def test_a_fixed_batch_is_checked_in_batches_of_copies():
+    results = checked(subject(dims=(("B", 2),), **CAUSAL))
+    assert failed(results) == set() and all(result.applies for result in results.values())
+    assert {BATCH, PERMUTED} <= failed(checked(subject(dims=(("B", 2),), **CAUSAL), place_counts))
+
+
+def foreign(*nodes: onnx.NodeProto, **attributes: int) -> tuple:
+    """A graph made elsewhere around one Attention with a boolean mask over (N, T)."""
+    four = ["N", 2, "T", 8]
+    attention = helper.make_node("Attention", ["q", "q", "q", "wide"], ["a"], **attributes)
+    axes = onnx.numpy_helper.from_array(np.array([1, 2]), "axes")
+    unsqueeze = helper.make_node("Unsqueeze", ["attention_mask", "axes"], ["wide"])
+    inputs = [
+        helper.make_tensor_value_info("q", TensorProto.FLOAT, four),
+        helper.make_tensor_value_info("attention_mask", TensorProto.BOOL, ["N", "T"]),
+    ]
+    last = nodes[-1].output[0] if nodes else "a"
+    output = helper.make_tensor_value_info(last, TensorProto.FLOAT, four)
+    graph = helper.make_graph([unsqueeze, attention, *nodes], "g", inputs, [output], [axes])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
+    band = {"left": None, "right": 0, "alignment": "top_left"} if attributes else None
+    return model, manifest(model, None, [{"band": band}])
+
+
+def no_mask(run, inputs):
+    return run({**inputs, "attention_mask": np.ones_like(inputs["attention_mask"])})
+
+
+def test_a_graph_made_elsewhere_is_known_by_its_symbols():
+    results = checked(foreign(is_causal=1))
+    assert failed(results) == set() and all(result.applies for result in results.values())
+    assert failed(checked(foreign(is_causal=1), no_mask)) >= {POISONED, UNSEEN}
+    assert failed(checked(foreign(), no_mask)) >= {PADDED, POISONED}
+
+
+def test_what_the_model_itself_does_not_promise_is_not_asked():
+    """This one takes the mean of the batch away."""
+    mean = helper.make_node("ReduceMean", ["a", "first"], ["mean"], keepdims=1)
+    model, described = foreign(mean, helper.make_node("Sub", ["a", "mean"], ["y"]), is_causal=1)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0]), "first"))
+    results = checked((model, described))
+    assert failed(results) == set()
+    assert results[BATCH].note == results[PADDED].note == "the model itself is not so, says the oracle"
+    assert results[PERMUTED].applies and results[DECODED].applies
+
+
+def test_unseen_sizes_are_fresh_primes_of_the_seed():
+    model, described = subject(**CAUSAL)
+    tried: list[dict[str, np.ndarray]] = []
+
+    def run(inputs):
+        tried.append(inputs)
+        return eager(model, inputs)
+
+    for seed in (0, 0, 1):
+        selfcheck._unseen_lengths(selfcheck.Subject(described, seed), selfcheck._Pairs(model, described, run))
+    shapes = [inputs["x"].shape[:2] for inputs in tried]
+    assert shapes[:2] == shapes[2:4] != shapes[4:]
+    assert len({L for _, L in shapes[:2]}) == len({B for B, _ in shapes[:2]}) == 2
+    assert all(L in selfcheck.PRIMES for _, L in shapes)
+    assert {7, 197, *LENGTHS}.isdisjoint(selfcheck.PRIMES)
+
+
+def test_a_compiled_artifact_is_held_to_all_of_them():
+    artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=24, num_heads=3, num_kv_heads=1, **CAUSAL))
+    verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 7}])
+    assert [check.name for check in verdict.checks] == list(NAMES)
+    assert verdict.ok and all(check.applies for check in verdict.checks)
+    assert verdict.checks[0].note == "to the bit"
+    assert mhsa.verify(artifact, cases=[{"B": 2, "L": 7}], self_checks=False).checks == ()
