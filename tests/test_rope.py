@@ -1,0 +1,254 @@
+"""Rotary embeddings: the kernel alone and through compile, against NumPy in float64, within the project's budget.
+
+Notation: B batch, L length, D embed, H heads, G key/value heads, E head dim, R the elements of a head that turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from kernel_runs import call, compiled, vector_machine
+from onnx import TensorProto, helper, numpy_helper
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.importer import import_onnx
+from mhsa_compile.kernels.base import LinearOp, Placement, RotaryOp
+from mhsa_compile.kernels.cpu.rope import RotaryKernel
+from mhsa_compile.verify import budget, eager, max_error, oracle
+
+MACHINES = [((512, 32), "float32"), ((128, 32), "float32"), ((256, 16), "bfloat16"), ((32, 8), "float16")]
+NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+KINDS = {"float32": TensorProto.FLOAT, "bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16}
+TABLE = 41  # positions in it
+
+
+def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int, interleaved: bool) -> np.ndarray:
+    """x (B, L, H, E) by angles (B or 1, L, R/2), in the arrays' own dtype."""
+    part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    one, two = (part[..., 0::2], part[..., 1::2]) if interleaved else np.split(part, 2, axis=-1)
+    cos, sin = cos[:, :, np.newaxis], sin[:, :, np.newaxis]
+    pair = (cos * one - sin * two, sin * one + cos * two)
+    part = np.stack(pair, axis=-1).reshape(part.shape) if interleaved else np.concatenate(pair, axis=-1)
+    return np.concatenate((part, rest), axis=-1)
+
+
+def assert_right(y: np.ndarray, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, R: int, interleaved: bool) -> None:
+    """`y` (B, L, H, E) within the budget, whose yardstick is the same arithmetic at the dtype."""
+    expected = turned(*(array.astype(np.float64) for array in (x, cos, sin)), R, interleaved)
+    eager = turned(x, cos, sin, R, interleaved)
+    assert y.dtype == eager.dtype == x.dtype
+    assert max_error(expected, y) <= budget(expected, eager, str(x.dtype))
+
+
+def angles(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    turns = rng.uniform(-np.pi, np.pi, shape)
+    return np.cos(turns).astype(NUMPY[dtype]), np.sin(turns).astype(NUMPY[dtype])
+
+
+BASE = RotaryOp(
+    batch="B", length="L", num_heads=3, head_dim=26, rotary_dim=26, interleaved=False, max_positions="P",
+    x=Placement(0, "rows", 101, 7), output=Placement(0, "rows", 78),
+)  # fmt: skip
+SHAPES = {
+    "halves": {},
+    "interleaved": {"interleaved": True},
+    "part": {"rotary_dim": 14},
+    "part, interleaved": {"rotary_dim": 14, "interleaved": True},
+    "least": {"rotary_dim": 2, "interleaved": True, "num_heads": 1, "head_dim": 3, "output": Placement(0, "rows", 3)},
+    "wide": {"head_dim": 128, "rotary_dim": 128, "x": Placement(0, "rows", 384), "output": Placement(0, "rows", 384)},
+    "heads to heads": {"x": Placement(0, "heads", 78), "output": Placement(0, "heads", 78)},
+    "rows to heads": {"output": Placement(0, "heads", 78), "interleaved": True},
+    "of each place": {"max_positions": None},
+    "one for all": {"shared_angles": True},
+    "of each place, one for all": {"max_positions": None, "shared_angles": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("machine", "dtype"), MACHINES, ids=str)
+def test_the_kernel(machine: tuple[int, int], shape: str, dtype: str) -> None:
+    """What lies between the heads is NaN, and so is the output before: all of it is written, of nothing else."""
+    op = replace(BASE, dtype=dtype, **SHAPES[shape])  # type: ignore[arg-type]
+    profile, kernel = vector_machine(*machine), RotaryKernel()
+    assert kernel.applies(op, profile) is None
+    run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
+    H, E, half, width = op.num_heads, op.head_dim, op.rotary_dim // 2, op.x.width
+    rng = np.random.default_rng(0)
+    for B, L in ((1, 1), (2, 7), (3, 197)):  # the last is shared between threads
+        entries = 1 if op.shared_angles else B
+        places = rng.integers(0, TABLE, (entries, L))
+        tables = angles(rng, *((TABLE,) if op.max_positions else (entries, L)), half, dtype=dtype)
+        x = rng.standard_normal((B, L, H, E)).astype(NUMPY[dtype])
+        if op.x.layout == "rows":
+            given = np.full((B, L, width), np.nan, NUMPY[dtype])
+            given[:, :, op.x.offset : op.x.offset + H * E] = x.reshape(B, L, H * E)
+        else:
+            given = np.ascontiguousarray(x.swapaxes(1, 2))
+        empty = np.full((B, H, L, E) if op.output.layout == "heads" else (B, L, H * E), np.nan, NUMPY[dtype])
+        y = call(run, given, *tables, *([places] if op.max_positions else []), empty)
+        y = y.swapaxes(1, 2) if op.output.layout == "heads" else y.reshape(B, L, H, E)
+        cos, sin = (table[places] if op.max_positions else table for table in tables)
+        assert_right(y, x, cos, sin, op.rotary_dim, op.interleaved)
+
+
+def model(
+    dims: tuple[Any, ...] = ("B", 3, "L", 10),
+    positions: tuple[Any, ...] | None = ("B", "L"),
+    table: tuple[Any, ...] = (TABLE, 5),
+    dtypes: tuple[str, str, str, str] = ("float32", "float32", "float32", "int64"),
+    **attributes: int,
+) -> onnx.ModelProto:
+    shapes = {"x": dims, "cos": table, "sin": table, **({} if positions is None else {"positions": positions})}
+    kinds = KINDS | {"int64": TensorProto.INT64, "int32": TensorProto.INT32, "float64": TensorProto.DOUBLE}
+    inputs = [
+        helper.make_tensor_value_info(name, kinds[dtype], shape)
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=False)
+    ]
+    node = helper.make_node("RotaryEmbedding", list(shapes), ["y"], name="turn", **attributes)
+    y = helper.make_tensor_value_info("y", kinds[dtypes[0]], dims)
+    graph = helper.make_graph([node], "g", inputs, [y])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("positions", [("B", "L"), (1, "L"), None])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_the_operator(rank: int, positions: tuple[Any, ...] | None, dtype: str) -> None:
+    interleaved = rank == 3
+    dims = ("B", "L", 30) if rank == 3 else ("B", 3, "L", 10)
+    said = {"num_heads": 3, "rotary_embedding_dim": 6} if rank == 3 else {}
+    half = 3 if rank == 3 else 5
+    table = ("B", "L", half) if positions is None else (TABLE, half)
+    source = model(dims, positions, table, (dtype, dtype, dtype, "int64"), interleaved=int(interleaved), **said)
+    turn = mhsa.load(mhsa.compile(source))
+    rng = np.random.default_rng(0)
+    for B, L in ((1, 5), (3, 13)):
+        places = rng.integers(0, TABLE, (1 if positions == (1, "L") else B, L))
+        cos, sin = angles(rng, *((B, L) if positions is None else (TABLE,)), half, dtype=dtype)
+        x = rng.standard_normal((B, L, 3, 10)).astype(NUMPY[dtype])
+        given = x.reshape(B, L, 30) if rank == 3 else np.ascontiguousarray(x.swapaxes(1, 2))
+        y = turn(given, cos, sin, *([] if positions is None else [places]))
+        y = y.reshape(B, L, 3, 10) if rank == 3 else y.swapaxes(1, 2)
+        if positions is not None:
+            cos, sin = cos[places], sin[places]
+        assert_right(y, x, cos, sin, 2 * half, interleaved)
+
+
+def test_positions_beyond_the_tables_are_refused() -> None:
+    turn = mhsa.load(mhsa.compile(model(table=("P", 5))))
+    rng = np.random.default_rng(0)
+    x, tables = rng.standard_normal((2, 3, 4, 10), np.float32), angles(rng, TABLE, 5)
+    right = np.array([[0, 1, 2, 3], [0, 7, 9, TABLE - 1]])
+    for wrong in (TABLE, -1, np.iinfo(np.int64).min, np.iinfo(np.int64).max):
+        places = right.copy()
+        places[1, 2] = wrong
+        with pytest.raises(InputError) as refused:
+            turn(x, *tables, places)
+        assert refused.value.argument == "input 'positions'"
+        assert refused.value.expected == f"positions below {TABLE}, and from 0 on"
+        assert str(wrong) in refused.value.got
+    assert np.isfinite(turn(x, *tables, right)).all()
+
+
+def test_positions_that_the_graph_computes_are_refused_by_their_node() -> None:
+    source = model()
+    source.graph.node.insert(0, helper.make_node("Add", ["positions", "positions"], ["twice"]))
+    source.graph.node[1].input[3] = "twice"
+    turn = mhsa.load(mhsa.compile(source))
+    tables = angles(np.random.default_rng(0), TABLE, 5)
+    with pytest.raises(InputError, match="position_ids of RotaryEmbedding node 'turn': expected positions below 41"):
+        turn(np.ones((1, 3, 1, 10), np.float32), *tables, np.full((1, 1), TABLE // 2 + 1))
+
+
+REFUSED = {
+    "no heads": (model(("B", "L", 30)), "num_heads that divides the fixed last dim of X, as X has three axes, got 0"),
+    "heads": (model(("B", "L", 30), num_heads=4), "num_heads that divides .* got 4"),
+    "other heads": (model(num_heads=2), "num_heads of 3, as X has, got 2"),
+    "odd": (model(("B", 3, "L", 9)), "an even number of elements to turn, at most the 9 of a head, got all 9"),
+    "odd part": (model(rotary_embedding_dim=3), "an even number .* got rotary_embedding_dim=3"),
+    "too many": (model(rotary_embedding_dim=12), "at most the 10 of a head, got rotary_embedding_dim=12"),
+    "interleaved": (model(interleaved=2), "interleaved of 0 or 1, got 2"),
+    "table": (model(table=(TABLE, 4)), r"cos_cache of shape \(41, 5\), got \(41, 4\)"),
+    "angles": (model(positions=None, table=("B", 9, 4)), r"cos_cache of shape \('B', 'L', 5\), got \('B', 9, 4\)"),
+    "ranks": (model(positions=None), "cos_cache of known rank 3, got"),
+    "positions": (model(positions=(2,)), "position_ids of known rank 2, got"),
+    "batch": (model(("B", 3, 4, 10), (1, 5)), r"position_ids of shape \(1, 4\), got \(1, 5\)"),
+    "dtypes": (
+        model(dtypes=("float16", "float32", "float32", "int64")),
+        "X, cos_cache and sin_cache all of float32, .* got X of float16, cos_cache of float32",
+    ),
+    "dtype": (model(dtypes=("float64",) * 3 + ("int64",)), "all of float32, .* got X of float64"),
+    "position dtype": (model(dtypes=("float32",) * 3 + ("int32",)), "position_ids of int64, got int32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    source, message = REFUSED[case]
+    with pytest.raises(ModelError, match=f"RotaryEmbedding node 'turn': expected .*{message}"):
+        import_onnx(source)
+
+
+H, G, E, D = 4, 2, 10, 36
+
+
+def block(four_axes: bool, *, shows_k: bool = False) -> onnx.ModelProto:
+    """x (B, L, D) -> q, k, v; q and k turned; causal attention; y (B, L, D). `shows_k`: k is an output, too."""
+    node, rng, nodes = helper.make_node, np.random.default_rng(0), []
+    shapes = {"q_w": (D, H * E), "k_w": (D, G * E), "v_w": (D, G * E), "v_b": (G * E,), "o_w": (H * E, D)}
+    tensors = {name: rng.standard_normal(shape, np.float32) / 6 for name, shape in shapes.items()}
+    tensors |= dict(zip(("cos", "sin"), angles(rng, TABLE, E // 2), strict=True))
+    for name, heads in {"q": H, "k": G, "v": G}.items():  # in this order q is turned before there is a v
+        nodes.append(node("MatMul", ["x", f"{name}_w"], [f"{name}_rows"]))
+        rows = f"{name}_rows"
+        if name == "v":
+            nodes.append(node("Add", [rows, "v_b"], ["v_biased"]))
+            rows = "v_biased"
+        if four_axes:
+            tensors[f"{name}_split"] = np.array([0, 0, heads, E])
+            nodes.append(node("Reshape", [rows, f"{name}_split"], [f"{name}_parts"]))
+            nodes.append(node("Transpose", [f"{name}_parts"], [f"{name}_heads"], perm=[0, 2, 1, 3]))
+            rows = f"{name}_heads"
+        if name != "v":
+            said = {} if four_axes else {"num_heads": heads}
+            nodes.append(node("RotaryEmbedding", [rows, "cos", "sin", "positions"], [f"{name}_turned"], **said))
+    said = {} if four_axes else {"q_num_heads": H, "kv_num_heads": G}
+    nodes.append(node("Attention", ["q_turned", "k_turned", rows], ["attended"], is_causal=1, **said))
+    if four_axes:
+        tensors["join"] = np.array([0, 0, H * E])
+        nodes.append(node("Transpose", ["attended"], ["parts"], perm=[0, 2, 1, 3]))
+        nodes.append(node("Reshape", ["parts", "join"], ["joined"]))
+    nodes.append(node("MatMul", ["joined" if four_axes else "attended", "o_w"], ["y"]))
+    value = helper.make_tensor_value_info
+    inputs = [value("x", TensorProto.FLOAT, ("B", "L", D)), value("positions", TensorProto.INT64, ("B", "L"))]
+    outputs = [value("y", TensorProto.FLOAT, ("B", "L", D))]
+    outputs += [value("k_rows", TensorProto.FLOAT, ("B", "L", G * E))] if shows_k else []
+    weights = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+@pytest.mark.parametrize("four_axes", [False, True])
+def test_a_decoder_s_block_turns_rows_of_its_one_projection(four_axes: bool) -> None:
+    source = block(four_axes)
+    artifact = mhsa.compile(source)
+    assert [op.op for op in artifact.manifest.ops] == ["linear", "rope", "rope", "attention", "linear"]
+    assert artifact.manifest.ops[0].note == "36 -> 40 + 20 + 20"
+    attend = mhsa.load(artifact)
+    for B, L in ((1, 7), (2, 33)):
+        rng = np.random.default_rng(L)
+        inputs = {"x": rng.standard_normal((B, L, D), np.float32), "positions": rng.integers(0, TABLE, (B, L))}
+        (expected,), (yardstick,) = oracle(source, inputs), eager(source, inputs)
+        assert max_error(expected, attend(**inputs)) <= budget(expected, yardstick, "float32")
+
+
+def test_a_projection_that_others_read_stays_by_itself() -> None:
+    imported = import_onnx(block(True, shows_k=True))
+    linears = [op.widths for op in imported.ops.values() if isinstance(op, LinearOp)]
+    assert linears == [(H * E, G * E), (G * E,), (D,)]
