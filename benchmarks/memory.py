@@ -18,7 +18,7 @@ from pathlib import Path
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench import compile_workload
-from mhsa_compile.spec import DTYPES
+from mhsa_compile.spec_checks import DTYPES
 from mhsa_compile.workloads import Workload
 
 CHILD = "--in-child"

@@ -29,7 +29,7 @@ from mhsa_compile import host, plots
 from mhsa_compile.bench import Report, Row, bench, compile_workload
 from mhsa_compile.installation import installed_version
 from mhsa_compile.peers import PEERS
-from mhsa_compile.spec import DTYPES
+from mhsa_compile.spec_checks import DTYPES
 from mhsa_compile.workloads import Workload, choose
 
 PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "iree-base-compiler", "numpy")

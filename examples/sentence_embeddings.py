@@ -39,7 +39,8 @@ from torch import Tensor, nn
 
 import mhsa_compile as mhsa
 from mhsa_compile.artifact import Artifact
-from mhsa_compile.model import from_bert, weights
+from mhsa_compile.conversion import from_bert
+from mhsa_compile.model import weights
 from mhsa_compile.runtime import CompiledAttention
 from mhsa_compile.verify import CaseResult, budget, eager, max_error, oracle
 

@@ -14,7 +14,8 @@ from onnx import numpy_helper
 from mhsa_compile.errors import ModelError
 from mhsa_compile.head_views import DOMAIN, Operand, keeps_rows, split_rows
 from mhsa_compile.onnx_graph import Graph, attributes
-from mhsa_compile.spec import DTYPES, SPEC_KEY
+from mhsa_compile.spec import SPEC_KEY
+from mhsa_compile.spec_checks import DTYPES
 
 ATTENTION = "MhsaAttention"
 

@@ -1,4 +1,4 @@
-"""The core of attention in PyTorch: what each query sees, and what it gets; and the same as the ONNX operator.
+"""The core of attention in PyTorch: where queries and keys stand, what each query sees, and what it gets.
 
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
 """
@@ -6,7 +6,6 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +18,14 @@ from mhsa_compile.spec import AttentionSpec
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, bias: Tensor | None, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(q k^T * scale) + bias) v over the visible keys.
 
@@ -27,6 +33,7 @@ def attend(
     visible     bool, broadcastable to (B, H, L, S), or None: all are
     bias        of q's dtype, broadcastable to (B, H, L, S), or None; -inf masks
     softcap     cap(s) = softcap * tanh(s / softcap), where it is not 0
+    sinks       (H,) or None: for each head one more score of the softmax, of no value
 
     The textbook form ("Attention Is All You Need", eq. 1; https://arxiv.org/abs/1706.03762), as PyTorch's eager one.
     """
@@ -41,10 +48,17 @@ def attend(
         seen = bias != -torch.inf
         visible = seen if visible is None else visible & seen
     if visible is None:
-        return scores.softmax(dim=-1) @ v
+        return _softmax(scores, sinks) @ v
     blind = ~visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)  # 0: a softmax of -inf alone is NaN
-    return _weighted_sum(scores.softmax(dim=-1).masked_fill(~visible, 0.0), v, visible)
+    return _weighted_sum(_softmax(scores, sinks).masked_fill(~visible, 0.0), v, visible)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    extra = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -60,31 +74,81 @@ def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     return result
 
 
-def attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The eager core: what each query sees is resolved, then `attend`."""
+def attention(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The eager core: what each query sees is resolved, then `attend`.
+
+    sinks, slopes   (H,), of a spec with `sinks` and `alibi`
+    lengths         int64 (B,): how many of the S keys are valid; the queries are the last of them
+    """
     B, H, L, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-    mask = _checked_mask(spec, mask)
+    mask = checked_mask(spec, mask)
     if mask is not None:
         _check_broadcast(spec, mask, (B, H, L, S))
     visible = None if spec.mask == "additive" else mask
     bias = mask if spec.mask == "additive" else None
     stated = [] if visible is None else [visible]
+    distance = _distance(spec, L, S, lengths, q.device)
     if spec.band is not None:
-        stated.append(_band(L, S, *spec.band, q.device))
+        stated.append(_within(distance, *spec.band[:2]))
+    if lengths is not None:
+        stated.append(torch.arange(S, device=q.device) < lengths.view(-1, 1, 1, 1))
     if spec.static_mask is not None:
         stated.append(_static_mask(spec.static_mask, L, S).to(q.device))
+    if slopes is not None:  # the product has more bits than a place in 16-bit floats
+        wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+        alibi = (wide.view(-1, 1, 1) * distance).to(q.dtype)
+        bias = alibi if bias is None else bias + alibi
     visible = functools.reduce(torch.logical_and, stated) if stated else None
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-    return attend(q, k, v, visible, bias, scale)
+    return attend(q, k, v, visible, bias, scale, spec.softcap or 0.0, sinks)
 
 
-def _band(L: int, S: int, left: int, right: int, alignment: str, device: torch.device) -> Tensor:
-    """(L, S): the keys from p - left to p + right; see AttentionSpec."""
-    offset = S - L if alignment == "bottom_right" else 0
-    visible = torch.ones(L, S, dtype=torch.bool, device=device)
+def _distance(spec: AttentionSpec, L: int, S: int, lengths: Tensor | None, device: torch.device) -> Tensor:
+    """(1 or B, 1, L, S): how far each key stands behind each query's place; see AttentionSpec."""
+    i, j = torch.arange(L, device=device).view(1, 1, L, 1), torch.arange(S, device=device)
+    if lengths is not None:
+        return j - (i + lengths.view(-1, 1, 1, 1) - L)
+    return j - (i + S - L) if spec.causal == "bottom_right" else j - i
+
+
+def _within(distance: Tensor, left: int, right: int) -> Tensor:
+    """What a window lets a query see; -1 is unbounded."""
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if right >= 0:
-        visible = visible.tril(offset + right)
-    return visible.triu(offset - left) if left >= 0 else visible
+        visible = distance <= right
+    return visible & (-distance <= left) if left >= 0 else visible
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (B, heads, L, E) turned by the angles of (1 or B, 1, L, n): its first 2 n dims, in pairs; see Rope."""
+    turning, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    one, other = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    pair = one * cos - other * sin, one * sin + other * cos
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def written(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
+    """A copy of `cache` (B, G, C, E) that holds rows (B, G, L, E) from position first[b] on; first int64 (B,).
+
+    Raises InputError where they do not fit.
+    """
+    L, capacity = rows.shape[2], cache.shape[2]
+    if bool((first < 0).any()) or bool((first + L > capacity).any()):
+        expected = f"0 to {capacity - L}, which leaves room for {L} more positions of {capacity}"
+        raise InputError("length", expected, str(first.tolist()), "Make the caches larger.")
+    place = first.view(-1, 1, 1, 1) + torch.arange(L, device=rows.device).view(1, 1, L, 1)
+    return cache.scatter(2, place.expand_as(rows), rows)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # or torch.compile would trace NumPy's code
@@ -92,40 +156,7 @@ def _static_mask(pattern: Pattern, L: int, S: int) -> Tensor:
     return torch.from_numpy(pattern.array(L, S))
 
 
-def attention_node(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, free_lengths: bool
-) -> Tensor:
-    """The ONNX operator in an exported graph: the 3-D form (heads side by side) or the 4-D one, by the rank of q."""
-    attributes: dict[str, Any] = {}
-    if q.ndim == 3:
-        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
-    if spec.causal is not None:
-        attributes["is_causal"] = 1
-    if spec.window is not None:
-        attributes |= dict(zip(("left_window_size", "right_window_size"), spec.window, strict=True))
-    if spec.scale is not None:
-        attributes["scale"] = spec.scale
-    inputs = [q, k, v, _checked_mask(spec, mask)]
-    if free_lengths and spec.causal == "bottom_right":
-        # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
-        inputs += [None, None, _key_lengths(k)]
-    version = 25 if spec.window is not None else 24 if len(inputs) > 4 else 23
-    shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
-    return torch.onnx.ops.symbolic("Attention", inputs, attributes, dtype=q.dtype, shape=shape, version=version)
-
-
-def _key_lengths(k: Tensor) -> Tensor:
-    """S for every batch entry, int64 (B,): as three ONNX operators, since the exporter's own form of it takes nine."""
-
-    def dim(axis: int) -> Tensor:
-        bounds: dict[str, Any] = {"start": axis, "end": axis + 1}
-        return torch.onnx.ops.symbolic("Shape", (k,), bounds, dtype=torch.int64, shape=(1,), version=23)
-
-    shape = (k.shape[0],)
-    return torch.onnx.ops.symbolic("Expand", (dim(k.ndim - 2), dim(0)), dtype=torch.int64, shape=shape, version=23)
-
-
-def _checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
+def checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
     """The mask, broadcastable to (B, H, L, S), after the checks that need no sizes."""
     if spec.mask is None:
         if mask is not None:

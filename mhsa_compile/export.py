@@ -8,7 +8,7 @@ F value head dim.
 from __future__ import annotations
 
 import copy
-import inspect
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +24,19 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export_check import STATIC_MASK, Shape, check_declared, check_equal_but_for_sizes, check_symbols
 from mhsa_compile.masks import BoolArray
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, opset
+from mhsa_compile.operator_function import attention_function
+from mhsa_compile.operators import DOMAIN
 from mhsa_compile.patterns import BlockDiagonal
-from mhsa_compile.spec import SPEC_KEY
-
-Signature = dict[str, tuple[Shape, torch.dtype]]
-"""Input name -> (dims, dtype); a dim is a size or the name of a symbol."""
+from mhsa_compile.signatures import (
+    IN_PLACE,
+    Signature,
+    check_lengths,
+    output_names,
+    own_signature,
+    signature_of_examples,
+    with_fixed_dims,
+)
+from mhsa_compile.spec import IN_PLACE_KEY, SPEC_KEY
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}
@@ -45,6 +53,8 @@ def export(
 
     MultiHeadAttention: x (B, L, D), context (B, S, kv_embed_dim), mask -> y (B, L, D).
     ScaledDotProductAttention: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F), mask -> y (B, H, L, F).
+    With spec.kv_cache: x, past_key (B, G, C, E), past_value (B, G, C, F), length (B,) -> y, present_key, present_value;
+    the caches may be written in place, as the metadata "mhsa.in_place" says.
     A mask of kind bool or additive has axes of its own, (mask_B, mask_H, mask_L, mask_S): each is 1 or the full size.
 
     dims            symbol -> size fixes it; None and absent ones stay symbolic
@@ -59,7 +69,7 @@ def export(
         module.eval()
         if isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
             return _export_own(module, dict(dims or {}))
-        signature = _with_fixed_dims(_signature_of_examples(module, example_inputs, dynamic_shapes), dict(dims or {}))
+        signature = with_fixed_dims(signature_of_examples(module, example_inputs, dynamic_shapes), dict(dims or {}))
         model = _run_exporter(module, signature)
         onnx.checker.check_model(model)
         check_symbols(model, module, _shapes(signature))
@@ -69,12 +79,17 @@ def export(
 
 
 def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: dict[str, int | None]) -> onnx.ModelProto:
-    signature = _with_fixed_dims(_own_signature(module), dims)
+    signature = with_fixed_dims(own_signature(module), dims)
+    check_lengths(module.spec, dims)
     mask = _static_mask(module, signature)
     model = _run_exporter(module, signature)
     if mask is not None:
         _set_mask(model, mask)
-    onnx.helper.set_model_props(model, {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__})
+    _define_own_operator(model, bool_mask=module.spec.mask != "additive")
+    said = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
+    if module.spec.kv_cache:
+        said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
+    onnx.helper.set_model_props(model, said)
     onnx.checker.check_model(model)
     check_declared(model, _shapes(signature))
     long = {name: size for name, size in dims.items() if name in _SHORT and size is not None and size > _LONGEST_CHECK}
@@ -117,91 +132,21 @@ def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signatu
     return pattern.array(L, S)
 
 
+def _define_own_operator(model: onnx.ModelProto, *, bool_mask: bool) -> None:
+    """Gives the operator of our domain, if the graph has it, its definition in standard ones."""
+    for node in model.graph.node:
+        if node.domain == DOMAIN:
+            standard = next(entry.version for entry in model.opset_import if entry.domain == "")
+            model.functions.append(attention_function(node, standard, bool_mask=bool_mask))
+            if all(entry.domain != DOMAIN for entry in model.opset_import):
+                model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+
+
 def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:
     model.graph.initializer.append(onnx.numpy_helper.from_array(mask, STATIC_MASK))
     (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
     attention.input.extend([""] * (4 - len(attention.input)))
     attention.input[3] = STATIC_MASK
-
-
-def _own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Signature:
-    spec = module.spec
-    dtype = getattr(torch, spec.dtype)
-    source_length = "S"
-    if isinstance(module, MultiHeadAttention):
-        shapes: dict[str, Shape] = {"x": ("B", "L", spec.embed_dim)}
-        if spec.kv_embed_dim is not None:
-            shapes["context"] = ("B", "S", spec.kv_embed_dim)
-        else:
-            source_length = "L"
-    else:
-        G = spec.num_kv_heads
-        shapes = {"q": ("B", spec.num_heads, "L", spec.head_dim)}
-        shapes |= {"k": ("B", G, "S", spec.head_dim), "v": ("B", G, "S", spec.v_head_dim)}
-    signature: Signature = {name: (shape, dtype) for name, shape in shapes.items()}
-    if spec.mask == "key_padding":
-        signature["mask"] = (("B", source_length), torch.bool)
-    elif spec.mask is not None:
-        axes = ("mask_B", "mask_H" if spec.num_heads > 1 else 1, "mask_L", "mask_S")
-        signature["mask"] = (axes, torch.bool if spec.mask == "bool" else dtype)
-    return signature
-
-
-def _signature_of_examples(
-    module: nn.Module,
-    examples: Sequence[Tensor] | Mapping[str, Tensor] | None,
-    dynamic_shapes: Mapping[str, Mapping[int, str]] | None,
-) -> Signature:
-    if not examples:
-        hint = "Pass the tensors that its forward takes; only their names, shapes and dtypes matter."
-        raise InputError("example_inputs", f"example inputs for {type(module).__name__}", "none", hint)
-    if not isinstance(examples, Mapping):
-        parameters = list(inspect.signature(module.forward).parameters)
-        if len(examples) > len(parameters):
-            raise InputError("example_inputs", f"at most {len(parameters)} tensors", str(len(examples)))
-        examples = dict(zip(parameters, examples, strict=False))
-    for name, value in examples.items():
-        if not isinstance(value, Tensor):
-            raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__)
-    if dynamic_shapes is None:
-        dynamic_shapes = _guessed_symbols(examples)
-    for name in dynamic_shapes:
-        if name not in examples:
-            raise InputError("dynamic_shapes", f"inputs among {', '.join(examples)}", repr(name))
-    return {
-        name: (
-            tuple(dynamic_shapes.get(name, {}).get(axis, size) for axis, size in enumerate(value.shape)),
-            value.dtype,
-        )
-        for name, value in examples.items()
-    }
-
-
-def _guessed_symbols(examples: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
-    sequences = {name: value.shape[1] for name, value in examples.items() if value.ndim == 3}
-    first = next(iter(sequences.values()), None)
-    return {name: {0: "B", 1: "L" if length == first else "S"} for name, length in sequences.items()}
-
-
-def _with_fixed_dims(signature: Signature, dims: dict[str, int | None]) -> Signature:
-    symbols = {dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)}
-    for name, size in dims.items():
-        self_attention_length = name == "S" and size == dims.get("L")
-        if name not in symbols and size is not None and not self_attention_length:
-            raise InputError("dims", f"symbols among {', '.join(sorted(symbols))}", repr(name))
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise InputError("dims", f"a positive integer or None for {name!r}", repr(size))
-    for axis in ("B", "L"):  # what is 1 leaves nothing to broadcast
-        if dims.get(axis) == 1:
-            dims.setdefault(f"mask_{axis}", 1)
-    # The operator pads a mask that is short in its last axis instead of broadcasting it: there it is whole, always.
-    dims.setdefault("mask_S", dims.get("S" if "S" in symbols else "L"))
-    fixed = {name: size for name, size in dims.items() if size is not None}
-
-    def resolved(dim: int | str) -> int | str:
-        return fixed.get(dim, dim) if isinstance(dim, str) else dim
-
-    return {name: (tuple(map(resolved, shape)), dtype) for name, (shape, dtype) in signature.items()}
 
 
 def _run_exporter(module: nn.Module, signature: Signature) -> onnx.ModelProto:
@@ -216,7 +161,6 @@ def _run_exporter(module: nn.Module, signature: Signature) -> onnx.ModelProto:
         name: {axis: axes[dim] for axis, dim in enumerate(shape) if isinstance(dim, str)}
         for name, (shape, _) in signature.items()
     }
-    own = isinstance(module, MultiHeadAttention | ScaledDotProductAttention)
     try:
         with _quiet():
             program = torch.onnx.export(
@@ -224,7 +168,9 @@ def _run_exporter(module: nn.Module, signature: Signature) -> onnx.ModelProto:
                 kwargs=examples,
                 dynamic_shapes=dynamic,
                 input_names=list(signature),
-                output_names=["y"] if own else None,
+                output_names=output_names(module)
+                if isinstance(module, MultiHeadAttention | ScaledDotProductAttention)
+                else None,
                 opset_version=opset(module),
                 dynamo=True,
                 optimize=False,  # it would fold transposes into the weights, and with them their names and layouts

@@ -21,7 +21,7 @@ from mhsa_compile.verify import budget, max_error, random_inputs
 
 Shape = tuple[int | str, ...]
 
-UNSEEN = ({"B": 2, "L": 4, "S": 9}, {"B": 1, "L": 10, "S": 6})
+UNSEEN = ({"B": 2, "L": 4, "S": 9, "C": 11}, {"B": 1, "L": 10, "S": 6, "C": 13})
 """Sizes for the check after the export: none was seen in it, and L stands on both sides of S."""
 STATIC_MASK = "static_mask"
 """The initializer that holds a constant mask."""

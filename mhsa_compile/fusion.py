@@ -25,7 +25,8 @@ from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
 from mhsa_compile.rotary_site import RotarySite
 from mhsa_compile.scatter_site import ScatterSite, in_place
-from mhsa_compile.spec import DTYPES, IN_PLACE_KEY
+from mhsa_compile.spec import IN_PLACE_KEY
+from mhsa_compile.spec_checks import DTYPES
 
 LINEAR = "MhsaLinear"
 SITES: dict[str, Callable[[Graph, onnx.NodeProto], Site]] = {

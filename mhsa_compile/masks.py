@@ -22,7 +22,7 @@ from mhsa_compile.patterns import (
     parse_pattern,
     pattern,
 )
-from mhsa_compile.spec import ALIGNMENTS
+from mhsa_compile.spec_checks import ALIGNMENTS
 
 __all__ = [
     "BigBird",

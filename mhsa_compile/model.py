@@ -10,25 +10,55 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.core import attention, attention_node, to_numpy
-from mhsa_compile.errors import InputError, ModelError
-from mhsa_compile.spec import DTYPES, AttentionSpec
+from mhsa_compile import operators
+from mhsa_compile.core import attention, rotated, to_numpy, written
+from mhsa_compile.errors import InputError, SpecError
+from mhsa_compile.positions import Rope, alibi_slopes
+from mhsa_compile.spec import AttentionSpec
+
+_Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
+_Result = tuple[Tensor, tuple[Tensor, Tensor] | None]  # y, and the caches as they are now
 
 
-class MultiHeadAttention(nn.Module):
-    """Projections, attention, output projection: x (B, L, D), context (B, S, kv_embed_dim) -> y (B, L, D).
+class _Attention(nn.Module):
+    """What both modules hold beside projections: the sinks, and the tables that follow from the spec."""
 
-    Weights carry PyTorch's names and layouts: q_proj.weight (H*E, D), k_proj.weight (G*E, kv_embed_dim),
-    v_proj.weight (G*F, kv_embed_dim), out_proj.weight (D, H*F), and their biases.
-    """
+    sinks: nn.Parameter | None
+    rope_cos: Tensor
+    rope_sin: Tensor
+    alibi_slopes: Tensor
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+        dtype = getattr(torch, spec.dtype)
+        self.register_parameter("sinks", nn.Parameter(torch.randn(spec.num_heads, dtype=dtype)) if spec.sinks else None)
+        if spec.rope is not None:
+            for name, table in zip(("rope_cos", "rope_sin"), spec.rope.tables(), strict=True):
+                self.register_buffer(name, torch.from_numpy(table).to(dtype), persistent=False)
+        if spec.alibi:
+            self.register_buffer("alibi_slopes", torch.tensor(alibi_slopes(spec.num_heads), dtype=dtype), False)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return {"sinks": self.sinks, "slopes": self.alibi_slopes if self.spec.alibi else None}
+
+
+class MultiHeadAttention(_Attention):
+    """Projections, attention, output projection: x (B, L, D), context (B, S, kv_embed_dim) -> y (B, L, D).
+
+    Weights carry PyTorch's names and layouts: q_proj.weight (H*E, D), k_proj.weight (G*E, kv_embed_dim),
+    v_proj.weight (G*F, kv_embed_dim), out_proj.weight (D, H*F), and their biases; with `spec.sinks`, sinks (H,).
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
         dtype = getattr(torch, spec.dtype)
         query, key, value = (
             spec.num_heads * spec.head_dim,
@@ -40,30 +70,80 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = nn.Linear(spec.source_dim, value, bias=spec.bias, dtype=dtype)
         self.out_proj = nn.Linear(spec.num_heads * spec.v_head_dim, spec.embed_dim, bias=spec.bias, dtype=dtype)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """`context` goes with cross-attention, `mask` with `spec.mask`. Raises InputError."""
-        spec = self.spec
-        source = _source(spec, x, context)
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        past_key: Tensor | None = None,
+        past_value: Tensor | None = None,
+        length: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """`context` goes with cross-attention, `mask` with `spec.mask`. Raises InputError.
+
+        With `spec.kv_cache`: past_key (B, G, C, E) and past_value (B, G, C, F), whose first `length` positions, int64
+        (B,), are valid -> y, present_key, present_value, which hold the keys and values of x behind them.
+        """
+        source = _source(self.spec, x, context)
         q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        if torch.onnx.is_in_onnx_export():
-            y = attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross)
-        else:
-            q = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-            k = k.unflatten(-1, (spec.num_kv_heads, spec.head_dim)).transpose(1, 2)
-            v = v.unflatten(-1, (spec.num_kv_heads, spec.v_head_dim)).transpose(1, 2)
-            y = attention(spec, q, k, v, mask).transpose(1, 2).flatten(2)
-        return self.out_proj(y)  # type: ignore[no-any-return]
+        cache = _checked_cache(self.spec, x, past_key, past_value, length)
+        exporting = torch.onnx.is_in_onnx_export()
+        y, present = self._in_operators(x, q, k, v, mask, cache) if exporting else self._eagerly(q, k, v, mask, cache)
+        y = self.out_proj(y)
+        return y if present is None else (y, *present)
+
+    def _eagerly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
+        spec = self.spec
+        q = _heads(q, spec.num_heads, spec.head_dim)
+        k = _heads(k, spec.num_kv_heads, spec.head_dim)
+        v = _heads(v, spec.num_kv_heads, spec.v_head_dim)
+        L = q.shape[2]
+        if spec.rope is not None:
+            positions = torch.arange(L, device=q.device)
+            if cache is not None:
+                positions = cache[2].unsqueeze(1) + positions
+            _check_positions(spec.rope, positions)
+            cos, sin = (table[positions].unsqueeze(-3) for table in (self.rope_cos, self.rope_sin))
+            q, k = (rotated(rows, cos, sin, spec.rope.interleaved) for rows in (q, k))
+        lengths = None
+        if cache is not None:
+            past_key, past_value, length = cache
+            k, v = written(past_key, k, length), written(past_value, v, length)
+            lengths = length + L
+        y = attention(spec, q, k, v, mask, lengths=lengths, **self._extra).transpose(1, 2).flatten(2)
+        return y, None if cache is None else (k, v)
+
+    def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
+        """The same as ONNX operators; `x` is what the sizes are read from."""
+        spec = self.spec
+        if cache is not None or spec.rope is not None:
+            positions, lengths = operators.places(x, None if cache is None else cache[2])
+        if spec.rope is not None:
+            tables = self.rope_cos, self.rope_sin
+            q = operators.rotary_node(spec.rope, q, spec.num_heads, *tables, positions)
+            k = operators.rotary_node(spec.rope, k, spec.num_kv_heads, *tables, positions)
+        if cache is None:
+            return operators.attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross, **self._extra), None
+        past_key, past_value, first = cache
+        k = operators.scatter_node(past_key, operators.split_heads(k, spec.num_kv_heads), first)
+        v = operators.scatter_node(past_value, operators.split_heads(v, spec.num_kv_heads), first)
+        q = operators.split_heads(q, spec.num_heads)
+        y = operators.attention_node(spec, q, k, v, lengths=lengths, **self._extra)
+        return operators.joined_heads(y), (k, v)
 
 
-class ScaledDotProductAttention(nn.Module):
-    """The core alone, without weights: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> y (B, H, L, F).
+class ScaledDotProductAttention(_Attention):
+    """The core alone, without projections: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> y (B, H, L, F).
 
-    L and S are free here, also for a spec without kv_embed_dim: its `causal=True` was resolved to "top_left".
+    L and S are free here, also for a spec without kv_embed_dim: its `causal=True` was resolved to "top_left". Raises
+    SpecError for `rope` and `kv_cache`, which belong to the block.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        for name in ("rope", "kv_cache"):
+            if getattr(spec, name):
+                raise SpecError(name, "none in ScaledDotProductAttention", repr(getattr(spec, name)), "Use the block.")
+        super().__init__(spec)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """`mask` goes with `spec.mask`. Raises InputError."""
@@ -77,90 +157,8 @@ class ScaledDotProductAttention(nn.Module):
             if value.ndim != 4 or (value.shape[1], value.shape[3]) != (heads, width):
                 raise InputError(name, f"shape (B, {heads}, length, {width})", str(tuple(value.shape)))
         if torch.onnx.is_in_onnx_export():
-            return attention_node(spec, q, k, v, mask, free_lengths=True)
-        return attention(spec, q, k, v, mask)
-
-
-def from_torch(
-    layer: nn.MultiheadAttention, *, cross: bool = False, mask: str | None = None, causal: str | bool | None = None
-) -> MultiHeadAttention:
-    """The same attention as `layer(x, context, context)` at inference: dropout is left out, the weights are copied.
-
-    cross       whether keys and values come from a second input; always so where kdim differs from embed_dim
-    mask        PyTorch's True masks out, ours takes part: invert `attn_mask` and `key_padding_mask`
-    batch_first is not kept: our edge is (B, L, D).
-
-    Raises ModelError for add_bias_kv, add_zero_attn and kdim != vdim, which have no counterpart.
-    """
-    if layer.bias_k is not None or layer.bias_v is not None:
-        raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
-    if layer.add_zero_attn:
-        raise ModelError("layer", "nn.MultiheadAttention without add_zero_attn", "add_zero_attn=True")
-    if layer.kdim != layer.vdim:
-        raise ModelError("layer", "kdim == vdim: keys and values of one context", f"{layer.kdim} and {layer.vdim}")
-    cross = cross or layer.kdim != layer.embed_dim
-    spec = AttentionSpec(
-        embed_dim=layer.embed_dim,
-        num_heads=layer.num_heads,
-        kv_embed_dim=layer.kdim if cross else None,
-        bias=layer.in_proj_bias is not None,
-        dtype=_dtype_of(layer.out_proj.weight),
-        causal=causal,
-        mask=mask,
-    )
-    separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-    projections = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
-    state = {f"{name}_proj.weight": weight for name, weight in zip("qkv", projections, strict=True)}
-    if spec.bias:
-        state |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", layer.in_proj_bias.chunk(3), strict=True)}
-    state |= {f"out_proj.{name}": value for name, value in layer.out_proj.state_dict().items()}
-    return _loaded(spec, state)
-
-
-def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHeadAttention:
-    """The attention of a Hugging Face BertAttention (or RoBERTa, ...) at inference; the weights are copied.
-
-    The result ends with `layer.output.dense`: dropout, residual and LayerNorm stay outside. A layer for
-    cross-attention takes `context`; a causal one becomes causal.
-
-    Raises ModelError, among others for a bare BertSelfAttention: the output projection is not in it.
-    """
-    core, output = getattr(layer, "self", None), getattr(layer, "output", None)
-    if core is None or output is None:
-        hint = "Pass the BertAttention around it: the output projection is its output.dense."
-        raise ModelError("layer", "a BertAttention", type(layer).__name__, hint if hasattr(layer, "query") else "")
-    position = getattr(core, "position_embedding_type", None) or "absolute"
-    if position != "absolute":
-        raise ModelError("layer", "absolute position embeddings", f"position_embedding_type={position!r}")
-    cross = bool(getattr(layer, "is_cross_attention", False)) or core.key.in_features != core.query.in_features
-    spec = AttentionSpec(
-        embed_dim=core.query.in_features,
-        num_heads=core.num_attention_heads,
-        head_dim=core.attention_head_size,
-        kv_embed_dim=core.key.in_features if cross else None,
-        dtype=_dtype_of(core.query.weight),
-        causal="top_left" if getattr(core, "is_causal", False) else None,
-        mask=mask,
-    )
-    parts = {"q_proj": core.query, "k_proj": core.key, "v_proj": core.value, "out_proj": output.dense}
-    state = {f"{part}.{name}": value for part, m in parts.items() for name, value in m.state_dict().items()}
-    return _loaded(spec, state)
-
-
-def _dtype_of(weight: Tensor) -> str:
-    dtype = str(weight.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ModelError("layer", f"weights of {', '.join(DTYPES)}", dtype, "Call layer.float() first.")
-    return dtype
-
-
-def _loaded(spec: AttentionSpec, state: dict[str, Tensor]) -> MultiHeadAttention:
-    dtypes = {_dtype_of(value) for value in state.values()}
-    if dtypes != {spec.dtype}:
-        raise ModelError("layer", f"{spec.dtype} weights", ", ".join(sorted(dtypes)), "Call layer.float() first.")
-    module = MultiHeadAttention(spec)
-    module.load_state_dict(state)
-    return module.eval()
+            return operators.attention_node(spec, q, k, v, mask, free_lengths=True, **self._extra)
+        return attention(spec, q, k, v, mask, **self._extra)
 
 
 def weights(module: nn.Module) -> dict[str, np.ndarray]:
@@ -172,10 +170,8 @@ def opset(module: nn.Module) -> int:
     """The first opset that has the words for what `module` does."""
     if not isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
         return 23
-    if module.spec.window is not None:
-        return 25
     free_lengths = module.spec.is_cross or isinstance(module, ScaledDotProductAttention)
-    return 24 if free_lengths and module.spec.causal == "bottom_right" else 23
+    return operators.attention_opset(module.spec, free_lengths=free_lengths)
 
 
 def _source(spec: AttentionSpec, x: Tensor, context: Tensor | None) -> Tensor:
@@ -191,3 +187,35 @@ def _source(spec: AttentionSpec, x: Tensor, context: Tensor | None) -> Tensor:
     if context.ndim != 3 or context.shape[-1] != spec.kv_embed_dim:
         raise InputError("context", f"shape (B, S, {spec.kv_embed_dim})", str(tuple(context.shape)))
     return context
+
+
+def _checked_cache(
+    spec: AttentionSpec, x: Tensor, past_key: Tensor | None, past_value: Tensor | None, length: Tensor | None
+) -> _Cache:
+    given = {"past_key": past_key, "past_value": past_value, "length": length}
+    if not spec.kv_cache:
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(name, "None", "a tensor", "Set kv_cache=True in the spec.")
+        return None
+    if past_key is None or past_value is None or length is None:
+        name = next(name for name, value in given.items() if value is None)
+        raise InputError(name, "a tensor: the spec has kv_cache", "None")
+    B, G = x.shape[0], spec.num_kv_heads
+    for name, cache, width in (("past_key", past_key, spec.head_dim), ("past_value", past_value, spec.v_head_dim)):
+        if cache.shape != (B, G, past_key.shape[-2], width):
+            raise InputError(name, f"shape (B, G, C, {width}), B = {B} and G = {G}", str(tuple(cache.shape)))
+    if length.shape != (B,) or length.dtype != torch.int64:
+        raise InputError("length", f"int64 of shape (B,) = ({B},)", f"{length.dtype} of {tuple(length.shape)}")
+    return past_key, past_value, length
+
+
+def _heads(rows: Tensor, heads: int, width: int) -> Tensor:
+    """(B, L, heads * width) -> (B, heads, L, width)."""
+    return rows.view(*rows.shape[:2], heads, width).transpose(1, 2)
+
+
+def _check_positions(rope: Rope, positions: Tensor) -> None:
+    if positions.numel() and (last := int(positions.max())) >= rope.max_length:
+        expected = f"positions below the spec's rope.max_length = {rope.max_length}"
+        raise InputError("x", expected, f"one at position {last}", "Raise max_length.")

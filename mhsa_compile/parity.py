@@ -88,13 +88,17 @@ def max_error(expected: Array, actual: Array) -> float:
 def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
     """Sizes for every symbolic dim; the axes of a broadcast mask are 1 in every other case."""
     symbols = dict.fromkeys(dim for _, _, dims in _signature(model) for dim in dims if isinstance(dim, str))
-    lengths = [symbol for symbol in symbols if symbol != "B" and not symbol.startswith("mask_")]
-    spec = {prop.key: prop.value for prop in model.metadata_props}.get(SPEC_KEY)
-    heads = AttentionSpec.from_json(spec).num_heads if spec else 1
+    lengths = [symbol for symbol in symbols if symbol not in ("B", "C") and not symbol.startswith("mask_")]
+    said = {prop.key: prop.value for prop in model.metadata_props}.get(SPEC_KEY)
+    spec = AttentionSpec.from_json(said) if said else None
+    heads = spec.num_heads if spec else 1
+    longest = _longest(model, spec)
+    new = next((dims[1] for name, _, dims in _signature(model) if name == "x"), "L")  # positions of a call
     cases = []
     for i, (L, S) in enumerate(LENGTHS):
         full = {"B": 3 if i % 2 else 1, "H": heads}
-        full |= {symbol: L if j == 0 else S for j, symbol in enumerate(lengths)}
+        full |= {symbol: min(longest, L if j == 0 else S) for j, symbol in enumerate(lengths)}
+        full["C"] = min(longest, (new if isinstance(new, int) else full.get(new, L)) + S)
         narrow = i % 2 == 0
         full |= {"mask_B": 1 if narrow else full["B"], "mask_H": 1 if narrow else heads}
         case = {symbol: full[symbol] for symbol in symbols if symbol in full}
@@ -102,12 +106,20 @@ def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
     return cases
 
 
+def _longest(model: onnx.ModelProto, spec: AttentionSpec | None) -> int:
+    """Positions that fit the tables of a spec's rope, and the cache where its capacity is fixed."""
+    capacity = next((dims[2] for name, _, dims in _signature(model) if name == "past_key" and len(dims) == 4), "C")
+    limits = [capacity] if isinstance(capacity, int) else []
+    limits += [spec.rope.max_length] if spec is not None and spec.rope is not None else []
+    return min(limits, default=max(map(sum, LENGTHS)))
+
+
 def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
     """Inputs for an onnx.ModelProto or a Manifest at the given sizes of its symbolic dims.
 
     Floats are standard normal. Boolean masks are True in 80 % of the places, additive masks -inf in 10 %, and every
     seventh row, from the fourth on, is masked whole. Sizes of a mask's own axes default to what they broadcast to,
-    heads to 1. Raises InputError where a dim has no size.
+    heads to 1. A cache has room for the call behind its `length`. Raises InputError where a dim has no size.
     """
     rng = np.random.default_rng(seed)
     length = dims.get("L", 1)
@@ -119,6 +131,9 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
                 raise InputError("dims", f"a size for {dim!r}, an axis of {name!r}", str(dict(dims)))
         sizes = [known[dim] if isinstance(dim, str) else dim for dim in shape]
         inputs[name] = _random_array(rng, name, dtype, sizes)
+    if {"x", "past_key", "length"} <= inputs.keys():
+        room = inputs["past_key"].shape[2] - inputs["x"].shape[1]
+        inputs["length"] = rng.integers(0, room + 1, inputs["length"].shape)
     return inputs
 
 

@@ -20,6 +20,7 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor
 
 from mhsa_compile.core import attend, to_numpy, to_torch
+from mhsa_compile.operators import DOMAIN
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
@@ -34,7 +35,7 @@ def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
     for graph in (promoted.graph, *promoted.functions):
         _promote(graph)
     wide = {name: array if array.dtype.kind in "biu" else array.astype(np.float64) for name, array in inputs.items()}
-    evaluator = ReferenceEvaluator(promoted, new_ops=[_attention_operator(_attend_exactly)])
+    evaluator = ReferenceEvaluator(promoted, new_ops=_attention_operators(_attend_exactly))
     return [np.asarray(output) for output in evaluator.run(None, wide)]
 
 
@@ -43,7 +44,7 @@ def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False)
 
     `int8_weights`: products with a weight round it and the activations to eight bits first, see `_product_in_int8`.
     """
-    operators = [_attention_operator(_attend_in_torch), _Int8MatMul if int8_weights else _MatMul, _Gemm]
+    operators = [*_attention_operators(_attend_in_torch), _Int8MatMul if int8_weights else _MatMul, _Gemm]
     evaluator = ReferenceEvaluator(model, new_ops=operators)
     return [np.asarray(output) for output in evaluator.run(None, dict(inputs))]
 
@@ -67,8 +68,11 @@ def _promote_tensor(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
 
 
-def _attention_operator(attend: Callable[..., Array]) -> type:
-    """ONNX Attention (23 to 25) around `attend(q, k, v, visible, bias, scale, softcap)` for the reference evaluator."""
+def _attention_operators(attend: Callable[..., Array]) -> list[type]:
+    """ONNX Attention (23 to 25) and the one of our domain, which has two more inputs, for the reference evaluator.
+
+    Around `attend(q, k, v, visible, bias, scale, softcap, sinks)`.
+    """
 
     class Attention(OpRun):  # type: ignore[misc]  # the evaluator goes by this name
         def _run(
@@ -80,6 +84,8 @@ def _attention_operator(attend: Callable[..., Array]) -> type:
             past_key: Array | None = None,
             past_value: Array | None = None,
             lengths: Array | None = None,
+            sinks: Array | None = None,
+            slopes: Array | None = None,
             **attributes: Any,
         ) -> tuple[Array, ...]:
             merged = q.ndim == 3
@@ -98,18 +104,35 @@ def _attention_operator(attend: Callable[..., Array]) -> type:
             parts = []
             for rows in _blocks(q.shape[2]):
                 visible, bias = _seen(rows, k.shape[2], offset, lengths, mask, attributes)
+                bias = bias if slopes is None else _with_slopes(bias, rows, k.shape[2], offset, slopes)
                 keys = _between_first_and_last(visible)
                 visible, bias = visible[..., keys], None if bias is None else _take(bias, 3, keys)
-                parts.append(attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], visible, bias, scale, softcap))
+                parts.append(attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], visible, bias, scale, softcap, sinks))
             y = np.concatenate(parts, axis=2)
             y = y.swapaxes(1, 2).reshape(*q.shape[0:3:2], -1) if merged else y
             if len(self.onnx_node.output) < 4:
                 return y, k, v
             visible, bias = _seen(slice(0, q.shape[2]), k.shape[2], offset, lengths, mask, attributes)
-            stages = _stages(q, k, visible, bias, scale, softcap)
+            if slopes is not None:
+                bias = _with_slopes(bias, slice(0, q.shape[2]), k.shape[2], offset, slopes)
+            stages = _stages(q, k, visible, bias, scale, softcap, sinks)
             return y, k, v, stages[attributes["qk_matmul_output_mode"]]
 
-    return Attention
+    return [Attention, type("Attention", (Attention,), {"op_domain": DOMAIN})]
+
+
+def _with_slopes(bias: Array | None, rows: slice, S: int, offset: int | Array, slopes: Array) -> Array:
+    """The bias with slope * (key - place of the query) on top, (1 or B, H, rows, S); summed at least in float32."""
+    wide = slopes.astype(np.promote_types(np.float32, slopes.dtype))
+    alibi = (wide.reshape(-1, 1, 1) * -_distance(rows, S, offset)).astype(slopes.dtype)
+    result: Array = alibi if bias is None else bias + alibi
+    return result
+
+
+def _distance(rows: slice, S: int, offset: int | Array) -> Array:
+    """(1 or B, 1, rows, S): how far query i, which stands at i + offset among the keys, is behind each key."""
+    distance: Array = np.arange(rows.start, rows.stop)[:, np.newaxis] + offset - np.arange(S)
+    return distance.reshape(-1, 1, *distance.shape[-2:])
 
 
 def _split_heads(array: Array, heads: int) -> Array:
@@ -150,8 +173,8 @@ def _between_first_and_last(visible: Array) -> slice:
 
 
 def _band(rows: slice, S: int, offset: int | Array, attributes: Mapping[str, Any]) -> Array:
-    """Causality and windows, (1 or B, 1, rows, S): query i stands at i + offset among the keys."""
-    distance = np.arange(rows.start, rows.stop)[:, np.newaxis] + offset - np.arange(S)
+    """Causality and windows, (1 or B, 1, rows, S)."""
+    distance = _distance(rows, S, offset)
     left, right = (attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
     visible = np.ones((1, 1, *distance.shape[-2:]), dtype=np.bool_)
     if attributes.get("is_causal"):
@@ -170,7 +193,13 @@ def _padded(mask: Array, S: int) -> Array:
 
 
 def _stages(
-    q: Array, k: Array, visible: Array, bias: Array | None, scale: float, softcap: float
+    q: Array,
+    k: Array,
+    visible: Array,
+    bias: Array | None,
+    scale: float,
+    softcap: float,
+    sinks: Array | None = None,
 ) -> tuple[Array, Array, Array, Array]:
     """Scores, capped, with bias and masked, and as weights: the operator's qk_matmul_output 0 to 3; (B, H, L, S)."""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf may come, and are carried as IEEE says
@@ -181,16 +210,29 @@ def _stages(
             biased = np.where(np.isneginf(bias), -np.inf, biased)
         seen = visible if bias is None else visible & ~np.isneginf(bias)
         sighted = seen.any(axis=-1, keepdims=True)
-        exponents = np.exp(biased - np.where(sighted, biased.max(axis=-1, keepdims=True), 0))
-        weights = np.where(seen, exponents / np.where(sighted, exponents.sum(axis=-1, keepdims=True), 1), 0)
+        largest = np.where(sighted, biased.max(axis=-1, keepdims=True), 0)
+        if sinks is not None:
+            largest = np.maximum(largest, sinks.reshape(-1, 1, 1))
+        exponents = np.exp(biased - largest)
+        total = exponents.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks.reshape(-1, 1, 1) - largest)
+        weights = np.where(seen, exponents / np.where(sighted, total, 1), 0)
     return raw, capped, biased.astype(q.dtype), weights.astype(q.dtype)
 
 
 def _attend_exactly(
-    q: Array, k: Array, v: Array, visible: Array, bias: Array | None, scale: float, softcap: float
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    bias: Array | None,
+    scale: float,
+    softcap: float,
+    sinks: Array | None,
 ) -> Array:
     """Attention in the arrays' own dtype; a non-finite value is added key by key, to the queries that see it."""
-    weights = _stages(q, k, visible, bias, scale, softcap)[3]
+    weights = _stages(q, k, visible, bias, scale, softcap, sinks)[3]
     v = np.repeat(v, q.shape[1] // v.shape[1], axis=1)
     seen = np.broadcast_to(visible if bias is None else visible & ~np.isneginf(bias), weights.shape)
     broken = ~np.isfinite(v).all(axis=(0, 1, 3))
@@ -203,10 +245,17 @@ def _attend_exactly(
 
 
 def _attend_in_torch(
-    q: Array, k: Array, v: Array, visible: Array, bias: Array | None, scale: float, softcap: float
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    bias: Array | None,
+    scale: float,
+    softcap: float,
+    sinks: Array | None,
 ) -> Array:
-    added = None if bias is None else to_torch(bias)
-    return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), to_torch(visible), added, scale, softcap))
+    added, extra = (None if array is None else to_torch(array) for array in (bias, sinks))
+    return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), to_torch(visible), added, scale, softcap, extra))
 
 
 class _MatMul(OpRun):  # type: ignore[misc]

@@ -37,8 +37,9 @@ def read_source(source: Any, dims: Mapping[str, int] | None, example_inputs: tup
 def _exported(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple[Any, ...] | None) -> onnx.ModelProto:
     from torch import nn
 
+    from mhsa_compile.conversion import from_torch
     from mhsa_compile.export import export
-    from mhsa_compile.model import MultiHeadAttention, from_torch
+    from mhsa_compile.model import MultiHeadAttention
 
     if isinstance(source, AttentionSpec):
         source = MultiHeadAttention(source).eval()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,18 @@ import msgspec
 
 from mhsa_compile.errors import SpecError
 from mhsa_compile.patterns import Pattern, pattern
+from mhsa_compile.positions import Rope, checked_rope
+from mhsa_compile.spec_checks import (
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_positive_int,
+    checked_positive_float,
+    checked_window,
+    resolve_cached_causal,
+    resolve_causal,
+)
 
-DTYPES = ("float32", "bfloat16", "float16")
-ALIGNMENTS = ("top_left", "bottom_right")
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
 """Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
@@ -47,6 +55,14 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     mask                    what a call takes as `mask=`: None; "bool" (True takes part) or "additive" (added to the
                             scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes part
     scale                   factor of the scores; None is 1 / sqrt(E)
+    softcap                 None, or c: scores become c * tanh(score / c), before any mask
+    rope                    None, or a Rope: queries and keys are turned by their places. True is its defaults
+    alibi                   whether slope[h] * (j - p) is added to the scores of query head h, with the slopes of
+                            `positions.alibi_slopes` and p as for `window`
+    sinks                   whether each head has one more score, learned, that every query sees, of no value: a
+                            parameter `sinks` (H,)
+    kv_cache                whether keys and values go into a cache of a fixed capacity, and queries see those of all
+                            calls before: query i of a call stands behind the cache's length. Needs causality
 
     Raises SpecError.
     """
@@ -64,6 +80,11 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     static_mask: Pattern | None = None
     mask: str | None = None
     scale: float | None = None
+    softcap: float | None = None
+    rope: Rope | None = None
+    alibi: bool = False
+    sinks: bool = False
+    kv_cache: bool = False
 
     if TYPE_CHECKING:  # the fields are typed as resolved; this is what the constructor takes
 
@@ -83,31 +104,60 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             static_mask: Pattern | Mapping[str, Any] | None = None,
             mask: str | None = None,
             scale: float | None = None,
+            softcap: float | None = None,
+            rope: Rope | Mapping[str, Any] | bool | None = None,
+            alibi: bool = False,
+            sinks: bool = False,
+            kv_cache: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("embed_dim", "num_heads"):
-            _check_positive_int(name, getattr(self, name))
+            check_positive_int(name, getattr(self, name))
         for name in ("num_kv_heads", "head_dim", "v_head_dim", "kv_embed_dim"):
             if getattr(self, name) is not None:
-                _check_positive_int(name, getattr(self, name))
-        if not isinstance(self.bias, bool):
-            raise SpecError("bias", "true or false", repr(self.bias))
-        _check_dtype(self.dtype)
-        _check_choice("mask", self.mask, MASKS)
+                check_positive_int(name, getattr(self, name))
+        for name in ("bias", "alibi", "sinks", "kv_cache"):
+            check_flag(name, getattr(self, name))
+        check_dtype(self.dtype)
+        check_choice("mask", self.mask, MASKS)
         self._resolve_heads()
-        resolved = resolve_causal(self.causal, same_length=not self.is_cross)
-        msgspec.structs.force_setattr(self, "causal", resolved)
-        msgspec.structs.force_setattr(self, "window", _checked_window(self.window))
+        self._resolve_causal()
+        self._set("window", checked_window(self.window))
         self._resolve_static_mask()
+        self._resolve_rope()
         if self.scale is not None:
-            msgspec.structs.force_setattr(self, "scale", _checked_scale(self.scale))
+            self._set("scale", checked_positive_float("scale", self.scale, "1 / sqrt(head_dim)"))
+        if self.softcap is not None:
+            self._set("softcap", checked_positive_float("softcap", self.softcap, "no cap"))
+
+    def _set(self, name: str, value: object) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+    def _resolve_causal(self) -> None:
+        if not self.kv_cache:
+            return self._set("causal", resolve_causal(self.causal, same_length=not self.is_cross))
+        if self.is_cross:
+            got, hint = f"kv_embed_dim={self.kv_embed_dim}", "The keys of a context do not grow from call to call."
+            raise SpecError("kv_cache", "self-attention", got, hint)
+        for name in ("mask", "static_mask"):
+            if getattr(self, name) is not None:
+                hint = "Causality and the cache's length say what a query sees; a window goes with them."
+                raise SpecError(name, "None with kv_cache", repr(getattr(self, name)), hint)
+        return self._set("causal", resolve_cached_causal(self.causal))
+
+    def _resolve_rope(self) -> None:
+        rope = checked_rope(self.rope)
+        if rope is not None and self.is_cross:
+            got, hint = f"kv_embed_dim={self.kv_embed_dim}", "Queries and keys of two sequences share no positions."
+            raise SpecError("rope", "self-attention", got, hint)
+        self._set("rope", None if rope is None else rope.resolved(self.head_dim))
 
     def _resolve_static_mask(self) -> None:
         if self.static_mask is None:
             return
         if isinstance(self.static_mask, Mapping):
-            msgspec.structs.force_setattr(self, "static_mask", pattern(self.static_mask))
+            self._set("static_mask", pattern(self.static_mask))
         if not isinstance(self.static_mask, Pattern):
             hint = "An array of your own goes into an ONNX model, as the constant attn_mask of its Attention."
             raise SpecError("static_mask", "a pattern of mhsa_compile.masks", type(self.static_mask).__name__, hint)
@@ -132,10 +182,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                 "Change one of them, or give head_dim, which frees the heads from embed_dim.",
             )
         head_dim = self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
-        msgspec.structs.force_setattr(self, "num_kv_heads", kv_heads)
-        msgspec.structs.force_setattr(self, "head_dim", head_dim)
+        self._set("num_kv_heads", kv_heads)
+        self._set("head_dim", head_dim)
         if self.v_head_dim is None:
-            msgspec.structs.force_setattr(self, "v_head_dim", head_dim)
+            self._set("v_head_dim", head_dim)
 
     @property
     def is_cross(self) -> bool:
@@ -231,65 +281,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return cls.from_dict(fields)
 
 
-def resolve_causal(causal: object, *, same_length: bool) -> str | None:
-    """The alignment that `causal` names. True needs `same_length` (L = S): elsewhere libraries disagree on its meaning.
-
-    Raises SpecError.
-    """
-    if causal is None or causal is False:
-        return None
-    if causal is True:
-        if same_length:
-            return "top_left"
-        raise SpecError(
-            "causal",
-            '"top_left" or "bottom_right" where L and S may differ',
-            "True",
-            'PyTorch means "top_left" (j <= i), FlashAttention "bottom_right" (j <= i + S - L): choose one.',
-        )
-    _check_choice("causal", causal, ALIGNMENTS)
-    return str(causal)
-
-
-def _check_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(name, "a positive integer", repr(value))
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value is None or value in choices:
-        return
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    expected = ", ".join(f'"{choice}"' for choice in choices)
-    raise SpecError(name, f"None, {expected}", repr(value), f'Did you mean "{near[0]}"?' if near else "")
-
-
-def _check_dtype(dtype: object) -> None:
-    if dtype not in DTYPES:
-        near = difflib.get_close_matches(str(dtype), DTYPES, n=1)
-        hint = f'Did you mean "{near[0]}"?' if near else ""
-        raise SpecError("dtype", " or ".join(f'"{name}"' for name in DTYPES), repr(dtype), hint)
-
-
-def _checked_window(window: object) -> tuple[int, int] | None:
-    if window is None:
-        return None
-    sizes = tuple(window) if isinstance(window, list | tuple) else ()
-    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in sizes):
-        expected = "(left, right): numbers of keys on each side of a query, -1 for unbounded"
-        raise SpecError("window", expected, repr(window), "(256, 0) sees itself and 256 keys before it.")
-    return None if sizes == (-1, -1) else (sizes[0], sizes[1])
-
-
 def _toml(value: object) -> str:
     """A scalar or a list is written alike in JSON and TOML."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + " }"
     return json.dumps(value)
-
-
-def _checked_scale(scale: object) -> float:
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if number and math.isfinite(scale) and scale > 0:  # type: ignore[arg-type, operator]
-        return float(scale)  # type: ignore[arg-type]
-    raise SpecError("scale", "a positive finite number, or None for 1 / sqrt(head_dim)", repr(scale))

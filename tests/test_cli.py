@@ -124,6 +124,14 @@ BAD_COMPILES = {
         ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "longformer:window=3"],
         "longformer.window: expected an even number",
     ),
+    "softcap": (["--embed-dim", 64, "--num-heads", 8, "--softcap", "-1"], "softcap: expected a positive finite"),
+    "rope of words": (["--embed-dim", 64, "--num-heads", 8, "--rope", "theta=big"], "FIELD=VALUE"),
+    "unknown field of rope": (["--embed-dim", 64, "--num-heads", 8, "--rope", "thta=1"], "Did you mean 'theta'"),
+    "cache without causality": (["--embed-dim", 64, "--num-heads", 8, "--kv-cache"], "--causal true"),
+    "positions beyond rope's": (
+        ["--embed-dim", 64, "--num-heads", 8, "--rope", "max_length=32", "--length", 33],
+        "L of at most the spec's rope.max_length = 32",
+    ),
     "two masks": (
         ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4", "--mask", "bool"],
         "one mask, constant or of the call",

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from mhsa_compile import masks
+from mhsa_compile.conversion import from_bert, from_torch
 from mhsa_compile.core import to_torch
 from mhsa_compile.errors import InputError, ModelError
-from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, from_bert, from_torch, weights
+from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, weights
 from mhsa_compile.spec import AttentionSpec
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # everything here runs in float64, where both sides are exact to about 1e-15

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from mhsa_compile import masks
 from mhsa_compile.errors import MhsaError, SpecError
-from mhsa_compile.spec import AttentionSpec, resolve_causal
+from mhsa_compile.positions import Rope, alibi_slopes, parse_rope
+from mhsa_compile.spec import AttentionSpec
+from mhsa_compile.spec_checks import resolve_causal
 from mhsa_compile.workloads import WORKLOADS
 
 SPECS = [*(case.spec for case in PARITY), *(workload.spec for workload in WORKLOADS)]
@@ -55,6 +58,28 @@ def test_defaults_are_resolved() -> None:
         ({"mask": "boolean"}, "mask", '"bool"'),
         ({"scale": float("nan")}, "scale", "a positive finite number"),
         ({"scale": "1"}, "scale", "a positive finite number"),
+        ({"softcap": 0}, "softcap", "a positive finite number, or None for no cap"),
+        ({"softcap": -3.0}, "softcap", "a positive finite number"),
+        ({"alibi": 8}, "alibi", "true or false"),
+        ({"sinks": None}, "sinks", "true or false"),
+        ({"rope": 10000.0}, "rope", "a Rope"),
+        ({"rope": {"base": 10000}}, "rope", "fields among theta, rotary_dim"),
+        ({"rope": {"theta": 0}}, "rope.theta", "a positive finite number"),
+        ({"rope": {"factor": float("inf")}}, "rope.factor", "a positive finite number"),
+        ({"rope": {"interleaved": 1}}, "rope.interleaved", "true or false"),
+        ({"rope": {"max_length": 0}}, "rope.max_length", "a positive integer"),
+        ({"rope": {"rotary_dim": 0}}, "rope.rotary_dim", "a positive integer"),
+        ({"rope": {"rotary_dim": 7}}, "rope.rotary_dim", "an even number of dims, at most head_dim = 16"),
+        ({"rope": {"rotary_dim": 18}}, "rope.rotary_dim", "at most head_dim = 16"),
+        ({"rope": True, "head_dim": 15}, "rope.rotary_dim", "an even number"),
+        ({"rope": True, "kv_embed_dim": 8}, "rope", "self-attention"),
+        ({"kv_cache": 1}, "kv_cache", "true or false"),
+        ({"kv_cache": True}, "causal", 'True or "bottom_right" with kv_cache'),
+        ({"kv_cache": True, "causal": "top_left"}, "causal", 'True or "bottom_right" with kv_cache'),
+        ({"kv_cache": True, "causal": "bottom"}, "causal", '"bottom_right"'),
+        ({"kv_cache": True, "causal": True, "kv_embed_dim": 8}, "kv_cache", "self-attention"),
+        ({"kv_cache": True, "causal": True, "mask": "bool"}, "mask", "None with kv_cache"),
+        ({"kv_cache": True, "causal": True, "static_mask": masks.Strided(stride=4)}, "static_mask", "None with"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, object], named: str, expected: str) -> None:
@@ -146,6 +171,55 @@ def test_a_pattern_in_text() -> None:
     assert "window = [3, 0]" in spec.to_toml()
     assert AttentionSpec.from_toml(spec.to_toml()) == AttentionSpec.from_json(spec.to_json()) == spec
     assert hash(spec) == hash(AttentionSpec.from_json(spec.to_json()))
+
+
+POSITIONS = (
+    {"softcap": 30},
+    {"rope": True},
+    {"rope": {"theta": 5e5, "rotary_dim": 10, "interleaved": True, "factor": 4, "max_length": 131072}},
+    {"alibi": True, "sinks": True},
+    {"kv_cache": True, "causal": True, "rope": Rope(theta=1e6), "window": (64, 0)},
+)
+
+
+@pytest.mark.parametrize("fields", POSITIONS, ids=str)
+def test_positions_caps_sinks_and_caches_round_trip(fields: dict[str, object]) -> None:
+    spec = AttentionSpec(embed_dim=64, num_heads=4, **fields)
+    assert AttentionSpec.from_json(spec.to_json()) == AttentionSpec.from_toml(spec.to_toml()) == spec
+    assert hash(spec) == hash(AttentionSpec.from_json(spec.to_json()))
+
+
+def test_positions_resolve() -> None:
+    spec = AttentionSpec(embed_dim=64, num_heads=4, kv_cache=True, causal=True, rope=True, softcap=30)
+    assert (spec.causal, spec.softcap, spec.rope) == ("bottom_right", 30.0, Rope(rotary_dim=16))
+    assert AttentionSpec(embed_dim=64, num_heads=4, rope=False).rope is None
+    assert spec.band == (-1, 0, "bottom_right")
+
+
+def test_ropes_on_a_command_line() -> None:
+    assert parse_rope("default") == Rope()
+    assert parse_rope("theta=5e5,interleaved=true,max_length=32") == Rope(theta=5e5, interleaved=True, max_length=32)
+    for text in ("theta", "theta=", "theta=big", "thetas=3"):
+        with pytest.raises(SpecError, match="rope"):
+            parse_rope(text)
+
+
+def test_rope_s_angles() -> None:
+    rope = Rope(theta=100.0, factor=2.0, max_length=7).resolved(head_dim=6)
+    cos, sin = rope.tables()
+    assert cos.shape == sin.shape == (7, 3)
+    for position in range(7):
+        for pair in range(3):
+            angle = position / 2 * 100.0 ** (-2 * pair / 6)
+            assert cos[position, pair] == pytest.approx(math.cos(angle), abs=1e-15)
+            assert sin[position, pair] == pytest.approx(math.sin(angle), abs=1e-15)
+
+
+def test_alibi_s_slopes_are_the_paper_s() -> None:
+    assert alibi_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert alibi_slopes(1) == [2.0**-8]
+    # 12 heads: those of 8, then every other one of 16.
+    assert alibi_slopes(12) == [*alibi_slopes(8), 2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
 
 
 def test_flops_of_a_textbook_block() -> None:

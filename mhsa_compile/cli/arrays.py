@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mhsa_compile.artifact import TensorInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given
+_DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
 
 
 def read(assignments: Sequence[str]) -> dict[str, Array]:
@@ -96,6 +96,8 @@ def _size(name: str, dim: int | str, sizes: Mapping[str, int]) -> int:
         return dim
     symbol = dim.removeprefix("mask_")
     size = sizes.get(dim) or sizes.get(symbol) or _DEFAULT_SIZES.get(symbol)
+    if size is None and symbol == "C":
+        size = 2 * sizes.get("L", _DEFAULT_SIZES["L"])
     if size is None and symbol == "S":
         size = sizes.get("L", _DEFAULT_SIZES["L"])
     if size is None and dim.startswith("mask_"):

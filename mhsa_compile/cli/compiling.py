@@ -37,6 +37,13 @@ StaticMask = Annotated[
 ]
 Mask = Annotated[Literal["bool", "additive", "key_padding"] | None, _field("--mask", "The mask a call takes.")]
 Scale = Annotated[float | None, _field("--scale", "Factor of the scores; 1 / sqrt(E) if not given.")]
+Softcap = Annotated[float | None, _field("--softcap", "c: scores become c * tanh(score / c).")]
+RopeText = Annotated[
+    str | None, _field("--rope", "Rotary positions: default, or such as theta=500000,max_length=8192.")
+]
+Alibi = Annotated[bool | None, _field("--alibi", "A bias that falls with the distance, a slope for each head.")]
+Sinks = Annotated[bool | None, _field("--sinks", "One more learned score for each head, of no value.")]
+KvCache = Annotated[bool | None, _field("--kv-cache", "Keys and values go into a cache; needs --causal true.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, _field("--dtype", "Of activations and weights.")]
 
 
@@ -49,6 +56,7 @@ def compile_source(
     batch: options.Batch = None,
     length: options.Length = None,
     kv_length: options.KvLength = None,
+    capacity: options.Capacity = None,
     weights: Annotated[
         Literal["int8"] | None, typer.Option("--weights", help="Linears compute in eight bits, rounded at load.")
     ] = None,
@@ -67,21 +75,28 @@ def compile_source(
     static_mask: StaticMask = None,
     mask: Mask = None,
     scale: Scale = None,
+    softcap: Softcap = None,
+    rope: RopeText = None,
+    alibi: Alibi = None,
+    sinks: Sinks = None,
+    kv_cache: KvCache = None,
     dtype: Dtype = None,
 ) -> None:
     """Compile SOURCE, or a spec given by flags with random weights, for a target.
 
-    --batch, --length and --kv-length fix those dims; they stay symbolic otherwise.
+    --batch, --length, --kv-length and --capacity fix those dims; they stay symbolic otherwise.
     """
     from mhsa_compile.patterns import parse_pattern
+    from mhsa_compile.positions import parse_rope
 
     fields = _given(
         embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
         kv_embed_dim=kv_embed_dim, bias=bias, causal=True if causal == "true" else causal,
         window=window and _pair(window), static_mask=static_mask and parse_pattern(static_mask), mask=mask,
-        scale=scale, dtype=dtype,
+        scale=scale, softcap=softcap, rope=rope and parse_rope(rope), alibi=alibi, sinks=sinks, kv_cache=kv_cache,
+        dtype=dtype,
     )  # fmt: skip
-    dims = options.stated_dims(batch, length, kv_length)
+    dims = options.stated_dims(batch, length, kv_length, capacity)
     from mhsa_compile.artifact import check_place
 
     check_place(out.resolve(), force)  # before the work, not after it

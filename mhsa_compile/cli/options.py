@@ -1,4 +1,4 @@
-"""Options that several commands share. Dims are written in the library's notation: B batch, L queries, S keys."""
+"""Options that several commands share. Dims are in the library's notation: B batch, L queries, S keys, C capacity."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ ArtifactFolder = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="B", help="Batch size.")]
 Length = Annotated[int | None, typer.Option("--length", min=1, metavar="L", help="Query length.")]
+Capacity = Annotated[int | None, typer.Option("--capacity", min=1, metavar="C", help="Positions of a cache.")]
 KvLength = Annotated[int | None, typer.Option("--kv-length", min=1, metavar="S", help="Key and value length.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
@@ -20,7 +21,9 @@ Threads = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Seed of whatever is random.")]
 
 
-def stated_dims(batch: int | None, length: int | None, kv_length: int | None) -> dict[str, int]:
+def stated_dims(
+    batch: int | None, length: int | None, kv_length: int | None, capacity: int | None = None
+) -> dict[str, int]:
     """The dims that were given, by symbol."""
-    given = {"B": batch, "L": length, "S": kv_length}
+    given = {"B": batch, "L": length, "S": kv_length, "C": capacity}
     return {symbol: size for symbol, size in given.items() if size is not None}

@@ -1,0 +1,92 @@
+"""MultiHeadAttention from the attention layers of PyTorch and Hugging Face; the weights are copied."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.model import MultiHeadAttention
+from mhsa_compile.spec import AttentionSpec
+from mhsa_compile.spec_checks import DTYPES
+
+
+def from_torch(
+    layer: nn.MultiheadAttention, *, cross: bool = False, mask: str | None = None, causal: str | bool | None = None
+) -> MultiHeadAttention:
+    """The same attention as `layer(x, context, context)` at inference: dropout is left out, the weights are copied.
+
+    cross       whether keys and values come from a second input; always so where kdim differs from embed_dim
+    mask        PyTorch's True masks out, ours takes part: invert `attn_mask` and `key_padding_mask`
+    batch_first is not kept: our edge is (B, L, D).
+
+    Raises ModelError for add_bias_kv, add_zero_attn and kdim != vdim, which have no counterpart.
+    """
+    if layer.bias_k is not None or layer.bias_v is not None:
+        raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
+    if layer.add_zero_attn:
+        raise ModelError("layer", "nn.MultiheadAttention without add_zero_attn", "add_zero_attn=True")
+    if layer.kdim != layer.vdim:
+        raise ModelError("layer", "kdim == vdim: keys and values of one context", f"{layer.kdim} and {layer.vdim}")
+    cross = cross or layer.kdim != layer.embed_dim
+    spec = AttentionSpec(
+        embed_dim=layer.embed_dim,
+        num_heads=layer.num_heads,
+        kv_embed_dim=layer.kdim if cross else None,
+        bias=layer.in_proj_bias is not None,
+        dtype=_dtype_of(layer.out_proj.weight),
+        causal=causal,
+        mask=mask,
+    )
+    separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    projections = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
+    state = {f"{name}_proj.weight": weight for name, weight in zip("qkv", projections, strict=True)}
+    if spec.bias:
+        state |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", layer.in_proj_bias.chunk(3), strict=True)}
+    state |= {f"out_proj.{name}": value for name, value in layer.out_proj.state_dict().items()}
+    return _loaded(spec, state)
+
+
+def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHeadAttention:
+    """The attention of a Hugging Face BertAttention (or RoBERTa, ...) at inference; the weights are copied.
+
+    The result ends with `layer.output.dense`: dropout, residual and LayerNorm stay outside. A layer for
+    cross-attention takes `context`; a causal one becomes causal.
+
+    Raises ModelError, among others for a bare BertSelfAttention: the output projection is not in it.
+    """
+    core, output = getattr(layer, "self", None), getattr(layer, "output", None)
+    if core is None or output is None:
+        hint = "Pass the BertAttention around it: the output projection is its output.dense."
+        raise ModelError("layer", "a BertAttention", type(layer).__name__, hint if hasattr(layer, "query") else "")
+    position = getattr(core, "position_embedding_type", None) or "absolute"
+    if position != "absolute":
+        raise ModelError("layer", "absolute position embeddings", f"position_embedding_type={position!r}")
+    cross = bool(getattr(layer, "is_cross_attention", False)) or core.key.in_features != core.query.in_features
+    spec = AttentionSpec(
+        embed_dim=core.query.in_features,
+        num_heads=core.num_attention_heads,
+        head_dim=core.attention_head_size,
+        kv_embed_dim=core.key.in_features if cross else None,
+        dtype=_dtype_of(core.query.weight),
+        causal="top_left" if getattr(core, "is_causal", False) else None,
+        mask=mask,
+    )
+    parts = {"q_proj": core.query, "k_proj": core.key, "v_proj": core.value, "out_proj": output.dense}
+    state = {f"{part}.{name}": value for part, m in parts.items() for name, value in m.state_dict().items()}
+    return _loaded(spec, state)
+
+
+def _dtype_of(weight: Tensor) -> str:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError("layer", f"weights of {', '.join(DTYPES)}", dtype, "Call layer.float() first.")
+    return dtype
+
+
+def _loaded(spec: AttentionSpec, state: dict[str, Tensor]) -> MultiHeadAttention:
+    dtypes = {_dtype_of(value) for value in state.values()}
+    if dtypes != {spec.dtype}:
+        raise ModelError("layer", f"{spec.dtype} weights", ", ".join(sorted(dtypes)), "Call layer.float() first.")
+    module = MultiHeadAttention(spec)
+    module.load_state_dict(state)
+    return module.eval()

@@ -1,0 +1,137 @@
+"""ONNX operators as an exported graph holds them, written by name instead of being traced.
+
+What ONNX Attention has no word for (sinks, ALiBi) is one operator of the domain "mhsa", also named Attention: inputs 0
+to 6, attributes and outputs as the standard's, input 7 the sinks (H,), input 8 the slopes (H,).
+`operator_function.attention_function` defines it for everybody else.
+
+Notation: B batch, L query length, S key length, C capacity of a cache, H heads, G key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.onnx.ops import symbolic
+
+from mhsa_compile.core import checked_mask
+from mhsa_compile.positions import Rope
+from mhsa_compile.spec import AttentionSpec
+
+DOMAIN = "mhsa"
+
+
+def attention_opset(spec: AttentionSpec, *, free_lengths: bool) -> int:
+    """The first opset that has the words for `spec`."""
+    if spec.window is not None:
+        return 25
+    return 24 if spec.kv_cache or spec.sinks or (free_lengths and spec.causal == "bottom_right") else 23
+
+
+def attention_node(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    lengths: Tensor | None = None,
+    free_lengths: bool = False,
+) -> Tensor:
+    """Attention in the 3-D form (heads side by side) or the 4-D one, by the rank of q.
+
+    lengths        the operator's nonpad_kv_seqlen, int64 (B,)
+    free_lengths   whether S may differ from L
+    """
+    attributes: dict[str, Any] = {}
+    if q.ndim == 3:
+        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
+    if spec.causal is not None:
+        attributes["is_causal"] = 1
+    if spec.window is not None:
+        attributes |= dict(zip(("left_window_size", "right_window_size"), spec.window, strict=True))
+    if spec.scale is not None:
+        attributes["scale"] = spec.scale
+    if spec.softcap is not None:
+        attributes["softcap"] = spec.softcap
+    if lengths is None and free_lengths and spec.causal == "bottom_right":
+        # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
+        lengths = _key_lengths(k)
+    inputs = [q, k, v, checked_mask(spec, mask), None, None, lengths, sinks, slopes]
+    while inputs[-1] is None and len(inputs) > 4:
+        inputs.pop()
+    own = sinks is not None or slopes is not None
+    name = f"{DOMAIN}::Attention" if own else "Attention"
+    version = 1 if own else attention_opset(spec, free_lengths=free_lengths)
+    shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
+    return symbolic(name, inputs, attributes, dtype=q.dtype, shape=shape, version=version)
+
+
+def rotary_node(rope: Rope, rows: Tensor, heads: int, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """RotaryEmbedding of rows (B, L, heads * E) at positions, int64 (B, L)."""
+    attributes: dict[str, Any] = {"num_heads": heads, "interleaved": int(rope.interleaved)}
+    if rope.rotary_dim != rows.shape[-1] // heads:
+        attributes["rotary_embedding_dim"] = rope.rotary_dim
+    inputs = (rows, cos, sin, positions)
+    return symbolic("RotaryEmbedding", inputs, attributes, dtype=rows.dtype, shape=rows.shape, version=23)
+
+
+def scatter_node(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
+    """TensorScatter: `cache` (B, G, C, E) with rows (B, G, L, E) from position first[b] on."""
+    inputs = (cache, rows, first)
+    return symbolic("TensorScatter", inputs, {"axis": 2}, dtype=cache.dtype, shape=cache.shape, version=24)
+
+
+def split_heads(rows: Tensor, heads: int) -> Tensor:
+    """(B, L, heads * E) -> (B, heads, L, E)."""
+    B, L, width = rows.shape
+    inputs = (rows, _integers(0, 0, heads, width // heads))
+    split = symbolic("Reshape", inputs, dtype=rows.dtype, shape=(B, L, heads, width // heads), version=23)
+    return split.transpose(1, 2)
+
+
+def joined_heads(y: Tensor) -> Tensor:
+    """(B, H, L, F) -> (B, L, H * F)."""
+    B, H, L, F = y.shape
+    inputs = (y.transpose(1, 2), _integers(0, 0, H * F))
+    return symbolic("Reshape", inputs, dtype=y.dtype, shape=(B, L, H * F), version=23)
+
+
+def places(x: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(positions of x (B, L, D), int64 (B, L), and how many keys there are then, (B,)) behind `length` (B,) others.
+
+    Without `length` they begin at 0, and there is no count. As sums of ones, whose shape every tool sees to be (B, L);
+    that of a Range is lost on some.
+    """
+    B, L = x.shape[:2]
+    axis: dict[str, Any] = {"value_int": 1}
+    along_x = symbolic("Constant", (), axis, dtype=torch.int64, shape=(), version=23)
+    ones = symbolic("Expand", (_integers(1), _dims(x, 0, 2)), dtype=torch.int64, shape=(B, L), version=23)
+    before: dict[str, Any] = {"exclusive": 1}
+    steps = symbolic("CumSum", (ones, along_x), before, dtype=torch.int64, shape=(B, L), version=14)
+    if length is None:
+        return steps, None
+    flat: dict[str, Any] = {"keepdims": 0}
+    count = symbolic("ReduceSum", (ones, _integers(1)), flat, dtype=torch.int64, shape=(B,), version=13)
+    return length.unsqueeze(1) + steps, length + count
+
+
+def _integers(*values: int) -> Tensor:
+    """A Constant node, int64 (n,)."""
+    said: dict[str, Any] = {"value_ints": list(values)}
+    return symbolic("Constant", (), said, dtype=torch.int64, shape=(len(values),), version=23)
+
+
+def _key_lengths(k: Tensor) -> Tensor:
+    """S for every batch entry, int64 (B,): as three ONNX operators, since the exporter's own form of it takes nine."""
+    axis, shape = k.ndim - 2, (k.shape[0],)
+    inputs = (_dims(k, axis, axis + 1), _dims(k, 0, 1))
+    return symbolic("Expand", inputs, dtype=torch.int64, shape=shape, version=23)
+
+
+def _dims(x: Tensor, start: int, end: int) -> Tensor:
+    bounds: dict[str, Any] = {"start": start, "end": end}
+    return symbolic("Shape", (x,), bounds, dtype=torch.int64, shape=(end - start,), version=23)
