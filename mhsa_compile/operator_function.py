@@ -1,7 +1,7 @@
 """What mhsa.Attention means, in standard operators: a function, so that any ONNX tool can run the file.
 
 A bias that grows with the distance is an additive mask. A sink takes its share of the softmax: the output is the one
-without it, times sigmoid(log-sum-exp of the scores - sink).
+without it, times the share of the others, sum exp(score) / (sum exp(score) + exp(sink)).
 """
 
 from __future__ import annotations
@@ -97,14 +97,16 @@ def _shared_with_sinks(rows: bool) -> list[str]:
     lines = [
         "last = Constant <value = int64[1] {-1}> ()",
         "beside = Constant <value = int64[3] {0, 2, 3}> ()",
-        "nothing = Constant <value = float {0.0}> ()",
-        "sum = ReduceLogSumExp (scores, last)",
         "sink = Unsqueeze (sinks, beside)",
-        "ahead = Sub (sum, sink)",
-        "share_or_nan = Sigmoid (ahead)",
-        "blind = IsNaN (share_or_nan)",
-        "none = CastLike (nothing, share_or_nan)",
-        "share = Where (blind, none, share_or_nan)",
+        "best = ReduceMax (scores, last)",
+        "largest = Max (best, sink)",  # finite, also where every score is -inf
+        "below = Sub (scores, largest)",
+        "powers = Exp (below)",
+        "sum = ReduceSum (powers, last)",
+        "sink_below = Sub (sink, largest)",
+        "sink_power = Exp (sink_below)",
+        "total = Add (sum, sink_power)",
+        "share = Div (sum, total)",
     ]
     if not rows:
         return [*lines, "Y = Mul (plain, share)"]

@@ -30,12 +30,8 @@ FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFL
 
 def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
     """The graph's outputs in float64; weights and floating inputs are promoted first, integers stay."""
-    promoted = onnx.ModelProto()
-    promoted.CopyFrom(model)
-    for graph in (promoted.graph, *promoted.functions):
-        _promote(graph)
     wide = {name: array if array.dtype.kind in "biu" else array.astype(np.float64) for name, array in inputs.items()}
-    evaluator = ReferenceEvaluator(promoted, new_ops=_attention_operators(_attend_exactly))
+    evaluator = ReferenceEvaluator(promoted(model), new_ops=_attention_operators(_attend_exactly))
     return [np.asarray(output) for output in evaluator.run(None, wide)]
 
 
@@ -47,6 +43,15 @@ def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False)
     operators = [*_attention_operators(_attend_in_torch), _Int8MatMul if int8_weights else _MatMul, _Gemm]
     evaluator = ReferenceEvaluator(model, new_ops=operators)
     return [np.asarray(output) for output in evaluator.run(None, dict(inputs))]
+
+
+def promoted(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy whose floating constants and casts are float64."""
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    for graph in (wide.graph, *wide.functions):
+        _promote(graph)
+    return wide
 
 
 def _promote(graph: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from mhsa_compile import export_check, masks
@@ -19,7 +21,9 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export import export
 from mhsa_compile.export_check import check_equal_but_for_sizes, check_symbols
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, weights
+from mhsa_compile.reference import promoted
 from mhsa_compile.spec import SPEC_KEY, AttentionSpec
+from mhsa_compile.verify import max_error, oracle, random_inputs
 
 MASK = ("mask_B", "mask_H", "mask_L", "mask_S")
 
@@ -161,6 +165,74 @@ def test_key_padding() -> None:
     model = export(block(mask="key_padding", kv_embed_dim=10))
     assert dims(model)["mask"] == ("B", "S")
     assert "Slice" not in operators(model)
+
+
+OWN = (
+    ({"sinks": True}, {}),
+    ({"alibi": True, "causal": True, "window": (3, 0)}, {}),
+    ({"alibi": True, "sinks": True, "mask": "bool", "softcap": 3.0}, {}),
+    ({"alibi": True, "mask": "additive", "num_kv_heads": 2, "v_head_dim": 7}, {}),
+    ({"alibi": True, "sinks": True, "kv_embed_dim": 10, "causal": "bottom_right"}, {}),
+    ({"alibi": True, "sinks": True, "static_mask": masks.Strided(stride=3)}, {"L": 11}),
+    ({"alibi": True, "sinks": True, "kv_cache": True, "causal": True}, {}),
+)
+
+
+@pytest.mark.parametrize(("fields", "fixed"), OWN, ids=str)
+def test_an_operator_of_our_own_comes_with_its_definition(fields: dict[str, object], fixed: dict[str, int]) -> None:
+    """Who knows nothing of it, as the reference evaluator here, runs the function; our oracle has its own meaning."""
+    model = export(block(**fields), dims=fixed)
+    node, _ = attention_node(model)
+    assert node.domain == "mhsa"
+    assert [bool(name) for name in [*node.input, ""][7:9]] == ["sinks" in fields, "alibi" in fields]
+    inputs = random_inputs(model, {"B": 2, "L": 11, "S": 7, "C": 13, "mask_H": 4} | fixed, seed=3)
+    wide = {name: array.astype(np.float64) if array.dtype == np.float32 else array for name, array in inputs.items()}
+    outputs = ReferenceEvaluator(promoted(model)).run(None, wide)
+    for expected, actual in zip(oracle(model, inputs), outputs, strict=True):
+        assert max_error(expected, actual) < 1e-12
+
+
+def test_what_the_standard_has_a_word_for_is_standard() -> None:
+    node, attributes = attention_node(export(block(softcap=30.0)))
+    assert (node.domain, attributes["softcap"]) == ("", 30.0)
+    model = export(block(rope={"max_length": 32, "rotary_dim": 4, "interleaved": True}, num_kv_heads=2))
+    assert not model.functions
+    turned = [node for node in model.graph.node if node.op_type == "RotaryEmbedding"]
+    assert [{a.name: a.i for a in node.attribute} for node in turned] == [
+        {"num_heads": heads, "interleaved": 1, "rotary_embedding_dim": 4} for heads in (4, 2)
+    ]
+    assert {node.input[1] for node in turned} == {"rope_cos"}
+    tables = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    assert tables["rope_cos"] == tables["rope_sin"] == [32, 2]
+
+
+def test_a_cache_goes_in_and_comes_out() -> None:
+    model = export(block(kv_cache=True, causal=True, num_kv_heads=2, v_head_dim=7, rope={"max_length": 32}))
+    key, value = ("B", 2, "C", 6), ("B", 2, "C", 7)
+    assert dims(model) == {
+        "x": ("B", "L", 24), "past_key": key, "past_value": value, "length": ("B",),
+        "y": ("B", "L", 24), "present_key": key, "present_value": value,
+    }  # fmt: skip
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(metadata["mhsa.in_place"]) == {"past_key": "present_key", "past_value": "present_value"}
+    node, attributes = attention_node(model)
+    assert (list(node.input[1:3]), attributes["is_causal"]) == (["present_key", "present_value"], 1)
+    assert model.opset_import[0].version == 24
+    step = export(block(kv_cache=True, causal=True), dims={"B": 1, "L": 1, "C": 32})
+    assert dims(step)["x"] == (1, 1, 24)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fixed", "named"),
+    [
+        ({"rope": {"max_length": 32}}, {"L": 33}, "L of at most the spec's rope.max_length = 32"),
+        ({"rope": {"max_length": 32}, "kv_cache": True, "causal": True}, {"C": 33}, "C of at most the spec's"),
+        ({"kv_cache": True, "causal": True}, {"L": 7, "C": 5}, "a capacity C of at least L = 7"),
+    ],
+)
+def test_lengths_that_do_not_fit(fields: dict[str, object], fixed: dict[str, int], named: str) -> None:
+    with pytest.raises(InputError, match=f"dims: expected {named}"):
+        export(block(**fields), dims=fixed)
 
 
 def test_core() -> None:

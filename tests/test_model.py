@@ -13,8 +13,9 @@ from torch import nn
 from mhsa_compile import masks
 from mhsa_compile.conversion import from_bert, from_torch
 from mhsa_compile.core import to_torch
-from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, weights
+from mhsa_compile.positions import Rope, alibi_slopes
 from mhsa_compile.spec import AttentionSpec
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # everything here runs in float64, where both sides are exact to about 1e-15
@@ -267,3 +268,159 @@ def test_core_refuses_other_heads() -> None:
     q, k, v = qkv()
     with pytest.raises(InputError, match="k: expected shape"):
         core()(q, k[:, :2], v)
+
+
+def test_softcap_and_scale() -> None:
+    q, k, v = qkv()
+    scores = torch.tanh(q @ k.transpose(-1, -2) * 0.7 / 1.5) * 1.5
+    torch.testing.assert_close(core(softcap=1.5, scale=0.7)(q, k, v), scores.softmax(dim=-1) @ v, **CLOSE)
+
+
+@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
+@pytest.mark.parametrize("mask", [None, "bool", "additive"])
+def test_alibi_is_a_bias_that_grows_with_the_distance(causal: str | None, mask: str | None) -> None:
+    q, k, v = qkv(L=5, S=7)
+    attention = core(causal=causal, mask=mask, alibi=True)
+    place = torch.arange(5)[:, None] + (2 if causal == "bottom_right" else 0)
+    bias = torch.tensor(alibi_slopes(4))[:, None, None] * (torch.arange(7) - place)
+    given = () if mask is None else (torch.rand(5, 7) < 0.8 if mask == "bool" else torch.randn(2, 1, 5, 7),)
+    added = bias + given[0] if mask == "additive" else bias.masked_fill(~given[0], -math.inf) if mask else bias
+    if causal is not None:
+        added = added.masked_fill(~torch.from_numpy(masks.causal(5, 7, causal)), -math.inf)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=added.expand(2, 4, 5, 7))
+    expected = torch.where((added > -math.inf).any(-1, keepdim=True), expected, 0)
+    torch.testing.assert_close(attention.double()(q, k, v, *given), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+def test_a_sink_is_one_more_key_of_no_value(causal: str | None) -> None:
+    q, k, v = qkv(L=7, S=5)
+    attention = core(causal=causal, sinks=True).double()
+    more_k, more_v = (torch.cat((torch.zeros(2, 4, 1, 6), rows), dim=2) for rows in (k, v))
+    added = torch.zeros(4, 7, 6)
+    added[..., 0] = attention.sinks.detach()[:, None]
+    if causal is not None:
+        added[..., 1:].masked_fill_(~torch.from_numpy(masks.causal(7, 5, causal)), -math.inf)
+    expected = F.scaled_dot_product_attention(q, more_k, more_v, attn_mask=added)
+    actual = attention(q, k, v)
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    if causal is not None:
+        assert (actual[:, :, :2] == 0).all()  # who sees no key gives all its weight to the sink
+    assert "sinks" in weights(attention)
+
+
+def turned(x: torch.Tensor, rope: Rope, first: int = 0) -> torch.Tensor:
+    """By complex numbers, and by the paper's formula: (B, heads, L, E)."""
+    n = rope.rotary_dim // 2
+    angles = (first + torch.arange(x.shape[2]))[:, None] / rope.factor * rope.theta ** (-torch.arange(n) / n)
+    one, other = (x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]) if rope.interleaved else (x[..., :n], x[..., n : 2 * n])
+    result = torch.complex(one, other) * torch.polar(torch.ones(()), angles)
+    parts = (result.real, result.imag)
+    both = torch.stack(parts, -1).flatten(-2) if rope.interleaved else torch.cat(parts, -1)
+    return torch.cat((both, x[..., 2 * n :]), -1)
+
+
+ROPES = ({}, {"interleaved": True}, {"rotary_dim": 4, "theta": 100.0}, {"factor": 3.0, "rotary_dim": 2})
+
+
+@pytest.mark.parametrize("fields", ROPES, ids=str)
+def test_rope_turns_queries_and_keys(fields: dict[str, object]) -> None:
+    spec = AttentionSpec(embed_dim=24, num_heads=4, num_kv_heads=2, rope={"max_length": 7, **fields})
+    module, x = exact(spec), torch.randn(2, 7, 24)
+    q, k, v = heads_of(module, x)
+    y = F.scaled_dot_product_attention(turned(q, spec.rope), turned(k, spec.rope), v, enable_gqa=True)
+    torch.testing.assert_close(module(x), module.out_proj(y.transpose(1, 2).flatten(2)), **CLOSE)
+    with pytest.raises(InputError, match=r"rope\.max_length = 7, got one at position 7"):
+        module(torch.randn(1, 8, 24))
+
+
+def exact(spec: AttentionSpec) -> MultiHeadAttention:
+    """In float64, with tables that never were anything else."""
+    module = MultiHeadAttention(spec).double()
+    if spec.rope is not None:
+        module.rope_cos, module.rope_sin = map(torch.from_numpy, spec.rope.tables())
+    return module
+
+
+def heads_of(module: MultiHeadAttention, x: torch.Tensor) -> list[torch.Tensor]:
+    parts = ((module.q_proj, module.spec.num_heads), (module.k_proj, module.spec.num_kv_heads))
+    return [
+        project(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for project, heads in (*parts, (module.v_proj, module.spec.num_kv_heads))
+    ]
+
+
+CACHED = (
+    {},
+    {"rope": {"max_length": 32}, "num_kv_heads": 2},
+    {"alibi": True, "sinks": True},
+    {"window": (3, 0), "v_head_dim": 7, "softcap": 2.0},
+)
+
+
+@pytest.mark.parametrize("fields", CACHED, ids=str)
+def test_a_cache_filled_in_any_steps_gives_what_one_call_gives(fields: dict[str, object]) -> None:
+    cached = exact(AttentionSpec(embed_dim=24, num_heads=4, causal=True, kv_cache=True, **fields))
+    whole = exact(AttentionSpec(embed_dim=24, num_heads=4, causal=True, **fields))
+    whole.load_state_dict(cached.state_dict())
+    x, spec = torch.randn(2, 11, 24), cached.spec
+    expected = whole(x)
+    key = torch.full((2, spec.num_kv_heads, 13, spec.head_dim), math.nan)  # what is not valid yet is hidden
+    value = torch.full((2, spec.num_kv_heads, 13, spec.v_head_dim), math.nan)
+    done = 0
+    for L in (5, 1, 3, 1, 1):
+        step = x[:, done : done + L]
+        y, key, value = cached(step, past_key=key, past_value=value, length=torch.full((2,), done))
+        torch.testing.assert_close(y, expected[:, done : done + L], **CLOSE)
+        done += L
+
+
+def test_sequences_of_a_batch_may_have_lengths_of_their_own() -> None:
+    cached = exact(AttentionSpec(embed_dim=24, num_heads=4, causal=True, kv_cache=True, rope={"max_length": 9}))
+    x = torch.randn(2, 7, 24)
+    empty = torch.zeros(2, 4, 9, 6)
+    _, key, value = cached(x, past_key=empty, past_value=empty, length=torch.tensor([0, 0]))
+    step = torch.randn(2, 1, 24)
+    y, _, _ = cached(step, past_key=key, past_value=value, length=torch.tensor([7, 3]))
+    for i, length in enumerate((7, 3)):
+        alone = torch.cat((x[i : i + 1, :length], step[i : i + 1]), dim=1)
+        expected, _, _ = cached(alone, past_key=empty[:1], past_value=empty[:1], length=torch.tensor([0]))
+        torch.testing.assert_close(y[i], expected[0, -1:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "expected"),
+    [
+        ({"past_key": None}, "past_key", "the spec has kv_cache"),
+        ({"length": None}, "length", "the spec has kv_cache"),
+        ({"past_key": torch.zeros(2, 3, 9, 6)}, "past_key", r"\(B, G, C, 6\)"),
+        ({"past_value": torch.zeros(2, 4, 8, 6)}, "past_value", r"\(B, G, C, 6\)"),
+        ({"length": torch.tensor([0, 0, 0])}, "length", r"int64 of shape \(B,\) = \(2,\)"),
+        ({"length": torch.tensor([0, 7])}, "length", "0 to 6, which leaves room for 3 more positions of 9"),
+        ({"length": torch.tensor([-1, 0])}, "length", "0 to 6"),
+    ],
+)
+def test_caches_that_do_not_fit(changes: dict[str, object], named: str, expected: str) -> None:
+    module = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, causal=True, kv_cache=True)).double()
+    empty = torch.zeros(2, 4, 9, 6)
+    call = {"past_key": empty, "past_value": empty, "length": torch.tensor([0, 0])} | changes
+    with pytest.raises(InputError, match=f"{named}: expected .*{expected}"):
+        module(torch.zeros(2, 3, 24), **call)
+
+
+def test_a_cache_without_kv_cache_and_rope_without_a_block() -> None:
+    module = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4)).double()
+    with pytest.raises(InputError, match="length: expected None"):
+        module(torch.zeros(1, 3, 24), length=torch.tensor([0]))
+    with pytest.raises(SpecError, match="rope: expected none in ScaledDotProductAttention"):
+        core(rope=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_slopes_and_sinks_are_of_the_spec_s_dtype(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    spec = AttentionSpec(embed_dim=24, num_heads=4, dtype=name, rope={"max_length": 5}, alibi=True, sinks=True)
+    module = MultiHeadAttention(spec)
+    assert {tensor.dtype for tensor in (*module.parameters(), *module.buffers())} == {dtype}
+    assert module(torch.ones(1, 5, 24, dtype=dtype)).dtype == dtype
+    assert set(module.state_dict()) == set(weights(module))  # tables follow from the spec: nobody stores them
