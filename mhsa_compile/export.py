@@ -25,7 +25,6 @@ from mhsa_compile.export_check import STATIC_MASK, Shape, check_declared, check_
 from mhsa_compile.masks import BoolArray
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, opset
 from mhsa_compile.operator_function import attention_function
-from mhsa_compile.operators import DOMAIN
 from mhsa_compile.patterns import BlockDiagonal
 from mhsa_compile.signatures import (
     IN_PLACE,
@@ -36,7 +35,7 @@ from mhsa_compile.signatures import (
     signature_of_examples,
     with_fixed_dims,
 )
-from mhsa_compile.spec import IN_PLACE_KEY, SPEC_KEY
+from mhsa_compile.spec import DOMAIN, IN_PLACE_KEY, SPEC_KEY
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}

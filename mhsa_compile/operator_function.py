@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx
 from onnx import FunctionProto, NodeProto, parser
 
-from mhsa_compile.operators import DOMAIN
+from mhsa_compile.spec import DOMAIN
 
 _INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
 _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax

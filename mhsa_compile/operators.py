@@ -17,9 +17,7 @@ from torch.onnx.ops import symbolic
 
 from mhsa_compile.core import checked_mask
 from mhsa_compile.positions import Rope
-from mhsa_compile.spec import AttentionSpec
-
-DOMAIN = "mhsa"
+from mhsa_compile.spec import DOMAIN, AttentionSpec
 
 
 def attention_opset(spec: AttentionSpec, *, free_lengths: bool) -> int:

@@ -20,7 +20,7 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor
 
 from mhsa_compile.core import attend, to_numpy, to_torch
-from mhsa_compile.operators import DOMAIN
+from mhsa_compile.spec import DOMAIN
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]

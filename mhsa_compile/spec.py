@@ -32,6 +32,8 @@ SPEC_KEY = "mhsa.spec"
 """Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
 IN_PLACE_KEY = "mhsa.in_place"
 """Where it says which inputs a call writes into, beside that: JSON, input -> the output that it becomes."""
+DOMAIN = "mhsa"
+"""Of the ONNX operators that are this library's own."""
 _ROWS = 512  # of a constant mask that are looked at together
 
 
