@@ -67,18 +67,17 @@ class CompiledAttention:
         InputError, before anything is written.
         """
         signature, thread = self._signature, self._thread
-        values = signature.values(inputs, by_name)
-        arrays, sizes = signature.arrays(values)
+        arrays, sizes = signature.arrays(inputs, by_name)
         if 0 in sizes.values():
-            return signature.empty_results(values, sizes)
+            return signature.empty_results(arrays, sizes)
         thread.prepare(sizes)
         try:
             returned = thread.vm.main(*arrays, *self._packed)
         except RuntimeError as error:
             if (words := tvm_runtime.refusal(error)) is None:
                 raise
-            raise signature.refused(words, values, sizes) from None
-        return signature.results(returned, values)
+            raise signature.refused(words, arrays, sizes) from None
+        return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:

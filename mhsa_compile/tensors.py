@@ -144,8 +144,8 @@ class Signature:
         self._names = [info.name for info in inputs]
         self._outputs = outputs
         pairs = {} if in_place is None else in_place
-        self._own = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
-        written = set(self._own.values())
+        self.in_place = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
+        written = set(self.in_place.values())
         self._arguments = [Argument(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
         self._to_numpy = [_bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
@@ -153,42 +153,45 @@ class Signature:
         """What was given, in the order of the inputs. Raises InputError."""
         return args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
 
-    def arrays(self, values: Sequence[Any]) -> tuple[list[Any], Sizes]:
-        """The values as arrays that TVM reads, and the sizes of the symbolic dims. Raises InputError."""
+    def arrays(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[list[Any], Sizes]:
+        """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
+        values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
         arrays, sizes = list(values), Sizes()
         for i in self._order:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
-        if len(self._own) > 1:
+        if self.in_place:
             self._check_apart(arrays)
         return arrays, sizes
 
     def _check_apart(self, arrays: Sequence[Any]) -> None:
         """Two inputs that are written must not be one memory. Raises InputError."""
         seen: dict[int, str] = {}
-        for i in self._own.values():
+        for i in self.in_place.values():
             first = seen.setdefault(_address(arrays[i]), self._names[i])
             if first != self._names[i]:
                 expected = f"memory of its own: the call writes into it, and into {first!r}"
                 raise InputError(self._arguments[i].label, expected, f"that of {first!r}")
 
     def results(self, returned: Any, values: Sequence[Any]) -> Any:
-        """What TVM returned as torch tensors if any value was one, else as NumPy arrays; over the same memory. What
-        was written in place is the caller's own value."""
+        """What TVM returned as torch tensors if any value was one, else as NumPy arrays; over the same memory.
+
+        What was written in place is the caller's own value: `values` must then be what the call was given.
+        """
         importers = [_to_torch] * len(self._outputs) if any(map(is_torch, values)) else self._to_numpy
         if len(importers) == 1:
-            return values[self._own[0]] if self._own else importers[0](returned)
-        return tuple(
-            values[self._own[i]] if i in self._own else import_(one)
-            for i, (import_, one) in enumerate(zip(importers, returned, strict=True))
-        )
+            return importers[0](returned) if not self.in_place else values[self.in_place[0]]
+        if not self.in_place:
+            return tuple(import_(one) for import_, one in zip(importers, returned, strict=True))
+        own = {i: values[j] for i, j in self.in_place.items()}
+        return tuple(own[i] if i in own else importers[i](one) for i, one in enumerate(returned))
 
-    def refused(self, words: str, values: Sequence[Any], sizes: Sizes) -> InputError:
+    def refused(self, words: str, arrays: Sequence[Any], sizes: Sizes) -> InputError:
         """The error for what compiled code found wrong with a value; see `errors.CALL_REFUSED`."""
         argument, *said = words.split("\n")
         expected, got = (re.sub(r"\{(.*?)\}", lambda name: str(sizes.get(name[1], name[1])), line) for line in said)
         named = next((i for i, taken in enumerate(self._arguments) if taken.label == argument), None)
         if not got:
-            got = "others" if named is None else _range(values[named])
+            got = "others" if named is None else _range(arrays[named])
         return InputError(argument, expected, got)
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:

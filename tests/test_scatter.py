@@ -29,6 +29,7 @@ DTYPES = [
     *map(np.dtype, ("f4", "f2", "f8", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "?")),
     np.dtype(ml_dtypes.bfloat16),
 ]
+KINDS = {"float32": TensorProto.FLOAT, "bfloat16": TensorProto.BFLOAT16}
 INT64 = np.iinfo(np.int64)
 
 
@@ -156,8 +157,7 @@ def test_the_operator_makes_a_copy() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_place_the_output_is_the_caller_s_own_array(dtype: str) -> None:
     rng = np.random.default_rng(0)
-    kind = {"float32": TensorProto.FLOAT, "bfloat16": TensorProto.BFLOAT16}[dtype]
-    write = loaded(kind, said={"past": "present"})
+    write = loaded(KINDS[dtype], said={"past": "present"})
     assert write.manifest.in_place == {"present": "past"}
     memory = drawn(rng, np.dtype(dtype), 1 + 2 * 3 * 11 * 10)
     cache, update = memory[1:].reshape(2, 3, 11, 10), drawn(rng, np.dtype(dtype), 2, 3, 4, 10)  # at an odd address
@@ -226,8 +226,8 @@ def test_what_is_written_must_be_memory_of_its_own() -> None:
             write(array, update, at)
 
 
-def two_caches() -> onnx.ModelProto:
-    source = model(said={"past": "present", "past_v": "present_v"})
+def two_caches(dtype: int) -> onnx.ModelProto:
+    source = model(dtype, said={"past": "present", "past_v": "present_v"})
     source.graph.node.append(helper.make_node("TensorScatter", ["past_v", "new", "at"], ["present_v"]))
     for values, name in ((source.graph.input, "past_v"), (source.graph.output, "present_v")):
         values.append(values[0])
@@ -235,11 +235,13 @@ def two_caches() -> onnx.ModelProto:
     return source
 
 
-def test_two_caches_are_not_one_memory() -> None:
-    write = mhsa.load(mhsa.compile(two_caches()))
-    cache, update, at = np.zeros((1, 3, 11, 10), np.float32), np.ones((1, 3, 4, 10), np.float32), np.array([0])
-    with pytest.raises(InputError, match=r"input 'past_v': expected memory of its own: .* got that of 'past'"):
-        write(past=cache, past_v=cache, new=update, at=at)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_caches_are_not_one_memory(dtype: str) -> None:
+    write = mhsa.load(mhsa.compile(two_caches(KINDS[dtype])))
+    cache, update, at = np.zeros((1, 3, 11, 10), dtype), np.ones((1, 3, 4, 10), dtype), np.array([0])
+    for array in (cache, torch.zeros(1, 3, 11, 10, dtype=getattr(torch, dtype))):
+        with pytest.raises(InputError, match=r"input 'past_v': expected memory of its own: .* got that of 'past'"):
+            write(past=array, past_v=array, new=update, at=at)
     other = cache.copy()
     results = write(past=cache, past_v=other, new=update, at=at)
     assert results[0] is cache and results[1] is other

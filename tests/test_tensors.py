@@ -77,7 +77,7 @@ def test_what_can_be_read_in_place_is_not_copied() -> None:
     x, mask = draw()
     signature = Signature((X, MASK), (Y,))
     for array in (x, read_only(x), offset(x, 4), torch.from_numpy(x)):
-        taken = signature.arrays((array, mask))[0][0]
+        taken = signature.arrays((array, mask), {})[0][0]
         assert np.shares_memory(np.from_dlpack(taken) if array is not taken else array, array)
 
 
@@ -111,7 +111,7 @@ def test_empty_inputs_give_empty_outputs(compiled: CompiledAttention) -> None:
         assert compiled(x, mask).shape == (B, L, 8)
         assert compiled(torch.from_numpy(x), mask).shape == (B, L, 8)
     no_keys = Signature((TensorInfo("k", "float32", ("B", "S")),), (TensorInfo("y", "float32", ("B", 8)),))
-    arrays, sizes = no_keys.arrays((np.ones((2, 0), np.float32),))
+    arrays, sizes = no_keys.arrays((np.ones((2, 0), np.float32),), {})
     with pytest.raises(InputError, match="dim 'S': expected at least 1"):
         no_keys.empty_results(arrays, sizes)
 
@@ -147,7 +147,7 @@ def test_bad_calls(compiled: CompiledAttention, case: str) -> None:
 def test_a_shared_symbol_names_the_input_that_set_it() -> None:
     k, v = TensorInfo("k", "float32", ("B", "S")), TensorInfo("v", "float32", ("B", "S"))
     with pytest.raises(InputError, match=r"input 'v': expected .* S = 3 as in 'k', got float32 of shape \(2, 4\)"):
-        Signature((k, v), (k,)).arrays((np.ones((2, 3), "f4"), np.ones((2, 4), "f4")))
+        Signature((k, v), (k,)).arrays((np.ones((2, 3), "f4"), np.ones((2, 4), "f4")), {})
 
 
 BX, BY = TensorInfo("x", "bfloat16", ("B", 3)), TensorInfo("y", "bfloat16", ("B", 3))
@@ -161,7 +161,7 @@ def draw_bfloat16(B: int = 5) -> np.ndarray:
 def test_bfloat16_goes_in_and_out_of_tvm(layout: str) -> None:
     """NumPy's own DLPack refuses it."""
     signature, x = Signature((BX,), (BY,)), LAYOUTS[layout](draw_bfloat16())
-    (taken,), _ = signature.arrays((x,))
+    (taken,), _ = signature.arrays((x,), {})
     assert (taken.dtype, tuple(taken.shape)) == ("bfloat16", x.shape)
     y = signature.results(taken, [x])
     assert y.dtype == ml_dtypes.bfloat16
@@ -171,7 +171,7 @@ def test_bfloat16_goes_in_and_out_of_tvm(layout: str) -> None:
 def test_bfloat16_is_not_copied() -> None:
     signature, x = Signature((BX,), (BY,)), draw_bfloat16()
     for array in (x, read_only(x), torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)):
-        (taken,), _ = signature.arrays((array,))
+        (taken,), _ = signature.arrays((array,), {})
         results = signature.results(taken, [array])
         bits = results.view(torch.int16).numpy() if isinstance(results, torch.Tensor) else results.view(np.int16)
         assert np.shares_memory(bits, x)
@@ -179,7 +179,7 @@ def test_bfloat16_is_not_copied() -> None:
 
 def test_bfloat16_is_torch_s_where_torch_comes_in() -> None:
     signature, x = Signature((BX, BX), (BY, BY)), torch.randn(5, 3, dtype=torch.bfloat16)
-    arrays, _ = signature.arrays((x, draw_bfloat16()))
+    arrays, _ = signature.arrays((x, draw_bfloat16()), {})
     first, second = signature.results(tuple(reversed(arrays)), (x, arrays[1]))
     assert (first.dtype, second.dtype) == (torch.bfloat16, torch.bfloat16)
     assert torch.equal(second, x)
@@ -192,15 +192,15 @@ def test_a_dtype_that_is_not_bfloat16_is_named() -> None:
         (np.ones((5, 3), np.uint16), "uint16", "ml_dtypes"),
     ):
         with pytest.raises(InputError, match=rf"input 'x': expected bfloat16 of shape \(B, 3\), got {got} .*{hint}"):
-            Signature((BX,), (BY,)).arrays((wrong,))
+            Signature((BX,), (BY,)).arrays((wrong,), {})
     with pytest.raises(InputError, match=r"expected float32 of shape \(B, L, 8\), got bfloat16 of shape \(5, 3\)"):
-        Signature((X,), (Y,)).arrays((draw_bfloat16(),))
+        Signature((X,), (Y,)).arrays((draw_bfloat16(),), {})
 
 
 def test_empty_bfloat16() -> None:
     signature = Signature((BX,), (BY,))
     for x in (draw_bfloat16()[:0], torch.ones(0, 3, dtype=torch.bfloat16)):
-        arrays, sizes = signature.arrays((x,))
+        arrays, sizes = signature.arrays((x,), {})
         y = signature.empty_results([x] if isinstance(x, torch.Tensor) else arrays, sizes)
         assert y.dtype == x.dtype
         assert tuple(y.shape) == (0, 3)
