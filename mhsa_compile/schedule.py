@@ -85,7 +85,9 @@ def _describe(op: Op) -> str:
         mode = "circular" if op.circular else "linear"
         return f"axis {op.axis} of {list(op.cache)}, {mode}, {'in place' if op.in_place else 'into a copy'}"
     grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
-    return f"{op.num_heads}{grouped} heads of {op.head_dim}" + _described_band(op.band)
+    words = {"lengths": op.lengths, "sinks": op.sinks, "ALiBi": op.slopes, f"softcap {op.softcap:g}": op.softcap}
+    besides = "".join(f", {word}" for word, present in words.items() if present)
+    return f"{op.num_heads}{grouped} heads of {op.head_dim}" + _described_band(op.band) + besides
 
 
 def _described_band(band: Band | None) -> str:

@@ -1,4 +1,4 @@
-"""Runs one kernel by itself, through TVM's JIT, against a float64 NumPy reference."""
+"""Runs one kernel by itself, through TVM's JIT, against a reference in float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import re
 from typing import Any
 
 import numpy as np
+import torch
 import tvm
 
 from mhsa_compile.build import pass_context
+from mhsa_compile.core import to_torch
 from mhsa_compile.kernels.base import AttentionOp, Emitted
 from mhsa_compile.profile import Hardware, Link, TargetProfile, TvmTarget
 
@@ -72,30 +74,53 @@ def heads(rows: np.ndarray, count: int) -> np.ndarray:
     return rows.reshape(B, L, count, width // count).transpose(0, 2, 1, 3)
 
 
-def attention(op: AttentionOp, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """The operator in float64, heads first: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> (B, L, H * F)."""
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    repeats = op.num_heads // op.num_kv_heads
-    k, v = k.repeat(repeats, axis=1), v.repeat(repeats, axis=1)
+def attention(
+    op: AttentionOp,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray | None,
+    lengths: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> np.ndarray:
+    """The operator in PyTorch's eager arithmetic, at any dtype, as float64: q (B, H, L, E), k (B, G, S, E),
+    v (B, G, S, F), the rest as in AttentionOp -> (B, L, H * F)."""
+    (B, H, L, _), S = q.shape, k.shape[2]
+    q, k, v = (to_torch(array).to(dtype) for array in (q, k, v))
+    k, v = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (k, v))
+    held = np.full(B, S) if lengths is None else lengths.clip(0, S)
+    place = np.arange(L) + np.zeros((B, 1, 1), np.int64)
+    if op.band is not None and op.band.alignment == "bottom_right":
+        place += held[:, None, None] - L
+    distance = torch.from_numpy(np.arange(S) - place[..., None])
     scores = q @ k.swapaxes(-1, -2) * op.scale
-    L, S = scores.shape[-2:]
-    visible = np.ones_like(scores, dtype=bool)
+    if op.softcap:
+        scores = torch.tanh(scores / op.softcap) * op.softcap
+    if slopes is not None:
+        scores = scores + to_torch(slopes).to(dtype)[:, None, None] * distance
+    visible = torch.from_numpy(_visible(op, distance.numpy(), held, mask)).expand(scores.shape)
+    if mask is not None and mask.dtype != bool:
+        scores = scores + to_torch(mask).to(dtype)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    sink = torch.full((H,), -torch.inf) if sinks is None else to_torch(sinks)
+    scores = torch.cat((scores, sink.to(dtype)[:, None, None].expand(B, H, L, 1)), dim=-1)
+    blind = scores.isneginf().all(dim=-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0).softmax(dim=-1)[..., :-1].masked_fill(~visible, 0)
+    y = torch.where(visible[..., None], weights[..., None] * v[:, :, None], 0) if not v.isfinite().all() else None
+    y = weights @ v if y is None else y.sum(dim=-2)
+    return y.transpose(1, 2).reshape(B, L, -1).to(torch.float64).numpy()
+
+
+def _visible(op: AttentionOp, distance: np.ndarray, held: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """bool (B or 1, H or 1, L, S)"""
+    visible = np.arange(distance.shape[-1]) < held[:, None, None, None]
     if op.band is not None:
-        place = np.arange(L)[:, None] + (S - L if op.band.alignment == "bottom_right" else 0)
-        distance = place - np.arange(S)
-        visible &= True if op.band.left is None else distance <= op.band.left
-        visible &= True if op.band.right is None else -distance <= op.band.right
+        visible = visible & (True if op.band.left is None else -distance <= op.band.left)
+        visible = visible & (True if op.band.right is None else distance <= op.band.right)
     if op.static_mask is not None:
-        visible &= op.static_mask.visible
-    if mask is not None and mask.dtype == bool:
-        visible &= mask
-    elif mask is not None:
-        scores, visible = scores + np.where(np.isneginf(mask), 0, mask), visible & ~np.isneginf(mask)
-    scores = np.where(visible, scores, -np.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isneginf(top), 0, top))
-    total = weights.sum(axis=-1, keepdims=True)
-    weights = weights / np.where(total == 0, 1, total)
-    terms = np.where(visible[..., None], weights[..., None] * v[:, :, None], 0)
-    y = terms.sum(axis=-2)
-    return y.transpose(0, 2, 1, 3).reshape(y.shape[0], L, -1)
+        visible = visible & op.static_mask.visible
+    if mask is not None:
+        visible = visible & (mask if mask.dtype == bool else ~np.isneginf(mask))
+    return visible

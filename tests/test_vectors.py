@@ -1,4 +1,4 @@
-"""exp2 and the transposition, against NumPy in float64."""
+"""exp2, tanh and the transposition, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -43,6 +43,26 @@ def test_exp2_at_the_edges():
     assert y[7] == np.float32(2.0**-126)
     payload = np.full((1, 8), 0x7FC00001, np.uint32).view(np.float32)  # a NaN whose payload must not become a number
     assert np.isnan(call(elementwise(8, vectors.exp2), payload, np.empty_like(payload))).all()
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 8, 16])
+def test_tanh_is_within_four_units_of_its_last_place(lanes):
+    """Down to the smallest normal number, and within 1.7 units where it is above one half."""
+    x = np.concatenate([np.geomspace(2e-38, 10, 80_000), np.linspace(0.01, 12, 80_000)]).astype(np.float32)
+    x = np.stack([x, -x], axis=-1).reshape(-1, lanes)
+    y = call(elementwise(lanes, vectors.tanh), x, np.empty_like(x))
+    expected = np.tanh(x.astype(np.float64))
+    units = np.abs(y - expected) / np.spacing(np.abs(expected).astype(np.float32))
+    assert units.max() < 4
+    assert units[np.abs(expected) > 0.5].max() < 1.7
+    assert (y.reshape(-1, 2)[:, 0] == -y.reshape(-1, 2)[:, 1]).all()
+
+
+def test_tanh_at_the_edges():
+    x = np.array([[0.0, -0.0, np.inf, -np.inf, 3e38, -9.5, 1e-45, np.nan]], np.float32)
+    y = call(elementwise(8, vectors.tanh), x, np.empty_like(x))[0]
+    assert y[:7].tolist() == [0, 0, 1, -1, 1, -1, x[0, 6]] and np.isnan(y[7])
+    assert np.signbit(y[:2]).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])

@@ -14,14 +14,21 @@ from functools import partial
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op
+from mhsa_compile.kernels.base import AttentionOp, Band, Config, Emitted, Op
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, imported, pairs_fit
 from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
 from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operands, Products
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
 from mhsa_compile.kernels.cpu.dot import Dot, available
-from mhsa_compile.kernels.cpu.operands import HeadView, head_view, input_arguments, mask_reader, placed_shape
+from mhsa_compile.kernels.cpu.operands import (
+    HeadView,
+    extra_arguments,
+    head_view,
+    input_arguments,
+    mask_reader,
+    placed_shape,
+)
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, ceil_div, settle
 from mhsa_compile.profile import TargetProfile
 
@@ -36,8 +43,6 @@ class AttentionKernel:
             return "not an attention"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
-        if op.softcap or op.lengths or op.sinks or op.slopes:
-            return "no softcap, lengths, sinks or slopes"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         return None
@@ -65,9 +70,17 @@ class AttentionKernel:
         planned = None
         if op.static_mask is not None:
             tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
-            planned = plan(op.static_mask, op.band, lanes=profile.vector_lanes("float32"), **tile)
-            op = replace(op, band=None)  # the plan holds it
+            held, left = _divided(op)
+            planned = plan(op.static_mask, held, lanes=profile.vector_lanes("float32"), **tile)
+            op = replace(op, band=left)
         return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
+
+
+def _divided(op: AttentionOp) -> tuple[Band | None, Band | None]:
+    """(what a plan holds of the band, what is left to the kernel): a band counted from lengths is known when called
+    only, and distances are counted from its edge."""
+    late = op.lengths and op.band is not None and op.band.alignment == "bottom_right"
+    return None if late else op.band, op.band if late or op.slopes else None
 
 
 def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned: Plan | None) -> Expr:
@@ -83,17 +96,16 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
             T.func_attr({"tirx.noalias": True})
             inputs = input_arguments(op, batch, q_length, kv_length)
             mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
+            extras = extra_arguments(op, batch)
             views = None if planned is None else _plan_arguments(planned)
             y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
             tiles = settle(ceil_div(q_length, queries))
-            heads = T.int64(op.num_heads)
-            total = settle(batch * heads * tiles)
+            total = settle(batch * T.int64(op.num_heads) * tiles)
             with imported(dot) if dot else nullcontext(), T.parallel(total) as index:
 
                 def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
                     """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
-                    head_index = settle(T.truncdiv(index, tiles))
-                    b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
+                    b, h = _entry_and_head(op, settle(T.truncdiv(index, tiles)), batch)
                     tile_index, runs = _tile_and_runs(op, settle(T.truncmod(index, tiles)), tiles, h, views)
                     return b, h, settle(tile_index * queries), runs
 
@@ -108,8 +120,10 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
                     value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
                     first_query=first_query,
                     q_length=q_length,
-                    kv_length=kv_length,
+                    kv_length=extras.keys(b, kv_length),
                     next_query=(head_view(q, op.query, op.head_dim, next_b, next_h), next_first),
+                    sink=extras.sink(h),
+                    slope=extras.slope(h),
                 )
                 output = head_view(y, op.output, op.v_head_dim, b, h)
                 reader = None if mask is None else partial(mask_reader(mask, b), h)
@@ -119,6 +133,15 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
 
                 _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
+
+
+def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
+    """Heads of one entry come together; of entries with lengths of their own, the entries of one head: an equal share
+    of the tasks is then nearly equal work."""
+    if op.lengths:
+        return settle(T.truncmod(index, batch)), settle(T.truncdiv(index, batch))
+    heads = T.int64(op.num_heads)
+    return settle(T.truncdiv(index, heads)), settle(T.truncmod(index, heads))
 
 
 def _plan_arguments(planned: Plan) -> list[Expr]:

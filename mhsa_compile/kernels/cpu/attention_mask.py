@@ -1,5 +1,7 @@
 """What the queries of one task see: a band around their place, a mask that the call brings, bits known beforehand.
 
+`kv_length` is the number of keys of the task's batch entry: nothing beyond it is read.
+
 Query lane i is row first_query + i. A hidden score becomes -inf by a select, so that NaN cannot pass.
 """
 
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp
-from mhsa_compile.kernels.cpu.operands import mask_bias
+from mhsa_compile.kernels.cpu.operands import mask_bias, place_of
 from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, bind, constant, load, settle, splat, store
 
 MaskReader = Callable[[Expr, Expr], Expr]
@@ -45,11 +47,11 @@ class Visibility:
         self.op, self.queries, self.mask = op, queries, mask
         self.first_query, self.q_length, self.kv_length = first_query, q_length, kv_length
         self.bits: Bits | None = None
+        self.place = place_of(op, first_query, q_length, kv_length)  # of lane 0 among the keys
         self.leftmost = self.rightmost = None  # the first and the last key that lane 0 sees; lane i sees i further
         if op.band is not None:
-            place = first_query if op.band.alignment == "top_left" else settle(first_query + kv_length - q_length)
-            self.leftmost = None if op.band.left is None else settle(place - op.band.left)
-            self.rightmost = None if op.band.right is None else settle(place + op.band.right)
+            self.leftmost = None if op.band.left is None else settle(self.place - op.band.left)
+            self.rightmost = None if op.band.right is None else settle(self.place + op.band.right)
         self._bias = T.alloc_buffer((keys, queries), "float32") if self._is_dense else None
 
     @property
@@ -109,7 +111,9 @@ class Visibility:
         if self.bits is not None:
             word = T.cast(self.bits.buffer[self.bits.row + row, first // lanes], "int32")
             flag = splat(T.int32(1), lanes) << lane
-            return T.Select((splat(word, lanes) & flag) != splat(T.int32(0), lanes), score, hidden)
+            score = T.Select((splat(word, lanes) & flag) != splat(T.int32(0), lanes), score, hidden)
+            if not self.op.lengths:  # the bits hold all the rest
+                return score
         if self.mask is not None:
             if self._bias is not None:
                 bias = bind(load(self._bias, [row, T.int64(first)], lanes))
@@ -131,7 +135,7 @@ class Visibility:
             width = self.bits.lanes
             column, bit = T.truncdiv(lane, T.int64(width)), T.cast(T.truncmod(lane, T.int64(width)), "int32")
             word = T.cast(self.bits.buffer[self.bits.row + row, column], "int32")
-            return T.And(seen, ((word >> bit) & T.int32(1)) == T.int32(1))
+            seen = T.And(seen, ((word >> bit) & T.int32(1)) == T.int32(1))
         if self.mask is not None:
             query = T.min(self.first_query + lane, self.q_length - 1)
             seen = T.And(seen, mask_bias(self.op.mask, self.mask(query, key)) != T.float32(-math.inf))

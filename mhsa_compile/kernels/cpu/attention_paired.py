@@ -15,7 +15,7 @@ from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
-from mhsa_compile.kernels.cpu.operands import LOG2_E
+from mhsa_compile.kernels.cpu.operands import score_factor
 from mhsa_compile.kernels.cpu.storage import bfloat16_bits, load_wide, vector_type
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
@@ -105,7 +105,7 @@ class PairedProducts:
                     self.dot.accumulate,
                 )
             between(i)
-        tile.each(lambda r, c: tile.get(r, c) * constant(op.scale * LOG2_E, tile.columns[c][1]))
+        tile.each(lambda r, c: tile.get(r, c) * constant(score_factor(op), tile.columns[c][1]))
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
         first, lanes = column

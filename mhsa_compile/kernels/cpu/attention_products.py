@@ -16,7 +16,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import CACHE_LINE, AttentionOp
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.operands import LOG2_E, HeadView
+from mhsa_compile.kernels.cpu.operands import HeadView, score_factor
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
     DTYPE_BYTES,
@@ -35,8 +35,9 @@ from mhsa_compile.kernels.cpu.vectors import (
 
 @dataclass(frozen=True)
 class Operands:
-    """Q, K and V of one task: rows of Q from `first_query` on, the last one repeated beyond the end; and the head and
-    the first row of Q of the task after it."""
+    """Q, K and V of one task: rows of Q from `first_query` on, the last one repeated beyond the end, and `kv_length`
+    keys; and the head and the first row of Q of the task after it. `sink` and `slope` are the head's, in units of
+    log2."""
 
     op: AttentionOp
     query: HeadView
@@ -46,6 +47,8 @@ class Operands:
     q_length: Expr
     kv_length: Expr
     next_query: tuple[HeadView, Expr]
+    sink: Expr | None
+    slope: Expr | None
 
     def query_rows(self, first: int, count: int) -> list[Expr]:
         """Rows first .. first + count of the tile, each clamped to the last; those beyond are never written out."""
@@ -86,7 +89,7 @@ class Products(Protocol):
         ...
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
-        """tile[r, c] = K[keys[r]] Q^T * scale * log2 e, over the tile's own columns of queries.
+        """tile[r, c] = K[keys[r]] Q^T * score_factor, over the tile's own columns of queries.
 
         The sum over E comes in parts, one for each step of keys, and after part i comes `between(i)`.
         """
@@ -138,7 +141,7 @@ class Block:
 class Float32Products:
     """Both products in float32. K and V of 16 bits are widened on their way, a few rows at a time, into scratch.
 
-    q_t (E, queries) is Q^T times scale * log2 e; weights (key_tile + keys, queries) is P^T from row key_tile on.
+    q_t (E, queries) is Q^T times score_factor; weights (key_tile + keys, queries) is P^T from row key_tile on.
     """
 
     exp2_coefficients: Sequence[float] = vectors.EXP2_COEFFICIENTS
@@ -155,9 +158,9 @@ class Float32Products:
         self.wide_values = scratch((keys, op.v_head_dim)) if narrow else None
 
     def pack_queries(self) -> None:
-        """q_t[e, i] = Q[i, e] * scale * log2 e, a square of lanes x lanes at a time."""
+        """q_t[e, i] = Q[i, e] * score_factor, a square of lanes x lanes at a time."""
         query, op = self.operands.query, self.operands.op
-        scale = op.scale * LOG2_E
+        scale = score_factor(op)
         for first_lane, lanes in self.query_columns:
             rows = self.operands.query_rows(first_lane, lanes)
             whole = op.head_dim // lanes * lanes

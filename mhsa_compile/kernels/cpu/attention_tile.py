@@ -89,20 +89,41 @@ class AttentionTile:
         """The runs of a static mask."""
         with T.serial(runs.first, runs.end) as run:
             first_key, count, row = (settle(T.cast(runs.runs[run, i], "int64")) for i in range(3))
-            groups = settle(ceil_div(count, self.key_tile))
-            self.weights.begin_block()
-            with T.If(row < 0):
-                with T.Then():
-                    self._weigh_seen(T.int64(0), groups, first_key)
-                    self.weights.end_block(groups)
-                    self.products.take_values(first_key, count)
-                    self.sums.add(first_key, count)
-                with T.Else():
-                    self.visibility.bits = Bits(runs.bits, row, self.lanes)
-                    self._weigh_hidden(T.int64(0), groups, first_key, self.query_columns)
-                    self.weights.end_block(groups)
-                    self.products.take_values(first_key, count)
-                    self.sums.add_past_hidden(first_key, count, T.bool(True))
+            if self.visibility.op.lengths:
+                self._visit_cut(runs, first_key, count, row)
+            else:
+                self._visit_run(runs, first_key, count, row)
+
+    def _visit_run(self, runs: Runs, first_key: Expr, count: Expr, row: Expr) -> None:
+        groups = settle(ceil_div(count, self.key_tile))
+        self.weights.begin_block()
+        with T.If(row < 0):
+            with T.Then():
+                self._weigh_seen(T.int64(0), groups, first_key)
+                self.weights.end_block(groups)
+                self.products.take_values(first_key, count)
+                self.sums.add(first_key, count)
+            with T.Else():
+                self._visit_partial(runs, first_key, count, row, groups)
+
+    def _visit_cut(self, runs: Runs, first_key: Expr, count: Expr, row: Expr) -> None:
+        """What the keys of the batch entry, and a band counted from their end, leave of a run."""
+        first, end = self.visibility.seen_by_any()
+        count = settle(T.min(count, end - first_key))
+        with T.If(T.And(count > 0, first_key + count > first)), T.Then(), T.If(row < 0):
+            with T.Then():
+                self._visit(first_key, count)
+            with T.Else():
+                self.weights.begin_block()
+                self._visit_partial(runs, first_key, count, row, settle(ceil_div(count, self.key_tile)))
+
+    def _visit_partial(self, runs: Runs, first_key: Expr, count: Expr, row: Expr, groups: Expr) -> None:
+        """A run with a bit for each pair."""
+        self.visibility.bits = Bits(runs.bits, row, self.lanes)
+        self._weigh_hidden(T.int64(0), groups, first_key, self.query_columns)
+        self.weights.end_block(groups)
+        self.products.take_values(first_key, count)
+        self.sums.add_past_hidden(first_key, count, T.bool(True))
 
     def _visit(self, first_key: Expr, count: Expr) -> None:
         """One block of keys."""

@@ -15,6 +15,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_mask import Visibility
 from mhsa_compile.kernels.cpu.attention_products import Products
+from mhsa_compile.kernels.cpu.attention_scores import Scores
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
     Expr,
@@ -49,6 +50,7 @@ class Weights:
         rescale: Callable[[Expr], None],
     ) -> None:
         self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
+        self.scores = Scores(products.operands, visibility.place, queries)
         self.query_columns = vectors.chunks(queries, lanes)
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
@@ -56,10 +58,19 @@ class Weights:
         self.pending = scratch((key_tile, queries))  # scores of the group before
 
     def clear(self) -> None:
+        """Rows have seen nothing, or nothing but their sink: a reference with a sum of 1."""
+        self.scores.prepare(self.query_columns)
         for first, lanes in self.query_columns:
-            store(self.limit, [T.int64(first)], constant(-math.inf, lanes), lanes)
-            store(self.reference, [T.int64(first)], constant(0.0, lanes), lanes)
-            store(self.row_sum, [T.int64(first)], constant(0.0, lanes), lanes)
+            nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
+            limit, reference, total = nothing, zero, zero
+            if (sink := self.scores.sink((first, lanes))) is not None:
+                sink = settle(sink, "float32", lanes)
+                limit = sink + constant(RISE, lanes)
+                reference = T.Select(sink == nothing, zero, sink)
+                total = T.Select(sink == nothing, zero, constant(1.0, lanes))
+            store(self.limit, [T.int64(first)], limit, lanes)
+            store(self.reference, [T.int64(first)], reference, lanes)
+            store(self.row_sum, [T.int64(first)], total, lanes)
 
     def begin_block(self) -> None:
         """Nothing is pending: scores of -inf, whose weights are zeros."""
@@ -76,6 +87,7 @@ class Weights:
         """
         tile = RegisterTile(self.key_tile, columns)
         self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
+        self.scores.finish(tile, keys)
         if first_key is not None:
             tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
         largest = [bind(self._largest(tile, c)) for c in range(len(columns))]

@@ -2,26 +2,35 @@
 
 A task is one key/value head with all its query heads, against a stretch of the keys; `decode_task` holds its
 arithmetic. Where there are fewer heads than threads, or a number that does not divide among them, each head's keys are
-split, and the partial results (maximum, sum, accumulator) are combined at the end.
+split, and the partial results (maximum, sum, accumulator) are combined at the end; `decode_parts` says how.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op
 from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.decode_parts import Shares, Splits
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
-from mhsa_compile.kernels.cpu.decode_task import DecodeTask, Heads, Span, finite, span_of
+from mhsa_compile.kernels.cpu.decode_task import DecodeTask, finite
 from mhsa_compile.kernels.cpu.decode_values import each_vector
-from mhsa_compile.kernels.cpu.operands import HeadView, head_view, input_arguments, mask_reader, placed_shape
+from mhsa_compile.kernels.cpu.decode_work import Heads, Part
+from mhsa_compile.kernels.cpu.operands import (
+    Extras,
+    HeadView,
+    extra_arguments,
+    head_view,
+    input_arguments,
+    mask_reader,
+    placed_shape,
+)
 from mhsa_compile.kernels.cpu.storage import store_narrow
-from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, ceil_div, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, constant, load, settle, splat, store
 from mhsa_compile.profile import TargetProfile
 
 MOST_QUERIES, MOST_ROWS = 8, 32
@@ -44,8 +53,6 @@ class DecodeKernel:
         rows = _rows(op)
         if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
             return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
-        if op.softcap or op.lengths or op.sinks or op.slopes:
-            return "no softcap, lengths, sinks or slopes"
         if op.static_mask is not None:
             return "no constant masks"
         return None
@@ -80,18 +87,17 @@ def _decode(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
         T.func_attr({"tirx.noalias": True})
         inputs = input_arguments(op, batch, q_length, kv_length)
         mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
+        extras = extra_arguments(op, batch)
         y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
-        span = span_of(op, op.q_length, kv_length)
         layout = ScoreLayout(_rows(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
-        heads = settle(batch * op.num_kv_heads)
-        splits = _Splits.of(heads, span, config["least_keys"], layout.group, profile.hardware.cores)
-        emitter = _Decode(op, profile, config, batch, kv_length, inputs, mask, y, span, splits)
+        sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
+        deal = Shares(op, batch, kv_length, extras, **sizes) if op.lengths else Splits(op, batch, kv_length, **sizes)
+        emitter = _Decode(op, profile, config, inputs, mask, extras, y, deal.parts)
         loop = T.serial if _is_small(op) else T.parallel
-        with loop(splits.heads * splits.count) as index:
-            emitter.attend(index)
+        with loop(deal.tasks) as task:
+            deal.each_part(task, emitter.attend)
         # In the calling thread: the partial results are less than a hundredth of the keys and values.
-        with T.If(splits.count > 1), T.Then(), T.serial(splits.heads) as head:
-            emitter.combine(head)
+        deal.each_divided(emitter.combine)
     return builder.get()
 
 
@@ -128,72 +134,49 @@ def _is_small(op: AttentionOp) -> bool:
     return op.batch * op.num_kv_heads * op.kv_length * (op.head_dim + op.v_head_dim) < LEAST_PARALLEL
 
 
-@dataclass(frozen=True)
-class _Splits:
-    """`heads` (batch x key heads) x `count` tasks, each of `size` keys, the last of the rest."""
-
-    heads: Expr
-    count: Expr
-    size: Expr
-
-    @staticmethod
-    def of(heads: Expr, span: Span, least_keys: int, group: int, cores: int) -> _Splits:
-        """The fewest splits with which all cores get equally many tasks, unless too few keys would be left to each.
-
-        That is cores / gcd(cores, heads), and the gcd is the largest divisor of the cores that divides the heads.
-        """
-        wanted = T.int64(cores)
-        for divisor in (d for d in range(2, cores + 1) if cores % d == 0):
-            wanted = T.Select(T.truncmod(heads, T.int64(divisor)) == 0, T.int64(cores // divisor), wanted)
-        keys = settle(T.max(T.int64(0), span.stop - span.start))
-        most = T.max(T.int64(1), T.truncdiv(keys, T.int64(least_keys)))
-        count = settle(T.min(settle(wanted), most))
-        return _Splits(heads, count, settle(ceil_div(ceil_div(keys, count), group) * group))
-
-
 class _Decode:
-    """The two loops' bodies: `attend` is one task, `combine` puts the splits of one key head together."""
+    """The two loops' bodies: `attend` is one task, `combine` puts the parts of one key head together.
+
+    `parts` are the partial results there may be. They lie outside the loops, so they are taken once a call from TVM's
+    pool and shared by all threads.
+    """
 
     def __init__(
         self,
         op: AttentionOp,
         profile: TargetProfile,
         config: Config,
-        batch: Expr,
-        kv_length: Expr,
         inputs: dict[int, Expr],
         mask: Expr | None,
+        extras: Extras,
         y: Expr,
-        span: Span,
-        splits: _Splits,
+        parts: Expr,
     ) -> None:
-        self.op, self.config, self.kv_length, self.span, self.splits = op, config, kv_length, span, splits
+        self.op, self.config = op, config
+        self.inputs, self.mask, self.extras, self.y = inputs, mask, extras, y
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
-        self.inputs, self.mask, self.y = inputs, mask, y
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = _rows(op)
-        # Outside the loops, so taken once a call from TVM's pool and shared by all threads. Room for the most splits
-        # there can be, since the size must be an expression of the arguments; what is not used is never touched.
-        tasks = batch * (op.num_kv_heads * profile.hardware.cores)
-        self.sums = T.alloc_buffer((tasks, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
-        self.statistics = T.alloc_buffer((tasks, T.int64(2), T.int64(self.rows)), "float32")
+        self.sums = T.alloc_buffer((parts, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
+        self.statistics = T.alloc_buffer((parts, T.int64(2), T.int64(self.rows)), "float32")
 
-    def attend(self, index: Expr) -> None:
-        head = settle(T.truncdiv(index, self.splits.count))
-        split = settle(T.truncmod(index, self.splits.count))
-        task = DecodeTask(
-            self.op, self.config, self.lanes, self.registers, self.kv_length, self.span, self._heads(head)
-        )
-        first = settle(self.span.start + split * self.splits.size)
-        task.attend(first, settle(T.min(first + self.splits.size, self.span.stop)))
-        with T.If(self.splits.count == 1):
+    def attend(self, part: Part) -> None:
+        heads = self._heads(part.head)
+        task = DecodeTask(self.op, self.config, self.lanes, self.registers, part.kv_length, part.span, heads)
+        first, end = part.keys()
+        task.attend(first, end, part.begins)
+        with T.If(part.whole):
             with T.Then(), T.serial(T.int64(self.rows)) as row:
-                self._write(head, row, task.row_sum[row], lambda at, n: load(task.values.accumulator, [row, at], n))
+                self._write(
+                    part.head, row, task.row_sum[row], lambda at, n: load(task.values.accumulator, [row, at], n)
+                )
             with T.Else(), T.serial(T.int64(self.rows)) as row:
-                T.buffer_store(self.statistics, task.row_max[row], [index, T.int64(0), row])
-                T.buffer_store(self.statistics, task.row_sum[row], [index, T.int64(1), row])
+                T.buffer_store(self.statistics, task.row_max[row], [part.number, T.int64(0), row])
+                T.buffer_store(self.statistics, task.row_sum[row], [part.number, T.int64(1), row])
                 task.values.each_vector(
-                    lambda at, n: store(self.sums, [index, row, at], load(task.values.accumulator, [row, at], n), n)
+                    lambda at, n: store(
+                        self.sums, [part.number, row, at], load(task.values.accumulator, [row, at], n), n
+                    )
                 )
 
     def _heads(self, head: Expr) -> Heads:
@@ -206,6 +189,8 @@ class _Decode:
             value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
             mask=None if self.mask is None else mask_reader(self.mask, b),
             first_head=first,
+            sink=lambda h: self.extras.sink(first + h),
+            slope=lambda h: self.extras.slope(first + h),
         )
 
     def _write(self, head: Expr, row: Expr, total: Expr, accumulator: Callable[[Expr, int], Expr]) -> None:
@@ -222,9 +207,9 @@ class _Decode:
             lambda at, n: store_narrow(out.buffer, out.at(query, at), accumulator(at, n) * splat(inverse, n), n),
         )
 
-    def combine(self, head: Expr) -> None:
-        """o = sum of o_s 2^(m_s - m) over the splits s, l likewise; m is the largest m_s."""
-        first = settle(head * self.splits.count)
+    def combine(self, head: Expr, first: Expr, count: Expr) -> None:
+        """o = sum of o_s 2^(m_s - m) over the parts s of a head, `count` from number `first` on, l likewise; m is the
+        largest m_s."""
         width = self.op.v_head_dim
 
         def add(split: Expr, row: Expr, factor: Expr, at: Expr, n: int) -> None:
@@ -236,12 +221,12 @@ class _Decode:
             zero = [T.int64(0)]
             T.buffer_store(largest, T.float32(-math.inf), zero)
             T.buffer_store(total, T.float32(0), zero)
-            with T.serial(self.splits.count) as s:
+            with T.serial(count) as s:
                 T.buffer_store(largest, T.max(largest[0], self.statistics[first + s, T.int64(0), row]), zero)
             top = bind(finite(largest[0], 1))
             whole = T.alloc_buffer((width,), "float32")
             each_vector(width, self.lanes, lambda at, n: store(whole, [at], constant(0.0, n), n))
-            with T.serial(self.splits.count) as s:
+            with T.serial(count) as s:
                 factor = bind(vectors.exp2(self.statistics[first + s, T.int64(0), row] - top, 1))
                 T.buffer_store(total, total[0] + factor * self.statistics[first + s, T.int64(1), row], zero)
                 each_vector(width, self.lanes, lambda at, n: add(first + s, row, factor, at, n))

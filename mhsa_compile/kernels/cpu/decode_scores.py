@@ -73,7 +73,7 @@ class ScoreLayout:
 
 
 class PackedQueries:
-    """Q * scale * log2 e of all rows, each chunk of the head padded with zeros to a whole vector."""
+    """Q * scale of all rows, each chunk of the head padded with zeros to a whole vector."""
 
     def __init__(self, layout: ScoreLayout, head_dim: int, scale: float) -> None:
         self.layout, self.scale = layout, scale

@@ -14,64 +14,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp, Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
+from mhsa_compile.kernels.cpu.decode_terms import RowTerms
 from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
-from mhsa_compile.kernels.cpu.operands import LOG2_E, HeadView, MaskReader, mask_bias
+from mhsa_compile.kernels.cpu.decode_work import Heads, Span
+from mhsa_compile.kernels.cpu.operands import mask_bias, score_factor
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
-
-
-@dataclass(frozen=True)
-class Span:
-    """The keys that each query sees by its place: query i those from low[i] to before high[i]."""
-
-    low: tuple[Expr, ...]
-    high: tuple[Expr, ...]
-
-    @property
-    def start(self) -> Expr:
-        """The first key that any query sees."""
-        return self.low[0]
-
-    @property
-    def stop(self) -> Expr:
-        return self.high[-1]
-
-    @property
-    def seen_by_all(self) -> tuple[Expr, Expr]:
-        return self.low[-1], self.high[0]
-
-
-def span_of(op: AttentionOp, q_length: int, kv_length: Expr) -> Span:
-    """The band and the end of the keys, as one interval a query; both ends grow from query to query."""
-    zero = T.int64(0)
-    if op.band is None:
-        return Span((zero,), (kv_length,))
-    offset = kv_length - q_length if op.band.alignment == "bottom_right" else zero
-    left, right = op.band.left, op.band.right
-    places = [settle(offset + i) for i in range(q_length)]
-    low = [zero if left is None else settle(T.max(zero, p - left)) for p in places]
-    high = [kv_length if right is None else settle(T.max(zero, T.min(kv_length, p + (right + 1)))) for p in places]
-    if left is None and right is None:
-        return Span((zero,), (kv_length,))
-    return Span(tuple(low), tuple(high))
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The operands of one key/value head and its query heads, read in place. A row is (query, query head)."""
-
-    query: Callable[[Expr], HeadView]  # query head within the group -> its view
-    key: HeadView
-    value: HeadView
-    mask: MaskReader | None
-    first_head: Expr
 
 
 class DecodeTask:
@@ -88,24 +41,28 @@ class DecodeTask:
         self.layout = layout = ScoreLayout(self.rows, lanes, registers)
         self.keys = -(-config["keys"] // layout.group) * layout.group
 
-        self.queries = PackedQueries(layout, op.head_dim, op.scale * LOG2_E)
+        self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
+        self.terms = RowTerms(op, layout, kv_length, heads)
         self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the weights
         self.bias = None if op.mask is None else T.alloc_buffer((self.keys * layout.padded_rows,), "float32")
         self.row_max = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.rescale = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.values = ValueSums(op, config, layout, heads.value, self.scores, self.rescale)
-        self.masks = op.mask is not None or op.band is not None or not self._divides_into_groups
+        self.masks = op.mask is not None or op.band is not None or op.lengths or not self._divides_into_groups
         self.bounds: tuple[Expr, Expr] | None = None
 
     @property
     def _divides_into_groups(self) -> bool:
         return isinstance(self.op.kv_length, int) and self.op.kv_length % self.layout.group == 0
 
-    def attend(self, first: Expr, end: Expr) -> None:
-        """Keys `first` to before `end`: fills accumulator, row_max and row_sum."""
+    def attend(self, first: Expr, end: Expr, begins: Expr) -> None:
+        """Keys `first` to before `end`: fills accumulator, row_max and row_sum. The part of a head's keys that `begins`
+        takes the sinks."""
         self._pack_queries()
+        self.terms.prepare()
         self._clear()
+        self.terms.begin(self.row_max, self.row_sum, begins)
         if len(self.span.low) > 1:
             self._write_bounds()
         low, high = self.span.seen_by_all
@@ -191,6 +148,7 @@ class DecodeTask:
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
+                    score = self.terms.finish(score, begin + key, vector)
                     if masked:
                         score = bind(self._mask_score(score, begin, key, vector))
                     store(self.scores, [layout.place(key, vector)], score, lanes)

@@ -1,4 +1,5 @@
-"""Where the operands of an attention lie: its arguments, one head of each read in place, its mask."""
+"""Where the operands of an attention lie: its arguments, one head of each read in place, its mask, what it takes
+besides; and the units of its scores."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import AttentionOp, MaskInput, Placement
-from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind
+from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu.storage import load_wide
+from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, constant, settle, splat
 
 LOG2_E = math.log2(math.e)
+LARGEST = (2 - 2.0**-23) * 2.0**127  # float32
 MaskReader = Callable[[Expr, Expr, Expr], Expr]  # (head, query, key) -> the mask's element
 
 
@@ -66,3 +70,71 @@ def mask_bias(mask: MaskInput | None, element: Expr) -> Expr:
     if mask.dtype == "bool":
         return T.Select(element, T.float32(0), T.float32(-math.inf))
     return element * T.float32(LOG2_E)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The inputs of an attention after its mask, None where it has none: lengths (B,), sinks and slopes (H,)."""
+
+    lengths: Expr | None
+    sinks: Expr | None
+    slopes: Expr | None
+
+    def keys(self, b: Expr, kv_length: Expr) -> Expr:
+        """How many keys batch entry b has; what a call brings is held to 0 .. `kv_length`."""
+        if self.lengths is None:
+            return kv_length
+        return settle(T.max(T.int64(0), T.min(kv_length, self.lengths[b])))
+
+    def sink(self, head: Expr) -> Expr | None:
+        """The sink of a head, in units of log2. An infinite one is held to the largest number: what is infinitely below
+        its row's maximum has a weight of 0, but the maximum itself must be one that can be subtracted from."""
+        if self.sinks is None:
+            return None
+        sink, largest = _in_log2(self.sinks, head), T.float32(LARGEST)
+        return settle(T.Select(sink > largest, largest, sink), "float32")
+
+    def slope(self, head: Expr) -> Expr | None:
+        """What a head adds to a score for each key that lies further on, in units of log2."""
+        return None if self.slopes is None else _in_log2(self.slopes, head)
+
+
+def _in_log2(buffer: Expr, head: Expr) -> Expr:
+    return settle(load_wide(buffer, [head], 1) * T.float32(LOG2_E), "float32")
+
+
+def extra_arguments(op: AttentionOp, batch: Expr) -> Extras:
+    """The arguments that stand between the mask and the constants."""
+    heads = T.int64(op.num_heads)
+    return Extras(
+        argument("lengths", [batch], "int64") if op.lengths else None,
+        argument("sinks", [heads], op.dtype) if op.sinks else None,
+        argument("slopes", [heads], op.dtype) if op.slopes else None,
+    )
+
+
+def place_of(op: AttentionOp, query: Expr, q_length: Expr | int, kv_length: Expr) -> Expr:
+    """Where a query stands among the keys: what its band, and the distance to a key, are counted from."""
+    if op.band is None or op.band.alignment == "top_left":
+        return query
+    return settle(query + kv_length - q_length)
+
+
+def last_seen(op: AttentionOp, places: Expr, kv_length: Expr, lanes: int) -> Expr:
+    """The last key, as int32, that a query at each of the `places` may see; before 0 where it sees none."""
+    last = splat(kv_length - 1, lanes)
+    if op.band is None or op.band.right is None:
+        return last
+    return T.min(last, places + splat(T.int32(op.band.right), lanes))
+
+
+def score_factor(op: AttentionOp) -> float:
+    """Makes scores of the products of queries and keys: in units of log2 or, for `capped`, of the softcap."""
+    return op.scale / op.softcap if op.softcap else op.scale * LOG2_E
+
+
+def capped(op: AttentionOp, score: Expr, lanes: int) -> Expr:
+    """A score in units of log2, within the softcap if there is one."""
+    if not op.softcap:
+        return score
+    return vectors.tanh(score, lanes) * constant(op.softcap * LOG2_E, lanes)
