@@ -12,6 +12,7 @@ from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
 
 from mhsa_compile import reference
+from mhsa_compile.parity import MOST_DRAWS
 from mhsa_compile.verify import Verdict, budget, check, default_cases, eager, max_error, oracle, random_inputs
 
 NODE_TESTS = [case for case in node_cases._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
@@ -235,3 +236,21 @@ def test_constants_inside_the_graph() -> None:
     result = oracle(model, {"x": np.array([1e-9], np.float32)})[0]
     assert result.dtype == np.float64
     assert result[0, 0] == np.float64(np.float32(1e-9)) + np.float64(np.float32(1 / 3))
+
+
+def test_few_numbers_are_drawn_several_times() -> None:
+    """An error in one draw of many is found, and the budget is that of all draws."""
+    model = attention_model({}, four_dims())
+    dims, calls = {"B": 1, "L": 1, "S": 7}, []
+
+    def run(inputs):
+        calls.append(inputs["q"].copy())
+        return [eager(model, inputs)[0] + (len(calls) == 5)]
+
+    result = check(model, run, dims)
+    assert len(calls) == MOST_DRAWS and not result.ok
+    assert len({q.tobytes() for q in calls}) == MOST_DRAWS
+    assert 1 <= result.error < 1.001 and result.budget < 1e-5
+    calls.clear()
+    assert check(model, run, {"B": 3, "L": 31, "S": 7}).ok
+    assert len(calls) == 1

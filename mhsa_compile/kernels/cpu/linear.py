@@ -90,8 +90,12 @@ class LinearKernel:
         levels = 8 if profile.hardware.l2_kib > 512 else 1
         block = max(1, levels * profile.hardware.l2_kib * 1024 // (4 * format.steps * rows))
         cache = profile.hardware.l1d_kib * 1024
-        # Float32 sums of 64 terms stay well within the error budget; where only speed counts, half of the L1 cache.
-        depth = 64 if format.terms == 1 else max(32, min(128, cache // 2 // (4 * format.panel) // 32 * 32))
+        if format.terms == 1:
+            # Float32 sums: at most 64 terms in a row, and never all of few. PyTorch's library sums a single row of x in
+            # many lanes, and a chain of 64 terms has more than twice its error one time in twenty.
+            depth = max(16, min(64, -(-format.steps // 4)))
+        else:  # only speed counts: half of the L1 cache
+            depth = max(32, min(128, cache // 2 // (4 * format.panel) // 32 * 32))
         # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
         rest = cache * 3 // 4 - 4 * depth * format.panel
         group = rest // (4 * rows * (format.panel + depth))
