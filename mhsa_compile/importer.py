@@ -101,6 +101,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         ours = {LINEAR: self._linear, ATTENTION: self._attention, ROTARY: self._rotary, SCATTER: self._scatter}
         if op_name in ours:
             return ours[op_name](list(inputs), attrs)
+        if op_name == "Range" and (counted := _counted(inputs)) is not None:
+            return self.bb.normalize(counted)
         try:
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
@@ -240,6 +242,13 @@ def _check_mask(dims: list[Any], full: list[Any]) -> None:
     )
     if any(size not in (1, whole) for size, whole in zip(sizes, wanted, strict=True)):
         raise ModelError("attn_mask", f"axes of 1 or of {wanted}", str(sizes), "Name its dims after the others'.")
+
+
+def _counted(inputs: list[Any]) -> Any:
+    """A Range from 0 in steps of 1 up to a dim, whose length stays that dim: TVM's converter would make it unknown."""
+    start, limit, step = inputs
+    stated = [int(v.value.numpy()) for v in (start, step) if isinstance(v, tvm.ir.GenericConst)]
+    return relax.op.arange(0, limit, 1, "int64") if stated == [0, 1] and tvm.ir.is_prim_expr(limit) else None
 
 
 def _dims(value: Any) -> list[Any]:

@@ -101,20 +101,21 @@ def joined_heads(y: Tensor) -> Tensor:
 def places(x: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(positions of x (B, L, D), int64 (B, L), and how many keys there are then, (B,)) behind `length` (B,) others.
 
-    Without `length` they begin at 0, and there is no count. As sums of ones, whose shape every tool sees to be (B, L);
-    that of a Range is lost on some.
+    Without `length` they begin at 0, and there is no count.
     """
     B, L = x.shape[:2]
-    axis: dict[str, Any] = {"value_int": 1}
-    along_x = symbolic("Constant", (), axis, dtype=torch.int64, shape=(), version=23)
-    ones = symbolic("Expand", (_integers(1), _dims(x, 0, 2)), dtype=torch.int64, shape=(B, L), version=23)
-    before: dict[str, Any] = {"exclusive": 1}
-    steps = symbolic("CumSum", (ones, along_x), before, dtype=torch.int64, shape=(B, L), version=14)
+    integer = torch.int64
+    count = symbolic("Squeeze", (_dims(x, 1, 2), _integers(0)), dtype=integer, shape=(), version=23)
+    steps = symbolic("Range", (_integer(0), count, _integer(1)), dtype=integer, shape=(L,), version=11)
     if length is None:
-        return steps, None
-    flat: dict[str, Any] = {"keepdims": 0}
-    count = symbolic("ReduceSum", (ones, _integers(1)), flat, dtype=torch.int64, shape=(B,), version=13)
+        return symbolic("Expand", (steps, _dims(x, 0, 2)), dtype=integer, shape=(B, L), version=23), None
     return length.unsqueeze(1) + steps, length + count
+
+
+def _integer(value: int) -> Tensor:
+    """A Constant node, int64 ()."""
+    said: dict[str, Any] = {"value_int": value}
+    return symbolic("Constant", (), said, dtype=torch.int64, shape=(), version=23)
 
 
 def _integers(*values: int) -> Tensor:

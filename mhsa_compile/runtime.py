@@ -4,6 +4,9 @@ attention = load("attention.mhsa")
 y = attention(x)                       # x (B, L, D) -> y (B, L, D)
 y = attention(x, mask=mask)            # inputs by position or by name
 layer_7 = load("attention.mhsa", weights="layer_7.safetensors")
+
+cache = attention.new_cache(batch=1, capacity=1024)    # of a spec with kv_cache
+y = attention(x, cache=cache)          # the prompt, then x (B, 1, D) again and again
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from mhsa_compile import host, tvm_runtime
+from mhsa_compile import host, kv_cache, tvm_runtime
 from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu
 from mhsa_compile.errors import InputError
+from mhsa_compile.kv_cache import KVCache
+from mhsa_compile.positions import TABLES
 from mhsa_compile.tensors import Argument, Signature, Sizes
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]
@@ -59,13 +64,18 @@ class CompiledAttention:
         self._thread = thread
         self._packed = thread.bind(weights)
 
-    def __call__(self, *inputs: Any, **by_name: Any) -> Any:
+    def __call__(self, *inputs: Any, cache: Any = None, **by_name: Any) -> Any:
         """The output, or a tuple of them: torch tensors if any input is one, else NumPy arrays.
 
         Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
         and have axes of 1. What the manifest has as `in_place` is written into, and is itself the output. Raises
         InputError, before anything is written.
+
+        cache   a KVCache of `new_cache`, in place of past_key, past_value and length: the keys and values of x
+                (B, L, D), for any L, are written behind its length, which then grows by L
         """
+        if cache is not None:
+            return self._cached(cache, inputs, by_name)
         signature, thread = self._signature, self._thread
         arrays, sizes = signature.arrays(inputs, by_name)
         if 0 in sizes.values():
@@ -78,6 +88,23 @@ class CompiledAttention:
                 raise
             raise signature.refused(words, arrays, sizes) from None
         return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
+
+    def _cached(self, given: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+        x: Any = inputs[0] if inputs else by_name.get("x")
+        cache = kv_cache.check_call(self.manifest, given, x)
+        outputs = self(*inputs, past_key=cache.key, past_value=cache.value, length=cache.length, **by_name)
+        cache.advance(x.shape[1])
+        named = zip(self.outputs, outputs, strict=True)
+        kept = tuple(value for info, value in named if info.name not in self.manifest.in_place)
+        return kept[0] if len(kept) == 1 else kept
+
+    def new_cache(self, batch: int | None = None, capacity: int | None = None) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` positions; what was fixed at compile time is known.
+
+        The artifacts of one spec share it, such as that of any L for prompts and that of L = 1 for steps. Raises
+        InputError.
+        """
+        return kv_cache.new_cache(self.manifest, batch, capacity)
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
@@ -136,8 +163,12 @@ def _weight_arrays(artifact: Artifact, weights: Weights | None) -> list[Any]:
     infos = artifact.manifest.weights
     if weights is None and not infos:
         return []
-    found = weights if isinstance(weights, Mapping) else _read(artifact.path / WEIGHTS if weights is None else weights)
+    own = artifact.path / WEIGHTS
+    found = weights if isinstance(weights, Mapping) else _read(own if weights is None else weights)
     names = {info.name for info in infos}
+    if tables := names.intersection(TABLES) - found.keys():  # they follow from the spec: nobody has to bring them
+        stored = _read(own)
+        found = {**found, **{name: stored[name] for name in tables}}
     if missing := sorted(names - found.keys()):
         raise InputError(
             "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"

@@ -7,6 +7,7 @@ in through DLPack as NumPy arrays.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -271,10 +272,17 @@ def _address(array: Any) -> int:
     return int(array.data_ptr())
 
 
-def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Zeros that begin with a cache line."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
     first = -memory.__array_interface__["data"][0] % ALIGNMENT
-    copy: np.ndarray[Any, Any] = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    array: np.ndarray[Any, Any] = memory[first : first + size].view(dtype).reshape(shape)
+    return array
+
+
+def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    copy = aligned_zeros(array.shape, array.dtype)
     copy[...] = array
     return copy
 

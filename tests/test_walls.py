@@ -21,7 +21,7 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 # A room imports only from rooms before it.
 LIGHT = [
     *("errors", "spec_checks", "patterns", "positions", "spec", "workloads", "masks", "host", "installation", "data"),
-    *("profile", "artifact", "tvm_runtime", "tensors", "runtime"),
+    *("profile", "artifact", "tvm_runtime", "tensors", "kv_cache", "runtime"),
 ]
 COMPILE_SIDE = [
     *("core", "operators", "model", "conversion", "reference", "parity", "subject", "selfcheck", "verify"),

@@ -1,0 +1,122 @@
+"""A cache of keys and values that calls write into, and the rules of a call with one.
+
+Notation: B batch, L new positions of a call, C capacity, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  # NumPy knows bfloat16 by name from then on
+import numpy as np
+from numpy.typing import NDArray
+
+from mhsa_compile.artifact import Manifest
+from mhsa_compile.errors import InputError
+from mhsa_compile.tensors import aligned_zeros
+
+Array = np.ndarray[Any, Any]
+
+
+class KVCache:
+    """The keys and values of one layer, for one batch; `attention(x, cache=cache)` writes behind its length.
+
+    key, value   (B, G, C, E) and (B, G, C, F), NumPy, of the spec's dtype; what lies behind the length means nothing
+    length       int64 (B,): how many positions of each sequence are valid
+
+    It belongs to a spec, not to an artifact: the prefill and the step of one layer share it. One call at a time.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], batch: int, capacity: int) -> None:
+        self.spec = dict(spec)
+        shape = (batch, spec["num_kv_heads"], capacity)
+        self.key = aligned_zeros((*shape, spec["head_dim"]), spec["dtype"])
+        self.value = aligned_zeros((*shape, spec["v_head_dim"]), spec["dtype"])
+        self._length = np.zeros(batch, np.int64)
+
+    @property
+    def batch(self) -> int:
+        return int(self.key.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Positions that it has room for."""
+        return int(self.key.shape[2])
+
+    @property
+    def length(self) -> NDArray[np.int64]:
+        """A copy: `truncate` and calls change it."""
+        return self._length.copy()
+
+    def reset(self) -> None:
+        """Forgets everything, for new sequences."""
+        self._length[:] = 0
+
+    def truncate(self, length: int | Sequence[int] | NDArray[np.integer]) -> None:
+        """Forgets what lies behind `length`, one for all or one for each sequence: of padded prompts what is padding,
+        of guessed tokens those that were wrong. Raises InputError."""
+        wanted = np.asarray(length)
+        if not np.issubdtype(wanted.dtype, np.integer) or wanted.shape not in ((), self._length.shape):
+            got = f"{wanted.dtype} of shape {wanted.shape}"
+            raise InputError("length", f"an integer, or one for each of the {self.batch} sequences", got)
+        if (wanted < 0).any() or (wanted > self._length).any():
+            raise InputError("length", f"from 0 to what is valid, {self._length.tolist()}", str(wanted.tolist()))
+        self._length[:] = wanted
+
+    def advance(self, count: int) -> None:
+        """After a call that wrote `count` positions behind each sequence."""
+        self._length += count
+
+    def __repr__(self) -> str:
+        dtype = self.key.dtype
+        return f"<KVCache batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {dtype}>"
+
+
+def new_cache(manifest: Manifest, batch: int | None, capacity: int | None) -> KVCache:
+    """An empty cache for an artifact; what it has fixed need not be said. Raises InputError."""
+    spec = cached_spec(manifest)
+    fixed = next(info.dims for info in manifest.inputs if info.name == "past_key")
+    sizes = {}
+    for name, given, dim in (("batch", batch, fixed[0]), ("capacity", capacity, fixed[2])):
+        size = dim if given is None and isinstance(dim, int) else given
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InputError(name, "a positive integer", repr(size))
+        if isinstance(dim, int) and size != dim:
+            raise InputError(name, f"{dim}, as the artifact was compiled for", str(size))
+        sizes[name] = size
+    rope = spec.get("rope")
+    if rope is not None and sizes["capacity"] > rope["max_length"]:
+        expected = f"at most the spec's rope.max_length = {rope['max_length']}"
+        raise InputError("capacity", expected, str(sizes["capacity"]), "Raise max_length, and compile again.")
+    return KVCache(spec, **sizes)
+
+
+def cached_spec(manifest: Manifest) -> Mapping[str, Any]:
+    """The spec of an artifact that takes a cache. Raises InputError."""
+    if manifest.spec is None or not manifest.spec.get("kv_cache"):
+        expected, hint = "an artifact of a spec with kv_cache", "Set kv_cache=True in the spec, and compile again."
+        raise InputError("cache", expected, "one without", hint)
+    return manifest.spec
+
+
+def check_call(manifest: Manifest, cache: object, x: Any) -> KVCache:
+    """Whether `cache` fits an artifact and has room for x (B, L, D), if x is of that rank. Raises InputError."""
+    spec = cached_spec(manifest)
+    if not isinstance(cache, KVCache):
+        raise InputError("cache", "a KVCache", type(cache).__name__, "Make one: attention.new_cache(batch, capacity).")
+    if cache.spec != spec:
+        differing = [name for name in {**cache.spec, **spec} if cache.spec.get(name) != spec.get(name)]
+        wanted, found = (", ".join(f"{name}={s.get(name)!r}" for name in differing) for s in (spec, cache.spec))
+        raise InputError("cache", f"one for {wanted}, as the artifact's spec", f"one for {found}")
+    shape: Sequence[int] = getattr(x, "shape", ())
+    if len(shape) != 3:
+        return cache
+    if shape[0] != cache.batch:
+        raise InputError("cache", f"one for a batch of {shape[0]}, as x has", f"one for {cache.batch}")
+    longest = int(cache.length.max())
+    if longest + shape[1] > cache.capacity:
+        expected, got = f"room for {shape[1]} more positions", f"length {longest} of capacity {cache.capacity}"
+        hint = "Make a larger one, attention.new_cache(batch, capacity), or begin anew: cache.reset()."
+        raise InputError("cache", expected, got, hint)
+    return cache
