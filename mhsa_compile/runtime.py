@@ -69,7 +69,7 @@ class CompiledAttention:
 
         Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
         and have axes of 1. What the manifest has as `in_place` is written into, and is itself the output. Raises
-        InputError, before anything is written.
+        InputError; rows that would overrun a cache are refused before any of them is written.
 
         cache   a KVCache of `new_cache`, in place of past_key, past_value and length: the keys and values of x
                 (B, L, D), for any L, are written behind its length, which then grows by L

@@ -47,7 +47,7 @@ def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
     """Raises ModelError where an operation of ours has no kernel on this target."""
     choices = {name: _choose(name, op, profile) for name, op in imported.ops.items()}
     fallbacks = _fallbacks(imported.module["main"])
-    rest = _lower_rest(imported.module)
+    rest = _lower_rest(imported.module, tvm.target.Target(profile.tvm_config()))
     builder = relax.BlockBuilder(rest)
     run = {name: builder.add_func(c.emitted.run, f"{_kind(c.op)}_{name}") for name, c in choices.items()}
     main, packed, passed = _rewrite_main(imported, rest, choices, run)
@@ -98,9 +98,10 @@ def _described_band(band: Band | None) -> str:
     return f", window {band.left}, {band.right}, {band.alignment}"
 
 
-def _lower_rest(module: Any) -> Any:
+def _lower_rest(module: Any, target: Any) -> Any:
     """TVM's own lowering of every operator that is not ours. It comes first: some of it cannot look at our kernels."""
     passes = [
+        relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
         relax.transform.LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
@@ -109,7 +110,8 @@ def _lower_rest(module: Any) -> Any:
         relax.transform.RewriteDataflowReshape(),
         relax.transform.DeadCodeElimination(),
     ]
-    return tvm.transform.Sequential(passes)(module)
+    with target:
+        return tvm.transform.Sequential(passes)(module)
 
 
 def _rewrite_main(

@@ -192,7 +192,7 @@ class Signature:
         expected, got = (re.sub(r"\{(.*?)\}", lambda name: str(sizes.get(name[1], name[1])), line) for line in said)
         named = next((i for i, taken in enumerate(self._arguments) if taken.label == argument), None)
         if not got:
-            got = "others" if named is None else _range(arrays[named])
+            got = "some beyond" if named is None else _range(arrays[named])
         return InputError(argument, expected, got)
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:

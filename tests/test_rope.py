@@ -166,6 +166,18 @@ def test_positions_that_the_graph_computes_are_refused_by_their_node() -> None:
         turn(np.ones((1, 3, 1, 10), np.float32), *tables, np.full((1, 1), TABLE // 2 + 1))
 
 
+def test_positions_that_the_graph_counts() -> None:
+    source = model()
+    source.graph.initializer.append(numpy_helper.from_array(np.array(1), "axis"))
+    source.graph.node.insert(0, helper.make_node("CumSum", ["positions", "axis"], ["counted"], exclusive=1))
+    source.graph.node[1].input[3] = "counted"
+    turn = mhsa.load(mhsa.compile(source))
+    rng = np.random.default_rng(0)
+    x, (cos, sin) = rng.standard_normal((2, 13, 3, 10), np.float32), angles(rng, TABLE, 5)
+    y = turn(np.ascontiguousarray(x.swapaxes(1, 2)), cos, sin, np.ones((2, 13), np.int64))
+    assert_right(y.swapaxes(1, 2), x, cos[:13][np.newaxis], sin[:13][np.newaxis], 10, False)
+
+
 REFUSED = {
     "no heads": (model(("B", "L", 30)), "num_heads that divides the fixed last dim of X, as X has three axes, got 0"),
     "heads": (model(("B", "L", 30), num_heads=4), "num_heads that divides .* got 4"),
