@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | node-tests | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint bench bench-all exp2-exhaustive wheel clean
+.PHONY: demo test node-tests lint bench bench-all exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -25,6 +25,9 @@ demo: $(STAMP)  ## The whole flow on one layer, then on a trained sentence encod
 
 test: $(STAMP)  ## The whole suite, two processes; the last line counts the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
+	@$(BIN)/python tests/node_cases.py
 
 lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff check .

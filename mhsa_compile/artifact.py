@@ -32,7 +32,7 @@ MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safete
 _UNSEALED = "0" * 64
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 
-Dims = tuple[int | str, ...]  # ints are fixed, names are symbols
+Dims = tuple[int | str, ...]  # ints are fixed, names are symbols, "P + S" is what symbols make
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -40,13 +40,16 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """An input, an output or a weight.
 
     `broadcast`, on a mask, is the full size of each axis: a call may bring that or 1. ("B", 8, "L", "S"), for instance,
-    beside the dims ("mask_B", "mask_H", "mask_L", "mask_S").
+    beside the dims ("mask_B", "mask_H", "mask_L", "mask_S"). `pads` says that the last axis may also be shorter, which
+    hides the rest. `most`, on numbers of keys, is the largest that they may be.
     """
 
     name: str
     dtype: str
     dims: Dims
     broadcast: Dims | None = None
+    pads: bool = False
+    most: int | str | None = None
 
 
 class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,21 +19,12 @@ from onnx import numpy_helper
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
 
+from mhsa_compile.attention_import import AttentionImport, Broadcast, stated, text
+from mhsa_compile.attention_relax import dims
 from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse
-from mhsa_compile.kernels.base import (
-    AttentionOp,
-    Band,
-    Dim,
-    LinearOp,
-    MaskInput,
-    Op,
-    Placement,
-    RotaryOp,
-    ScatterOp,
-    StaticMask,
-)
+from mhsa_compile.kernels.base import Dim, LinearOp, Op, Placement, RotaryOp, ScatterOp
 from mhsa_compile.rotary_site import ROTARY
 from mhsa_compile.scatter_site import SCATTER, declared_in_place
 
@@ -45,7 +36,9 @@ class Imported:
     module: Any
     ops: dict[str, Op] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
-    masks: dict[str, tuple[Dim, ...]] = field(default_factory=dict)  # input -> the (B, H, L, S) it broadcasts to
+    masks: dict[str, Broadcast] = field(default_factory=dict)  # by input
+    limits: dict[str, Dim] = field(default_factory=dict)  # input of integers -> the largest that they may be
+    outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred
     in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
 
 
@@ -62,6 +55,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     result = importer.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
+    result.outputs = _output_dims(module["main"])
     if int8_weights and not any(isinstance(op, LinearOp) for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")
     return result
@@ -106,14 +100,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         try:
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
-            raise ModelError(
-                f"operator {op_name}", "a form that TVM converts", f"{type(error).__name__}: {error}"
-            ) from error
+            what = f"{op_name} node {text(attrs['tvm_custom']['name'])!r}"
+            raise ModelError(what, "a form that TVM converts", f"{type(error).__name__}: {error}") from error
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        rows = _dims(inputs[0])
+        rows = dims(inputs[0])
         op = LinearOp(
-            rows=tuple(self._dim(d) for d in rows[:-1]),
+            rows=tuple(self.dim(d) for d in rows[:-1]),
             in_features=int(rows[-1]),
             widths=tuple(attrs["widths"]),
             biased=tuple(map(bool, attrs["biased"])),
@@ -122,126 +115,70 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             int8_weights=self._int8_weights,
             padding=attrs["padding"],
         )
-        return self._call(op, inputs, [*rows[:-1], op.pitch])
+        return self.call(op, inputs, [*rows[:-1], op.pitch])
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        mask = inputs.pop() if attrs["masked"] else None
-        places = {
-            role: Placement(*(_text(attrs[f"{role}_{key}"]) for key in ("buffer", "layout", "width", "offset")))
-            for role in "qkv"
-        }
-        q, k = (_dims(inputs[places[role].buffer]) for role in "qk")
-        length_axis = {"rows": 1, "heads": 2}
-        q_length, kv_length = q[length_axis[places["q"].layout]], k[length_axis[places["k"].layout]]
-        heads, v_head_dim, layout = attrs["num_heads"], attrs["v_head_dim"], _text(attrs["output_layout"])
-        if mask is not None:
-            mask = self._checked_mask(mask, bool(attrs["key_mask"]), [q[0], heads, q_length, kv_length])
-            inputs.append(mask)
-        op = AttentionOp(
-            batch=self._dim(q[0]),
-            q_length=self._dim(q_length),
-            kv_length=self._dim(kv_length),
-            num_heads=heads,
-            num_kv_heads=attrs["num_kv_heads"],
-            head_dim=attrs["head_dim"],
-            v_head_dim=v_head_dim,
-            scale=attrs.get("scale", attrs["head_dim"] ** -0.5),
-            band=_band(attrs),
-            mask=None if mask is None else MaskInput(str(mask.ty.dtype), tuple(map(self._dim, _dims(mask)))),  # type: ignore[arg-type]
-            query=places["q"],
-            key=places["k"],
-            value=places["v"],
-            output=Placement(0, layout, heads * v_head_dim),
-            dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
-            static_mask=StaticMask(numpy_helper.to_array(attrs["static_mask"])) if "static_mask" in attrs else None,
-        )
-        shape = [q[0], q_length, heads * v_head_dim] if layout == "rows" else [q[0], heads, q_length, v_head_dim]
-        return self._call(op, inputs, shape)
+        return AttentionImport(self, inputs, attrs).results()
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        x, (heads, head_dim) = _dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
-        layout, output_layout = _text(attrs["layout"]), _text(attrs["output_layout"])
+        x, (heads, head_dim) = dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
+        layout, output_layout = text(attrs["layout"]), text(attrs["output_layout"])
         length = x[1 if layout == "rows" else 2]
         op = RotaryOp(
-            batch=self._dim(x[0]),
-            length=self._dim(length),
+            batch=self.dim(x[0]),
+            length=self.dim(length),
             num_heads=heads,
             head_dim=head_dim,
             rotary_dim=attrs["rotary_dim"],
             interleaved=bool(attrs["interleaved"]),
-            max_positions=self._dim(_dims(inputs[1])[0]) if len(inputs) > 3 else None,
+            max_positions=self.dim(dims(inputs[1])[0]) if len(inputs) > 3 else None,
             x=Placement(0, layout, attrs["width"], attrs["offset"]),
             output=Placement(0, output_layout, heads * head_dim),
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
             shared_angles=bool(attrs["shared_angles"]),
-            positions_name=_text(attrs["positions_name"]),
+            positions_name=text(attrs["positions_name"]),
         )
         shape = [x[0], length, heads * head_dim] if output_layout == "rows" else [x[0], heads, length, head_dim]
-        return self._call(op, inputs, shape)
+        return self.call(op, inputs, shape)
 
     def _scatter(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        cache, update, axis = _dims(inputs[0]), _dims(inputs[1]), attrs["axis"]
+        cache, update, axis = dims(inputs[0]), dims(inputs[1]), attrs["axis"]
         op = ScatterOp(
-            cache=tuple(map(self._dim, cache)),
+            cache=tuple(map(self.dim, cache)),
             axis=axis,
-            length=self._dim(update[1] if attrs["rows"] else update[axis]),
+            length=self.dim(update[1] if attrs["rows"] else update[axis]),
             update=Placement(1, "rows", attrs["width"], attrs["offset"]) if attrs["rows"] else None,
             circular=bool(attrs["circular"]),
             indexed=len(inputs) > 2,
             in_place=bool(attrs["in_place"]),
             dtype=str(inputs[0].ty.dtype),
-            indices_name=_text(attrs["indices_name"]),
-            update_name=_text(attrs["update_name"]),
+            indices_name=text(attrs["indices_name"]),
+            update_name=text(attrs["update_name"]),
         )
-        return self._call(op, inputs, cache)
+        return self.call(op, inputs, cache)
 
-    def _checked_mask(self, mask: Any, key_mask: bool, full: list[Any]) -> Any:
-        """The mask with four axes. One from the call is checked there; a computed one must be seen to fit now."""
-        given = next((name for name, value in self._inputs.items() if value.same_as(mask)), None)
-        mask = self._four_axes(mask, key_mask)
-        if given is None:
-            _check_mask(_dims(mask), full)
-        elif not key_mask:  # one flag a key has its exact shape, (B, S)
-            wanted = tuple(map(self._dim, full))
-            if self.result.masks.setdefault(given, wanted) != wanted:
-                raise ModelError(f"input {given!r}", "a mask of attentions of one size", f"{wanted} as well")
-        return mask
+    @property
+    def masks(self) -> dict[str, Broadcast]:
+        return self.result.masks
 
-    def _four_axes(self, mask: Any, key_mask: bool) -> Any:
-        """The mask as (mB, mH, mL, mS): a view, with axes of 1 where it has none."""
-        dims = _dims(mask)
-        if key_mask:
-            dims = [dims[0], 1, 1, dims[1]]
-        elif len(dims) < 4:
-            dims = [*[1] * (4 - len(dims)), *dims]
-        else:
-            return mask
-        return self.bb.emit(relax.op.reshape(mask, relax.ShapeExpr(dims)))
+    @property
+    def limits(self) -> dict[str, Dim]:
+        return self.result.limits
 
-    def _dim(self, value: Any) -> Dim:
+    def input_name(self, value: Any) -> str | None:
+        return next((name for name, given in self._inputs.items() if given.same_as(value)), None)
+
+    def dim(self, size: Any) -> Dim:
         """A fixed size, or the name under which a kernel binds the size it finds."""
-        if isinstance(value, int | tvm.tirx.IntImm):
-            return int(value)
-        return str(value.name) if isinstance(value, tvm.ir.Var) else f"dim_{next(self._fresh)}"
+        if isinstance(size, int | tvm.tirx.IntImm):
+            return int(size)
+        return str(size.name) if isinstance(size, tvm.ir.Var) else f"dim_{next(self._fresh)}"
 
-    def _call(self, op: Op, inputs: list[Any], shape: list[Any]) -> Any:
+    def call(self, op: Op, inputs: list[Any], shape: list[Any]) -> Any:
         name = f"op_{len(self.result.ops)}"
         self.result.ops[name] = op
         inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
         return self.bb.emit(relax.op.call_dps_packed(name, inputs, relax.TensorType(shape, op.dtype)))
-
-
-def _band(attrs: dict[str, Any]) -> Band | None:
-    left, right = (None if attrs[side] < 0 else attrs[side] for side in ("left", "right"))
-    return None if left is right is None else Band(left, right, _text(attrs["alignment"]))
-
-
-def _check_mask(dims: list[Any], full: list[Any]) -> None:
-    sizes, wanted = (
-        [int(d) if isinstance(d, int | tvm.tirx.IntImm) else str(d) for d in shape] for shape in (dims, full)
-    )
-    if any(size not in (1, whole) for size, whole in zip(sizes, wanted, strict=True)):
-        raise ModelError("attn_mask", f"axes of 1 or of {wanted}", str(sizes), "Name its dims after the others'.")
 
 
 def _counted(inputs: list[Any]) -> Any:
@@ -251,9 +188,6 @@ def _counted(inputs: list[Any]) -> Any:
     return relax.op.arange(0, limit, 1, "int64") if stated == [0, 1] and tvm.ir.is_prim_expr(limit) else None
 
 
-def _dims(value: Any) -> list[Any]:
-    return list(value.ty.shape.values)
-
-
-def _text(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else value
+def _output_dims(main: Any) -> list[tuple[Dim, ...] | None]:
+    fields = main.ret_ty.fields if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
+    return [None if kind.shape is None else tuple(map(stated, kind.shape.values)) for kind in fields]

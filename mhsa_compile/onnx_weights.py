@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from msgspec.structs import replace
 from onnx import numpy_helper
 from safetensors.numpy import save_file
 
@@ -60,17 +61,25 @@ def weight_infos(model: onnx.ModelProto, names: Sequence[str]) -> tuple[TensorIn
 
 
 def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
-    """The inputs and outputs. A mask states what it must broadcast to."""
+    """The inputs and outputs. A mask states what it must broadcast to, numbers of keys how large they may be."""
     initializers = {t.name for t in model.graph.initializer}
-    inputs = [_info(value, imported.masks) for value in model.graph.input if value.name not in initializers]
-    return tuple(inputs), tuple(_info(value, {}) for value in model.graph.output)
+    inputs = [_info(value) for value in model.graph.input if value.name not in initializers]
+    inputs = [_with_bounds(info, imported.masks.get(info.name), imported.limits.get(info.name)) for info in inputs]
+    outputs = [_info(value) for value in model.graph.output]
+    inferred = zip(outputs, imported.outputs, strict=True)
+    return tuple(inputs), tuple(info if dims is None else replace(info, dims=dims) for info, dims in inferred)
 
 
-def _info(value: onnx.ValueInfoProto, masks: dict[str, tuple[Dim, ...]]) -> TensorInfo:
+def _info(value: onnx.ValueInfoProto) -> TensorInfo:
     kind = value.type.tensor_type
     dims = tuple(d.dim_param if d.HasField("dim_param") else d.dim_value for d in kind.shape.dim)
-    full = masks.get(value.name)
-    return TensorInfo(value.name, _dtype(kind.elem_type), dims, broadcast=full and full[4 - len(dims) :])
+    return TensorInfo(value.name, _dtype(kind.elem_type), dims)
+
+
+def _with_bounds(info: TensorInfo, mask: Any | None, most: Dim | None) -> TensorInfo:
+    if mask is not None:
+        return replace(info, broadcast=mask.full[4 - len(info.dims) :], pads=mask.pads)
+    return info if most is None else replace(info, most=most)
 
 
 def _dtype(code: int) -> str:

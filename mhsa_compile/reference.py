@@ -104,7 +104,8 @@ def _attention_operators(attend: Callable[..., Array]) -> list[type]:
             if mask is not None:
                 mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
                 mask = _padded(mask, k.shape[2]) if self.run_params["opsets"][""] >= 24 else mask
-            scale = attributes.get("scale") or q.shape[3] ** -0.5
+            stated = attributes.get("scale")
+            scale = q.shape[3] ** -0.5 if stated is None else stated
             softcap = attributes.get("softcap") or 0.0
             parts = []
             for rows in _blocks(q.shape[2]):
@@ -209,13 +210,13 @@ def _stages(
     """Scores, capped, with bias and masked, and as weights: the operator's qk_matmul_output 0 to 3; (B, H, L, S)."""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf may come, and are carried as IEEE says
         raw = (q * q.dtype.type(scale)) @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)
-        capped = np.tanh(raw / softcap) * q.dtype.type(softcap) if softcap else raw
+        capped = np.tanh(raw / q.dtype.type(softcap)) * q.dtype.type(softcap) if softcap else raw
         biased = np.where(visible, capped if bias is None else capped + bias, -np.inf)
         if bias is not None:
             biased = np.where(np.isneginf(bias), -np.inf, biased)
         seen = visible if bias is None else visible & ~np.isneginf(bias)
         sighted = seen.any(axis=-1, keepdims=True)
-        largest = np.where(sighted, biased.max(axis=-1, keepdims=True), 0)
+        largest = np.where(sighted, biased.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         if sinks is not None:
             largest = np.maximum(largest, sinks.reshape(-1, 1, 1))
         exponents = np.exp(biased - largest)

@@ -78,8 +78,8 @@ class CompiledAttention:
             return self._cached(cache, inputs, by_name)
         signature, thread = self._signature, self._thread
         arrays, sizes = signature.arrays(inputs, by_name)
-        if 0 in sizes.values():
-            return signature.empty_results(arrays, sizes)
+        if 0 in sizes.values() and (results := signature.empty_results(arrays, sizes)) is not None:
+            return results
         thread.prepare(sizes)
         try:
             returned = thread.vm.main(*arrays, *self._packed)
@@ -87,6 +87,8 @@ class CompiledAttention:
             if (words := tvm_runtime.refusal(error)) is None:
                 raise
             raise signature.refused(words, arrays, sizes) from None
+        except ValueError as error:  # of compiled code, about what the signature could not tell
+            raise InputError("inputs", "sizes that fit each other inside the model", str(error)) from error
         return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
 
     def _cached(self, given: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:

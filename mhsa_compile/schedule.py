@@ -18,11 +18,12 @@ from mhsa_compile.artifact import OpReport
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import AttentionOp, Band, Emitted, Kernel, LinearOp, Op, RotaryOp, ScatterOp
+from mhsa_compile.kernels.base import AttentionOp, Band, Emitted, Kernel, LinearOp, Op, RotaryOp, ScatterOp, ScoresOp
+from mhsa_compile.plain_attention import emit as emit_plain
 from mhsa_compile.profile import TargetProfile
 
 MAIN, BIND = "main", "bind_weights"
-_KINDS = {LinearOp: "linear", AttentionOp: "attention", RotaryOp: "rope", ScatterOp: "scatter"}
+_KINDS = {LinearOp: "linear", AttentionOp: "attention", RotaryOp: "rope", ScatterOp: "scatter", ScoresOp: "scores"}
 
 
 @dataclass
@@ -45,30 +46,42 @@ class _Choice:
 
 def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
     """Raises ModelError where an operation of ours has no kernel on this target."""
-    choices = {name: _choose(name, op, profile) for name, op in imported.ops.items()}
+    chosen = {name: _choose(name, op, profile) for name, op in imported.ops.items()}
+    choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Choice)}
+    plain = {n: op for n, op in imported.ops.items() if n not in choices and isinstance(op, AttentionOp | ScoresOp)}
     fallbacks = _fallbacks(imported.module["main"])
-    rest = _lower_rest(imported.module, tvm.target.Target(profile.tvm_config()))
+    written = _written_out(imported.module, plain) if plain else imported.module
+    rest = _lower_rest(written, tvm.target.Target(profile.tvm_config()))
     builder = relax.BlockBuilder(rest)
     run = {name: builder.add_func(c.emitted.run, f"{_kind(c.op)}_{name}") for name, c in choices.items()}
     main, packed, passed = _rewrite_main(imported, rest, choices, run)
     builder.update_func(rest.get_global_var(MAIN), main)
     if packed or passed:
         _add_bind_function(builder, imported, choices, packed, passed)
-    reports = [
-        OpReport(c.name, _kind(c.op), c.kernel.name, c.config, "default", _describe(c.op)) for c in choices.values()
-    ]
+    reports = [_report(name, imported.ops[name], choice) for name, choice in chosen.items()]
     return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *fallbacks])
 
 
-def _choose(name: str, op: Op, profile: TargetProfile) -> _Choice:
+def _choose(name: str, op: Op, profile: TargetProfile) -> _Choice | str:
+    """A kernel, or why none takes an attention, which can then be written out in TVM's operators."""
     reasons = []
     for kernel in KERNELS.get(profile.family, ()):
         reason = kernel.applies(op, profile)
         if reason is None:
             config = kernel.default(op, profile)
             return _Choice(name, op, kernel, config, kernel.emit(op, profile, config))
-        reasons.append(f"{kernel.name}: {reason}")
+        if not reason.startswith("not a"):  # made for another kind of operation
+            reasons.append(f"{kernel.name}: {reason}")
+    if isinstance(op, AttentionOp | ScoresOp):
+        return "; ".join(reasons) or "no kernel is made for it"
     raise ModelError(f"operation {name}", f"a {_kind(op)} that a kernel can do", "; ".join(reasons) or "no kernel")
+
+
+def _report(name: str, op: Op, choice: _Choice | str) -> OpReport:
+    if isinstance(choice, str):
+        note = f"{_describe(op)}; written out in TVM's operators: {choice}"
+        return OpReport(name, _kind(op), "plain", {}, "fallback", note)
+    return OpReport(name, _kind(op), choice.kernel.name, choice.config, "default", _describe(op))
 
 
 def _kind(op: Op) -> str:
@@ -84,6 +97,8 @@ def _describe(op: Op) -> str:
     if isinstance(op, ScatterOp):
         mode = "circular" if op.circular else "linear"
         return f"axis {op.axis} of {list(op.cache)}, {mode}, {'in place' if op.in_place else 'into a copy'}"
+    if isinstance(op, ScoresOp):
+        return f"qk_matmul_output_mode {op.stage}"
     grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
     words = {"lengths": op.lengths, "sinks": op.sinks, "ALiBi": op.slopes, f"softcap {op.softcap:g}": op.softcap}
     besides = "".join(f", {word}" for word, present in words.items() if present)
@@ -96,6 +111,22 @@ def _described_band(band: Band | None) -> str:
     if band.left is None and band.right == 0:
         return f", {band.alignment} causal"
     return f", window {band.left}, {band.right}, {band.alignment}"
+
+
+def _written_out(module: Any, plain: dict[str, AttentionOp | ScoresOp]) -> Any:
+    """The module with its `plain` operations in TVM's own."""
+
+    @mutator
+    class Rewrite(PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            name = str(call.args[0].global_symbol) if call.op == tvm.ir.Op.get("relax.call_dps_packed") else ""
+            if name not in plain:
+                return super().visit_call_(call)
+            return emit_plain(self.builder_, plain[name], [self.visit_expr(value) for value in call.args[1].fields])
+
+    rewrite = Rewrite(module)
+    rewrite.builder_.update_func(module.get_global_var(MAIN), rewrite.visit_expr(module[MAIN]))
+    return rewrite.builder_.get()
 
 
 def _lower_rest(module: Any, target: Any) -> Any:
@@ -183,9 +214,10 @@ def _weights_of(main: Any) -> dict[str, list[str]]:
 
 
 def _fallbacks(main: Any) -> list[OpReport]:
-    """The operators that TVM's own lowering will run."""
+    """The operators that TVM's own lowering will run, and what `attention_relax` wrote as such."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
-    names = [str(c.op.name) for c in _calls(main) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
+    calls = [c for c in _calls(main) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
+    names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c in calls]
     return [
         OpReport(f"fallback_{i}", n.removeprefix("relax."), "tvm", {}, "fallback", "no kernel claims it")
         for i, n in enumerate(names)

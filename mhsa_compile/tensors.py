@@ -18,10 +18,10 @@ import numpy as np
 
 from mhsa_compile import tvm_runtime
 from mhsa_compile.artifact import Dims, TensorInfo
+from mhsa_compile.dims import is_expression, made_of, size_of
 from mhsa_compile.errors import InputError
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
-_UNKNOWN = -1
 ALIGNMENT = 64
 """What TVM's own code takes for granted; our kernels take any address."""
 
@@ -52,10 +52,16 @@ class Argument:
             raise self._wrong_shape(array, sizes)
         if self._written:
             self._check_writable(array)
+        if self.info.most is not None:
+            self._check_values(array, size_of(self.info.most, sizes))
+        if 0 in array.shape:
+            array = _as_tvm_strides(array)
         if not isinstance(array, np.ndarray):
             plain = array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
-            return plain if not self._aligned or plain.data_ptr() % ALIGNMENT == 0 else plain.clone()
-        if self._aligned and array.__array_interface__["data"][0] % ALIGNMENT:
+            return (
+                plain if not self._aligned or plain.data_ptr() % ALIGNMENT == 0 or not plain.numel() else plain.clone()
+            )
+        if self._aligned and array.__array_interface__["data"][0] % ALIGNMENT and array.size:
             array = _aligned_copy(array)
         if self._bfloat16:
             return tvm_runtime.start().reinterpreted(_exportable(array.view(np.uint16)), "bfloat16")
@@ -95,32 +101,50 @@ class Argument:
             raise InputError(self.label, expected, got, "Allocate it by itself, once, and pass it to each call.")
 
     def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
-        """`given` at its full rank. Axes of 1 stay, but the last, which ONNX Attention would pad where it is short."""
+        """`given` at its full rank. Axes of 1 stay, but the last, which opset 24 would pad where it is short."""
         dims = self.info.dims
         mask = given[(None,) * (len(dims) - given.ndim)] if given.ndim < len(dims) else given
-        last = _size(full[-1], sizes)
-        if mask.shape[-1] == 1 and dims[-1] != 1 and last not in (1, _UNKNOWN):
+        last = size_of(full[-1], sizes)
+        if mask.shape[-1] == 1 and dims[-1] != 1 and last not in (1, None) and not self.info.pads:
             shape = (*mask.shape[:-1], last)
             mask = np.broadcast_to(mask, shape) if isinstance(mask, np.ndarray) else mask.expand(shape)
-        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, full, sizes) and _fit(dims, mask.shape, sizes)):
+        wanted = [size_of(dim, sizes) for dim in full]
+        if self.info.pads and wanted[-1] is not None:
+            wanted[-1] = min(wanted[-1], mask.shape[-1])
+        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, wanted) and _fit(dims, mask.shape, sizes)):
             raise self._wrong_shape(given, sizes)
         return mask
+
+    def _check_values(self, array: Any, most: int | None) -> None:
+        least, largest = (int(array.min()), int(array.max())) if len(array) else (0, 0)
+        if least < 0 or (most is not None and largest > most):
+            stated = f"0 to {self.info.most}" + ("" if most in (None, self.info.most) else f" = {most}")
+            raise InputError(self.label, f"numbers from {stated}", str(least if least < 0 else largest))
+
+    def check_expressions(self, array: Any, sizes: Sizes) -> None:
+        """Axes that symbols make, "P + S", once all symbols are known. Raises InputError."""
+        for dim in self.info.dims:
+            made = made_of(dim, sizes) if isinstance(dim, str) else None
+            if made is not None and made != sizes[str(dim)]:
+                raise self._wrong_shape(array, {**sizes, str(dim): made})
 
     def _described(self) -> str:
         dims = self.info.dims
         if self.info.broadcast is not None:
-            dims = tuple(
-                d if d in (1, most) else f"1 or {most}" for d, most in zip(dims, self.info.broadcast, strict=True)
-            )
+            up_to = [f"1 or {most}" for most in self.info.broadcast]
+            up_to[-1] = f"1 to {self.info.broadcast[-1]}" if self.info.pads else up_to[-1]
+            pairs = zip(dims, self.info.broadcast, up_to, strict=True)
+            dims = tuple(d if d in (1, most) else text for d, most, text in pairs)
         return f"{self.info.dtype} of shape {_shape(dims)}"
 
     def _wrong_shape(self, array: Any, sizes: Sizes) -> InputError:
         symbols = {dim: self._first_seen.get(str(dim)) for dim in (*self.info.dims, *(self.info.broadcast or ()))}
-        known = (
+        known = [
             f"{symbol} = {sizes[str(symbol)]} as in {first!r}"
             for symbol, first in symbols.items()
             if symbol in sizes and first not in (None, self.info.name)
-        )
+        ]
+        known += [f"{dim} = {size_of(dim, sizes)}" for dim in symbols if is_expression(dim)]
         expected = ", ".join((self._described(), *known))
         return InputError(self.label, expected, _description(array), "`.inputs` lists what each input must be.")
 
@@ -136,8 +160,9 @@ class Signature:
         aligned: bool = False,
         in_place: Mapping[str, str] | None = None,
     ) -> None:
-        # What broadcasts is checked last, against sizes that the others bring.
-        self._order = sorted(range(len(inputs)), key=lambda i: inputs[i].broadcast is not None)
+        # What broadcasts or has bounds is checked last, against sizes that the others bring.
+        self._order = sorted(range(len(inputs)), key=lambda i: (inputs[i].broadcast, inputs[i].most) != (None, None))
+        self._composed = [i for i, info in enumerate(inputs) if any(map(is_expression, info.dims))]
         first_seen: dict[str, str] = {}
         for i in self._order:
             for dim in inputs[i].dims:
@@ -162,6 +187,8 @@ class Signature:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
         if self.in_place:
             self._check_apart(arrays)
+        for i in self._composed:
+            self._arguments[i].check_expressions(arrays[i], sizes)
         return arrays, sizes
 
     def _check_apart(self, arrays: Sequence[Any]) -> None:
@@ -196,11 +223,11 @@ class Signature:
         return InputError(argument, expected, got)
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
-        """The outputs of a call in which some size is 0. Raises InputError unless they are empty themselves."""
-        shapes = [tuple(_size(dim, sizes) for dim in info.dims) for info in self._outputs]
-        if not all(0 in shape and _UNKNOWN not in shape for shape in shapes):
-            zero = next(symbol for symbol, size in sizes.items() if size == 0)
-            raise InputError(f"dim {zero!r}", "at least 1, as an output depends on it", "0")
+        """The outputs of a call in which some size is 0, or None where one of them holds something to compute."""
+        sizes_of = [[size_of(dim, sizes) for dim in info.dims] for info in self._outputs]
+        shapes = [[size for size in found if size is not None] for found in sizes_of]
+        if shapes != sizes_of or not all(0 in shape for shape in shapes):
+            return None
         torch = sys.modules["torch"] if any(map(is_torch, arrays)) else None
         results = [
             np.empty(shape, info.dtype) if torch is None else torch.empty(shape, dtype=getattr(torch, info.dtype))
@@ -236,12 +263,8 @@ def _fit(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
     return True
 
 
-def _broadcasts(shape: Sequence[int], full: Dims, sizes: Sizes) -> bool:
-    return all(size == 1 or _size(dim, sizes) in (size, _UNKNOWN) for size, dim in zip(shape, full, strict=True))
-
-
-def _size(dim: int | str, sizes: Sizes) -> int:
-    return dim if isinstance(dim, int) else sizes.get(dim, _UNKNOWN)
+def _broadcasts(shape: Sequence[int], full: Sequence[int | None]) -> bool:
+    return all(size == 1 or whole in (size, None) for size, whole in zip(shape, full, strict=True))
 
 
 def _exportable(array: np.ndarray[Any, Any]) -> Any:
@@ -270,6 +293,14 @@ def _address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data_ptr())
+
+
+def _as_tvm_strides(array: Any) -> Any:
+    """An array of nothing with the strides that TVM's code asks for, where a size of 0 counts as 0."""
+    strides = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
+    if not isinstance(array, np.ndarray):
+        return array.detach().as_strided(array.shape, strides)
+    return np.lib.stride_tricks.as_strided(array, strides=[array.itemsize * step for step in strides])
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

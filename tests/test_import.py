@@ -148,8 +148,7 @@ REFUSED = {
         model(dtypes=("float32", "float16", "float32")),
         "Q, K and V all of float32, or all of bfloat16, or all of float16, got Q of float32, K of float16, V of float",
     ),
-    "precision": (model({"softmax_precision": 11}), "softmax in float32, got softmax_precision=11"),
-    "less precision": (model({"softmax_precision": 10}), "softmax in float32, got softmax_precision=10"),
+    "precision": (model({"softmax_precision": 6}), "softmax_precision of 1, 10, 16, 11, got 6"),
     "mask": (model(mask=np.ones((3, S), np.bool_)), r"an attn_mask that broadcasts to \(1, 2, 5, 7\), got \(3, 7\)"),
     "heads of a mask": (model(mask=np.ones((3, L, S), np.bool_)), r"broadcasts to \(1, 2, 5, 7\), got \(3, 5, 7\)"),
 }

@@ -227,9 +227,13 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("attributes", "words"),
-        [({"softcap": 2.0}, "no softcap, got softcap=2.0"), ({"softmax_precision": 10}, "softmax in float32")],
+        [
+            ({"softcap": -2.0}, r"softcap of 0 \(none\) or more, got -2.0"),
+            ({"softmax_precision": 9}, "softmax_precision of 1, 10, 16, 11, got 9"),
+            ({"qk_matmul_output_mode": 4}, "qk_matmul_output_mode of 0, 1, 2, 3, got 4"),
+        ],
     )
-    def test_what_no_kernel_does(self, tmp_path, attributes, words):
+    def test_what_the_standard_does_not_know(self, tmp_path, attributes, words):
         self.refused(attention_model(tmp_path / "m.onnx", attributes=attributes), words)
 
     def test_heads_that_do_not_divide(self, tmp_path):
@@ -341,13 +345,18 @@ def test_a_shape_that_others_read_too_survives(tmp_path):
     assert kinds == ["Shape", "MhsaAttention", "Identity"]
 
 
-def test_a_mask_that_the_graph_computes_must_be_seen_to_fit(tmp_path):
+def test_a_mask_that_the_graph_computes_must_fit_at_each_call(tmp_path):
+    """Nothing says that T is S: it is taken to be, and a call in which it is not is refused."""
     model = onnx.load(attention_model(tmp_path / "m.onnx", inputs=("q", "k", "v", "mask")))
     model.graph.input[3].type.tensor_type.shape.dim[1].dim_param = "T"
     model.graph.node[0].input[3] = "flipped"
     model.graph.node.insert(0, helper.make_node("Not", ["mask"], ["flipped"]))
-    with pytest.raises(ModelError, match="attn_mask: expected axes of 1 or of"):
-        mhsa.compile(model)
+    attention = mhsa.load(mhsa.compile(model))
+    arrays = {info.name: np.ones([{"B": 2, "L": 3, "S": 5, "T": 5}.get(d, d) for d in info.dims], info.dtype)
+              for info in attention.inputs}  # fmt: skip
+    assert attention(**arrays).shape[2] == 3
+    with pytest.raises(InputError, match=r"inputs: expected sizes that fit each other.*shape"):
+        attention(**{**arrays, "mask": arrays["mask"][..., :1]})
 
 
 @pytest.mark.parametrize("mask", ["bool", "additive", "key_padding"])

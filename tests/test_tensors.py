@@ -112,8 +112,57 @@ def test_empty_inputs_give_empty_outputs(compiled: CompiledAttention) -> None:
         assert compiled(torch.from_numpy(x), mask).shape == (B, L, 8)
     no_keys = Signature((TensorInfo("k", "float32", ("B", "S")),), (TensorInfo("y", "float32", ("B", 8)),))
     arrays, sizes = no_keys.arrays((np.ones((2, 0), np.float32),), {})
-    with pytest.raises(InputError, match="dim 'S': expected at least 1"):
-        no_keys.empty_results(arrays, sizes)
+    assert no_keys.empty_results(arrays, sizes) is None  # there is something to compute
+
+
+def test_a_size_of_zero_reaches_tvm_with_its_strides() -> None:
+    """NumPy's and PyTorch's strides of empty arrays are others than those that TVM's code checks."""
+    info = TensorInfo("past", "float32", ("B", 2, "P", 3))
+    for past in (np.empty((4, 2, 0, 3), np.float32), torch.empty(4, 2, 0, 3)):
+        (taken,), sizes = Signature((info,), (info,)).arrays((past,), {})
+        assert sizes == {"B": 4, "P": 0}
+        steps = taken.stride() if isinstance(taken, torch.Tensor) else tuple(s // 4 for s in taken.strides)
+        assert (tuple(taken.shape), steps) == ((4, 2, 0, 3), (0, 0, 3, 1))
+
+
+PAST, TOTAL = TensorInfo("past", "float32", ("B", "P")), TensorInfo("total", "float32", ("B", "P + S"))
+NEW = TensorInfo("new", "float32", ("B", "S"))
+
+
+def test_sizes_that_others_make() -> None:
+    signature = Signature((TOTAL, PAST, NEW), (TOTAL,))
+    arrays = [np.ones((2, size), np.float32) for size in (7, 5, 2)]
+    assert signature.arrays(arrays, {})[1]["P + S"] == 7
+    with pytest.raises(InputError, match=r"input 'total': expected .*\(B, P \+ S\), P \+ S = 7, got .*\(2, 8\)"):
+        signature.arrays([np.ones((2, 8), np.float32), *arrays[1:]], {})
+    empty = [np.ones((0, size), np.float32) for size in (7, 5, 2)]
+    assert signature.empty_results(*signature.arrays(empty, {})).shape == (0, 7)
+
+
+def test_masks_that_end_early() -> None:
+    """Where the standard pads, the mask may have any length up to that of the keys; an axis of 1 is not the whole."""
+    mask = TensorInfo("mask", "bool", ("mask_B", "T"), broadcast=("B", "P + S"), pads=True)
+    signature = Signature((mask, PAST, NEW), (PAST,))
+    others = [np.ones((2, size), np.float32) for size in (5, 2)]
+    for shape in ((2, 7), (1, 6), (2, 1), (1, 0)):
+        (taken, *_), _ = signature.arrays([np.ones(shape, np.bool_), *others], {})
+        assert taken.shape == shape
+    for shape in ((2, 8), (3, 7)):
+        with pytest.raises(
+            InputError, match=r"input 'mask': expected bool of shape \(1 or B, 1 to P \+ S\), .*got bool"
+        ):
+            signature.arrays([np.ones(shape, np.bool_), *others], {})
+
+
+def test_numbers_of_keys_have_bounds() -> None:
+    lengths = TensorInfo("lengths", "int64", ("B",), most="S")
+    signature = Signature((lengths, NEW), (NEW,))
+    keys = np.ones((2, 3), np.float32)
+    for good in (np.array([0, 3]), torch.tensor([2, 1])):
+        signature.arrays([good, keys], {})
+    for bad, got in ((np.array([1, 4]), "4"), (torch.tensor([-1, 3]), "-1")):
+        with pytest.raises(InputError, match=rf"input 'lengths': expected numbers from 0 to S = 3, got {got}"):
+            signature.arrays([bad, keys], {})
 
 
 x, mask = draw()

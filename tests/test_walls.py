@@ -21,13 +21,14 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 # A room imports only from rooms before it.
 LIGHT = [
     *("errors", "spec_checks", "patterns", "positions", "spec", "workloads", "masks", "host", "installation", "data"),
-    *("profile", "artifact", "tvm_runtime", "tensors", "kv_cache", "runtime"),
+    *("profile", "dims", "artifact", "tvm_runtime", "tensors", "kv_cache", "runtime"),
 ]
 COMPILE_SIDE = [
     *("core", "operators", "model", "conversion", "reference", "parity", "subject", "selfcheck", "verify"),
     *("export_check", "signatures", "operator_function", "export", "sources", "kernels"),
-    *("onnx_graph", "head_views", "attention_site", "rotary_site", "scatter_site", "fusion", "importer"),
-    *("onnx_weights", "records", "schedule", "build", "pipeline"),
+    *("onnx_graph", "head_views", "attention_inputs", "attention_site", "rotary_site", "scatter_site", "fusion"),
+    *("attention_relax", "attention_import", "importer", "onnx_weights", "plain_attention"),
+    *("records", "schedule", "build", "pipeline"),
     *("measure", "tune", "limits", "accuracy", "timing", "peers", "bench", "plots", "analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]

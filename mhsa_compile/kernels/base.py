@@ -1,7 +1,7 @@
 """What a kernel is: the operations it may claim, and the four questions it answers about each.
 
-An operation (`LinearOp`, `AttentionOp`, `RotaryOp`, `ScatterOp`) says what to compute, in dims and placements, never
-how. A kernel is a template over a target's facts and a config; asking it anything is pure.
+An operation (`LinearOp`, `AttentionOp`, ...) says what to compute, in dims and placements, never how. A kernel is a
+template over a target's facts and a config; asking it anything is pure.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class StaticMask:
 class AttentionOp:
     """Y = softmax(scale Q K^T + mask) V, ONNX Attention-25: B, L, S are dims; H, G, E, F fixed.
 
-    Q, K, V and Y are of `dtype`; scores, statistics and sums are float32. What a query sees is what `band`,
+    Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`. What a query sees is what `band`,
     `static_mask`, `mask` and `lengths` all let it see. A static mask needs fixed lengths.
 
     softcap   scores become softcap * tanh(score / softcap) before any mask or bias; 0 is none
@@ -104,6 +104,7 @@ class AttentionOp:
               takes its share of the softmax (after scale and softcap, which do not touch it)
     slopes    whether an input (H,) of `dtype` holds for each head a slope: slope * (key - place of the query) is added
               to the scores (after softcap), the place counted as for a band, "top_left" where there is none
+    softmax   what scores, statistics and sums are computed in; what asks for less gets float32
 
     Inputs come in this order: those of Q, K and V, then mask, lengths, sinks, slopes.
     """
@@ -128,6 +129,7 @@ class AttentionOp:
     lengths: bool = False
     sinks: bool = False
     slopes: bool = False
+    softmax: Literal["float32", "float64"] = "float32"
 
     def semantics(self, name: str) -> dict[str, Any]:
         """What this attention means, resolved: nothing is left to a default that another library sets otherwise."""
@@ -150,7 +152,7 @@ class AttentionOp:
             "mask": None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
             "bool_mask": "True takes part",
             "fully_masked_row": "zeros",
-            "softmax": "float32",
+            "softmax": self.softmax,
         }
 
 
@@ -219,7 +221,23 @@ class ScatterOp:
     update_name: str = "update"
 
 
-Op = LinearOp | AttentionOp | RotaryOp | ScatterOp
+@dataclass(frozen=True)
+class ScoresOp:
+    """What becomes of the scores of `attention`, (B, H, L, S) of its dtype: qk_matmul_output of ONNX Attention.
+
+    `stage` 0 is scale Q K^T; 1 with softcap; 2 with the mask, -inf where it hides; 3 the weights, zeros where it hides.
+    Takes the attention's inputs.
+    """
+
+    attention: AttentionOp
+    stage: int
+
+    @property
+    def dtype(self) -> DType:
+        return self.attention.dtype
+
+
+Op = LinearOp | AttentionOp | ScoresOp | RotaryOp | ScatterOp
 
 
 @dataclass(frozen=True)

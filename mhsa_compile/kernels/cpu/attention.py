@@ -43,6 +43,8 @@ class AttentionKernel:
             return "not an attention"
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
+        if op.softmax != "float32":
+            return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         return None

@@ -53,6 +53,8 @@ class DecodeKernel:
         rows = _rows(op)
         if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
             return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
+        if op.softmax != "float32":
+            return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None:
             return "no constant masks"
         return None
