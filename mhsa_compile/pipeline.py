@@ -95,6 +95,7 @@ def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfil
     from mhsa_compile.onnx_weights import signature, weight_infos
 
     inputs, outputs = signature(read.model, imported)
+    inputs = tuple(msgspec.structs.replace(info, aligned=i in scheduled.aligned) for i, info in enumerate(inputs))
     semantics = [op.semantics(name) for name, op in imported.ops.items() if isinstance(op, AttentionOp)]
     return Manifest(
         format_version=FORMAT_VERSION,

@@ -33,6 +33,7 @@ class Scheduled:
     module: Any
     weights: list[str]
     reports: list[OpReport]
+    aligned: list[int]  # inputs that a call writes into, and TVM's own code reads
 
 
 @dataclass
@@ -59,7 +60,8 @@ def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
     if packed or passed:
         _add_bind_function(builder, imported, choices, packed, passed)
     reports = [_report(name, imported.ops[name], choice) for name, choice in chosen.items()]
-    return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *fallbacks])
+    aligned = _read_by_tvm(written["main"], imported.ops)
+    return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *fallbacks], aligned)
 
 
 def _choose(name: str, op: Op, profile: TargetProfile) -> _Choice | str:
@@ -127,6 +129,27 @@ def _written_out(module: Any, plain: dict[str, AttentionOp | ScoresOp]) -> Any:
     rewrite = Rewrite(module)
     rewrite.builder_.update_func(module.get_global_var(MAIN), rewrite.visit_expr(module[MAIN]))
     return rewrite.builder_.get()
+
+
+def _read_by_tvm(main: Any, ops: dict[str, Op]) -> list[int]:
+    """The parameters of `main` that a call writes into and TVM's own code reads, which takes its operands to begin with
+    a cache line. Our kernels take any address."""
+    params, found = list(main.params), set()
+    memory: dict[Any, int] = {}  # what is one of them, or a view of it
+    for binding in (binding for block in main.body.blocks for binding in block.bindings):
+        value = binding.value
+        read = {memory[variable] for variable in relax.analysis.free_vars(value) if variable in memory}
+        called = value.op if isinstance(value, relax.Call) else None
+        if called == tvm.ir.Op.get("relax.call_dps_packed"):
+            op = ops[str(value.args[0].global_symbol)]
+            if isinstance(op, ScatterOp) and op.in_place:
+                memory[binding.var] = params.index(value.args[1].fields[0])
+        elif called == tvm.ir.Op.get("relax.reshape") or isinstance(value, relax.Var):
+            for i in read:
+                memory[binding.var] = i
+        elif not isinstance(value, relax.Tuple):
+            found |= read
+    return sorted(found)
 
 
 def _lower_rest(module: Any, target: Any) -> Any:

@@ -34,7 +34,7 @@ class Argument:
         self, info: TensorInfo, role: str, first_seen: Mapping[str, str], aligned: bool = False, written: bool = False
     ) -> None:
         self.info = info
-        self._aligned = aligned and not written  # what is written is read by our kernels alone
+        self._aligned = aligned and not written
         self._written = written
         self._bfloat16 = info.dtype == "bfloat16"
         self.label = f"{role} {info.name!r}"
@@ -96,8 +96,11 @@ class Argument:
         else:
             fits = array.is_contiguous() and not array.requires_grad
             got = "a tensor that requires grad" if array.requires_grad else "a tensor with gaps"
+        expected = "contiguous memory that can be written: the call writes into it"
+        if fits and self.info.aligned and (rest := _address(array) % ALIGNMENT):
+            fits, got = False, f"memory {rest} bytes behind such a place"
+            expected = f"memory that begins at a multiple of {ALIGNMENT} bytes: the call writes into it"
         if not fits:
-            expected = "contiguous memory that can be written: the call writes into it"
             raise InputError(self.label, expected, got, "Allocate it by itself, once, and pass it to each call.")
 
     def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
