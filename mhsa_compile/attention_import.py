@@ -14,10 +14,10 @@ import tvm
 from onnx import numpy_helper
 from tvm import relax
 
-from mhsa_compile import attention_relax
-from mhsa_compile.attention_relax import Size, Value, difference, dims, equal
+from mhsa_compile import attention_masks
+from mhsa_compile.attention_masks import Size, Value, difference, dims, equal
 from mhsa_compile.errors import ModelError
-from mhsa_compile.kernels.base import AttentionOp, Band, Dim, MaskInput, Op, Placement, ScoresOp, StaticMask
+from mhsa_compile.kernels.base import AttentionOp, Band, Dim, MaskInput, Op, Placement, PresentOp, ScoresOp, StaticMask
 
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
 
@@ -89,12 +89,25 @@ class AttentionImport:
         for role, name, size in (("k", "key", "head_dim"), ("v", "value", "v_head_dim")):
             past = self.extras.get(f"past_{name}")
             if past is not None or f"present_{name}" in self._texts("gives"):
-                heads = self.said["num_kv_heads"], self.said[size]
-                value = attention_relax.present(self.bb, past, self.operands[role], self.places[role], *heads)
-                made[f"present_{name}"] = value
+                made[f"present_{name}"] = value = self._present(role, past, self.said[size])
                 if past is not None:
                     self.operands[role], self.places[role] = value, Placement(0, "heads", 0)
         return made
+
+    def _present(self, role: str, past: Value | None, size: int) -> Value:
+        new, length, heads = self.operands[role], self._length(role), self.said["num_kv_heads"]
+        batch, before = dims(new)[0], None if past is None else dims(past)[2]
+        op = PresentOp(
+            batch=self.graph.dim(batch),
+            past=None if before is None else self.graph.dim(before),
+            length=self.graph.dim(length),
+            num_heads=heads,
+            head_dim=size,
+            new=replace(self.places[role], buffer=0),
+            dtype=str(new.ty.dtype),  # type: ignore[arg-type]
+        )
+        inputs = [new] if past is None else [new, past]
+        return self.graph.call(op, inputs, [batch, heads, length if before is None else before + length, size])
 
     def _buffers(self) -> list[Value]:
         """The distinct operands, numbered in the placements."""
@@ -145,7 +158,7 @@ class AttentionImport:
         if mask is None:
             return None
         name, key_mask, pads = self.graph.input_name(mask), bool(self.said["key_mask"]), bool(self.said["pads_mask"])
-        mask = attention_relax.four_axes(self.bb, mask, key_mask, self.node)
+        mask = attention_masks.four_axes(self.bb, mask, key_mask, self.node)
         if name is not None and not key_mask:  # one flag a key has its exact shape, (B, S)
             wanted = Broadcast(tuple(map(stated, full)), pads)
             if self.graph.masks.setdefault(name, wanted) != wanted:
@@ -153,18 +166,18 @@ class AttentionImport:
         length, reach = full[3], dims(mask)[3]
         known = name is not None or isinstance(difference(length, reach), int)
         if pads and known and not equal(length, reach):
-            mask = attention_relax.padded(self.bb, mask, length)
-        return mask if name is not None else attention_relax.checked(self.bb, self.node, mask, full)
+            mask = attention_masks.padded(self.bb, mask, length)
+        return mask if name is not None else attention_masks.checked(self.bb, self.node, mask, full)
 
     def _band(self, full: list[Size], mask: Value | None) -> tuple[Band | None, Value | None]:
         """The window with causality in it, as a band, else in the mask."""
         past = self.extras.get("past_key")
         sizes = {"past": None if past is None else dims(past)[2], "queries": full[2], "keys": full[3]}
         window = self.said["left"], self.said["right"]
-        band = attention_relax.band_of(*window, self.said["alignment"], **sizes)
-        if band != attention_relax.UNKNOWN:
+        band = attention_masks.band_of(*window, self.said["alignment"], **sizes)
+        if band != attention_masks.UNKNOWN:
             return band, mask
-        return None, attention_relax.banded(self.bb, mask, *window, **sizes)
+        return None, attention_masks.banded(self.bb, mask, *window, **sizes)
 
 
 def stated(size: Size) -> Dim:

@@ -20,7 +20,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
 
 from mhsa_compile.attention_import import AttentionImport, Broadcast, stated, text
-from mhsa_compile.attention_relax import dims
+from mhsa_compile.attention_masks import dims
 from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse

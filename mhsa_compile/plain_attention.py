@@ -16,7 +16,7 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from mhsa_compile.attention_relax import head_element, masked_element
+from mhsa_compile.attention_masks import masked_element
 from mhsa_compile.kernels.base import AttentionOp, Placement, ScoresOp
 
 Expr = Any  # tirx.PrimExpr
@@ -60,8 +60,12 @@ class _Plain:
         self._products = self._all_products()
 
     def _element(self, place: Placement, size: int, *at: Expr) -> Expr:
+        """(b, head, row, column) of one head of `size`."""
+        b, head, row, column = at
         buffer = self.buffers[place.buffer]
-        return _exact(buffer[head_element(place, size, *at)])
+        if place.layout == "rows":
+            return _exact(buffer[b, row, place.offset + head * size + column])
+        return _exact(buffer[b, head, row, column])
 
     def _all_products(self) -> te.Tensor:
         op = self.op

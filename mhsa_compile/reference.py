@@ -138,7 +138,7 @@ def _with_slopes(bias: Array | None, rows: slice, S: int, offset: int | Array, s
 def _distance(rows: slice, S: int, offset: int | Array) -> Array:
     """(1 or B, 1, rows, S): how far query i, which stands at i + offset among the keys, is behind each key."""
     distance: Array = np.arange(rows.start, rows.stop)[:, np.newaxis] + offset - np.arange(S)
-    return distance.reshape(-1, 1, *distance.shape[-2:])
+    return distance if distance.ndim == 4 else distance[np.newaxis, np.newaxis]
 
 
 def _split_heads(array: Array, heads: int) -> Array:

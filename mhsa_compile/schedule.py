@@ -18,12 +18,30 @@ from mhsa_compile.artifact import OpReport
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import AttentionOp, Band, Emitted, Kernel, LinearOp, Op, RotaryOp, ScatterOp, ScoresOp
+from mhsa_compile.kernels.base import (
+    AttentionOp,
+    Band,
+    Emitted,
+    Kernel,
+    LinearOp,
+    Op,
+    PresentOp,
+    RotaryOp,
+    ScatterOp,
+    ScoresOp,
+)
 from mhsa_compile.plain_attention import emit as emit_plain
 from mhsa_compile.profile import TargetProfile
 
 MAIN, BIND = "main", "bind_weights"
-_KINDS = {LinearOp: "linear", AttentionOp: "attention", RotaryOp: "rope", ScatterOp: "scatter", ScoresOp: "scores"}
+_KINDS = {
+    LinearOp: "linear",
+    AttentionOp: "attention",
+    RotaryOp: "rope",
+    ScatterOp: "scatter",
+    ScoresOp: "scores",
+    PresentOp: "present",
+}
 
 
 @dataclass
@@ -50,6 +68,10 @@ def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
     chosen = {name: _choose(name, op, profile) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Choice)}
     plain = {n: op for n, op in imported.ops.items() if n not in choices and isinstance(op, AttentionOp | ScoresOp)}
+    if plain and imported.in_place:  # a caller's cache may begin anywhere, and TVM's own code wants it aligned
+        name = next(iter(plain))
+        wanted = "attentions that a kernel computes, where a call writes into its inputs"
+        raise ModelError(f"operation {name}", wanted, f"one that none does: {chosen[name]}")
     fallbacks = _fallbacks(imported.module["main"])
     written = _written_out(imported.module, plain) if plain else imported.module
     rest = _lower_rest(written, tvm.target.Target(profile.tvm_config()))
@@ -99,6 +121,8 @@ def _describe(op: Op) -> str:
     if isinstance(op, ScatterOp):
         mode = "circular" if op.circular else "linear"
         return f"axis {op.axis} of {list(op.cache)}, {mode}, {'in place' if op.in_place else 'into a copy'}"
+    if isinstance(op, PresentOp):
+        return f"{op.num_heads} heads of {op.head_dim}" + ("" if op.past is None else ", behind the past")
     if isinstance(op, ScoresOp):
         return f"qk_matmul_output_mode {op.stage}"
     grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
@@ -237,7 +261,7 @@ def _weights_of(main: Any) -> dict[str, list[str]]:
 
 
 def _fallbacks(main: Any) -> list[OpReport]:
-    """The operators that TVM's own lowering will run, and what `attention_relax` wrote as such."""
+    """The operators that TVM's own lowering will run, and what `attention_masks` adds."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
     calls = [c for c in _calls(main) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
     names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c in calls]

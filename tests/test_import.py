@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from operator_models import model as operator_model
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.export import export
@@ -144,20 +145,110 @@ def test_dtypes(dtype: str, precision: str | None) -> None:
 
 REFUSED = {
     "window": (model({"left_window_size": -2}), "left_window_size of -1 or more, got -2"),
+    "right window": (model({"right_window_size": -3}), "right_window_size of -1 or more, got -3"),
+    "causality": (model({"is_causal": 2}), "is_causal of 0 or 1, got 2"),
     "dtypes": (
         model(dtypes=("float32", "float16", "float32")),
         "Q, K and V all of float32, or all of bfloat16, or all of float16, got Q of float32, K of float16, V of float",
     ),
     "precision": (model({"softmax_precision": 6}), "softmax_precision of 1, 10, 16, 11, got 6"),
+    "softcap": (model({"softcap": -1.0}), r"softcap of 0 \(none\) or more, got -1.0"),
+    "stage": (model({"qk_matmul_output_mode": 4}), "qk_matmul_output_mode of 0, 1, 2, 3, got 4"),
     "mask": (model(mask=np.ones((3, S), np.bool_)), r"an attn_mask that broadcasts to \(1, 2, 5, 7\), got \(3, 7\)"),
     "heads of a mask": (model(mask=np.ones((3, L, S), np.bool_)), r"broadcasts to \(1, 2, 5, 7\), got \(3, 5, 7\)"),
+    "length of a mask": (
+        model(mask=np.ones((L, S + 1), np.float32)),
+        r"broadcasts to \(B, 2, 5, 7\), got \(5, 8\)",
+    ),
+    "mask's dtype": (model(mask=np.ones((L, S), np.float16)), "a bool or float32 attn_mask, got float16"),
+    "heads of four axes": (
+        model({"q_num_heads": 2}),
+        "no q_num_heads, as Q, K and V have four axes, got q_num_heads=2",
+    ),
+    "past alone": (operator_model(past=4, outputs=("y",)), "present_key and present_value wherever there is a past"),
+    "past with one present": (
+        operator_model(past=4, outputs=("y", "present_key")),
+        "wherever there is a past, got past_key and past_value with present_key alone",
+    ),
+    "past and lengths": (
+        operator_model(past=4, lengths=True, outputs=("y", "present_key", "present_value")),
+        r"a cache inside \(past, present\) or outside \(nonpad_kv_seqlen\) of the operator, got nonpad_kv_seqlen with",
+    ),
+    "mask that is too long": (
+        operator_model(mask=("bool", ["B", 1, 5, 12]), S=11),
+        r"an attn_mask that broadcasts to \(B, 6, 5, 11\), got \('B', 1, 5, 12\)",
+    ),
+    "mask that is too short": (operator_model(mask=("bool", [5, 4]), S=11, opset=23), r"\(B, 6, 5, 11\), got \(5, 4\)"),
+}
+
+
+def changed(
+    *,
+    inputs: dict[str, int] | None = None,
+    attributes: tuple[str, ...] = (),
+    shapes: dict[str, list[Any]] | None = None,
+) -> onnx.ModelProto:
+    """A model with heads side by side and a past, with inputs of other dtypes or shapes, or without attributes."""
+    source = operator_model(S=11, past=13, axes=3, lengths=False, outputs=("y", "present_key", "present_value"))
+    for value in source.graph.input:
+        tensor = value.type.tensor_type
+        tensor.elem_type = (inputs or {}).get(value.name, tensor.elem_type)
+        if value.name in (shapes or {}):
+            value.CopyFrom(helper.make_tensor_value_info(value.name, tensor.elem_type, (shapes or {})[value.name]))
+    kept = [a for a in source.graph.node[0].attribute if a.name not in attributes]
+    del source.graph.node[0].attribute[:]
+    source.graph.node[0].attribute.extend(kept)
+    return source
+
+
+def without(*names: str) -> onnx.ModelProto:
+    source = changed()
+    for i, name in enumerate(source.graph.node[0].input):
+        if name in names:
+            source.graph.node[0].input[i] = ""
+    return source
+
+
+REFUSED |= {
+    "heads not said": (
+        changed(attributes=("q_num_heads", "kv_num_heads")),
+        "q_num_heads and kv_num_heads, of 1 or more, as Q, K and V have three axes, got q_num_heads=None",
+    ),
+    "heads of keys not said": (changed(attributes=("kv_num_heads",)), "got q_num_heads=6, kv_num_heads=None"),
+    "heads that do not divide": (
+        changed(shapes={"q": ["B", 5, 43]}),
+        r"a fixed last axis, which q_num_heads divides, of Q \(q\), got \('B', 5, 43\), q_num_heads=6",
+    ),
+    "head sizes": (changed(shapes={"k": ["B", 11, 12]}), "queries and keys of one head size, got 7 and 6"),
+    "ranks": (changed(shapes={"v": ["B", 2, 11, 5]}), "Q, K and V of one rank, 3 or 4, got Q of 3, K of 3, V of 4"),
+    "lengths of keys": (changed(shapes={"v": ["B", 10, 10]}), "equal lengths of K and V, got 11 and 10"),
+    "past of keys alone": (without("past_value"), "past_key and past_value together, or neither, got past_key alone"),
+    "past's dtype": (
+        changed(inputs={"past_value": TensorProto.FLOAT16}),
+        "Q, K, V, past_key and past_value all of float32.*past_value of float16",
+    ),
+    "past's rank": (changed(shapes={"past_key": ["B", 13, 14]}), "past_key of known rank 4, got"),
+    "past's heads": (changed(shapes={"past_key": ["B", 3, 13, 7]}), "equal heads of past_key and K, got 3 and 2"),
+    "past's head size": (
+        changed(shapes={"past_value": ["B", 2, 13, 4]}),
+        "equal head sizes of past_value and V, got 4",
+    ),
+    "past's lengths": (
+        changed(shapes={"past_key": ["B", 2, 12, 7]}),
+        "equal lengths of past_key and past_value, got 12",
+    ),
+    "doubles": (
+        changed(inputs=dict.fromkeys(("q", "k", "v", "past_key", "past_value"), TensorProto.DOUBLE)),
+        "all of float32, or all of bfloat16, or all of float16, got Q of float64",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case: str) -> None:
+    """By the name of the node."""
     source, message = REFUSED[case]
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=f"Attention node '(y|attention)': expected .*{message}"):
         import_onnx(source)
 
 

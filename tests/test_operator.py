@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from operator_models import F, H, draw, model
+from operator_models import F, G, H, draw, model
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
@@ -35,9 +35,12 @@ def assert_right(attention: CompiledAttention, source: onnx.ModelProto, inputs: 
 
 # name -> (what the model is, the sizes of two calls)
 MODELS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
-    "past": ({"attributes": {"is_causal": 1}, "S": "L", "past": "P", "outputs": ALL}, [{}, {"P": 0}, {"L": 1}]),
+    "past": (
+        {"attributes": {"is_causal": 1}, "L": "L", "S": "L", "past": "P", "outputs": ALL},
+        [{}, {"P": 0}, {"L": 1}],
+    ),
     "past, heads side by side, window": (
-        {"attributes": {"left_window_size": 4}, "S": "L", "past": "P", "outputs": ALL, "axes": 3, "dtype": "bfloat16"},
+        {"attributes": {"left_window_size": 4}, "S": 5, "past": "P", "outputs": ALL, "axes": 3, "dtype": "bfloat16"},
         [{}, {"P": 0}],
     ),
     "past, as many new keys as the call brings": (
@@ -48,7 +51,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
         [{"T": 24}, {"T": 9, "S": 2}],
     ),
     "past, fixed number of new keys": (
-        {"attributes": {"is_causal": 1}, "L": 9, "S": 4, "past": "P", "outputs": ALL, "dtype": "float16"},
+        {"attributes": {"is_causal": 1}, "L": 7, "S": 4, "past": "P", "outputs": ALL, "dtype": "float16"},
         [{}, {"P": 0}, {"P": 1}],
     ),
     "present without past": ({"outputs": ALL, "axes": 3, "S": 11}, [{}]),
@@ -60,10 +63,10 @@ MODELS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
         [{"mB": 3, "mH": 1}, {"mB": 1, "mH": H}],
     ),
     "fixed short mask": ({"mask": ("float16", [1, H, "L", 4]), "dtype": "float16", "S": 11, "opset": 24}, [{}]),
-    "lengths": ({"lengths": True, "axes": 3}, [{}, {"L": 1}]),
+    "lengths": ({"lengths": True, "axes": 3, "L": "L"}, [{}, {"L": 1}]),
     "lengths, causal, window, mask": (
         {"attributes": {"is_causal": 1, "left_window_size": 6}, "lengths": True, "mask": ("bool", ["B", 1, 1, "S"])},
-        [{}, {"L": 17}],
+        [{}, {"S": 3}],
     ),
     "softcap": ({"attributes": {"softcap": 1.5, "scale": 0.7}, "mask": ("float32", ["L", "S"])}, [{}]),
     "softcap, lengths, fewer bits": ({"attributes": {"softcap": 20.0}, "lengths": True, "dtype": "bfloat16"}, [{}]),
@@ -87,12 +90,12 @@ def test_scores(stage: int) -> None:
     dtype = ("float32", "float16", "bfloat16", "float32")[stage]
     outputs = (*ALL, "scores")
     source = model(
-        attributes, dtype=dtype, S="L", past="P", mask=("bool", ["L", "T"]), outputs=outputs, axes=3 + stage % 2
+        attributes, dtype=dtype, S=5, past="P", mask=("bool", ["L", "T"]), outputs=outputs, axes=3 + stage % 2
     )
     inputs = draw(source, {**FULL, "T": 18})
     attention = compiled(source)
     assert_right(attention, source, inputs)
-    assert [info.dims[2] for info in attention.outputs] == ["L" if stage % 2 else H * F, "P + L", "P + L", "L"]
+    assert [info.dims[2] for info in attention.outputs] == [5 if stage % 2 else H * F, "P + 5", "P + 5", 5]
 
 
 HIDDEN = {"mask": ("bool", ["L", "S"])}, {"lengths": True}, {"attributes": {"is_causal": 1}}
@@ -134,10 +137,10 @@ def test_a_row_that_sees_nothing_is_zeros() -> None:
 
 def test_what_a_call_must_bring() -> None:
     """Sizes and numbers that do not fit are refused by the input's name, before anything runs."""
-    source = model({"is_causal": 1}, S="L", past="P", mask=("bool", ["B", 1, "L", "T"]), outputs=ALL)
+    source = model({"is_causal": 1}, S=5, past="P", mask=("bool", ["B", 1, "L", "T"]), outputs=ALL)
     attention = compiled(source)
     inputs = draw(source, {**FULL, "T": 18})
-    with pytest.raises(InputError, match=r"input 'mask': expected bool of shape \(.*1 to P \+ L\).*P \+ L = 18"):
+    with pytest.raises(InputError, match=r"input 'mask': expected bool of shape \(.*1 to P \+ 5\).*P \+ 5 = 18"):
         attention(**{**inputs, "mask": np.ones((3, 1, 5, 19), np.bool_)})
     with pytest.raises(InputError, match=r"input 'past_value': expected .*P = 13 as in 'past_key'"):
         attention(**{**inputs, "past_value": inputs["past_value"][:, :, :-1]})
@@ -148,19 +151,36 @@ def test_what_a_call_must_bring() -> None:
         compiled(source)(**inputs)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axes", [3, 4])
+def test_a_present_is_its_past_bit_for_bit(dtype: str, axes: int) -> None:
+    """At lengths around the stretches that are copied, with signalling NaN among the values."""
+    source = model(past="P", S="S", outputs=ALL, axes=axes, dtype=dtype)
+    alone = compiled(source)
+    for P, S in ((0, 1), (63, 1), (64, 65), (128, 7), (1, 190)):
+        inputs = draw(source, {"B": 2, "P": P, "S": S})
+        for array in inputs.values():
+            bits = array.reshape(-1).view(np.uint16 if dtype == "bfloat16" else np.uint32)
+            bits[::5] = 0x7F81 if dtype == "bfloat16" else 0x7F800001
+        results = alone(**inputs)
+        for name, past, present in (("k", "past_key", results[1]), ("v", "past_value", results[2])):
+            new = inputs[name] if axes == 4 else inputs[name].reshape(2, S, G, -1).swapaxes(1, 2)
+            expected = np.concatenate((inputs[past], new), axis=2)
+            assert present.tobytes() == expected.tobytes()
+
+
 def test_the_report_says_what_is_written_out() -> None:
-    artifact = mhsa.compile(model({"softmax_precision": 11}, past="P", S="L", outputs=(*ALL, "scores")))
+    artifact = mhsa.compile(model({"softmax_precision": 11}, past="P", S=5, outputs=(*ALL, "scores")))
     found = {(op.op, op.kernel, op.source) for op in artifact.manifest.ops}
     assert found == {
         ("attention", "plain", "fallback"),
         ("scores", "plain", "fallback"),
-        ("present", "tvm", "fallback"),
-        ("present1", "tvm", "fallback"),
+        ("present", "cpu.present", "default"),
     }
     assert artifact.manifest.semantics[0]["softmax"] == "float64"
-    assert "its softmax is float32, not float64" in artifact.manifest.ops[0].note
+    assert "its softmax is float32, not float64" in artifact.manifest.ops[2].note
 
 
 def test_the_kernel_computes_y_beside_the_scores() -> None:
     artifact = mhsa.compile(model(outputs=("y", "", "", "scores")))
-    assert [(op.op, op.kernel) for op in artifact.manifest.ops] == [("attention", "cpu.attention"), ("scores", "plain")]
+    assert [(op.op, op.kernel) for op in artifact.manifest.ops] == [("attention", "cpu.decode"), ("scores", "plain")]

@@ -6,9 +6,10 @@ from mhsa_compile.kernels.base import Kernel
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
 from mhsa_compile.kernels.cpu.decode import DecodeKernel
 from mhsa_compile.kernels.cpu.linear import LinearKernel
+from mhsa_compile.kernels.cpu.present import PresentKernel
 from mhsa_compile.kernels.cpu.rope import RotaryKernel
 from mhsa_compile.kernels.cpu.scatter import ScatterKernel
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {
-    "cpu": (LinearKernel(), DecodeKernel(), AttentionKernel(), RotaryKernel(), ScatterKernel())
+    "cpu": (LinearKernel(), DecodeKernel(), AttentionKernel(), RotaryKernel(), ScatterKernel(), PresentKernel())
 }

@@ -237,7 +237,24 @@ class ScoresOp:
         return self.attention.dtype
 
 
-Op = LinearOp | AttentionOp | ScoresOp | RotaryOp | ScatterOp
+@dataclass(frozen=True)
+class PresentOp:
+    """Present keys or values (B, G, P + L, E): P rows of each head from the past, then L new ones.
+
+    past  P, or None where there is no past: the new rows alone, laid out by heads
+    new   where the new rows lie, in input 0; the past is input 1, (B, G, P, E)
+    """
+
+    batch: Dim
+    past: Dim | None
+    length: Dim
+    num_heads: int
+    head_dim: int
+    new: Placement
+    dtype: DType = "float32"
+
+
+Op = LinearOp | AttentionOp | ScoresOp | PresentOp | RotaryOp | ScatterOp
 
 
 @dataclass(frozen=True)

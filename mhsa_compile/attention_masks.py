@@ -1,7 +1,6 @@
-"""What an attention takes besides its queries, as Relax values: present keys and values, and masks in the one form that
-kernels read, four axes that are 1 or full.
+"""Masks as Relax values, in the one form that kernels read: four axes that are 1 or full.
 
-Notation: B batch, L query length, S key length, P past length, H heads, G key/value heads, E head dim.
+Notation: B batch, L query length, S key length, P past length, H heads.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.kernels.base import Band, Placement
+from mhsa_compile.kernels.base import Band
 
 Value = Any  # relax.Var
 Size = Any  # int or tirx.PrimExpr
@@ -33,32 +32,6 @@ def difference(one: Size, other: Size) -> Size:
     """An int where it is the same at every call."""
     result = Analyzer().simplify(tirx.const(0, "int64") + one - other)
     return int(result) if isinstance(result, tirx.IntImm) else result
-
-
-def present(
-    builder: relax.BlockBuilder, past: Value | None, new: Value, place: Placement, heads: int, size: int
-) -> Value:
-    """(B, G, P + S, size): the past, then the new keys or values, which lie at `place` of `new`."""
-
-    def joined(new: te.Tensor, *pasts: te.Tensor) -> te.Tensor:
-        batch, length = new.shape[0], new.shape[1 if place.layout == "rows" else 2]
-        before = pasts[0].shape[2] if pasts else tirx.const(0, "int64")
-
-        def element(b: Any, g: Any, j: Any, e: Any) -> Any:
-            fresh = new[head_element(place, size, b, g, j - before, e)]
-            return tirx.if_then_else(j < before, pasts[0][b, g, j, e], fresh) if pasts else fresh
-
-        shape = (batch, tirx.const(heads, "int64"), before + length, tirx.const(size, "int64"))
-        return te.compute(shape, element, "present")
-
-    return builder.emit_te(joined, new, *([] if past is None else [past]), primfunc_name_hint="present")
-
-
-def head_element(place: Placement, size: int, b: Any, head: Any, row: Any, column: Any) -> tuple[Any, ...]:
-    """The indices of one element of one head of `size`."""
-    if place.layout == "rows":
-        return b, row, place.offset + head * size + column
-    return b, head, row, column
 
 
 def four_axes(builder: relax.BlockBuilder, mask: Value, key_mask: bool, node: str) -> Value:
