@@ -68,10 +68,6 @@ def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
     chosen = {name: _choose(name, op, profile) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Choice)}
     plain = {n: op for n, op in imported.ops.items() if n not in choices and isinstance(op, AttentionOp | ScoresOp)}
-    if plain and imported.in_place:  # a caller's cache may begin anywhere, and TVM's own code wants it aligned
-        name = next(iter(plain))
-        wanted = "attentions that a kernel computes, where a call writes into its inputs"
-        raise ModelError(f"operation {name}", wanted, f"one that none does: {chosen[name]}")
     fallbacks = _fallbacks(imported.module["main"])
     written = _written_out(imported.module, plain) if plain else imported.module
     rest = _lower_rest(written, tvm.target.Target(profile.tvm_config()))
