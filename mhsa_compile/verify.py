@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import onnx
 
 from mhsa_compile import selfcheck
+from mhsa_compile.pairs import SelfCheck
 from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs
 from mhsa_compile.reference import Array, Arrays, eager, oracle
-from mhsa_compile.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
     import os

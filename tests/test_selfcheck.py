@@ -12,11 +12,11 @@ import pytest
 from onnx import TensorProto, helper
 
 import mhsa_compile as mhsa
-from mhsa_compile import selfcheck
 from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.export import export
-from mhsa_compile.selfcheck import SelfCheck, self_checks
-from mhsa_compile.subject import LENGTHS
+from mhsa_compile.pairs import SelfCheck
+from mhsa_compile.selfcheck import CHECKS, self_checks
+from mhsa_compile.subject import LENGTHS, PRIMES, Subject
 from mhsa_compile.verify import Verdict, eager
 
 BATCH = "an entry of a batch is the entry alone"
@@ -24,8 +24,7 @@ PERMUTED = "permuting a batch permutes the output"
 PADDED = "a padded batch is its rows alone"
 POISONED = "NaN and Inf in hidden keys stay there"
 UNSEEN = "two sizes never seen of each symbolic dim"
-DECODED = "decode is prefill: the last row of every prefix"
-NAMES = (BATCH, PERMUTED, PADDED, POISONED, UNSEEN, DECODED)
+DECODED = "decoding step by step is the prefill"
 
 Run = Callable[[dict[str, np.ndarray]], list[np.ndarray]]
 
@@ -65,7 +64,7 @@ def checked(case: tuple, fault: Callable[[Run, dict], list[np.ndarray]] | None =
         return eager(model, inputs)
 
     results = self_checks(model, described, run if fault is None else lambda inputs: fault(run, inputs))
-    assert tuple(result.name for result in results) == NAMES
+    assert tuple(result.name for result in results) == tuple(CHECKS)
     return {result.name: result for result in results}
 
 
@@ -74,6 +73,7 @@ def failed(results: dict[str, SelfCheck]) -> set[str]:
 
 
 CAUSAL = {"causal": True, "mask": "key_padding"}
+CACHED = {"kv_cache": True, "causal": True, "rope": True, "num_kv_heads": 1}
 RIGHT = {
     "causal-key-padding": CAUSAL,
     "causal-additive": {"causal": True, "mask": "additive"},
@@ -81,6 +81,7 @@ RIGHT = {
     "cross-bottom-right": {"kv_embed_dim": 16, "mask": "key_padding", "causal": "bottom_right"},
     "window-bfloat16": {"window": (5, 0), "causal": True, "mask": "bool", "dtype": "bfloat16"},
     "core": {"module": "ScaledDotProductAttention", "mask": "key_padding", "causal": "bottom_right"},
+    "cache": CACHED,
 }
 
 
@@ -140,6 +141,18 @@ def row_before(run, inputs):
     if 1 < y.shape[1] < 20:
         y[:, -1] = y[:, -2]
     return [y]
+
+
+def steps_forget(run, inputs):
+    """A step of one position sees one key less than there are."""
+    if inputs["x"].shape[1] > 1:
+        return run(inputs)
+    y, *cache = run(inputs)
+    return [run({**inputs, "length": np.maximum(inputs["length"] - 1, 0)})[0], *cache]
+
+
+def test_a_step_that_forgets_is_caught():
+    assert failed(checked(subject(**CACHED), steps_forget)) == {DECODED}
 
 
 @pytest.mark.parametrize(
@@ -233,26 +246,19 @@ def test_what_the_model_itself_does_not_promise_is_not_asked():
 
 
 def test_unseen_sizes_are_fresh_primes_of_the_seed():
-    model, described = subject(**CAUSAL)
-    tried: list[dict[str, np.ndarray]] = []
-
-    def run(inputs):
-        tried.append(inputs)
-        return eager(model, inputs)
-
-    for seed in (0, 0, 1):
-        selfcheck._unseen_lengths(selfcheck.Subject(described, seed), selfcheck._Pairs(model, described, run))
-    shapes = [inputs["x"].shape[:2] for inputs in tried]
-    assert shapes[:2] == shapes[2:4] != shapes[4:]
-    assert len({L for _, L in shapes[:2]}) == len({B for B, _ in shapes[:2]}) == 2
-    assert all(L in selfcheck.PRIMES for _, L in shapes)
-    assert {7, 197, *LENGTHS}.isdisjoint(selfcheck.PRIMES)
+    _, described = subject(**CAUSAL)
+    first, again, other = (Subject(described, seed).unseen() for seed in (0, 0, 1))
+    assert first == again != other
+    for axis in "BL":
+        assert len({case[axis] for case in first}) == 2
+    assert all(case["L"] in PRIMES for case in (*first, *other))
+    assert {7, 197, *LENGTHS}.isdisjoint(PRIMES)
 
 
 def test_a_compiled_artifact_is_held_to_all_of_them():
     artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=24, num_heads=3, num_kv_heads=1, **CAUSAL))
     verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 7}])
-    assert [check.name for check in verdict.checks] == list(NAMES)
+    assert [check.name for check in verdict.checks] == list(CHECKS)
     assert verdict.ok and all(check.applies for check in verdict.checks)
     assert verdict.checks[0].note == "to the bit"
     assert mhsa.verify(artifact, cases=[{"B": 2, "L": 7}], self_checks=False).checks == ()

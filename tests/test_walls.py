@@ -24,7 +24,7 @@ LIGHT = [
     *("profile", "dims", "artifact", "tvm_runtime", "tensors", "kv_cache", "runtime"),
 ]
 COMPILE_SIDE = [
-    *("core", "operators", "model", "conversion", "reference", "parity", "subject", "selfcheck", "verify"),
+    *("core", "operators", "model", "conversion", "reference", "parity", "subject", "pairs", "selfcheck", "verify"),
     *("export_check", "signatures", "operator_function", "export", "sources", "kernels"),
     *("onnx_graph", "head_views", "attention_inputs", "attention_site", "rotary_site", "scatter_site", "fusion"),
     *("attention_masks", "attention_import", "importer", "onnx_weights", "plain_attention"),

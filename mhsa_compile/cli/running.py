@@ -11,7 +11,7 @@ import typer
 from mhsa_compile.cli import options, output
 
 if TYPE_CHECKING:
-    from mhsa_compile.selfcheck import SelfCheck
+    from mhsa_compile.pairs import SelfCheck
 
 
 def run(

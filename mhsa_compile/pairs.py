@@ -1,0 +1,129 @@
+"""Two runs of one artifact, compared: what a self-check is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from mhsa_compile.artifact import Manifest, TensorInfo
+from mhsa_compile.errors import MhsaError
+from mhsa_compile.parity import budget, max_error
+from mhsa_compile.reference import Array, Arrays, eager, oracle
+
+EXACT = 1e-9
+"""How near two float64 results are that mean the same, as a share of the largest."""
+
+Part = Callable[[Array, TensorInfo], Array]
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """One property: the largest difference between two runs, and what was allowed; both None where it does not apply.
+
+    `note` says whether the runs agreed to the bit, or at which sizes they ran, or why the check does not apply.
+    """
+
+    name: str
+    difference: float | None = None
+    budget: float | None = None
+    note: str = ""
+
+    @property
+    def applies(self) -> bool:
+        return self.difference is not None
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None or self.budget is None or self.difference <= self.budget
+
+    @property
+    def ratio(self) -> float:
+        """The difference as a share of the budget; above 1 fails."""
+        if self.difference is None or self.budget is None:
+            return 0.0
+        return self.difference / self.budget if self.budget else (0.0 if self.ok else np.inf)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another call, and which part of its outputs must equal which part of the base's."""
+
+    inputs: Arrays
+    part: Part
+    base_part: Part
+
+
+class Refused(Exception):
+    """A call that the compiled function does not take, though the oracle does."""
+
+
+class Meaningless(Exception):
+    """Sizes that a graph made elsewhere does not take, or a property that it does not have, says the oracle."""
+
+
+class Pairs:
+    """Runs a compiled function, the oracle and the yardstick, and compares runs of the first.
+
+    What the oracle says of a graph made elsewhere comes first: it raises Meaningless. After that it is the compiled
+    function's fault not to run: Refused.
+    """
+
+    def __init__(self, model: onnx.ModelProto, manifest: Manifest, run: Callable[[Arrays], list[Array]]) -> None:
+        self.model, self.manifest, self._run = model, manifest, run
+        self.own = manifest.spec is not None
+
+    def run(self, inputs: Arrays) -> list[Array]:
+        """Of copies, since a call may write into a cache."""
+        try:
+            return self._run({name: array.copy() for name, array in inputs.items()})
+        except MhsaError as error:
+            raise Refused(f"refused: {error}") from error
+
+    def truth(self, inputs: Arrays) -> list[Array]:
+        try:
+            return oracle(self.model, inputs)
+        except Exception as error:  # whatever the evaluator trips over
+            if self.own:
+                raise
+            raise Meaningless("the model does not take these sizes") from error
+
+    def compare(self, name: str, base: Arrays, variants: Iterable[Variant]) -> SelfCheck:
+        """The worst output's difference. Each of the two runs may be off by the budget: they may differ by two."""
+        expected = self.truth(base)
+        yardstick = eager(self.model, base, int8_weights=self.manifest.int8_weights)
+        at_base = (self.run(base), expected, yardstick)
+        if [a.shape for a in at_base[0]] != [e.shape for e in expected]:
+            return SelfCheck(name, np.inf, 0.0, "another shape than the oracle's")
+        infos = self.manifest.outputs
+        found: list[list[tuple[Array, ...]]] = [[] for _ in infos]
+        for variant in variants:
+            exact = None if self.own else self.truth(variant.inputs)
+            results = self.run(variant.inputs)
+            for i, info in enumerate(infos):
+                parts = [variant.base_part(arrays[i], info) for arrays in at_base]
+                if exact is not None and not _same(variant.part(exact[i], info), parts[1]):
+                    raise Meaningless("the model itself is not so, says the oracle")
+                found[i].append((variant.part(results[i], info), *parts))
+        return max((_judged(name, pieces) for pieces in found), key=lambda check: (check.ratio, not check.note))
+
+
+def _judged(name: str, pieces: Sequence[tuple[Array, ...]]) -> SelfCheck:
+    """One output: (the variant's, the base's, the base's in float64, PyTorch's) of every part, as one."""
+    if any(got.shape != wanted.shape for got, wanted, *_ in pieces):
+        return SelfCheck(name, np.inf, 0.0, "another shape than the other run's")
+    columns = zip(*pieces, strict=True)
+    got, wanted, expected, yardstick = (np.concatenate([part.ravel() for part in parts]) for parts in columns)
+    same = np.array_equal(got.view(np.uint8), wanted.view(np.uint8))
+    difference = 0.0 if same else max_error(wanted.astype(np.float64), got)
+    allowed = 2 * budget(expected, yardstick, str(yardstick.dtype))
+    return SelfCheck(name, difference, allowed, "to the bit" if same else "")
+
+
+def _same(ours: Array, theirs: Array) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    scale = np.abs(theirs[np.isfinite(theirs)]).max(initial=1.0)
+    return bool(np.allclose(ours, theirs, rtol=0, atol=EXACT * scale, equal_nan=True))
