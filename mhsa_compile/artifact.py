@@ -65,6 +65,19 @@ class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = ""
 
 
+class AttentionBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One attention of the source, named after its node (its Softmax, where it was several), and what became of it.
+
+    `form` is "Attention", "decomposed", or an operator of Microsoft's. `note` is why it was not fused, or what its
+    user should know.
+    """
+
+    name: str
+    form: str
+    fused: bool
+    note: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What manifest.json holds, in its order."""
 
@@ -80,6 +93,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     target: dict[str, Any]  # a TargetProfile's fields
     versions: dict[str, str]
     ops: tuple[OpReport, ...]
+    attention: tuple[AttentionBlock, ...] = ()
+    limits: dict[str, int] = {}  # symbol -> its largest size, where a table of the model has no more rows
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
 

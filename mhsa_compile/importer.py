@@ -22,6 +22,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 from mhsa_compile.attention_import import AttentionImport, Broadcast, stated, text
 from mhsa_compile.attention_masks import dims
 from mhsa_compile.attention_site import ATTENTION
+from mhsa_compile.conversions import CONVERSIONS
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse
 from mhsa_compile.kernels.base import Dim, LinearOp, Op, Placement, RotaryOp, ScatterOp
@@ -83,7 +84,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 self._params[parameter] = (variable, tvm.runtime.tensor(np.empty(0)))  # the value is not needed here
                 self.result.weights[parameter] = tensor.name
             else:
-                self._nodes[tensor.name] = relax.const(array)
+                self._nodes[tensor.name] = relax.const(array, str(array.dtype))  # else scalars become int32
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         known = {*_get_convert_map(), LINEAR, ATTENTION, ROTARY, SCATTER, "If", "Constant"} - {"Attention"}
@@ -98,6 +99,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         if op_name == "Range" and (counted := _counted(inputs)) is not None:
             return self.bb.normalize(counted)
         try:
+            converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
+            if converted is not None:
+                return converted
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
             what = f"{op_name} node {text(attrs['tvm_custom']['name'])!r}"

@@ -5,6 +5,7 @@ Notation: B batch, L query length, S key length, H heads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import onnx
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.reference import Array, Arrays, eager, oracle
-from mhsa_compile.spec import SPEC_KEY, AttentionSpec
+from mhsa_compile.spec import LIMITS_KEY, SPEC_KEY, AttentionSpec
 
 FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 LENGTHS = ((1, 7), (7, 197), (197, 64), (64, 1))
@@ -110,7 +111,7 @@ def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
     said = {prop.key: prop.value for prop in model.metadata_props}.get(SPEC_KEY)
     spec = AttentionSpec.from_json(said) if said else None
     heads = spec.num_heads if spec else 1
-    longest = _longest(model, spec)
+    longest, most = _longest(model, spec), _limits(model)
     new = next((dims[1] for name, _, dims in _signature(model) if name == "x"), "L")  # positions of a call
     cases = []
     for i, (L, S) in enumerate(LENGTHS):
@@ -119,7 +120,7 @@ def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
         full["C"] = min(longest, (new if isinstance(new, int) else full.get(new, L)) + S)
         narrow = i % 2 == 0
         full |= {"mask_B": 1 if narrow else full["B"], "mask_H": 1 if narrow else heads}
-        case = {symbol: full[symbol] for symbol in symbols if symbol in full}
+        case = {symbol: min(full[symbol], most.get(symbol, full[symbol])) for symbol in symbols if symbol in full}
         cases += [case] if case not in cases else []
     return cases
 
@@ -130,6 +131,13 @@ def _longest(model: onnx.ModelProto, spec: AttentionSpec | None) -> int:
     limits = [capacity] if isinstance(capacity, int) else []
     limits += [spec.rope.max_length] if spec is not None and spec.rope is not None else []
     return min(limits, default=max(map(sum, LENGTHS)))
+
+
+def _limits(source: Any) -> dict[str, int]:
+    """The largest sizes of symbols, and the numbers of rows that inputs pick from."""
+    said = {prop.key: prop.value for prop in getattr(source, "metadata_props", ())}.get(LIMITS_KEY)
+    limits: dict[str, int] = json.loads(said) if said else {}
+    return limits
 
 
 def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
@@ -143,19 +151,25 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
     length = dims.get("L", 1)
     known = {"mask_B": dims.get("B", 1), "mask_H": 1, "mask_L": length, "mask_S": dims.get("S", length), **dims}
     inputs: dict[str, Array] = {}
+    below = _limits(source)
     for name, dtype, shape in _signature(source):
         for dim in shape:
             if isinstance(dim, str) and dim not in known:
                 raise InputError("dims", f"a size for {dim!r}, an axis of {name!r}", str(dict(dims)))
         sizes = [known[dim] if isinstance(dim, str) else dim for dim in shape]
-        inputs[name] = _random_array(rng, name, dtype, sizes)
+        inputs[name] = _random_array(rng, name, dtype, sizes, below.get(name))
     if {"x", "past_key", "length"} <= inputs.keys():
         room = inputs["past_key"].shape[2] - inputs["x"].shape[1]
         inputs["length"] = rng.integers(0, room + 1, inputs["length"].shape)
     return inputs
 
 
-def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[int]) -> Array:
+def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[int], below: int | None = None) -> Array:
+    """`below`: how many rows there are to pick from, for an input of indices."""
+    if np.dtype(dtype).kind in "iu" and below is not None:
+        return rng.integers(0, below, sizes).astype(dtype)
+    if np.dtype(dtype).kind in "iu" and "mask" in name:
+        return (rng.random(sizes) < 0.8).astype(dtype)
     if np.dtype(dtype).kind in "iu":
         return rng.integers(1, 1 + min(sizes, default=1), sizes).astype(dtype)
     array = rng.random(sizes) < 0.8 if dtype == "bool" else rng.standard_normal(sizes).astype("f4").astype(dtype)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import onnx
     from torch import nn
 
+    from mhsa_compile.canonical import Canonical
     from mhsa_compile.spec import AttentionSpec
 
 
@@ -58,7 +59,10 @@ def compile(
     read = read_source(source, dims, example_inputs)
     tell("import")
     from mhsa_compile import build, importer, onnx_weights, schedule  # TVM takes a second to load
+    from mhsa_compile.canonical import canonicalize
 
+    canonical = canonicalize(read.model)
+    read = Source(canonical.model, read.spec)
     imported = importer.import_onnx(read.model, int8_weights=weights == "int8")
     tell("schedule")
     scheduled = schedule.schedule(imported, profile)
@@ -70,7 +74,7 @@ def compile(
         onnx_weights.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
         tell("build")
         build.build(scheduled, profile, folder / MODULE)
-        return Artifact.assemble(folder, _manifest(read, imported, scheduled, profile), owner=owner)
+        return Artifact.assemble(folder, _manifest(read, canonical, imported, scheduled, profile), owner=owner)
 
 
 @contextmanager
@@ -90,7 +94,7 @@ def _temporary_folder() -> Iterator[tempfile.TemporaryDirectory[str]]:
         raise
 
 
-def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
+def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
     from mhsa_compile.kernels.base import AttentionOp, LinearOp
     from mhsa_compile.onnx_weights import signature, weight_infos
 
@@ -110,6 +114,8 @@ def _manifest(read: Source, imported: Any, scheduled: Any, profile: TargetProfil
         target=msgspec.to_builtins(profile),
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")},
         ops=tuple(scheduled.reports),
+        attention=canonical.blocks,
+        limits=canonical.limits,
         files={},
     )
 

@@ -31,7 +31,7 @@ FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFL
 def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
     """The graph's outputs in float64; weights and floating inputs are promoted first, integers stay."""
     wide = {name: array if array.dtype.kind in "biu" else array.astype(np.float64) for name, array in inputs.items()}
-    evaluator = ReferenceEvaluator(promoted(model), new_ops=_attention_operators(_attend_exactly))
+    evaluator = ReferenceEvaluator(promoted(model), new_ops=[_GatherElements, *_attention_operators(_attend_exactly)])
     return [np.asarray(output) for output in evaluator.run(None, wide)]
 
 
@@ -40,7 +40,12 @@ def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False)
 
     `int8_weights`: products with a weight round it and the activations to eight bits first, see `_product_in_int8`.
     """
-    operators = [*_attention_operators(_attend_in_torch), _Int8MatMul if int8_weights else _MatMul, _Gemm]
+    operators = [
+        _GatherElements,
+        *_attention_operators(_attend_in_torch),
+        _Int8MatMul if int8_weights else _MatMul,
+        _Gemm,
+    ]
     evaluator = ReferenceEvaluator(model, new_ops=operators)
     return [np.asarray(output) for output in evaluator.run(None, dict(inputs))]
 
@@ -295,5 +300,13 @@ class _Gemm(OpRun):  # type: ignore[misc]
         return (to_numpy(product if c is None else product + attributes["beta"] * to_torch(c)),)
 
 
+class _GatherElements(OpRun):  # type: ignore[misc]  # onnx's own fails on one row of indices
+    def _run(self, data: Array, indices: Array, axis: int | None = None) -> tuple[Array]:
+        along = axis or 0
+        others = tuple(slice(None) if i == along % data.ndim else slice(n) for i, n in enumerate(indices.shape))
+        return (np.take_along_axis(data[others], indices, along),)
+
+
+_GatherElements.__name__ = "GatherElements"
 _MatMul.__name__ = _Int8MatMul.__name__ = "MatMul"  # the evaluator goes by these names
 _Gemm.__name__ = "Gemm"

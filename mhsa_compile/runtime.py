@@ -59,7 +59,11 @@ class CompiledAttention:
     def __init__(self, manifest: Manifest, thread: _Threads, weights: list[Any]) -> None:
         self.manifest = manifest
         self._signature = Signature(
-            manifest.inputs, manifest.outputs, aligned=manifest.has_fallbacks, in_place=manifest.in_place
+            manifest.inputs,
+            manifest.outputs,
+            aligned=manifest.has_fallbacks,
+            in_place=manifest.in_place,
+            limits=manifest.limits,
         )
         self._thread = thread
         self._packed = thread.bind(weights)

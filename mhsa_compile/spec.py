@@ -30,6 +30,7 @@ from mhsa_compile.spec_checks import (
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
 """Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
+LIMITS_KEY = "mhsa.limits"  # the largest size of a symbol, or how many rows an input picks from
 IN_PLACE_KEY = "mhsa.in_place"
 """Where it says which inputs a call writes into, beside that: JSON, input -> the output that it becomes."""
 DOMAIN = "mhsa"

@@ -75,9 +75,10 @@ class Subject:
 
     @property
     def _longest(self) -> int:
-        """What the positions of a spec allow, and the capacity of its cache."""
+        """What the positions of a spec allow, the capacity of its cache, and the tables of a model made elsewhere."""
         rope = (self.manifest.spec or {}).get("rope") or {}
-        return min(int(rope.get("max_length", 1 << 30)), self.fixed.get("C", 1 << 30))
+        tables = min(self.manifest.limits.values(), default=1 << 30)
+        return min(int(rope.get("max_length", 1 << 30)), self.fixed.get("C", 1 << 30), tables)
 
     @property
     def longest_prefix(self) -> int:

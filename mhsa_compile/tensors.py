@@ -162,7 +162,9 @@ class Signature:
         *,
         aligned: bool = False,
         in_place: Mapping[str, str] | None = None,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
+        self._limits = dict(limits or {})
         # What broadcasts or has bounds is checked last, against sizes that the others bring.
         self._order = sorted(range(len(inputs)), key=lambda i: (inputs[i].broadcast, inputs[i].most) != (None, None))
         self._composed = [i for i, info in enumerate(inputs) if any(map(is_expression, info.dims))]
@@ -188,6 +190,11 @@ class Signature:
         arrays, sizes = list(values), Sizes()
         for i in self._order:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
+        for symbol, most in self._limits.items():
+            if sizes.get(symbol, 0) > most:
+                raise InputError(
+                    f"dim {symbol!r}", f"at most {most}, the size of a table of the model", str(sizes[symbol])
+                )
         if self.in_place:
             self._check_apart(arrays)
         for i in self._composed:

@@ -26,8 +26,9 @@ LIGHT = [
 COMPILE_SIDE = [
     *("core", "operators", "model", "conversion", "reference", "parity", "subject", "pairs", "selfcheck", "verify"),
     *("export_check", "signatures", "operator_function", "export", "sources", "kernels"),
-    *("onnx_graph", "head_views", "attention_inputs", "attention_site", "rotary_site", "scatter_site", "fusion"),
-    *("attention_masks", "attention_import", "importer", "onnx_weights", "plain_attention"),
+    *("onnx_graph", "canonical"),
+    *("head_views", "attention_inputs", "attention_site", "rotary_site", "scatter_site", "fusion"),
+    *("attention_masks", "attention_import", "conversions", "importer", "onnx_weights", "plain_attention"),
     *("records", "schedule", "build", "pipeline"),
     *("measure", "tune", "limits", "accuracy", "timing", "peers", "bench", "plots", "analysis", "integrations", "cli"),
 ]

@@ -1,0 +1,184 @@
+"""From a Softmax back to the product of queries and keys: what was done to the scores on the way.
+
+The steps between come in any order and number: factors, masks that are added, masks that select, a soft cap, casts.
+They are read from the Softmax backwards, each as a statement about `factor * scores`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx
+
+from mhsa_compile.canonical.known import Known
+from mhsa_compile.onnx_graph import Graph, attributes
+
+PRODUCTS = ("MatMul", "Einsum", "Gemm", "FusedMatMul")
+_THROUGH = frozenset(
+    ("Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity", "Dropout", "Tanh", "Reshape", "Transpose", "Squeeze",
+     "Unsqueeze", "Slice", "Concat", "Expand", "Max", "Min", "Clip", "Neg", "IsNaN")
+)  # fmt: skip
+_FAR = 24  # nodes between a product and its softmax, at most
+
+
+class NotRecognised(Exception):
+    """Why a block that is attention cannot be written as the operator. The message is for a user."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """A mask that is added to the scores, after it was multiplied by `factor`."""
+
+    name: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Scores stay where `name` is `shown`, and are `fill` elsewhere."""
+
+    name: str
+    shown: bool
+    fill: float
+
+
+@dataclass
+class Scores:
+    """softmax(scale * Q K^T, capped at softcap, then masked), the product being `product`."""
+
+    product: onnx.NodeProto
+    scale: float = 1.0
+    softcap: float = 0.0
+    masks: list[Added | Selected] = field(default_factory=list)
+
+
+def scores_before(graph: Graph, known: Known, value: str) -> Scores:
+    """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
+    masks: list[Added | Selected] = []
+    factor, softcap = 1.0, 0.0
+    for _ in range(_FAR):
+        node = graph.producer(value)
+        if node is None:
+            break
+        if node.op_type == "MatMul":
+            return Scores(node, factor, softcap, masks)
+        if node.op_type in ("Cast", "Identity", "Dropout"):
+            value = node.input[0]
+        elif node.op_type in ("Mul", "Div"):
+            value, multiplier = scalar_factor(known, node)
+            factor *= multiplier
+        elif node.op_type in ("Add", "Where"):
+            if softcap:
+                raise NotRecognised(f"{_said(node)} masks scores before they are capped")
+            mask: Added | Selected
+            value, mask = (
+                _added(graph, node, factor) if node.op_type == "Add" else _selected(graph, known, node, factor)
+            )
+            masks.append(mask)
+        elif node.op_type == "Tanh" and not softcap and factor > 0:
+            softcap, value = factor, node.input[0]
+        else:
+            raise NotRecognised(f"{_said(node)} stands between the product of queries and keys and the Softmax")
+    raise NotRecognised("no product of queries and keys was found before the Softmax")
+
+
+def scalar_factor(known: Known, node: onnx.NodeProto) -> tuple[str, float]:
+    """Of a Mul or Div by a constant of one element: (the other operand, the factor). Raises NotRecognised."""
+    left, right = (known.scalar(name) for name in node.input)
+    if right is not None and right != 0:
+        return node.input[0], right if node.op_type == "Mul" else 1 / right
+    if left is not None and node.op_type == "Mul":
+        return node.input[1], left
+    raise NotRecognised(f"{_said(node)} scales by something that is not one constant number")
+
+
+def _added(graph: Graph, node: onnx.NodeProto, factor: float) -> tuple[str, Added]:
+    scores, mask = _scores_and_other(graph, node, list(node.input))
+    if factor <= 0:
+        raise NotRecognised(f"{_said(node)} adds a mask that is then multiplied by {factor:g}")
+    return scores, Added(mask, factor)
+
+
+def _selected(graph: Graph, known: Known, node: onnx.NodeProto, factor: float) -> tuple[str, Selected]:
+    condition, *branches = node.input
+    scores, fill = _scores_and_other(graph, node, branches)
+    value = known.scalar(fill)
+    if value is None:
+        raise NotRecognised(f"{_said(node)} puts something in the masked places that is not one constant number")
+    if factor <= 0:
+        raise NotRecognised(f"{_said(node)} masks scores that are then multiplied by {factor:g}")
+    return scores, Selected(condition, scores == branches[0], value * factor)
+
+
+def _scores_and_other(graph: Graph, node: onnx.NodeProto, operands: list[str]) -> tuple[str, str]:
+    """Which of two operands comes from a product of activations."""
+    ours = [name for name in operands if product_before(graph, name) is not None]
+    if len(ours) != 1:
+        found = "several products of activations" if ours else "no product of activations"
+        raise NotRecognised(f"{_said(node)} joins {found}")
+    return ours[0], next(name for name in operands if name != ours[0])
+
+
+def product_before(graph: Graph, value: str) -> onnx.NodeProto | None:
+    """The nearest product of two activations that `value` is computed from, through what may stand between."""
+    reached, steps = [value], 0
+    while reached and steps < 4 * _FAR:
+        steps += 1
+        node = graph.producer(reached.pop(0))
+        if node is None:
+            continue
+        if node.op_type in PRODUCTS:
+            if not any(_is_weight(graph, name) for name in node.input[:2]):
+                return node
+        elif node.op_type in _THROUGH:
+            reached += node.input[:1] if node.op_type in ("Reshape", "Expand", "Slice", "Clip") else node.input
+    return None
+
+
+def _is_weight(graph: Graph, name: str) -> bool:
+    transpose = graph.producer(name, "Transpose")
+    return (transpose.input[0] if transpose is not None else name) in graph.initializers
+
+
+def weights_after(graph: Graph, softmax: onnx.NodeProto) -> onnx.NodeProto:
+    """The MatMul(weights, values) that the result of a Softmax goes into. Raises NotRecognised."""
+    value = softmax.output[0]
+    for _ in range(_FAR):
+        readers = [node for node in graph.consumers(value) if node.op_type != "IsNaN"]
+        if value in graph.outputs or len(readers) > 1:
+            raise NotRecognised("its weights are an output, or read by others as well")
+        (node,) = readers
+        if node.op_type == "MatMul" and node.input[0] == value:
+            return node
+        replaces_nan = node.op_type == "Where" and graph.producer(node.input[0], "IsNaN") is not None
+        if node.op_type in ("Cast", "Identity", "Dropout") or (replaces_nan and node.input[2] == value):
+            value = node.output[0]
+        else:
+            raise NotRecognised(f"{_said(node)} stands between the Softmax and the product with the values")
+    raise NotRecognised("no product with values was found after the Softmax")
+
+
+def is_attention(graph: Graph, softmax: onnx.NodeProto) -> bool:
+    """Whether a Softmax stands between two products of activations, whatever else there is."""
+    rank = len(graph.shape(softmax.input[0]) or ())
+    axis = attributes(softmax).get("axis", -1)
+    if rank and axis not in (-1, rank - 1):
+        return False
+    return product_before(graph, softmax.input[0]) is not None and _meets_product(graph, softmax.output[0])
+
+
+def _meets_product(graph: Graph, value: str) -> bool:
+    reached = [value]
+    for _ in range(_FAR):
+        if not reached:
+            break
+        for node in graph.consumers(reached.pop(0)):
+            if node.op_type in PRODUCTS:
+                return True
+            if node.op_type in ("Cast", "Identity", "Dropout", "Where", "Reshape", "Transpose", "Mul", "Slice"):
+                reached += node.output[:1]
+    return False
+
+
+def _said(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} {node.name or node.output[0]!r}"

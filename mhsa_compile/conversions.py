@@ -1,0 +1,46 @@
+"""Operators that TVM's importer converts with less than is known, or less than is safe: each may decline with None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices
+
+
+def range_up_to_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Range from a constant to a symbolic size: as long as that says. TVM's has a length that nobody knows."""
+    start, end, step = inputs
+    constants = [_number(start), _number(step)]
+    if None in constants or not tvm.ir.is_prim_expr(end):
+        return None
+    return bb.normalize(relax.op.arange(constants[0], end, constants[1], str(start.ty.dtype)))
+
+
+def _number(value: Any) -> int | None:
+    constant = isinstance(value, tvm.ir.GenericConst) and str(value.ty.dtype).startswith("int")
+    return int(value.value.numpy().item()) if constant else None
+
+
+def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Gather of a tensor. An index out of bounds, which ONNX forbids, gives NaN where floats are gathered, and the
+    nearest element elsewhere; TVM's reads whatever memory it points at."""
+    data, indices = inputs
+    if isinstance(data, relax.ShapeExpr) and isinstance(indices, tvm.ir.GenericConst) and indices.ty.ndim == 1:
+        chosen = relax.ShapeExpr([data.values[i] for i in indices.value.numpy().tolist()])
+        return bb.normalize(relax.op.shape_to_tensor(chosen))
+    tensors = all(isinstance(value.ty, relax.TensorType) for value in inputs)
+    if not tensors or all(isinstance(value, tvm.ir.GenericConst) for value in inputs):
+        return None
+    axis, kind = attributes.get("axis", 0), str(indices.ty.dtype)
+    indices = _normalize_negative_indices(bb, indices, _axis_extent(bb, data, axis, kind))
+    floating = str(data.ty.dtype).startswith(("float", "bfloat"))
+    return bb.normalize(relax.op.take(data, indices, axis, mode="nan" if floating else "clip"))
+
+
+CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
+    "Gather": gather_within_bounds,
+    "Range": range_up_to_a_size,
+}
