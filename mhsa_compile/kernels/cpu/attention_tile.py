@@ -81,13 +81,19 @@ class AttentionTile:
         length = settle(end - first)
         fewest = settle(T.max(T.int64(1), ceil_div(length, self.keys)))
         size = settle(ceil_div(ceil_div(length, fewest), self.key_tile) * self.key_tile)
-        with T.serial(settle(ceil_div(length, T.max(T.int64(1), size)))) as block:
-            first_key = settle(first + block * size)
+        blocks = settle(ceil_div(length, T.max(T.int64(1), size)))
+        with T.serial(blocks) as turn:
+            first_key = settle(first + self._in_order(turn, T.int64(0), blocks) * size)
             self._visit(first_key, settle(T.min(size, end - first_key)))
+
+    def _in_order(self, turn: Expr, first: Expr, end: Expr) -> Expr:
+        """From the last to the first where scores fall with the distance, so that the reference need not rise."""
+        return first + end - 1 - turn if self.visibility.op.slopes else turn
 
     def _visit_runs(self, runs: Runs) -> None:
         """The runs of a static mask."""
-        with T.serial(runs.first, runs.end) as run:
+        with T.serial(runs.first, runs.end) as turn:
+            run = self._in_order(turn, runs.first, runs.end)
             first_key, count, row = (settle(T.cast(runs.runs[run, i], "int64")) for i in range(3))
             if self.visibility.op.lengths:
                 self._visit_cut(runs, first_key, count, row)

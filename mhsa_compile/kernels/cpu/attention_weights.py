@@ -58,16 +58,16 @@ class Weights:
         self.pending = scratch((key_tile, queries))  # scores of the group before
 
     def clear(self) -> None:
-        """Rows have seen nothing, or nothing but their sink: a reference with a sum of 1."""
+        """Rows have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of -inf is none: of
+        any other reference its 1 is 2^-inf.)"""
         self.scores.prepare(self.query_columns)
         for first, lanes in self.query_columns:
             nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
             limit, reference, total = nothing, zero, zero
             if (sink := self.scores.sink((first, lanes))) is not None:
                 sink = settle(sink, "float32", lanes)
-                limit = sink + constant(RISE, lanes)
+                limit, total = sink + constant(RISE, lanes), constant(1.0, lanes)
                 reference = T.Select(sink == nothing, zero, sink)
-                total = T.Select(sink == nothing, zero, constant(1.0, lanes))
             store(self.limit, [T.int64(first)], limit, lanes)
             store(self.reference, [T.int64(first)], reference, lanes)
             store(self.row_sum, [T.int64(first)], total, lanes)

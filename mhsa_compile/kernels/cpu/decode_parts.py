@@ -85,7 +85,7 @@ class Shares:
         T.buffer_store(total, T.int64(0), [T.int64(0)])
         self._each_entry(lambda entry: T.buffer_store(total, self._end(entry), [T.int64(0)]))
         self.total = settle(total[0])
-        self.tasks = settle(T.min(T.int64(cores), self.total))  # none is empty
+        self.tasks = T.int64(cores)
         self.parts = batch * op.num_kv_heads + cores
 
     def each_part(self, share: Expr, body: Callable[[Part], None]) -> None:

@@ -64,7 +64,7 @@ class RowTerms:
             sink = settle(T.Select(whether, sink, T.float32(-math.inf)), "float32")
             for key in range(self.layout.keys_per_vector):
                 T.buffer_store(row_max, sink, [row + key * self.layout.padded_rows])
-            T.buffer_store(row_sum, T.Select(sink == T.float32(-math.inf), T.float32(0), T.float32(1)), [row])
+            T.buffer_store(row_sum, T.float32(1), [row])  # 2^-inf of any other maximum where there is none
 
     def _head(self, row: Expr) -> Expr:
         return settle(T.truncmod(row, T.int64(self.ratio)))
