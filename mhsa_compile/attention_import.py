@@ -129,7 +129,10 @@ class AttentionImport:
         lengths = self.extras.get("lengths")
         if lengths is not None and (name := self.graph.input_name(lengths)) is not None:
             self.graph.limits[name] = stated(full[3])
-        inputs += [value for value in (mask, lengths) if value is not None]
+        sinks, slopes = self.extras.get("sinks"), self.extras.get("slopes")
+        if band is None and slopes is not None:  # which count from the queries' places
+            band = Band(None, None, said["alignment"])
+        inputs += [value for value in (mask, lengths, sinks, slopes) if value is not None]
         return AttentionOp(
             batch=dim(full[0]),
             q_length=dim(full[2]),
@@ -149,6 +152,8 @@ class AttentionImport:
             static_mask=StaticMask(numpy_helper.to_array(said["static_mask"])) if "static_mask" in said else None,
             softcap=said["softcap"],
             lengths=lengths is not None,
+            sinks=sinks is not None,
+            slopes=slopes is not None,
             softmax=said["softmax"],
         )
 

@@ -17,7 +17,8 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
 from mhsa_compile.spec_checks import DTYPES
 
-INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
+"""The last two are those of our own operator of this name; see `operators`."""
 OUTPUTS = ("y", "present_key", "present_value", "scores")
 _PRECISIONS = {
     TensorProto.FLOAT: "float32",
@@ -44,6 +45,8 @@ class Asked:
     mask: str
     past: tuple[str, ...]
     lengths: str
+    sinks: str
+    slopes: str
     outputs: dict[str, str]
     heads: tuple[int, int] | None  # of queries and of keys, for operands of three axes
     scale: float | None
@@ -74,6 +77,10 @@ def read(graph: Graph, node: onnx.NodeProto) -> Asked:
     past = tuple(names[role] for role in ("past_key", "past_value") if names[role])
     past_axes = [_axes(_ranked(graph, node, name, (4,)), 0) for name in past]
     _check_shapes(graph, node, names, axes, past_axes)
+    for role in ("sinks", "slopes"):
+        found = graph.dtype(names[role]), graph.shape(names[role])
+        if names[role] and found != (dtype, (axes[0][1],)):
+            raise refusal(node, f"{role} of {dtype}, one for each of {axes[0][1]} heads", f"{found[0]} of {found[1]}")
     left, right = _window(node, said)
     return Asked(
         node=node,
@@ -84,6 +91,8 @@ def read(graph: Graph, node: onnx.NodeProto) -> Asked:
         mask=names["attn_mask"],
         past=past,
         lengths=names["nonpad_kv_seqlen"],
+        sinks=names["sinks"],
+        slopes=names["slopes"],
         outputs={role: name for role, name in zip(OUTPUTS, node.output, strict=False) if name},
         heads=heads,
         scale=said.get("scale"),
@@ -106,6 +115,8 @@ def _check_company(node: onnx.NodeProto, names: dict[str, str]) -> None:
     if pasts and len(presents) < 2:
         got = f"past_key and past_value with {presents[0] if presents else 'neither'} alone"
         raise refusal(node, "present_key and present_value wherever there is a past", got)
+    if names["slopes"] and pasts:
+        raise refusal(node, "slopes without a past", "both", "Keep the cache outside: TensorScatter, nonpad_kv_seqlen.")
     if names["nonpad_kv_seqlen"] and (pasts or presents):
         got = f"nonpad_kv_seqlen with {', '.join([*pasts, *presents])}"
         raise refusal(node, "a cache inside (past, present) or outside (nonpad_kv_seqlen) of the operator", got)

@@ -156,7 +156,7 @@ class AttentionSite:
             }.items()
         }
         past = dict(zip(("past_key", "past_value"), asked.past, strict=False))
-        extras = {"mask": self.mask, "lengths": self.lengths, **past}
+        extras = {"mask": self.mask, "lengths": self.lengths, "sinks": asked.sinks, "slopes": asked.slopes, **past}
         extras = {role: name for role, name in extras.items() if name}
         outputs = {**asked.outputs, "y": self.output}
         return onnx.helper.make_node(

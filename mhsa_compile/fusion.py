@@ -57,7 +57,7 @@ class Linear:
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
     graph = Graph(model)
-    standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx")]
+    standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]
     sites = [SITES[node.op_type](graph, node) for node in standard]
     linears = _find_linears(graph)
     _merge(graph, linears, sites)

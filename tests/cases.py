@@ -19,14 +19,15 @@ class ParityCase:
     name: str
     spec: AttentionSpec
     shapes: tuple[tuple[int, int, int], ...]
-    """(B, L, S); S is L in self-attention."""
+    """(B, L, S); S is L in self-attention, and the capacity of a cache."""
     weights: str | None = None
     """As `compile` takes it."""
 
     @property
     def builds(self) -> tuple[tuple[dict[str, int], tuple[dict[str, int], ...]], ...]:
         """(dims that are fixed, cases) of each compilation: one for all, or one for each length of a constant mask."""
-        cases = tuple(dict(zip("BLS", shape, strict=True)) for shape in self.shapes)
+        axes = "BLC" if self.spec.kv_cache else "BLS"
+        cases = tuple(dict(zip(axes, shape, strict=True)) for shape in self.shapes)
         if self.spec.static_mask is None:
             return (({}, cases),)
         lengths = "LS" if self.spec.is_cross else "L"
@@ -45,6 +46,7 @@ SELF_LONG = (*SELF, (3, 197, 197), (1, 1023, 1023))
 CROSS = ((1, 1, 7), (3, 7, 1), (3, 7, 197), (1, 197, 7), (1, 1, 1), (3, 7, 7))
 STATIC = ((3, 7, 7), (1, 197, 197))
 STATIC_CROSS = ((3, 7, 197), (1, 197, 67))
+CACHED = ((1, 1, 1), (1, 1, 31), (3, 1, 197), (3, 7, 7), (2, 29, 67), (1, 197, 211))
 CROSS_LONG = (*CROSS, (1, 7, 1023), (1, 1023, 7), (1, 197, 1023))
 
 
@@ -149,9 +151,22 @@ def _parity() -> tuple[ParityCase, ...]:
         static_mask=masks.Longformer(window=16, global_tokens=1),
     )
     add("strided-bottom-right", STATIC_CROSS, 64, 2, kv_embed_dim=40, causal="bottom_right", static_mask=stride_8)
-    # Sixteen bits: a dozen of the above.
+    # Softcap, positions, sinks, caches; each by itself, and together.
+    add("softcap-gqa", SELF, 96, 6, num_kv_heads=2, softcap=0.5, causal=True)
+    add("rope-pairs-gqa", SELF, 96, 6, num_kv_heads=2, causal=True, rope={"interleaved": True, "theta": 500.0})
+    add("rope-part-odd", SELF, 45, 5, rope={"rotary_dim": 6, "factor": 4.0}, mask="bool")
+    add("alibi-both-sides-additive", SELF, 72, 6, num_kv_heads=2, alibi=True, mask="additive", window=(31, 11))
+    add("alibi-bottom-right", CROSS, 80, 5, kv_embed_dim=40, alibi=True, causal="bottom_right")
+    add("sinks-key-padding-bottom-right", CROSS, 80, 5, kv_embed_dim=40, sinks=True, causal="bottom_right")
+    longformer = masks.Longformer(window=30)
+    add("sinks-longformer", STATIC, 80, 5, causal=True, sinks=True, alibi=True, static_mask=longformer)
+    add("cache-rope-gqa", CACHED, 96, 6, num_kv_heads=2, kv_cache=True, causal=True, rope=True, bias=False)
+    add("cache-window-alibi-sinks", CACHED, 80, 5, kv_cache=True, causal=True, window=(17, 0), alibi=True, sinks=True)
+    # Sixteen bits: some of the above.
     for dtype in ("bfloat16", "float16"):
         short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+        everything = {"kv_cache": True, "causal": True, "rope": True, "alibi": True, "sinks": True, "softcap": 5.0}
+        add(f"{short}-cache-everything", CACHED, 96, 6, num_kv_heads=2, dtype=dtype, **everything)
         add(f"{short}-h1-e128", SELF_LONG, 128, 1, dtype=dtype)
         add(f"{short}-h12-e64", SELF, 768, 12, dtype=dtype)
         add(f"{short}-h1-e7-d11", SELF, 11, 1, head_dim=7, dtype=dtype)
