@@ -19,7 +19,7 @@ from mhsa_compile.canonical.aliases import without_aliases
 from mhsa_compile.canonical.settle import settle
 from mhsa_compile.canonical.weights import light, whole
 from mhsa_compile.errors import ModelError
-from mhsa_compile.spec import LIMITS_KEY, SPEC_KEY
+from mhsa_compile.spec import DOMAIN, LIMITS_KEY, SPEC_KEY
 
 _OTHERS = ("RotaryEmbedding", "TensorScatter")  # what a model without any attention may be made of
 
@@ -76,5 +76,6 @@ def _index_limits(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _standard(model: onnx.ModelProto) -> tuple[AttentionBlock, ...]:
-    nodes = (node for node in model.graph.node if node.op_type == "Attention" and node.domain in ("", "ai.onnx"))
+    domains = ("", "ai.onnx", DOMAIN)
+    nodes = (node for node in model.graph.node if node.op_type == "Attention" and node.domain in domains)
     return tuple(AttentionBlock(node.name or node.output[0], "Attention", True) for node in nodes)
