@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import onnx
 
+from mhsa_compile.artifact import Manifest
+from mhsa_compile.dims import is_expression, size_of
 from mhsa_compile.errors import InputError
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 from mhsa_compile.spec import LIMITS_KEY, SPEC_KEY, AttentionSpec
@@ -106,7 +108,8 @@ def max_error(expected: Array, actual: Array) -> float:
 
 def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
     """Sizes for every symbolic dim; the axes of a broadcast mask are 1 in every other case."""
-    symbols = dict.fromkeys(dim for _, _, dims in _signature(model) for dim in dims if isinstance(dim, str))
+    named = (dim for _, _, dims in _signature(model) for dim in dims if isinstance(dim, str))
+    symbols = dict.fromkeys(symbol for symbol in named if not is_expression(symbol))
     lengths = [symbol for symbol in symbols if symbol not in ("B", "C") and not symbol.startswith("mask_")]
     said = {prop.key: prop.value for prop in model.metadata_props}.get(SPEC_KEY)
     spec = AttentionSpec.from_json(said) if said else None
@@ -145,7 +148,8 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
 
     Floats are standard normal. Boolean masks are True in 80 % of the places, additive masks -inf in 10 %, and every
     seventh row, from the fourth on, is masked whole. Sizes of a mask's own axes default to what they broadcast to,
-    heads to 1. A cache has room for the call behind its `length`. Raises InputError where a dim has no size.
+    heads to 1. A cache has room for the call behind its `length`; there are as many keys at most as the
+    keys' axis has. Raises InputError where a dim has no size.
     """
     rng = np.random.default_rng(seed)
     length = dims.get("L", 1)
@@ -153,15 +157,40 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
     inputs: dict[str, Array] = {}
     below = _limits(source)
     for name, dtype, shape in _signature(source):
+        sizes = []
         for dim in shape:
-            if isinstance(dim, str) and dim not in known:
+            if (size := size_of(dim, known)) is None:
                 raise InputError("dims", f"a size for {dim!r}, an axis of {name!r}", str(dict(dims)))
-        sizes = [known[dim] if isinstance(dim, str) else dim for dim in shape]
+            sizes.append(size)
         inputs[name] = _random_array(rng, name, dtype, sizes, below.get(name))
+    for name, keys in _numbers_of_keys(source).items():
+        inputs[name] = rng.integers(0, 1 + (size_of(keys, known) or 0), inputs[name].shape)
     if {"x", "past_key", "length"} <= inputs.keys():
         room = inputs["past_key"].shape[2] - inputs["x"].shape[1]
         inputs["length"] = rng.integers(0, room + 1, inputs["length"].shape)
     return inputs
+
+
+def whole_masks(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that a mask made elsewhere has for itself, all of them full."""
+    own: dict[str, int] = {}
+    for info in manifest.inputs:
+        for dim, whole in zip(info.dims, info.broadcast or info.dims, strict=True):
+            size = size_of(whole, sizes)
+            if isinstance(dim, str) and dim != whole and not dim.startswith("mask_") and size is not None:
+                own[dim] = size
+    return own
+
+
+def _numbers_of_keys(source: Any) -> dict[str, int | str]:
+    """For each input that an Attention takes as nonpad_kv_seqlen, the dim of the keys."""
+    if not isinstance(source, onnx.ModelProto):
+        return {info.name: info.most for info in source.inputs if info.most is not None}
+    shapes = {name: dims for name, _, dims in _signature(source)}
+    nodes = [node for node in source.graph.node if node.op_type == "Attention" and len(node.input) > 6]
+    return {
+        node.input[6]: shapes[node.input[1]][-2] for node in nodes if {node.input[1], node.input[6]} <= shapes.keys()
+    }
 
 
 def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[int], below: int | None = None) -> Array:

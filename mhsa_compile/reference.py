@@ -229,7 +229,7 @@ def _stages(
         if sinks is not None:
             total = total + np.exp(sinks.reshape(-1, 1, 1) - largest)
         weights = np.where(seen, exponents / np.where(sighted, total, 1), 0)
-    return raw, capped, biased.astype(q.dtype), weights.astype(q.dtype)
+    return raw.astype(q.dtype), capped.astype(q.dtype), biased.astype(q.dtype), weights.astype(q.dtype)
 
 
 def _attend_exactly(

@@ -25,9 +25,9 @@ class Source:
 def read_source(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple[Any, ...] | None) -> Source:
     """Raises ModelError, SpecError or InputError."""
     if isinstance(source, str | Path):
-        model = fix_dims(read_onnx(Path(source)), dims)
+        model = fix_dims(_named_dims(read_onnx(Path(source))), dims)
     elif isinstance(source, onnx.ModelProto):
-        model = fix_dims(source, dims)
+        model = fix_dims(_named_dims(source), dims)
     else:
         model = _exported(source, dims, example_inputs)
     said = {entry.key: entry.value for entry in model.metadata_props}
@@ -86,6 +86,24 @@ def _check_inside(name: str, folder: Path, location: str) -> None:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
+
+
+def _named_dims(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with a name for every dim of an input that has neither name nor size."""
+    dims = {(i, axis) for i, value in enumerate(model.graph.input) for axis, dim in enumerate(_dims(value))
+            if dim.WhichOneof("value") is None}  # fmt: skip
+    if not dims:
+        return model
+    named = onnx.ModelProto()
+    named.CopyFrom(model)
+    for i, axis in dims:
+        value = named.graph.input[i]
+        _dims(value)[axis].dim_param = f"{value.name}_{axis}"
+    return named
+
+
+def _dims(value: onnx.ValueInfoProto) -> Any:
+    return value.type.tensor_type.shape.dim
 
 
 def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.ModelProto:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mhsa_compile.artifact import Manifest, TensorInfo
-from mhsa_compile.parity import random_inputs
+from mhsa_compile.dims import is_expression
+from mhsa_compile.parity import random_inputs, whole_masks
 from mhsa_compile.reference import Array, Arrays
 
 ENTRIES = 3
@@ -102,7 +103,8 @@ class Subject:
         if self.manifest.spec is not None:
             return self._own_keys
         if self.mask is not None:
-            return self.axes[self.mask.name][-1]
+            keys = self.axes[self.mask.name][-1]
+            return "" if is_expression(keys) else keys  # of a past and of new ones: no axis has them all
         return self.lengths[-1] if self.lengths else ""
 
     # Why a check does not apply; "" where it does.
@@ -161,7 +163,8 @@ class Subject:
         """Of the axes of a mask that broadcasts: all full but the heads', or `narrow`: 1 but for queries and keys."""
         keys = sizes.get(self.keys, 1)
         batch = 1 if narrow else sizes.get(self.batch, 1)
-        return {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
+        named = {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
+        return {**named, **whole_masks(self.manifest, sizes)}
 
     def take(self, inputs: Arrays, entries: Sequence[int]) -> dict[str, Array]:
         """These entries of the batch, in this order; what has no batch axis, or broadcasts along it, stays."""

@@ -13,7 +13,7 @@ import onnx
 
 from mhsa_compile import selfcheck
 from mhsa_compile.pairs import SelfCheck
-from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs
+from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs, whole_masks
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def verify(
         result = compiled(**inputs)
         return list(result) if isinstance(result, list | tuple) else [result]
 
-    chosen = default_cases(model) if cases is None else cases
+    chosen = (
+        [{**case, **whole_masks(opened.manifest, case)} for case in default_cases(model)] if cases is None else cases
+    )
     int8 = opened.manifest.int8_weights
     results = tuple(check(model, run, dims, seed + i, int8_weights=int8) for i, dims in enumerate(chosen))
     return Verdict(results, selfcheck.self_checks(model, opened.manifest, run, seed) if self_checks else ())

@@ -169,6 +169,28 @@ def test_a_present_is_its_past_bit_for_bit(dtype: str, axes: int) -> None:
             assert present.tobytes() == expected.tobytes()
 
 
+def test_dims_without_names_are_free() -> None:
+    source = model(lengths=True)
+    for value in source.graph.input:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.Clear()
+    attention = compiled(source)
+    assert [info.dims for info in attention.inputs][1] == ("k_0", G, "k_2", 7)
+    inputs = draw(model(lengths=True), FULL)
+    assert_right(attention, source, inputs)
+    with pytest.raises(InputError, match="inputs: expected sizes that fit each other"):
+        attention(**{**inputs, "v": inputs["v"][:, :, 1:]})
+
+
+def test_models_made_elsewhere_are_verified() -> None:
+    """The sizes of a mask, and numbers of keys, follow from the others."""
+    mask = ("bool", ["B", 1, 5, "T"])
+    for said in ({"past": "P", "outputs": ALL, "S": 5}, {"lengths": True}):
+        verdict = mhsa.verify(mhsa.compile(model({"is_causal": 1}, mask=mask, **said)))
+        assert verdict.ok, verdict
+
+
 def test_the_report_says_what_is_written_out() -> None:
     artifact = mhsa.compile(model({"softmax_precision": 11}, past="P", S=5, outputs=(*ALL, "scores")))
     found = {(op.op, op.kernel, op.source) for op in artifact.manifest.ops}
