@@ -178,3 +178,9 @@ def test_sinks_and_caps_at_the_ends_of_the_range(kernel):
     taken["q"][0, 1, 2, 3] = np.nan
     y = call(function, taken["q"], taken["k"], taken["v"], taken["sinks"], np.zeros((1, 3, 160), np.float32))
     assert np.isnan(y[0, 2, 40:80]).all() and np.isnan(y).sum() == 40
+
+
+@pytest.mark.parametrize("kernel", [ATTENTION, DECODE], ids=["attention", "decode"])
+def test_a_softcap_that_no_product_can_be_measured_in_is_refused(kernel):
+    for softcap in (1e-20, 1e30, np.inf, np.nan, -1.0):
+        assert "softcap from 1e-12 to 1e+12" in str(kernel.applies(operation(3, 90, softcap=softcap), AVX512))

@@ -47,14 +47,14 @@ def test_exp2_at_the_edges():
 
 @pytest.mark.parametrize("lanes", [1, 4, 8, 16])
 def test_tanh_is_within_four_units_of_its_last_place(lanes):
-    """Down to the smallest normal number, and within 1.7 units where it is above one half."""
+    """Down to the smallest normal number, and within 1.8 units where it is above one half."""
     x = np.concatenate([np.geomspace(2e-38, 10, 80_000), np.linspace(0.01, 12, 80_000)]).astype(np.float32)
     x = np.stack([x, -x], axis=-1).reshape(-1, lanes)
     y = call(elementwise(lanes, vectors.tanh), x, np.empty_like(x))
     expected = np.tanh(x.astype(np.float64))
     units = np.abs(y - expected) / np.spacing(np.abs(expected).astype(np.float32))
     assert units.max() < 4
-    assert units[np.abs(expected) > 0.5].max() < 1.7
+    assert units[np.abs(expected) > 0.5].max() < 1.8
     assert (y.reshape(-1, 2)[:, 0] == -y.reshape(-1, 2)[:, 1]).all()
 
 

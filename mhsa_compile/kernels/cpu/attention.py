@@ -28,6 +28,7 @@ from mhsa_compile.kernels.cpu.operands import (
     input_arguments,
     mask_reader,
     placed_shape,
+    unfit_softcap,
 )
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, ceil_div, settle
 from mhsa_compile.profile import TargetProfile
@@ -47,7 +48,7 @@ class AttentionKernel:
             return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        return None
+        return unfit_softcap(op)
 
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")

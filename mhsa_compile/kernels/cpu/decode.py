@@ -28,6 +28,7 @@ from mhsa_compile.kernels.cpu.operands import (
     input_arguments,
     mask_reader,
     placed_shape,
+    unfit_softcap,
 )
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, constant, load, settle, splat, store
@@ -57,7 +58,7 @@ class DecodeKernel:
             return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None:
             return "no constant masks"
-        return None
+        return unfit_softcap(op)
 
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
         return {

@@ -16,6 +16,7 @@ from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, constant, set
 
 LOG2_E = math.log2(math.e)
 LARGEST = (2 - 2.0**-23) * 2.0**127  # float32
+SOFTCAPS = (1e-12, 1e12)
 MaskReader = Callable[[Expr, Expr, Expr], Expr]  # (head, query, key) -> the mask's element
 
 
@@ -126,6 +127,13 @@ def last_seen(op: AttentionOp, places: Expr, kv_length: Expr, lanes: int) -> Exp
     if op.band is None or op.band.right is None:
         return last
     return T.min(last, places + splat(T.int32(op.band.right), lanes))
+
+
+def unfit_softcap(op: AttentionOp) -> str | None:
+    """Why the softcap cannot be the unit of products in float32, or None if it can."""
+    if not op.softcap or SOFTCAPS[0] <= op.softcap <= SOFTCAPS[1]:
+        return None
+    return f"a softcap from {SOFTCAPS[0]:g} to {SOFTCAPS[1]:g}, or 0 for none, not {op.softcap:g}"
 
 
 def score_factor(op: AttentionOp) -> float:

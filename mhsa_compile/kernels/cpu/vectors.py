@@ -253,7 +253,7 @@ def tanh(x: Expr, lanes: int) -> Expr:
     """tanh x with an error below 4 ulp, of small x too; odd, NaN for NaN: no call, no branch, one division.
 
     With e = 2^y - 1, y = 2 |x| log2 e, it is e / (e + 2), and where e > 2 rather 1 - 2 / (e + 2): there, where a cap
-    holds the largest scores, the error is below 1.7 ulp. y = n + f as in `exp2`; e = 2^n (2^f - 1) + (2^n - 1) keeps
+    holds the largest scores, the error is below 1.8 ulp. y = n + f as in `exp2`; e = 2^n (2^f - 1) + (2^n - 1) keeps
     small numbers exact. From y = 27 on it is 1.
     """
     integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
