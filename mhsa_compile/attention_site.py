@@ -52,7 +52,7 @@ class AttentionSite:
             width = _fixed(shape[2])
             return Operand(name, "rows", stated_heads, width // stated_heads, width=width)
         heads, head_dim = _fixed(shape[1]), _fixed(shape[3])
-        split = split_rows(self.graph, name, "Attention")
+        split = split_rows(self.graph, name, [self.node])
         if split is not None:
             self.absorbed += split[1]
             return split[0]

@@ -40,7 +40,23 @@ def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any])
     return bb.normalize(relax.op.take(data, indices, axis, mode="nan" if floating else "clip"))
 
 
+def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Slice of a tensor by constants. TVM's reads them as 32 bits: 2**63 - 1, as files say "to the end", is then -1."""
+    data, starts, ends, axes, steps = (*inputs, None, None)[:5]
+    bounds = [bound for bound in (starts, ends, axes, steps) if bound is not None]
+    if not isinstance(data.ty, relax.TensorType) or not all(isinstance(bound, tvm.ir.GenericConst) for bound in bounds):
+        return None
+    begin, end = _numbers(starts), _numbers(ends)
+    along = list(range(len(begin))) if axes is None else _numbers(axes)
+    return bb.normalize(relax.op.strided_slice(data, along, begin, end, None if steps is None else _numbers(steps)))
+
+
+def _numbers(constant: Any) -> list[int]:
+    return [int(number) for number in constant.value.numpy()]
+
+
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "Gather": gather_within_bounds,
     "Range": range_up_to_a_size,
+    "Slice": slice_of_constants,
 }

@@ -2,8 +2,8 @@
 
 - A MatMul with a constant weight, and the Add of its bias, become a linear. Linears of one input whose outputs
   only the nodes below read become one, side by side.
-- An Attention, a RotaryEmbedding or a TensorScatter takes its heads from where they lie: the Reshape and Transpose
-  around its 4-D form disappear.
+- An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
+  the Reshape and Transpose around its 4-D form disappear.
 - The shape arithmetic that nobody needs any more disappears.
 
 Everything else stays as it is. What an Attention asks for and no kernel here can do is refused with its reason.
@@ -23,6 +23,7 @@ from mhsa_compile.head_views import DOMAIN, Site
 from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
 from mhsa_compile.rotary_site import RotarySite
+from mhsa_compile.rotated_site import rotations
 from mhsa_compile.scatter_site import ScatterSite
 from mhsa_compile.spec_checks import DTYPES
 
@@ -58,7 +59,9 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
     graph = Graph(model)
     standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]
-    sites = [SITES[node.op_type](graph, node) for node in standard]
+    place = {id(node): i for i, node in enumerate(graph.nodes)}
+    sites: list[Site] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
+    sites.sort(key=lambda site: place[id(site.node)])
     linears = _find_linears(graph)
     _merge(graph, linears, sites)
     fused: dict[int, onnx.NodeProto | None] = {}

@@ -43,10 +43,12 @@ class Site(Protocol):
     def fused_node(self) -> onnx.NodeProto: ...
 
 
-def split_rows(graph: Graph, name: str, reader: str) -> tuple[Operand, list[onnx.NodeProto]] | None:
+def split_rows(
+    graph: Graph, name: str, readers: Sequence[onnx.NodeProto]
+) -> tuple[Operand, list[onnx.NodeProto]] | None:
     """What lies before the Reshape and the Transpose that make `name`, (B, H, L, E), of rows (B, L, H * E).
 
-    With it the nodes among the two that nobody needs but a node of kind `reader`. None where `name` is made otherwise.
+    With it the nodes among the two that nobody needs but `readers`. None where `name` is made otherwise.
     """
     shape = graph.shape(name) or ()
     transpose = graph.producer(name, "Transpose")
@@ -58,10 +60,19 @@ def split_rows(graph: Graph, name: str, reader: str) -> tuple[Operand, list[onnx
         return None
     if rows[2] != heads * head_dim:
         return None
-    needless = []
-    if graph.only_consumer(transpose.output[0], reader) is not None:
-        needless = [transpose] + [split] * (graph.only_consumer(split.output[0], "Transpose") is not None)
-    return Operand(split.input[0], "rows", heads, head_dim, width=heads * head_dim), needless
+    views = needed_by(graph, [transpose, split], readers)
+    return Operand(split.input[0], "rows", heads, head_dim, width=heads * head_dim), views
+
+
+def needed_by(graph: Graph, nodes: Sequence[onnx.NodeProto], readers: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Those of `nodes`, each behind all that read it, that nobody needs but `readers`, or what only these need."""
+    going, found = {id(reader) for reader in readers}, []
+    for node in nodes:
+        outside = [n for n in node.output if n in graph.outputs or any(id(r) not in going for r in graph.consumers(n))]
+        if not outside:
+            going.add(id(node))
+            found.append(node)
+    return found
 
 
 def keeps_rows(graph: Graph, reshape: onnx.NodeProto) -> bool:

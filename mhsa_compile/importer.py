@@ -126,6 +126,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         x, (heads, head_dim) = dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
+        for i in (1, 2):
+            if len(table := dims(inputs[i])) == 4:  # (B or 1, 1, L, R), as they are broadcast over the heads
+                inputs[i] = self.bb.emit(relax.op.reshape(inputs[i], relax.ShapeExpr([table[0], *table[2:]])))
         layout, output_layout = text(attrs["layout"]), text(attrs["output_layout"])
         length = x[1 if layout == "rows" else 2]
         op = RotaryOp(
@@ -140,7 +143,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             output=Placement(0, output_layout, heads * head_dim),
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
             shared_angles=bool(attrs["shared_angles"]),
-            positions_name=text(attrs["positions_name"]),
+            whole_angles=bool(attrs.get("whole_angles")),
+            positions_name=text(attrs.get("positions_name", "")),
         )
         shape = [x[0], length, heads * head_dim] if output_layout == "rows" else [x[0], heads, length, head_dim]
         return self.call(op, inputs, shape)

@@ -7,6 +7,8 @@ Notation: B batch, L length, H heads, E head dim, R the elements of a head that 
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 
 from mhsa_compile.errors import ModelError
@@ -59,7 +61,7 @@ class RotarySite:
             raise self._refuse("fixed heads and head size of X", shape)
         if stated not in (0, heads):
             raise self._refuse(f"num_heads of {heads}, as X has", stated)
-        split = split_rows(self.graph, self.x, "RotaryEmbedding")
+        split = split_rows(self.graph, self.x, [self.node])
         if split is None:
             return Operand(self.x, "heads", heads, head_dim)
         self.absorbed += split[1]
@@ -98,22 +100,31 @@ class RotarySite:
         return shape
 
     def fused_node(self) -> onnx.NodeProto:
-        x = self.operand
-        inputs = [x.source, self.cos, self.sin, *([self.positions] if self.positions else [])]
-        return onnx.helper.make_node(
-            ROTARY,
-            inputs,
-            list(self.node.output),
-            name=self.node.name or self.node.output[0],
-            domain=DOMAIN,
-            heads=x.heads,
-            head_dim=x.head_dim,
-            layout=x.layout,
-            width=x.width,
-            offset=x.offset,
+        angles = [self.cos, self.sin, *([self.positions] if self.positions else [])]
+        return rotary_node(
+            self.node,
+            self.operand,
+            angles,
             rotary_dim=self.rotary_dim,
             interleaved=self.attributes.get("interleaved", 0),
             shared_angles=int(self.shared_angles),
             output_layout="rows" if len(self.graph.shape(self.x) or ()) == 3 else "heads",
             positions_name=spoken(self.graph, self.positions, "position_ids", self.node) if self.positions else "",
         )
+
+
+def rotary_node(node: onnx.NodeProto, x: Operand, angles: list[str], **said: Any) -> onnx.NodeProto:
+    """What takes the place of `node`; `said` are fields of RotaryOp, and the layout of the output."""
+    return onnx.helper.make_node(
+        ROTARY,
+        [x.source, *angles],
+        [node.output[0]],
+        name=node.name or node.output[0],
+        domain=DOMAIN,
+        heads=x.heads,
+        head_dim=x.head_dim,
+        layout=x.layout,
+        width=x.width,
+        offset=x.offset,
+        **said,
+    )

@@ -84,7 +84,7 @@ class ScatterSite:
         shape = self.graph.shape(self.update) or ()
         if len(shape) == 3 and self.axis == 1 and isinstance(shape[2], int):
             return Operand(self.update, "rows", 1, shape[2], width=shape[2])
-        split = split_rows(self.graph, self.update, "TensorScatter") if self.axis == 2 else None
+        split = split_rows(self.graph, self.update, [self.node]) if self.axis == 2 else None
         if split is None:
             return None
         self.absorbed += split[1]

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.importer import import_onnx
-from mhsa_compile.kernels.base import LinearOp, Placement, RotaryOp
+from mhsa_compile.kernels.base import AttentionOp, LinearOp, Placement, RotaryOp
 from mhsa_compile.kernels.cpu.rope import RotaryKernel
 from mhsa_compile.verify import budget, eager, max_error, oracle
 
@@ -29,11 +29,13 @@ TABLE = 41  # positions in it
 
 
 def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int, interleaved: bool) -> np.ndarray:
-    """x (B, L, H, E) by angles (B or 1, L, R/2), in the arrays' own dtype."""
+    """x (B, L, H, E) by angles (B or 1, L, R/2 or R), in the arrays' own dtype."""
     part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     one, two = (part[..., 0::2], part[..., 1::2]) if interleaved else np.split(part, 2, axis=-1)
     cos, sin = cos[:, :, np.newaxis], sin[:, :, np.newaxis]
-    pair = (cos * one - sin * two, sin * one + cos * two)
+    whole = cos.shape[-1] == rotary_dim  # each element of a pair has its own
+    (cos1, cos2), (sin1, sin2) = (np.split(table, 2, axis=-1) if whole else (table, table) for table in (cos, sin))
+    pair = (cos1 * one - sin1 * two, sin2 * one + cos2 * two)
     part = np.stack(pair, axis=-1).reshape(part.shape) if interleaved else np.concatenate(pair, axis=-1)
     return np.concatenate((part, rest), axis=-1)
 
@@ -66,6 +68,8 @@ SHAPES = {
     "rows to heads": {"output": Placement(0, "heads", 78), "interleaved": True},
     "of each place": {"max_positions": None},
     "one for all": {"shared_angles": True},
+    "whole": {"whole_angles": True, "rotary_dim": 14},
+    "whole, of each place": {"whole_angles": True, "max_positions": None},
     "of each place, one for all": {"max_positions": None, "shared_angles": True},
 }
 
@@ -78,12 +82,13 @@ def test_the_kernel(machine: tuple[int, int], shape: str, dtype: str) -> None:
     profile, kernel = vector_machine(*machine), RotaryKernel()
     assert kernel.applies(op, profile) is None
     run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
-    H, E, half, width = op.num_heads, op.head_dim, op.rotary_dim // 2, op.x.width
+    H, E, width = op.num_heads, op.head_dim, op.x.width
+    columns = op.rotary_dim if op.whole_angles else op.rotary_dim // 2
     rng = np.random.default_rng(0)
     for B, L in ((1, 1), (2, 7), (3, 197)):  # the last is shared between threads
         entries = 1 if op.shared_angles else B
         places = rng.integers(0, TABLE, (entries, L))
-        tables = angles(rng, *((TABLE,) if op.max_positions else (entries, L)), half, dtype=dtype)
+        tables = angles(rng, *((TABLE,) if op.max_positions else (entries, L)), columns, dtype=dtype)
         x = rng.standard_normal((B, L, H, E)).astype(NUMPY[dtype])
         if op.x.layout == "rows":
             given = np.full((B, L, width), np.nan, NUMPY[dtype])
@@ -210,12 +215,17 @@ def test_what_is_refused(case: str) -> None:
 H, G, E, D = 4, 2, 10, 36
 
 
-def block(four_axes: bool, *, shows_k: bool = False) -> onnx.ModelProto:
-    """x (B, L, D) -> q, k, v; q and k turned; causal attention; y (B, L, D). `shows_k`: k is an output, too."""
-    node, rng, nodes = helper.make_node, np.random.default_rng(0), []
+FORMS = ("three axes", "four axes", "Slice", "Split")  # the operator, or its words written out
+Nodes = list[onnx.NodeProto]
+
+
+def block(form: str, *, shows: str = "") -> onnx.ModelProto:
+    """x (B, L, D) -> q, k, v; q and k turned; causal attention; y (B, L, D). `shows`: a value to be an output, too."""
+    node, rng, four_axes = helper.make_node, np.random.default_rng(0), form != "three axes"
     shapes = {"q_w": (D, H * E), "k_w": (D, G * E), "v_w": (D, G * E), "v_b": (G * E,), "o_w": (H * E, D)}
     tensors = {name: rng.standard_normal(shape, np.float32) / 6 for name, shape in shapes.items()}
-    tensors |= dict(zip(("cos", "sin"), angles(rng, TABLE, E // 2), strict=True))
+    tensors |= dict(zip(("cos", "sin"), angles(rng, TABLE, E // 2 if form in FORMS[:2] else E), strict=True))
+    nodes = [] if form in FORMS[:2] else gathered(tensors)
     for name, heads in {"q": H, "k": G, "v": G}.items():  # in this order q is turned before there is a v
         nodes.append(node("MatMul", ["x", f"{name}_w"], [f"{name}_rows"]))
         rows = f"{name}_rows"
@@ -227,9 +237,11 @@ def block(four_axes: bool, *, shows_k: bool = False) -> onnx.ModelProto:
             nodes.append(node("Reshape", [rows, f"{name}_split"], [f"{name}_parts"]))
             nodes.append(node("Transpose", [f"{name}_parts"], [f"{name}_heads"], perm=[0, 2, 1, 3]))
             rows = f"{name}_heads"
-        if name != "v":
+        if name != "v" and form in FORMS[:2]:
             said = {} if four_axes else {"num_heads": heads}
             nodes.append(node("RotaryEmbedding", [rows, "cos", "sin", "positions"], [f"{name}_turned"], **said))
+        elif name != "v":
+            nodes += written_out(form, rows, name, tensors)
     said = {} if four_axes else {"q_num_heads": H, "kv_num_heads": G}
     nodes.append(node("Attention", ["q_turned", "k_turned", rows], ["attended"], is_causal=1, **said))
     if four_axes:
@@ -240,19 +252,64 @@ def block(four_axes: bool, *, shows_k: bool = False) -> onnx.ModelProto:
     value = helper.make_tensor_value_info
     inputs = [value("x", TensorProto.FLOAT, ("B", "L", D)), value("positions", TensorProto.INT64, ("B", "L"))]
     outputs = [value("y", TensorProto.FLOAT, ("B", "L", D))]
-    outputs += [value("k_rows", TensorProto.FLOAT, ("B", "L", G * E))] if shows_k else []
+    outputs += [value(shows, TensorProto.FLOAT, None)] if shows else []
     weights = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
     graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
 
 
-@pytest.mark.parametrize("four_axes", [False, True])
-def test_a_decoder_s_block_turns_rows_of_its_one_projection(four_axes: bool) -> None:
-    source = block(four_axes)
-    artifact = mhsa.compile(source)
-    assert [op.op for op in artifact.manifest.ops] == ["linear", "rope", "rope", "attention", "linear"]
-    assert artifact.manifest.ops[0].note == "36 -> 40 + 20 + 20"
-    attend = mhsa.load(artifact)
+def gathered(tensors: dict[str, np.ndarray]) -> Nodes:
+    """The angles of each place, (B, 1, L, E); both halves of the tables are of their own."""
+    tensors["heads_axis"] = np.array([1])
+    return [
+        node
+        for name in ("cos", "sin")
+        for node in (
+            helper.make_node("Gather", [name, "positions"], [f"{name}_rows"]),
+            helper.make_node("Unsqueeze", [f"{name}_rows", "heads_axis"], [f"{name}_heads"]),
+        )
+    ]
+
+
+def written_out(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
+    """x cos + concat(-x2, x1) sin, as exporters leave it, halved by Slice or by Split; k's operands the other way."""
+    node = helper.make_node
+    for bound, value in {"zero": 0, "half": E // 2, "end": np.iinfo(np.int64).max, "last": 3}.items():
+        tensors[bound] = np.array([value])
+    halves = [node("Split", [x], [f"{name}_1", f"{name}_2"], axis=-1, num_outputs=2)]
+    if form == "Slice":
+        halves = [
+            node("Slice", [x, "zero", "half", "last"], [f"{name}_1"]),
+            node("Slice", [x, "half", "end", "last"], [f"{name}_2"]),
+        ]
+    step = 1 if name == "q" else -1
+    return [
+        *halves,
+        node("Neg", [f"{name}_2"], [f"{name}_negative"]),
+        node("Concat", [f"{name}_negative", f"{name}_1"], [f"{name}_across"], axis=-1),
+        node("Mul", [x, "cos_heads"][::step], [f"{name}_straight"]),
+        node("Mul", [f"{name}_across", "sin_heads"][::step], [f"{name}_sine"]),
+        node("Add", [f"{name}_straight", f"{name}_sine"][::step], [f"{name}_turned"]),
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_decoder_s_block_turns_rows_of_its_one_projection(form: str) -> None:
+    """The three projections are one, and nothing of the embeddings is left to TVM but the look-up of the angles."""
+    imported = import_onnx(block(form))
+    assert [type(op) for op in imported.ops.values()] == [LinearOp, RotaryOp, RotaryOp, AttentionOp, LinearOp]
+    qkv, q, k, *_ = imported.ops.values()
+    assert isinstance(qkv, LinearOp) and qkv.widths == (H * E, G * E, G * E)
+    assert isinstance(q, RotaryOp) and (q.num_heads, q.x) == (H, Placement(0, "rows", qkv.pitch))
+    assert isinstance(k, RotaryOp) and (k.num_heads, k.x) == (G, Placement(0, "rows", qkv.pitch, H * E))
+    main = imported.module["main"].script()
+    assert not [op for op in ("multiply", "negative", "concat", "strided_slice", "split", "permute") if op in main]
+
+
+@pytest.mark.parametrize("form", ["four axes", "Slice"])
+def test_a_decoder_s_block_agrees(form: str) -> None:
+    source = block(form)
+    attend = mhsa.load(mhsa.compile(source))
     for B, L in ((1, 7), (2, 33)):
         rng = np.random.default_rng(L)
         inputs = {"x": rng.standard_normal((B, L, D), np.float32), "positions": rng.integers(0, TABLE, (B, L))}
@@ -260,7 +317,34 @@ def test_a_decoder_s_block_turns_rows_of_its_one_projection(four_axes: bool) -> 
         assert max_error(expected, attend(**inputs)) <= budget(expected, yardstick, "float32")
 
 
-def test_a_projection_that_others_read_stays_by_itself() -> None:
-    imported = import_onnx(block(True, shows_k=True))
-    linears = [op.widths for op in imported.ops.values() if isinstance(op, LinearOp)]
-    assert linears == [(H * E, G * E), (G * E,), (D,)]
+def test_what_others_read_stays() -> None:
+    """A projection that is an output is not merged; part of an embedding that is one is computed beside it."""
+    ops = import_onnx(block("four axes", shows="k_rows")).ops.values()
+    assert [op.widths for op in ops if isinstance(op, LinearOp)] == [(H * E, G * E), (G * E,), (D,)]
+    imported = import_onnx(block("Slice", shows="k_across"))
+    assert [op.num_heads for op in imported.ops.values() if isinstance(op, RotaryOp)] == [H, G]
+    assert imported.outputs[1] == ("B", G, "L", E)
+
+
+def changed(values: dict[str, list[str]]) -> onnx.ModelProto:
+    """The block of slices with other inputs where `values` are made."""
+    source = block("Slice")
+    for node in source.graph.node:
+        if node.output[0] in values:
+            del node.input[:]
+            node.input.extend(values[node.output[0]])
+    return source
+
+
+ALMOST = {
+    "halves in their order": {"q_across": ["q_1", "q_negative"]},
+    "one half twice": {"q_2": ["q_heads", "zero", "half", "last"]},
+    "nothing negated": {"q_across": ["q_2", "q_1"]},
+    "both terms turned": {"q_straight": ["q_across", "cos_heads"]},
+}
+
+
+@pytest.mark.parametrize("case", ALMOST)
+def test_what_is_almost_a_rotary_embedding_is_none(case: str) -> None:
+    ropes = [op for op in import_onnx(changed(ALMOST[case])).ops.values() if isinstance(op, RotaryOp)]
+    assert [op.num_heads for op in ropes] == [G]

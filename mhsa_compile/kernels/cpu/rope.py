@@ -55,7 +55,8 @@ class _Angles:
     def arguments(cls, op: RotaryOp, dim: Dims) -> _Angles:
         places = [T.int64(1) if op.shared_angles else dim(op.batch), dim(op.length)]
         rows = places if op.max_positions is None else [dim(op.max_positions)]
-        cos, sin = (argument(name, [*rows, T.int64(op.rotary_dim // 2)], op.dtype) for name in ("cos", "sin"))
+        columns = T.int64(op.rotary_dim if op.whole_angles else op.rotary_dim // 2)
+        cos, sin = (argument(name, [*rows, columns], op.dtype) for name in ("cos", "sin"))
         positions = None if op.max_positions is None else argument("positions", places, "int64")
         return cls(op, cos, sin, positions)
 
@@ -74,10 +75,20 @@ class _Angles:
         expected = f"positions below {spelled(self.op.max_positions)}, and from 0 on"
         refuse_unless(wrong[0] == 0, self.op.positions_name, expected)
 
-    def of(self, b: Expr, i: Expr) -> list[Expr]:
-        """The index of the row of angles of place i, without its last axis."""
+    def row(self, b: Expr, i: Expr) -> list[Expr]:
+        """The index of the angles of place i, without its last axis."""
         entry = T.int64(0) if self.op.shared_angles else b
         return [entry, i] if self.positions is None else [settle(self.positions[entry, i])]
+
+    def read(self, row: list[Expr], first: Expr, n: int) -> tuple[tuple[Expr, Expr], tuple[Expr, Expr]]:
+        """(cos, sin) of n pairs, for the one element of each and for the other."""
+
+        def pair(column: Expr) -> tuple[Expr, Expr]:
+            cos, sin = (bind(load_wide(table, [*row, column], n)) for table in (self.cos, self.sin))
+            return cos, sin
+
+        one = pair(first)
+        return one, pair(first + self.op.rotary_dim // 2) if self.op.whole_angles else one
 
 
 def _rope(op: RotaryOp, lanes: int) -> Expr:
@@ -94,7 +105,7 @@ def _rope(op: RotaryOp, lanes: int) -> Expr:
 
             def row(task: Expr) -> None:
                 b, i = settle(T.truncdiv(task, length)), settle(T.truncmod(task, length))
-                place = angles.of(b, i)
+                place = angles.row(b, i)
                 with T.serial(T.int64(heads)) as h:
                     views = (head_view(x, op.x, op.head_dim, b, h), head_view(y, op.output, op.head_dim, b, h))
                     _turn(angles, place, i, *views, lanes)
@@ -110,9 +121,9 @@ def _turn(angles: _Angles, place: list[Expr], i: Expr, x: HeadView, y: HeadView,
     pairs = _Interleaved(x, y, i) if op.interleaved else _Halves(x, y, i, half)
 
     def turn(first: Expr, n: int) -> None:
-        cos, sin = (bind(load_wide(table, [*place, first], n)) for table in (angles.cos, angles.sin))
+        (cos1, sin1), (cos2, sin2) = angles.read(place, first, n)
         x1, x2 = pairs.read(first, n)
-        pairs.write(first, bind(cos * x1 - sin * x2), bind(sin * x1 + cos * x2), n)
+        pairs.write(first, bind(cos1 * x1 - sin1 * x2), bind(sin2 * x1 + cos2 * x2), n)
 
     def copy(first: Expr, n: int) -> None:
         column = op.rotary_dim + first

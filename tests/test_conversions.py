@@ -1,0 +1,41 @@
+"""Operators that are converted here, because TVM's importer knows less or reads astray: against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+import mhsa_compile as mhsa
+
+INT64, INT32 = np.iinfo(np.int64), np.iinfo(np.int32)
+SLICES = {
+    "to the end": (([5], [INT64.max], [3], [1]), np.s_[..., 5:]),
+    "to the end of 32 bits": (([5], [INT32.max], [-1], None), np.s_[..., 5:]),
+    "from the end": (([-3], [INT64.max], [3], None), np.s_[..., -3:]),
+    "but the last": (([0], [-1], [1], [1]), np.s_[:, :-1]),
+    "backwards": (([-1], [INT64.min], [3], [-1]), np.s_[..., ::-1]),
+    "steps": (([1], [INT64.max], [3], [3]), np.s_[..., 1::3]),
+    "beyond": (([2], [99], [2], [1]), np.s_[:, :, 2:99]),
+    "no axes": (([0, 1], [INT64.max, 2], None, None), np.s_[0:, 1:2]),
+    "two axes": (([1, 4], [INT64.max, 6], [-1, 2], None), np.s_[:, :, 4:6, 1:]),
+}
+
+
+def test_slices() -> None:
+    """Of a tensor beside a rotary embedding, which is what there is to compile."""
+    nodes = [helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"])]
+    value, tensors = helper.make_tensor_value_info, []
+    outputs = [value("y", TensorProto.FLOAT, (2, 3, 7, 10))]
+    for i, (bounds, _) in enumerate(SLICES.values()):
+        names = ["" if bound is None else f"{role}_{i}" for role, bound in zip("seat", bounds, strict=True)]
+        tensors += [numpy_helper.from_array(np.array(b), n) for b, n in zip(bounds, names, strict=True) if n]
+        nodes.append(helper.make_node("Slice", ["x", *names], [f"part_{i}"]))
+        outputs.append(value(f"part_{i}", TensorProto.FLOAT, None))
+    inputs = [value("x", TensorProto.FLOAT, (2, 3, 7, 10))]
+    inputs += [value(name, TensorProto.FLOAT, (2, 7, 5)) for name in ("cos", "sin")]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, tensors)
+    source = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    x = np.random.default_rng(0).standard_normal((2, 3, 7, 10), np.float32)
+    _, *parts = mhsa.load(mhsa.compile(source))(x, np.ones((2, 7, 5), "f4"), np.zeros((2, 7, 5), "f4"))
+    for name, part, (_, index) in zip(SLICES, parts, SLICES.values(), strict=True):
+        assert np.array_equal(part, x[index]), name
