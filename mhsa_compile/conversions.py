@@ -19,6 +19,24 @@ def range_up_to_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
     return bb.normalize(relax.op.arange(constants[0], end, constants[1], str(start.ty.dtype)))
 
 
+def reshape_of_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Reshape of one symbolic size to a list of it."""
+    return relax.ShapeExpr([inputs[0]]) if tvm.ir.is_prim_expr(inputs[0]) else None
+
+
+def layer_normalization_in_float32(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """LayerNormalization of bfloat16, which TVM's does not know; in float32 is how the operator wants it."""
+    if str(inputs[0].ty.dtype) != "bfloat16" or attributes.get("stash_type", 1) != 1:
+        return None
+    wide = [bb.normalize(relax.op.astype(value, "float32")) for value in inputs if value is not None]
+    x, scale, *bias = wide
+    axes = list(range(-len(scale.ty.shape), 0))
+    zeros = relax.const(0.0, "float32")
+    offset = bias[0] if bias else bb.normalize(relax.op.multiply(scale, zeros))
+    y = bb.normalize(relax.op.nn.layer_norm(x, scale, offset, axes, attributes.get("epsilon", 1e-5)))
+    return relax.Tuple([bb.normalize(relax.op.astype(y, "bfloat16")), zeros, zeros])
+
+
 def _number(value: Any) -> int | None:
     constant = isinstance(value, tvm.ir.GenericConst) and str(value.ty.dtype).startswith("int")
     return int(value.value.numpy().item()) if constant else None
@@ -57,6 +75,8 @@ def _numbers(constant: Any) -> list[int]:
 
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "Gather": gather_within_bounds,
+    "LayerNormalization": layer_normalization_in_float32,
+    "Reshape": reshape_of_a_size,
     "Range": range_up_to_a_size,
     "Slice": slice_of_constants,
 }

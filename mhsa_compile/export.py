@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export_check import STATIC_MASK, Shape, check_declared, check_equal_but_for_sizes, check_symbols
+from mhsa_compile.hugging_face import AttentionOf, flattened, is_attention_of_transformers, with_own_names
 from mhsa_compile.masks import BoolArray
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, opset
 from mhsa_compile.operator_function import attention_function
@@ -59,7 +60,10 @@ def export(
     dims            symbol -> size fixes it; None and absent ones stay symbolic
     example_inputs  any other module needs them, in the order of forward, or by name
     dynamic_shapes  input -> {axis: symbol} for such a module. By default an input of rank 3 is (B, L, ...), or
-                    (B, S, ...) if its length differs from the first one's; other ranks are fixed
+                    (B, S, ...) if its length differs from the first one's; one of rank 4 with "mask" or "bias" in its
+                    name has the first one's B and L, and other lengths as S; what is 1 there, and the rest, is fixed
+
+    An attention module of transformers gives y alone; its position_embeddings may be a pair, which become cos and sin.
 
     Raises ModelError where the export fails or a symbol did not survive it, InputError for wrong arguments.
     """
@@ -68,6 +72,8 @@ def export(
         module.eval()
         if isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
             return _export_own(module, dict(dims or {}))
+        if is_attention_of_transformers(module):
+            return with_own_names(export(AttentionOf(module), dims=dims, example_inputs=flattened(example_inputs)))
         signature = with_fixed_dims(signature_of_examples(module, example_inputs, dynamic_shapes), dict(dims or {}))
         model = _run_exporter(module, signature)
         onnx.checker.check_model(model)
@@ -161,7 +167,7 @@ def _run_exporter(module: nn.Module, signature: Signature) -> onnx.ModelProto:
         for name, (shape, _) in signature.items()
     }
     try:
-        with _quiet():
+        with _quiet(), torch.no_grad():  # with gradients, PyTorch may choose kernels whose strides it cannot trace
             program = torch.onnx.export(
                 module,
                 kwargs=examples,

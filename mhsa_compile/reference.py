@@ -32,7 +32,8 @@ def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
     """The graph's outputs in float64; weights and floating inputs are promoted first, integers stay."""
     wide = {name: array if array.dtype.kind in "biu" else array.astype(np.float64) for name, array in inputs.items()}
     evaluator = ReferenceEvaluator(promoted(model), new_ops=[_GatherElements, *_attention_operators(_attend_exactly)])
-    return [np.asarray(output) for output in evaluator.run(None, wide)]
+    with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
+        return [np.asarray(output) for output in evaluator.run(None, wide)]
 
 
 def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False) -> list[Array]:
@@ -47,7 +48,8 @@ def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False)
         _Gemm,
     ]
     evaluator = ReferenceEvaluator(model, new_ops=operators)
-    return [np.asarray(output) for output in evaluator.run(None, dict(inputs))]
+    with np.errstate(all="ignore"):
+        return [np.asarray(output) for output in evaluator.run(None, dict(inputs))]
 
 
 def promoted(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -100,9 +100,21 @@ def signature_of_examples(
 
 
 def _guessed_symbols(examples: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
-    sequences = {name: value.shape[1] for name, value in examples.items() if value.ndim == 3}
-    first = next(iter(sequences.values()), None)
-    return {name: {0: "B", 1: "L" if length == first else "S"} for name, length in sequences.items()}
+    sequences = [value.shape for value in examples.values() if value.ndim == 3]
+    if not sequences:
+        return {}
+    batch, length, _ = sequences[0]
+    lengths = {shape[1] for shape in sequences if shape[1] != 1} | {length}
+    symbols: dict[str, dict[int, str]] = {}
+    for name, value in examples.items():
+        shape = value.shape
+        of_batch = {0: "B"} if shape and shape[0] == batch else {}
+        if value.ndim == 3:
+            symbols[name] = of_batch | {1: "L" if shape[1] == length else "S"}
+        elif value.ndim == 4 and ("mask" in name or "bias" in name):
+            axes = [axis for axis in (2, 3) if shape[axis] in lengths and shape[axis] != 1]
+            symbols[name] = of_batch | {axis: "L" if shape[axis] == length else "S" for axis in axes}
+    return symbols
 
 
 def with_fixed_dims(signature: Signature, dims: dict[str, int | None]) -> Signature:

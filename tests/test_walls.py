@@ -25,7 +25,7 @@ LIGHT = [
 ]
 COMPILE_SIDE = [
     *("core", "operators", "model", "conversion", "reference", "parity", "subject", "pairs", "selfcheck", "verify"),
-    *("export_check", "signatures", "operator_function", "export", "sources", "kernels"),
+    *("export_check", "hugging_face", "signatures", "operator_function", "export", "sources", "kernels"),
     *("onnx_graph", "canonical"),
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
     *("rotated_site", "scatter_site", "fusion"),

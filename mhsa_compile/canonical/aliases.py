@@ -37,8 +37,12 @@ def _is_idle_dropout(graph: Graph, node: onnx.NodeProto) -> bool:
 
 
 def _is_idle_view(graph: Graph, node: onnx.NodeProto) -> bool:
-    """Whether a Reshape or an Expand leaves the shape as it is."""
-    if node.op_type not in ("Reshape", "Expand"):
+    """Whether a Reshape, an Expand or a Slice forwards leaves the shape as it is."""
+    if node.op_type == "Slice" and len(node.input) > 4 and node.input[4]:
+        steps = graph.constant(node.input[4])
+        if steps is None or (steps != 1).any():
+            return False
+    elif node.op_type not in ("Reshape", "Expand", "Slice"):
         return False
     before, after = graph.shape(node.input[0]), graph.shape(node.output[0])
     return before is not None and before == after and None not in before
