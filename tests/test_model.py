@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mhsa_compile import masks
-from mhsa_compile.conversion import from_bert, from_torch
+from mhsa_compile.conversion import from_bert, from_llama, from_torch
 from mhsa_compile.core import to_torch
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, weights
@@ -226,6 +226,51 @@ def test_from_bert_kinds() -> None:
         from_bert(bert_attention().self)
     with pytest.raises(ModelError, match="a BertAttention"):
         from_bert(nn.Linear(2, 2))
+
+
+def llama_attention(**options) -> nn.Module:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = llama.LlamaConfig(**sizes, attn_implementation="sdpa", **options)  # eager is float32 in part
+    return llama.LlamaAttention(config, layer_idx=0).eval()
+
+
+LLAMAS = (
+    {},
+    {"head_dim": 10, "attention_bias": True},
+    {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+)
+
+
+@pytest.mark.parametrize("options", LLAMAS, ids=str)
+def test_from_llama(options: dict[str, object]) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    layer = llama_attention(**options).float()
+    ours = from_llama(layer, max_length=7)
+    spec = ours.spec
+    x = torch.randn(2, 7, 24)
+    cos, sin = (torch.from_numpy(table).repeat(1, 2)[None] for table in spec.rope.tables())
+    theirs = LlamaRotaryEmbedding(layer.config)(x.float(), torch.arange(7)[None])
+    torch.testing.assert_close((cos.float(), sin.float()), theirs, rtol=0, atol=7 * torch.finfo(torch.float32).eps)
+    hidden = torch.where(torch.from_numpy(masks.causal(7, 7, "top_left")), 0.0, -torch.inf)[None, None]
+    expected = layer.double()(x, position_embeddings=(cos, sin), attention_mask=hidden)[0]
+    exact_tables = exact(spec)
+    exact_tables.load_state_dict(ours.double().state_dict())
+    torch.testing.assert_close(exact_tables(x), expected, **CLOSE)
+    assert from_llama(layer.float(), kv_cache=True).spec.rope.max_length == 32
+
+
+def test_from_llama_refuses() -> None:
+    with pytest.raises(ModelError, match="a LlamaAttention"):
+        from_llama(nn.Linear(2, 2))
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ModelError, match="scaled linearly, got rope_type='dynamic'"):
+        from_llama(llama_attention(rope_parameters=scaled).float())
+    layer = llama_attention().float()
+    layer.q_norm = nn.LayerNorm(6)
+    with pytest.raises(ModelError, match="without norms of their own, got q_norm"):
+        from_llama(layer)
 
 
 def test_weights_carry_pytorchs_names_and_layouts() -> None:
