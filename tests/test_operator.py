@@ -62,6 +62,10 @@ MODELS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
         {"mask": ("bfloat16", ["mB", "mH", "L", "S"]), "dtype": "bfloat16", "opset": 23},
         [{"mB": 3, "mH": 1}, {"mB": 1, "mH": H}],
     ),
+    "additive mask of keys": ({"mask": ("bfloat16", ["S"]), "dtype": "bfloat16", "opset": 23}, [{}]),
+    "additive mask of keys, many queries": (
+        {"mask": ("bfloat16", ["B", 1, 1, "S"]), "dtype": "bfloat16", "opset": 23, "L": 19}, [{}],
+    ),
     "fixed short mask": ({"mask": ("float16", [1, H, "L", 4]), "dtype": "float16", "S": 11, "opset": 24}, [{}]),
     "lengths": ({"lengths": True, "axes": 3, "L": "L"}, [{}, {"L": 1}]),
     "lengths, causal, window, mask": (

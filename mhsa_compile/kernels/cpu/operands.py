@@ -56,11 +56,12 @@ def head_view(buffer: Expr, place: Placement, head_dim: int, b: Expr, head: Expr
 
 
 def mask_reader(mask: Expr, b: Expr) -> MaskReader:
-    """Reads the mask at (head, query, key); clamping each index to its axis makes an axis of size 1 broadcast."""
+    """Reads the mask at (head, query, key), a bool or a float32; clamping each index makes an axis of 1 broadcast."""
     last = [bind(size - 1) for size in mask.shape]
 
     def read(head: Expr, query: Expr, key: Expr) -> Expr:
-        return mask[tuple(T.min(i, end) for i, end in zip((b, head, query, key), last, strict=True))]
+        at = [T.min(i, end) for i, end in zip((b, head, query, key), last, strict=True)]
+        return mask[tuple(at)] if mask.dtype == "bool" else load_wide(mask, at, 1)
 
     return read
 
