@@ -12,7 +12,7 @@ from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
 
 from mhsa_compile import reference
-from mhsa_compile.parity import MOST_DRAWS
+from mhsa_compile.parity import MOST_DRAWS, CaseResult, judge
 from mhsa_compile.verify import Verdict, budget, check, default_cases, eager, max_error, oracle, random_inputs
 
 NODE_TESTS = [case for case in node_cases._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
@@ -239,18 +239,38 @@ def test_constants_inside_the_graph() -> None:
 
 
 def test_few_numbers_are_drawn_several_times() -> None:
-    """An error in one draw of many is found, and the budget is that of all draws."""
-    model = attention_model({}, four_dims())
-    dims, calls = {"B": 1, "L": 1, "S": 7}, []
+    """The largest errors of all draws are compared; what is wrong in one of them is found."""
+    model, dims = attention_model({}, four_dims()), {"B": 1, "L": 1, "S": 7}
+    queries: list[bytes] = []
 
-    def run(inputs):
-        calls.append(inputs["q"].copy())
-        return [eager(model, inputs)[0] + (len(calls) == 5)]
+    def off_in(turn: int, dims: dict[str, int]) -> CaseResult:
+        queries.clear()
 
-    result = check(model, run, dims)
-    assert len(calls) == MOST_DRAWS and not result.ok
-    assert len({q.tobytes() for q in calls}) == MOST_DRAWS
-    assert 1 <= result.error < 1.001 and result.budget < 1e-5
-    calls.clear()
-    assert check(model, run, {"B": 3, "L": 31, "S": 7}).ok
-    assert len(calls) == 1
+        def run(inputs):
+            queries.append(inputs["q"].tobytes())
+            return [eager(model, inputs)[0] + (len(queries) == turn)]
+
+        return check(model, run, dims)
+
+    assert off_in(0, dims).ok and len(set(queries)) == MOST_DRAWS
+    wrong = off_in(5, dims)
+    assert not wrong.ok and len(queries) == 5
+    assert 1 <= wrong.error < 1.001 and wrong.budget < 1e-5
+    assert off_in(0, {"B": 3, "L": 31, "S": 7}).ok and len(queries) == 1
+
+
+def test_a_little_over_budget_is_drawn_again() -> None:
+    """Until the yardstick's error is known; what is off by more than that stays wrong."""
+    truth, turns = np.ones((40, 64)), []
+
+    def off_by(error: float):
+        def draw(turn: int):
+            turns.append(turn)
+            return [(truth, truth + (0.001 if turn < 3 else 0.0015), truth + error)]
+
+        turns.clear()
+        return judge(draw, {})
+
+    assert off_by(0.0025).ok and turns == [0, 1, 2, 3]
+    assert not off_by(0.0035).ok and len(turns) == MOST_DRAWS
+    assert not off_by(0.1).ok and turns == [0]
