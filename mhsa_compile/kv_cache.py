@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mhsa_compile.artifact import Manifest
 from mhsa_compile.errors import InputError
-from mhsa_compile.tensors import aligned_zeros
+from mhsa_compile.memory import aligned_zeros
 
 Array = np.ndarray[Any, Any]
 

@@ -1,29 +1,34 @@
 """What a call brings and gets back: checked against the manifest, and copied only where TVM could not read it in place.
 
-An array is a NumPy array or a torch tensor here (PyTorch is looked up where it is loaded, never imported). Others come
-in through DLPack as NumPy arrays.
+An array is a NumPy array or a torch tensor here; others come in through DLPack as NumPy arrays.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from mhsa_compile import tvm_runtime
 from mhsa_compile.artifact import Dims, TensorInfo
 from mhsa_compile.dims import is_expression, made_of, size_of
 from mhsa_compile.errors import InputError
+from mhsa_compile.memory import (
+    ALIGNMENT,
+    address,
+    aligned_copy,
+    as_tvm_strides,
+    bfloat16_to_numpy,
+    exportable,
+    is_torch,
+    to_torch,
+)
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
-ALIGNMENT = 64
-"""What TVM's own code takes for granted; our kernels take any address."""
 
 
 class Argument:
@@ -55,17 +60,17 @@ class Argument:
         if self.info.most is not None:
             self._check_values(array, size_of(self.info.most, sizes))
         if 0 in array.shape:
-            array = _as_tvm_strides(array)
+            array = as_tvm_strides(array)
         if not isinstance(array, np.ndarray):
             plain = array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
             return (
                 plain if not self._aligned or plain.data_ptr() % ALIGNMENT == 0 or not plain.numel() else plain.clone()
             )
         if self._aligned and array.__array_interface__["data"][0] % ALIGNMENT and array.size:
-            array = _aligned_copy(array)
+            array = aligned_copy(array)
         if self._bfloat16:
-            return tvm_runtime.start().reinterpreted(_exportable(array.view(np.uint16)), "bfloat16")
-        return array if array.flags.carray else _exportable(array)
+            return tvm_runtime.start().reinterpreted(exportable(array.view(np.uint16)), "bfloat16")
+        return array if array.flags.carray else exportable(array)
 
     def _adopt(self, value: Any) -> Any:
         if is_torch(value):
@@ -97,7 +102,7 @@ class Argument:
             fits = array.is_contiguous() and not array.requires_grad
             got = "a tensor that requires grad" if array.requires_grad else "a tensor with gaps"
         expected = "contiguous memory that can be written: the call writes into it"
-        if fits and self.info.aligned and (rest := _address(array) % ALIGNMENT):
+        if fits and self.info.aligned and (rest := address(array) % ALIGNMENT):
             fits, got = False, f"memory {rest} bytes behind such a place"
             expected = f"memory that begins at a multiple of {ALIGNMENT} bytes: the call writes into it"
         if not fits:
@@ -178,7 +183,7 @@ class Signature:
         self.in_place = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
         written = set(self.in_place.values())
         self._arguments = [Argument(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
-        self._to_numpy = [_bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
+        self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
     def values(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Sequence[Any]:
         """What was given, in the order of the inputs. Raises InputError."""
@@ -205,7 +210,7 @@ class Signature:
         """Two inputs that are written must not be one memory. Raises InputError."""
         seen: dict[int, str] = {}
         for i in self.in_place.values():
-            first = seen.setdefault(_address(arrays[i]), self._names[i])
+            first = seen.setdefault(address(arrays[i]), self._names[i])
             if first != self._names[i]:
                 expected = f"memory of its own: the call writes into it, and into {first!r}"
                 raise InputError(self._arguments[i].label, expected, f"that of {first!r}")
@@ -215,7 +220,7 @@ class Signature:
 
         What was written in place is the caller's own value: `values` must then be what the call was given.
         """
-        importers = [_to_torch] * len(self._outputs) if any(map(is_torch, values)) else self._to_numpy
+        importers = [to_torch] * len(self._outputs) if any(map(is_torch, values)) else self._to_numpy
         if len(importers) == 1:
             return importers[0](returned) if not self.in_place else values[self.in_place[0]]
         if not self.in_place:
@@ -261,10 +266,6 @@ class Signature:
         return [values.get(name) for name in self._names]
 
 
-def is_torch(value: object) -> bool:
-    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
-
-
 def _fit(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
     """Whether `shape` agrees with the fixed dims and with `sizes`, to which it adds the new symbols."""
     for dim, size in zip(dims, shape, strict=True):
@@ -277,63 +278,10 @@ def _broadcasts(shape: Sequence[int], full: Sequence[int | None]) -> bool:
     return all(size == 1 or whole in (size, None) for size, whole in zip(shape, full, strict=True))
 
 
-def _exportable(array: np.ndarray[Any, Any]) -> Any:
-    """An aligned, contiguous array that DLPack can hand over: a copy, unless it is only read-only."""
-    if array.flags.carray:
-        return array
-    if array.flags.c_contiguous and array.flags.aligned:
-        try:
-            capsule = array.__dlpack__(max_version=(1, 0))  # since this version DLPack can say read-only
-        except TypeError:  # NumPy before 2.1
-            return array.copy()
-        import tvm_ffi
-
-        return tvm_ffi.from_dlpack(capsule)
-    return np.array(array, order="C")
-
-
 def _range(value: Any) -> str:
     numbers = value if hasattr(value, "min") else np.from_dlpack(value)
     least, most = int(numbers.min()), int(numbers.max())
     return str(least) if least == most else f"values from {least} to {most}"
-
-
-def _address(array: Any) -> int:
-    """Where an array of NumPy's, PyTorch's or TVM's begins in memory."""
-    if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])
-    return int(array.data_ptr())
-
-
-def _as_tvm_strides(array: Any) -> Any:
-    """An array of nothing with the strides that TVM's code asks for, where a size of 0 counts as 0."""
-    strides = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
-    if not isinstance(array, np.ndarray):
-        return array.detach().as_strided(array.shape, strides)
-    return np.lib.stride_tricks.as_strided(array, strides=[array.itemsize * step for step in strides])
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """Zeros that begin with a cache line."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
-    first = -memory.__array_interface__["data"][0] % ALIGNMENT
-    array: np.ndarray[Any, Any] = memory[first : first + size].view(dtype).reshape(shape)
-    return array
-
-
-def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    copy = aligned_zeros(array.shape, array.dtype)
-    copy[...] = array
-    return copy
-
-
-def _to_torch(tensor: Any) -> Any:
-    return tensor if is_torch(tensor) else sys.modules["torch"].from_dlpack(tensor)
-
-
-def _bfloat16_to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    return np.from_dlpack(tvm_runtime.start().reinterpreted(tensor, "uint16")).view(ml_dtypes.bfloat16)
 
 
 def _description(array: Any) -> str:

@@ -21,7 +21,7 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 # A room imports only from rooms before it.
 LIGHT = [
     *("errors", "spec_checks", "patterns", "positions", "spec", "workloads", "masks", "host", "installation", "data"),
-    *("profile", "dims", "artifact", "tvm_runtime", "tensors", "kv_cache", "runtime"),
+    *("profile", "dims", "artifact", "tvm_runtime", "memory", "tensors", "kv_cache", "runtime"),
 ]
 COMPILE_SIDE = [
     *("core", "operators", "model", "conversion", "reference", "parity", "subject", "pairs", "selfcheck", "verify"),
