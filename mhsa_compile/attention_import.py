@@ -17,8 +17,21 @@ from tvm import relax
 from mhsa_compile import attention_masks
 from mhsa_compile.attention_masks import Size, Value, difference, dims, equal
 from mhsa_compile.errors import ModelError
-from mhsa_compile.kernels.base import AttentionOp, Band, Dim, MaskInput, Op, Placement, PresentOp, ScoresOp, StaticMask
+from mhsa_compile.kernels.base import (
+    AttentionOp,
+    Band,
+    Dim,
+    MaskInput,
+    Op,
+    Placement,
+    PresentOp,
+    ScoresOp,
+    StaticMask,
+    StatisticsOp,
+    WeightsOp,
+)
 
+_CHOSEN = ("weights_heads", "weights_rows")
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
 
 
@@ -42,6 +55,8 @@ class Graph(Protocol):
         ...
 
     def call(self, op: Op, inputs: list[Value], shape: list[Size]) -> Value: ...
+
+    def call_for_several(self, op: Op, inputs: list[Value], types: list[Any]) -> list[Value]: ...
 
     def input_name(self, value: Value) -> str | None:
         """The input of the graph that `value` is."""
@@ -67,7 +82,10 @@ class AttentionImport:
         return [text(value) for value in self.said.get(name, ())]
 
     def results(self) -> Any:
-        """What the node gives: Y, or a tuple of it and present keys and values, scores. Raises ModelError."""
+        """What the node gives: Y, or a tuple of it and present keys and values, scores, and what these are like.
+
+        Raises ModelError.
+        """
         made = self._presents()
         inputs = self._buffers()
         q, heads = self.operands["q"], self.said["num_heads"]
@@ -80,8 +98,29 @@ class AttentionImport:
         made["y"] = self.graph.call(op, inputs, shape)
         if "scores" in self._texts("gives"):
             made["scores"] = self.graph.call(ScoresOp(op, self.said["stage"]), inputs, full)
+        made |= self._inside(op, inputs, full)
         results = [made[role] for role in self._texts("gives")]
         return results[0] if len(results) == 1 else relax.Tuple(results)
+
+    def _inside(self, op: AttentionOp, inputs: list[Value], full: list[Size]) -> dict[str, Value]:
+        """What the rows of the softmax are like, as far as it is asked for."""
+        gives, k = self._texts("gives"), self.said.get("top_k", 0)
+        rows = relax.TensorType(full[:3], "float32")
+        types: dict[str, Any] = {name: rows for name in ("lse", "entropy") if name in gives}
+        if "top_k_weights" in gives or "top_k_keys" in gives:
+            types["top_k_weights"] = relax.TensorType([*full[:3], k], "float32")
+            types["top_k_keys"] = relax.TensorType([*full[:3], k], "int64")
+        made: dict[str, Value] = {}
+        if types:
+            statistics = StatisticsOp(op, "lse" in types, "entropy" in types, k if "top_k_keys" in types else 0)
+            made = dict(zip(types, self.graph.call_for_several(statistics, inputs, list(types.values())), strict=True))
+        if "weights" in gives:
+            chosen = [tuple(self.said[name]) if name in self.said else None for name in _CHOSEN]
+            counts = [
+                size if numbers is None else len(numbers) for size, numbers in zip(full[1:3], chosen, strict=True)
+            ]
+            made["weights"] = self.graph.call(WeightsOp(op, *chosen), inputs, [full[0], *counts, full[3]])
+        return made
 
     def _presents(self) -> dict[str, Value]:
         """present_key and present_value, where they are asked for; with a past, attention reads those."""

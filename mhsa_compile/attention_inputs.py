@@ -13,13 +13,15 @@ from typing import Any, Literal
 import onnx
 from onnx import TensorProto
 
+from mhsa_compile import operator_inside
 from mhsa_compile.errors import ModelError
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.outputs import Inside
 from mhsa_compile.spec_checks import DTYPES
 
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
-"""The last two are those of our own operator of this name; see `operators`."""
-OUTPUTS = ("y", "present_key", "present_value", "scores")
+OUTPUTS = ("y", "present_key", "present_value", "scores", *operator_inside.NAMES)
+"""The last of both are those of our own operator of this name; see `operators`."""
 _PRECISIONS = {
     TensorProto.FLOAT: "float32",
     TensorProto.FLOAT16: "float32",  # asked for less: the kernels compute in float32, which is more exact
@@ -33,8 +35,9 @@ Axes = tuple[Dim, Dim, Dim, Dim]  # batch, heads, length, head dim
 class Asked:
     """One Attention node. Names of tensors that are not there are "".
 
-    `outputs` are the names of those of OUTPUTS that the node has. `left` and `right` are the window, -1 unbounded, with
-    causality in it. `keys` is the number of keys that attention runs over, those of the past included.
+    `outputs` are the names of those of OUTPUTS that the node has; `wanted` is what our own operator's say. `left` and
+    `right` are the window, -1 unbounded, with causality in it. `keys` is the number of keys that attention runs
+    over, those of the past included.
     """
 
     node: onnx.NodeProto
@@ -55,6 +58,7 @@ class Asked:
     right: int
     softmax: Literal["float32", "float64"]
     stage: int
+    wanted: Inside
     query_length: Dim
     keys: Dim
 
@@ -101,9 +105,21 @@ def read(graph: Graph, node: onnx.NodeProto) -> Asked:
         right=right,
         softmax=_choice(node, said, "softmax_precision", _PRECISIONS, TensorProto.FLOAT),
         stage=_choice(node, said, "qk_matmul_output_mode", {mode: mode for mode in range(4)}, 0),
+        wanted=_wanted(node, said, int(axes[0][1] or 0)),
         query_length=axes[0][2],
         keys=_sum(axes[1][2], past_axes[0][2] if past else 0),
     )
+
+
+def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> Inside:
+    """What our own operator's outputs say of the softmax's rows."""
+    wanted = operator_inside.wanted_of(node)
+    given = set(zip(OUTPUTS, map(bool, node.output), strict=False))
+    if {("top_k_weights", True), ("top_k_keys", True)} & given and not said.get("top_k", 0) > 0:
+        raise refusal(node, "top_k of 1 or more, the number of keys", f"top_k={said.get('top_k', 0)}")
+    if any(not 0 <= head < heads for head in wanted.heads or ()):
+        raise refusal(node, f"weights_heads from 0 to {heads - 1}", str(list(wanted.heads or ())))
+    return wanted
 
 
 def _check_company(node: onnx.NodeProto, names: dict[str, str]) -> None:

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mhsa_compile import inside
 from mhsa_compile.errors import InputError
+from mhsa_compile.outputs import Inside, inside_of
 from mhsa_compile.patterns import Pattern
 from mhsa_compile.spec import AttentionSpec
 
@@ -37,21 +39,47 @@ def attend(
 
     The textbook form ("Attention Is All You Need", eq. 1; https://arxiv.org/abs/1706.03762), as PyTorch's eager one.
     """
-    group = q.shape[1] // k.shape[1]
-    if group > 1:  # query head h reads key/value head h // group
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q * scale) @ k.transpose(-1, -2)
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias
-        seen = bias != -torch.inf
-        visible = seen if visible is None else visible & seen
+    v = _for_each_query_head(v, q)
+    scores, visible = _scores(q, k, visible, bias, scale, softcap)
     if visible is None:
         return _softmax(scores, sinks) @ v
     blind = ~visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)  # 0: a softmax of -inf alone is NaN
     return _weighted_sum(_softmax(scores, sinks).masked_fill(~visible, 0.0), v, visible)
+
+
+def look_inside(
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    wanted: Inside,
+) -> dict[str, Tensor]:
+    """What the rows of `attend`'s softmax are like: the arrays `wanted.names`, as `outputs` says."""
+    scores, visible = _scores(q, k, visible, bias, scale, softcap)
+    return inside.of_rows(scores if visible is None else scores.masked_fill(~visible, -torch.inf), sinks, wanted)
+
+
+def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values (B, G, S, ...) as (B, H, S, ...): query head h reads key/value head h // group."""
+    group = q.shape[1] // x.shape[1]
+    return x.repeat_interleave(group, dim=1) if group > 1 else x
+
+
+def _scores(
+    q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """(capped and biased scores, what is visible once the bias has masked as well)."""
+    scores = (q * scale) @ _for_each_query_head(k, q).transpose(-1, -2)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is None:
+        return scores, visible
+    seen = bias != -torch.inf
+    return scores + bias, seen if visible is None else visible & seen
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -84,8 +112,8 @@ def attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     lengths: Tensor | None = None,
-) -> Tensor:
-    """The eager core: what each query sees is resolved, then `attend`.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The eager core: what each query sees is resolved, then `attend`; and what `spec.outputs` wants of the softmax.
 
     sinks, slopes   (H,), of a spec with `sinks` and `alibi`
     lengths         int64 (B,): how many of the S keys are valid; the queries are the last of them
@@ -110,7 +138,10 @@ def attention(
         bias = alibi if bias is None else bias + alibi
     visible = functools.reduce(torch.logical_and, stated) if stated else None
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-    return attend(q, k, v, visible, bias, scale, spec.softcap or 0.0, sinks)
+    seen, softcap = (visible, bias, scale), spec.softcap or 0.0
+    wanted = inside_of(spec.outputs)
+    extra = look_inside(q, k, *seen, softcap, sinks, wanted) if wanted.names else {}
+    return attend(q, k, v, *seen, softcap, sinks), extra
 
 
 def _distance(spec: AttentionSpec, L: int, S: int, lengths: Tensor | None, device: torch.device) -> Tensor:

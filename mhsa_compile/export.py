@@ -20,12 +20,14 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from mhsa_compile import operator_inside
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export_check import STATIC_MASK, Shape, check_declared, check_equal_but_for_sizes, check_symbols
 from mhsa_compile.hugging_face import AttentionOf, flattened, is_attention_of_transformers, with_own_names
 from mhsa_compile.masks import BoolArray
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, opset
 from mhsa_compile.operator_function import attention_function
+from mhsa_compile.outputs import inside_of
 from mhsa_compile.patterns import BlockDiagonal
 from mhsa_compile.signatures import (
     IN_PLACE,
@@ -36,7 +38,7 @@ from mhsa_compile.signatures import (
     signature_of_examples,
     with_fixed_dims,
 )
-from mhsa_compile.spec import DOMAIN, IN_PLACE_KEY, SPEC_KEY
+from mhsa_compile.spec import DOMAIN, IN_PLACE_KEY, SPEC_KEY, AttentionSpec
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}
@@ -90,7 +92,7 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
     model = _run_exporter(module, signature)
     if mask is not None:
         _set_mask(model, mask)
-    _define_own_operator(model, bool_mask=module.spec.mask != "additive")
+    _define_own_operator(model, module.spec)
     said = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
     if module.spec.kv_cache:
         said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
@@ -137,12 +139,13 @@ def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signatu
     return pattern.array(L, S)
 
 
-def _define_own_operator(model: onnx.ModelProto, *, bool_mask: bool) -> None:
+def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
     """Gives the operator of our domain, if the graph has it, its definition in standard ones."""
     for node in model.graph.node:
         if node.domain == DOMAIN:
+            operator_inside.put_in_place(node, inside_of(spec.outputs))
             standard = next(entry.version for entry in model.opset_import if entry.domain == "")
-            model.functions.append(attention_function(node, standard, bool_mask=bool_mask))
+            model.functions.append(attention_function(node, standard, bool_mask=spec.mask != "additive"))
             if all(entry.domain != DOMAIN for entry in model.opset_import):
                 model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
 

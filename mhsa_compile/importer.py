@@ -183,10 +183,15 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return str(size.name) if isinstance(size, tvm.ir.Var) else f"dim_{next(self._fresh)}"
 
     def call(self, op: Op, inputs: list[Any], shape: list[Any]) -> Any:
+        return self.call_for_several(op, inputs, [relax.TensorType(shape, op.dtype)])[0]
+
+    def call_for_several(self, op: Op, inputs: list[Any], types: list[Any]) -> list[Any]:
+        """An operation with several results, of types of their own."""
         name = f"op_{len(self.result.ops)}"
         self.result.ops[name] = op
         inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
-        return self.bb.emit(relax.op.call_dps_packed(name, inputs, relax.TensorType(shape, op.dtype)))
+        made = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
+        return [made] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(made, i)) for i in range(len(types))]
 
 
 def _counted(inputs: list[Any]) -> Any:

@@ -93,11 +93,11 @@ def new_cache(manifest: Manifest, batch: int | None, capacity: int | None) -> KV
 
 
 def cached_spec(manifest: Manifest) -> Mapping[str, Any]:
-    """The spec of an artifact that takes a cache. Raises InputError."""
+    """The spec of an artifact that takes a cache, but for what it returns: no cache minds. Raises InputError."""
     if manifest.spec is None or not manifest.spec.get("kv_cache"):
         expected, hint = "an artifact of a spec with kv_cache", "Set kv_cache=True in the spec, and compile again."
         raise InputError("cache", expected, "one without", hint)
-    return manifest.spec
+    return {name: value for name, value in manifest.spec.items() if name != "outputs"}
 
 
 def check_call(manifest: Manifest, cache: object, x: Any) -> KVCache:

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from mhsa_compile import operators
 from mhsa_compile.core import attention, rotated, to_numpy, written
 from mhsa_compile.errors import InputError, SpecError
+from mhsa_compile.outputs import array_names
 from mhsa_compile.positions import Rope, alibi_slopes
 from mhsa_compile.spec import AttentionSpec
 
 _Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
-_Result = tuple[Tensor, tuple[Tensor, Tensor] | None]  # y, and the caches as they are now
+_Arrays = dict[str, Tensor]  # by the names of `outputs.array_names`
+_Result = tuple[Tensor, _Arrays, tuple[Tensor, Tensor] | None]  # y, what else is wanted, and the caches as they are now
 
 
 class _Attention(nn.Module):
@@ -78,19 +80,22 @@ class MultiHeadAttention(_Attention):
         past_key: Tensor | None = None,
         past_value: Tensor | None = None,
         length: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """`context` goes with cross-attention, `mask` with `spec.mask`. Raises InputError.
 
+        With more `spec.outputs` than "y" a tuple of their arrays, in that order.
+
         With `spec.kv_cache`: past_key (B, G, C, E) and past_value (B, G, C, F), whose first `length` positions, int64
-        (B,), are valid -> y, present_key, present_value, which hold the keys and values of x behind them.
+        (B,), are valid -> y (and other outputs), present_key, present_value, which hold the keys and values of x
+        behind them.
         """
         source = _source(self.spec, x, context)
         q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
         cache = _checked_cache(self.spec, x, past_key, past_value, length)
         exporting = torch.onnx.is_in_onnx_export()
-        y, present = self._in_operators(x, q, k, v, mask, cache) if exporting else self._eagerly(q, k, v, mask, cache)
-        y = self.out_proj(y)
-        return y if present is None else (y, *present)
+        made = self._in_operators(x, q, k, v, mask, cache) if exporting else self._eagerly(q, k, v, mask, cache)
+        y, arrays, present = made
+        return _results(self.spec, {**arrays, "y": self.out_proj(y)}, present)
 
     def _eagerly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
         spec = self.spec
@@ -110,8 +115,8 @@ class MultiHeadAttention(_Attention):
             past_key, past_value, length = cache
             k, v = written(past_key, k, length), written(past_value, v, length)
             lengths = length + L
-        y = attention(spec, q, k, v, mask, lengths=lengths, **self._extra).transpose(1, 2).flatten(2)
-        return y, None if cache is None else (k, v)
+        y, arrays = attention(spec, q, k, v, mask, lengths=lengths, **self._extra)
+        return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, None if cache is None else (k, v)
 
     def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
         """The same as ONNX operators; `x` is what the sizes are read from."""
@@ -123,30 +128,38 @@ class MultiHeadAttention(_Attention):
             q = operators.rotary_node(spec.rope, q, spec.num_heads, *tables, positions)
             k = operators.rotary_node(spec.rope, k, spec.num_kv_heads, *tables, positions)
         if cache is None:
-            return operators.attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross, **self._extra), None
+            y, arrays = operators.attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross, **self._extra)
+            if "heads" in spec.outputs:
+                arrays["heads"] = operators.split_heads(y, spec.num_heads)
+            return y, arrays, None
         past_key, past_value, first = cache
         k = operators.scatter_node(past_key, operators.split_heads(k, spec.num_kv_heads), first)
         v = operators.scatter_node(past_value, operators.split_heads(v, spec.num_kv_heads), first)
         q = operators.split_heads(q, spec.num_heads)
-        y = operators.attention_node(spec, q, k, v, lengths=lengths, **self._extra)
-        return operators.joined_heads(y), (k, v)
+        y, arrays = operators.attention_node(spec, q, k, v, lengths=lengths, **self._extra)
+        return operators.joined_heads(y), {**arrays, "heads": y}, (k, v)
 
 
 class ScaledDotProductAttention(_Attention):
     """The core alone, without projections: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> y (B, H, L, F).
 
     L and S are free here, also for a spec without kv_embed_dim: its `causal=True` was resolved to "top_left". Raises
-    SpecError for `rope` and `kv_cache`, which belong to the block.
+    SpecError for `rope` and `kv_cache`, which belong to the block, and for the output "heads", which is y.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
         for name in ("rope", "kv_cache"):
             if getattr(spec, name):
                 raise SpecError(name, "none in ScaledDotProductAttention", repr(getattr(spec, name)), "Use the block.")
+        if "heads" in spec.outputs:
+            got = ", ".join(spec.outputs)
+            raise SpecError(
+                "outputs", 'no "heads" in ScaledDotProductAttention', got, "Its y holds each head's result."
+            )
         super().__init__(spec)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` goes with `spec.mask`. Raises InputError."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """`mask` goes with `spec.mask`. A tuple, if `spec.outputs` has more than "y". Raises InputError."""
         spec = self.spec
         widths = {
             "q": (spec.num_heads, spec.head_dim),
@@ -157,8 +170,18 @@ class ScaledDotProductAttention(_Attention):
             if value.ndim != 4 or (value.shape[1], value.shape[3]) != (heads, width):
                 raise InputError(name, f"shape (B, {heads}, length, {width})", str(tuple(value.shape)))
         if torch.onnx.is_in_onnx_export():
-            return operators.attention_node(spec, q, k, v, mask, free_lengths=True, **self._extra)
-        return attention(spec, q, k, v, mask, **self._extra)
+            y, arrays = operators.attention_node(spec, q, k, v, mask, free_lengths=True, **self._extra)
+        else:
+            y, arrays = attention(spec, q, k, v, mask, **self._extra)
+        return _results(spec, {**arrays, "y": y}, None)
+
+
+def _results(
+    spec: AttentionSpec, arrays: _Arrays, present: tuple[Tensor, Tensor] | None
+) -> Tensor | tuple[Tensor, ...]:
+    """What `spec.outputs` asks for, then the caches; a single one by itself."""
+    results = (*(arrays[name] for name in array_names(spec.outputs)), *(present or ()))
+    return results[0] if len(results) == 1 else results
 
 
 def weights(module: nn.Module) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx
 from onnx import FunctionProto, NodeProto, parser
 
+from mhsa_compile import operator_inside
 from mhsa_compile.spec import DOMAIN
 
 _INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
@@ -16,18 +17,24 @@ _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just befor
 
 
 def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> FunctionProto:
-    """The definition of mhsa.Attention for the inputs that `node` brings, with the output Y.
+    """The definition of mhsa.Attention for the inputs that `node` brings and the outputs that it has.
 
-    opset       the standard's, at least 24 for sinks
+    opset       the standard's, at least 24 for sinks and for more outputs than Y
     bool_mask   whether attn_mask, where there is one, is boolean
     """
     given = {name for name, value in zip(_INPUTS, node.input, strict=False) if value}
     rows = any(attribute.name == "q_num_heads" for attribute in node.attribute)
     lines = _slopes_in_mask(given, 1 if rows else 2, bool_mask) if "slopes" in given else []
-    lines.append("plain, present_key, present_value, scores = Attention (Q, K, V)" if "sinks" in given else _PLAIN)
+    wanted = operator_inside.wanted_of(node)
+    with_scores = "sinks" in given or wanted.names != ()
+    y = "plain" if "sinks" in given else "Y"
+    lines.append(f"{f'{y}, present_key, present_value, scores' if with_scores else y} = Attention (Q, K, V)")
     lines += _shared_with_sinks(rows) if "sinks" in given else []
+    lines += operator_inside.definition(wanted, sinks="sinks" in given) if wanted.names else []
+    outputs = ("Y", "present_key", "present_value", "scores", *operator_inside.NAMES)[: len(node.output)]
     head = (
-        f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]> Attention ({", ".join(_INPUTS[: len(node.input)])}) => (Y)'
+        f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]> '
+        f"Attention ({', '.join(_INPUTS[: len(node.input)])}) => ({', '.join(outputs)})"
     )
     function = parser.parse_function("\n".join((head, "{", *lines, "}")))
     (call,) = (inner for inner in function.node if inner.op_type == "Attention")
@@ -37,13 +44,12 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
         call.input.pop()
     for attribute in node.attribute:
         function.attribute.append(attribute.name)
+        if attribute.name in operator_inside.ATTRIBUTES:  # the definition is of their values
+            continue
         call.attribute.add(name=attribute.name, type=attribute.type, ref_attr_name=attribute.name)
-    if "sinks" in given:
+    if with_scores:
         call.attribute.append(onnx.helper.make_attribute("qk_matmul_output_mode", _BIASED_SCORES))
     return function
-
-
-_PLAIN = "Y = Attention (Q, K, V)"
 
 
 def _slopes_in_mask(given: set[str], axis: int, bool_mask: bool) -> list[str]:

@@ -1,7 +1,8 @@
 """ONNX operators as an exported graph holds them, written by name instead of being traced.
 
-What ONNX Attention has no word for (sinks, ALiBi) is one operator of the domain "mhsa", also named Attention: inputs 0
-to 6, attributes and outputs as the standard's, input 7 the sinks (H,), input 8 the slopes (H,).
+What ONNX Attention has no word for (sinks, ALiBi, what the softmax is like) is one operator of the domain "mhsa", also
+named Attention: inputs 0 to 6, attributes and outputs 0 to 3 as the standard's, input 7 the sinks (H,), input 8 the
+slopes (H,); `operator_inside` says the other outputs.
 `operator_function.attention_function` defines it for everybody else.
 
 Notation: B batch, L query length, S key length, C capacity of a cache, H heads, G key/value heads, E head dim.
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.onnx.ops import symbolic
+from torch.onnx.ops import symbolic, symbolic_multi_out
 
+from mhsa_compile import operator_inside
 from mhsa_compile.core import checked_mask
+from mhsa_compile.outputs import Inside, inside_of
 from mhsa_compile.positions import Rope
 from mhsa_compile.spec import DOMAIN, AttentionSpec
 
@@ -24,7 +27,9 @@ def attention_opset(spec: AttentionSpec, *, free_lengths: bool) -> int:
     """The first opset that has the words for `spec`."""
     if spec.window is not None:
         return 25
-    return 24 if spec.kv_cache or spec.sinks or (free_lengths and spec.causal == "bottom_right") else 23
+    if spec.kv_cache or spec.sinks or inside_of(spec.outputs).names:
+        return 24
+    return 24 if free_lengths and spec.causal == "bottom_right" else 23
 
 
 def attention_node(
@@ -38,8 +43,9 @@ def attention_node(
     slopes: Tensor | None = None,
     lengths: Tensor | None = None,
     free_lengths: bool = False,
-) -> Tensor:
-    """Attention in the 3-D form (heads side by side) or the 4-D one, by the rank of q.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Attention in the 3-D form (heads side by side) or the 4-D one, by the rank of q; and what `spec.outputs` wants of
+    its softmax.
 
     lengths        the operator's nonpad_kv_seqlen, int64 (B,)
     free_lengths   whether S may differ from L
@@ -61,11 +67,38 @@ def attention_node(
     inputs = [q, k, v, checked_mask(spec, mask), None, None, lengths, sinks, slopes]
     while inputs[-1] is None and len(inputs) > 4:
         inputs.pop()
-    own = sinks is not None or slopes is not None
+    wanted = inside_of(spec.outputs)
+    own = sinks is not None or slopes is not None or wanted.names != ()
     name = f"{DOMAIN}::Attention" if own else "Attention"
     version = 1 if own else attention_opset(spec, free_lengths=free_lengths)
     shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
-    return symbolic(name, inputs, attributes, dtype=q.dtype, shape=shape, version=version)
+    if not wanted.names:
+        return symbolic(name, inputs, attributes, dtype=q.dtype, shape=shape, version=version), {}
+    attributes |= operator_inside.attributes_of(wanted)
+    extra = _inside_shapes(spec, wanted, B=q.shape[0], L=q.shape[-2], S=k.shape[-2])
+    dtypes = [q.dtype if name == "weights" else _INSIDE_DTYPES.get(name, torch.float32) for name in extra]
+    # They come side by side, without places for outputs that are not there: `operator_inside.put_in_place`.
+    y, *found = symbolic_multi_out(
+        name, inputs, attributes, dtypes=[q.dtype, *dtypes], shapes=[shape, *extra.values()], version=version
+    )
+    return y, dict(zip(extra, found, strict=True))
+
+
+_INSIDE_DTYPES = {"top_k_keys": torch.int64}
+
+
+def _inside_shapes(spec: AttentionSpec, wanted: Inside, *, B: int, L: int, S: int) -> dict[str, tuple[int, ...]]:
+    rows = (B, spec.num_heads, L)
+    heads, queries = (count if chosen is None else len(chosen)
+                      for count, chosen in ((spec.num_heads, wanted.heads), (L, wanted.rows)))  # fmt: skip
+    shapes = {
+        "lse": rows,
+        "entropy": rows,
+        "top_k_weights": (*rows, wanted.top_k),
+        "top_k_keys": (*rows, wanted.top_k),
+        "weights": (B, heads, queries, S),
+    }
+    return {name: shapes[name] for name in wanted.names}
 
 
 def rotary_node(rope: Rope, rows: Tensor, heads: int, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:

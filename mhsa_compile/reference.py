@@ -19,7 +19,9 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor
 
-from mhsa_compile.core import attend, to_numpy, to_torch
+from mhsa_compile import operator_inside, reference_inside
+from mhsa_compile.core import attend, look_inside, to_numpy, to_torch
+from mhsa_compile.outputs import Inside
 from mhsa_compile.spec import DOMAIN
 
 Array = np.ndarray
@@ -31,7 +33,8 @@ FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFL
 def oracle(model: onnx.ModelProto, inputs: Arrays) -> list[Array]:
     """The graph's outputs in float64; weights and floating inputs are promoted first, integers stay."""
     wide = {name: array if array.dtype.kind in "biu" else array.astype(np.float64) for name, array in inputs.items()}
-    evaluator = ReferenceEvaluator(promoted(model), new_ops=[_GatherElements, *_attention_operators(_attend_exactly)])
+    operators = [_GatherElements, *_attention_operators(_attend_exactly, _look_exactly)]
+    evaluator = ReferenceEvaluator(promoted(model), new_ops=operators)
     with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
         return [np.asarray(output) for output in evaluator.run(None, wide)]
 
@@ -43,7 +46,7 @@ def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False)
     """
     operators = [
         _GatherElements,
-        *_attention_operators(_attend_in_torch),
+        *_attention_operators(_attend_in_torch, _look_in_torch),
         _Int8MatMul if int8_weights else _MatMul,
         _Gemm,
     ]
@@ -80,10 +83,11 @@ def _promote_tensor(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
 
 
-def _attention_operators(attend: Callable[..., Array]) -> list[type]:
-    """ONNX Attention (23 to 25) and the one of our domain, which has two more inputs, for the reference evaluator.
+def _attention_operators(attend: Callable[..., Array], look_inside: Callable[..., dict[str, Array]]) -> list[type]:
+    """ONNX Attention (23 to 25) and the one of our domain, which has more inputs and outputs, for the evaluator.
 
-    Around `attend(q, k, v, visible, bias, scale, softcap, sinks)`.
+    Around `attend(q, k, v, visible, bias, scale, softcap, sinks)` and `look_inside(q, k, visible, ..., wanted)`. Here
+    our operator has an input 9, int64 (B, H, L, n), and an output 9: the weights of these keys, 0 for the key -1.
     """
 
     class Attention(OpRun):  # type: ignore[misc]  # the evaluator goes by this name
@@ -98,6 +102,7 @@ def _attention_operators(attend: Callable[..., Array]) -> list[type]:
             lengths: Array | None = None,
             sinks: Array | None = None,
             slopes: Array | None = None,
+            probe: Array | None = None,
             **attributes: Any,
         ) -> tuple[Array, ...]:
             merged = q.ndim == 3
@@ -114,22 +119,40 @@ def _attention_operators(attend: Callable[..., Array]) -> list[type]:
             stated = attributes.get("scale")
             scale = q.shape[3] ** -0.5 if stated is None else stated
             softcap = attributes.get("softcap") or 0.0
-            parts = []
-            for rows in _blocks(q.shape[2]):
-                visible, bias = _seen(rows, k.shape[2], offset, lengths, mask, attributes)
-                bias = bias if slopes is None else _with_slopes(bias, rows, k.shape[2], offset, slopes)
+            L, S = q.shape[2], k.shape[2]
+
+            def seen(rows: slice) -> tuple[Array, Array | None]:
+                visible, bias = _seen(rows, S, offset, lengths, mask, attributes)
+                return visible, bias if slopes is None else _with_slopes(bias, rows, S, offset, slopes)
+
+            def seen_keys(rows: slice) -> tuple[slice, tuple[Any, ...]]:
+                """(the keys between the first and the last that these queries see, and what makes their weights)."""
+                visible, bias = seen(rows)
                 keys = _between_first_and_last(visible)
-                visible, bias = visible[..., keys], None if bias is None else _take(bias, 3, keys)
-                parts.append(attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], visible, bias, scale, softcap, sinks))
+                return keys, (visible[..., keys], None if bias is None else _take(bias, 3, keys), scale, softcap, sinks)
+
+            def look(rows: slice, wanted: Inside) -> tuple[dict[str, Array], int]:
+                keys, made = seen_keys(rows)
+                return look_inside(q[:, :, rows], k[:, :, keys], *made, wanted), keys.start
+
+            parts = []
+            for rows in _blocks(L):
+                keys, made = seen_keys(rows)
+                parts.append(attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], *made))
             y = np.concatenate(parts, axis=2)
             y = y.swapaxes(1, 2).reshape(*q.shape[0:3:2], -1) if merged else y
-            if len(self.onnx_node.output) < 4:
+            names = self.onnx_node.output
+            if len(names) < 4:
                 return y, k, v
-            visible, bias = _seen(slice(0, q.shape[2]), k.shape[2], offset, lengths, mask, attributes)
-            if slopes is not None:
-                bias = _with_slopes(bias, slice(0, q.shape[2]), k.shape[2], offset, slopes)
-            stages = _stages(q, k, visible, bias, scale, softcap, sinks)
-            return y, k, v, stages[attributes["qk_matmul_output_mode"]]
+            nothing = np.zeros(0)
+            stage = nothing
+            if names[3]:
+                stage = _stages(q, k, *seen(slice(0, L)), scale, softcap, sinks)[attributes["qk_matmul_output_mode"]]
+            inside = reference_inside.collected(look, list(_blocks(L)), L, S, operator_inside.wanted_of(self.onnx_node))
+            if probe is not None:
+                inside["probe"] = reference_inside.probed(look, list(_blocks(L)), S, probe)
+            outputs = (y, k, v, stage, *(inside.get(name, nothing) for name in (*operator_inside.NAMES, "probe")))
+            return outputs[: len(names)]
 
     return [Attention, type("Attention", (Attention,), {"op_domain": DOMAIN})]
 
@@ -269,6 +292,19 @@ def _attend_in_torch(
 ) -> Array:
     added, extra = (None if array is None else to_torch(array) for array in (bias, sinks))
     return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), to_torch(visible), added, scale, softcap, extra))
+
+
+def _look_exactly(q: Array, k: Array, *made: Any) -> dict[str, Array]:
+    visible, bias, scale, softcap, sinks, wanted = made
+    return reference_inside.of_rows(_stages(q, k, visible, bias, scale, softcap, sinks)[2], sinks, wanted)
+
+
+def _look_in_torch(q: Array, k: Array, *made: Any) -> dict[str, Array]:
+    visible, bias, scale, softcap, sinks, wanted = made
+    arrays = (None if array is None else to_torch(array) for array in (visible, bias, sinks))
+    visible, bias, sinks = arrays
+    found = look_inside(to_torch(q), to_torch(k), visible, bias, scale, softcap, sinks, wanted)
+    return {name: to_numpy(tensor) for name, tensor in found.items()}
 
 
 class _MatMul(OpRun):  # type: ignore[misc]

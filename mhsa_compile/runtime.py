@@ -20,6 +20,7 @@ from mhsa_compile import host, kv_cache, tvm_runtime
 from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu
 from mhsa_compile.errors import InputError
 from mhsa_compile.kv_cache import KVCache
+from mhsa_compile.outputs import together
 from mhsa_compile.positions import TABLES
 from mhsa_compile.tensors import Argument, Signature, Sizes
 
@@ -69,7 +70,7 @@ class CompiledAttention:
         self._packed = thread.bind(weights)
 
     def __call__(self, *inputs: Any, cache: Any = None, **by_name: Any) -> Any:
-        """The output, or a tuple of them: torch tensors if any input is one, else NumPy arrays.
+        """The output, or a named tuple of them: torch tensors if any input is one, else NumPy arrays.
 
         Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
         and have axes of 1. What the manifest has as `in_place` is written into, and is itself the output. Raises
@@ -101,8 +102,8 @@ class CompiledAttention:
         outputs = self(*inputs, past_key=cache.key, past_value=cache.value, length=cache.length, **by_name)
         cache.advance(x.shape[1])
         named = zip(self.outputs, outputs, strict=True)
-        kept = tuple(value for info, value in named if info.name not in self.manifest.in_place)
-        return kept[0] if len(kept) == 1 else kept
+        kept = {info.name: value for info, value in named if info.name not in self.manifest.in_place}
+        return next(iter(kept.values())) if len(kept) == 1 else together(kept)(kept.values())
 
     def new_cache(self, batch: int | None = None, capacity: int | None = None) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` positions; what was fixed at compile time is known.

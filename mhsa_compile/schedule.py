@@ -29,6 +29,8 @@ from mhsa_compile.kernels.base import (
     RotaryOp,
     ScatterOp,
     ScoresOp,
+    StatisticsOp,
+    WeightsOp,
 )
 from mhsa_compile.plain_attention import emit as emit_plain
 from mhsa_compile.profile import TargetProfile
@@ -37,9 +39,11 @@ MAIN, BIND = "main", "bind_weights"
 _KINDS = {
     LinearOp: "linear",
     AttentionOp: "attention",
+    ScoresOp: "scores",
+    StatisticsOp: "statistics",
+    WeightsOp: "weights",
     RotaryOp: "rope",
     ScatterOp: "scatter",
-    ScoresOp: "scores",
     PresentOp: "present",
 }
 
@@ -119,6 +123,12 @@ def _describe(op: Op) -> str:
         return f"axis {op.axis} of {list(op.cache)}, {mode}, {'in place' if op.in_place else 'into a copy'}"
     if isinstance(op, PresentOp):
         return f"{op.num_heads} heads of {op.head_dim}" + ("" if op.past is None else ", behind the past")
+    if isinstance(op, StatisticsOp):
+        stated = {"lse": op.lse, "entropy": op.entropy, f"top_k {op.top_k}": op.top_k > 0}
+        return ", ".join(word for word, present in stated.items() if present)
+    if isinstance(op, WeightsOp):
+        chosen = {"head": op.heads, "row": op.rows}
+        return ", ".join(f"{axis}s {list(n)}" if n is not None else f"every {axis}" for axis, n in chosen.items())
     if isinstance(op, ScoresOp):
         return f"qk_matmul_output_mode {op.stage}"
     grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
@@ -216,7 +226,8 @@ def _rewrite_main(
             op = choices[name].op
             if isinstance(op, ScatterOp) and op.in_place:
                 return relax.op.call_tir_inplace(run[name], inputs, 0, call.ty_args[0])
-            return relax.call_tir(run[name], inputs, call.ty_args[0])
+            made = call.ty_args[0]
+            return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
 
     body = Rewrite(rest).visit_expr(main.body)
     inputs = [p for p in main.params if p.name not in imported.weights]

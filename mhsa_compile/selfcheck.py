@@ -84,28 +84,24 @@ def _padded_batch(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
 def _poisoned_padding(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
     """NaN and infinity in keys that are hidden (by a mask, lengths, causality or a window) change no other output.
 
-    Which outputs see them the oracle says: those where it is not finite.
+    Which outputs see them the oracle says: those where it is not finite, for NaN (an infinite key may have a score of
+    -inf, which no sum shows).
     """
     if why := subject.why_no_keys:
         return SelfCheck(name, note=why)
     base, spans = subject.padded("around" if subject.mask else "after")
     with np.errstate(invalid="ignore", over="ignore"):  # NumPy says so of every NaN that is on its way
-        variants = [_poisoned(subject, pairs, base, spans, poison) for poison in (np.nan, np.inf)]
-        return pairs.compare(name, base, variants)
+        spoiled = [subject.poisoned(base, spans, poison) for poison in (np.nan, np.inf)]
+        finite = [np.isfinite(one) & np.isfinite(other) for one, other in zip(*map(pairs.truth, spoiled), strict=True)]
+        if not any(map(np.any, finite)):
+            raise Meaningless("every output sees every key")
+        clean = {info.name: array for info, array in zip(pairs.manifest.outputs, finite, strict=True)}
 
+        def untouched(array: Array, info: TensorInfo) -> Array:
+            part: Array = array[clean[info.name]]
+            return part
 
-def _poisoned(subject: Subject, pairs: Pairs, base: Arrays, spans: list[slice], poison: float) -> Variant:
-    spoiled = subject.poisoned(base, spans, poison)
-    truth = zip(pairs.manifest.outputs, pairs.truth(spoiled), strict=True)
-    clean = {info.name: np.isfinite(array) for info, array in truth}
-    if not any(map(np.any, clean.values())):
-        raise Meaningless("every output sees every key")
-
-    def untouched(array: Array, info: TensorInfo) -> Array:
-        part: Array = array[clean[info.name]]
-        return part
-
-    return Variant(spoiled, untouched, untouched)
+        return pairs.compare(name, base, [Variant(inputs, untouched, untouched) for inputs in spoiled])
 
 
 def _unseen_sizes(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mhsa_compile.errors import InputError
 from mhsa_compile.export_check import Shape
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
+from mhsa_compile.outputs import array_names
 from mhsa_compile.spec import AttentionSpec
 
 Signature = dict[str, tuple[Shape, torch.dtype]]
@@ -65,7 +66,7 @@ def output_names(module: nn.Module) -> list[str] | None:
     """The outputs of a module of this library; None leaves those of any other to the exporter."""
     if not isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
         return None
-    return ["y", *(IN_PLACE.values() if module.spec.kv_cache else ())]
+    return [*array_names(module.spec.outputs), *(IN_PLACE.values() if module.spec.kv_cache else ())]
 
 
 def signature_of_examples(

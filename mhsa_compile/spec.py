@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mhsa_compile.errors import SpecError
+from mhsa_compile.outputs import checked_outputs
 from mhsa_compile.patterns import Pattern, pattern
 from mhsa_compile.positions import Rope, checked_rope
 from mhsa_compile.spec_checks import (
@@ -66,6 +67,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                             parameter `sinks` (H,)
     kv_cache                whether keys and values go into a cache of a fixed capacity, and queries see those of all
                             calls before: query i of a call stands behind the cache's length. Needs causality
+    outputs                 what a call returns, in this order: "y", and, as `mhsa_compile.outputs` says, "lse",
+                            "entropy", "top_k:5", "weights", "weights:heads=0,3,rows=0,-1", "heads". Only "weights"
+                            takes L x S memory
 
     Raises SpecError.
     """
@@ -88,6 +92,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     alibi: bool = False
     sinks: bool = False
     kv_cache: bool = False
+    outputs: tuple[str, ...] = ("y",)
 
     if TYPE_CHECKING:  # the fields are typed as resolved; this is what the constructor takes
 
@@ -112,6 +117,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             alibi: bool = False,
             sinks: bool = False,
             kv_cache: bool = False,
+            outputs: Sequence[str] = ("y",),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -125,6 +131,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         check_dtype(self.dtype)
         check_choice("mask", self.mask, MASKS)
         self._resolve_heads()
+        self._set("outputs", checked_outputs(self.outputs, self.num_heads))
         self._resolve_causal()
         self._set("window", checked_window(self.window))
         self._resolve_static_mask()

@@ -27,6 +27,7 @@ from mhsa_compile.memory import (
     is_torch,
     to_torch,
 )
+from mhsa_compile.outputs import together
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
 
@@ -179,6 +180,7 @@ class Signature:
                 first_seen.setdefault(str(dim), inputs[i].name)
         self._names = [info.name for info in inputs]
         self._outputs = outputs
+        self._together = together(info.name for info in outputs)
         pairs = {} if in_place is None else in_place
         self.in_place = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
         written = set(self.in_place.values())
@@ -224,9 +226,9 @@ class Signature:
         if len(importers) == 1:
             return importers[0](returned) if not self.in_place else values[self.in_place[0]]
         if not self.in_place:
-            return tuple(import_(one) for import_, one in zip(importers, returned, strict=True))
+            return self._together(import_(one) for import_, one in zip(importers, returned, strict=True))
         own = {i: values[j] for i, j in self.in_place.items()}
-        return tuple(own[i] if i in own else importers[i](one) for i, one in enumerate(returned))
+        return self._together(own[i] if i in own else importers[i](one) for i, one in enumerate(returned))
 
     def refused(self, words: str, arrays: Sequence[Any], sizes: Sizes) -> InputError:
         """The error for what compiled code found wrong with a value; see `errors.CALL_REFUSED`."""
@@ -248,7 +250,7 @@ class Signature:
             np.empty(shape, info.dtype) if torch is None else torch.empty(shape, dtype=getattr(torch, info.dtype))
             for shape, info in zip(shapes, self._outputs, strict=True)
         ]
-        return results[0] if len(results) == 1 else tuple(results)
+        return results[0] if len(results) == 1 else self._together(results)
 
     def _arrange(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> list[Any]:
         names = ", ".join(self._names)

@@ -20,11 +20,12 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 # A room imports only from rooms before it.
 LIGHT = [
-    *("errors", "spec_checks", "patterns", "positions", "spec", "workloads", "masks", "host", "installation", "data"),
-    *("profile", "dims", "artifact", "tvm_runtime", "memory", "tensors", "kv_cache", "runtime"),
+    *("errors", "spec_checks", "patterns", "positions", "outputs", "spec", "workloads", "masks", "host"),
+    *("installation", "data", "profile", "dims", "artifact", "tvm_runtime", "memory", "tensors", "kv_cache", "runtime"),
 ]
 COMPILE_SIDE = [
-    *("core", "operators", "model", "conversion", "reference", "parity", "subject", "pairs", "selfcheck", "verify"),
+    *("inside", "core", "operator_inside", "operators", "model", "conversion", "reference_inside", "reference"),
+    *("softmax_parity", "parity", "subject", "pairs", "selfcheck", "verify"),
     *("export_check", "hugging_face", "signatures", "operator_function", "export", "sources", "kernels"),
     *("onnx_graph", "canonical"),
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),

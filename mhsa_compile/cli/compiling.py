@@ -44,6 +44,12 @@ RopeText = Annotated[
 Alibi = Annotated[bool | None, _field("--alibi", "A bias that falls with the distance, a slope for each head.")]
 Sinks = Annotated[bool | None, _field("--sinks", "One more learned score for each head, of no value.")]
 KvCache = Annotated[bool | None, _field("--kv-cache", "Keys and values go into a cache; needs --causal true.")]
+Outputs = Annotated[
+    str | None,
+    _field(
+        "--outputs", "What a call returns, such as y,lse,entropy,top_k:5,weights:heads=0,3,rows=0,-1; y if not given."
+    ),
+]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, _field("--dtype", "Of activations and weights.")]
 
 
@@ -80,12 +86,14 @@ def compile_source(
     alibi: Alibi = None,
     sinks: Sinks = None,
     kv_cache: KvCache = None,
+    outputs: Outputs = None,
     dtype: Dtype = None,
 ) -> None:
     """Compile SOURCE, or a spec given by flags with random weights, for a target.
 
     --batch, --length, --kv-length and --capacity fix those dims; they stay symbolic otherwise.
     """
+    from mhsa_compile.outputs import split_words
     from mhsa_compile.patterns import parse_pattern
     from mhsa_compile.positions import parse_rope
 
@@ -94,7 +102,7 @@ def compile_source(
         kv_embed_dim=kv_embed_dim, bias=bias, causal=True if causal == "true" else causal,
         window=window and _pair(window), static_mask=static_mask and parse_pattern(static_mask), mask=mask,
         scale=scale, softcap=softcap, rope=rope and parse_rope(rope), alibi=alibi, sinks=sinks, kv_cache=kv_cache,
-        dtype=dtype,
+        outputs=outputs and split_words(outputs), dtype=dtype,
     )  # fmt: skip
     dims = options.stated_dims(batch, length, kv_length, capacity)
     from mhsa_compile.artifact import check_place

@@ -9,7 +9,18 @@ from mhsa_compile.kernels.cpu.linear import LinearKernel
 from mhsa_compile.kernels.cpu.present import PresentKernel
 from mhsa_compile.kernels.cpu.rope import RotaryKernel
 from mhsa_compile.kernels.cpu.scatter import ScatterKernel
+from mhsa_compile.kernels.cpu.statistics import StatisticsKernel
+from mhsa_compile.kernels.cpu.weights import WeightsKernel
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {
-    "cpu": (LinearKernel(), DecodeKernel(), AttentionKernel(), RotaryKernel(), ScatterKernel(), PresentKernel())
+    "cpu": (
+        LinearKernel(),
+        DecodeKernel(),
+        AttentionKernel(),
+        StatisticsKernel(),
+        WeightsKernel(),
+        RotaryKernel(),
+        ScatterKernel(),
+        PresentKernel(),
+    )
 }

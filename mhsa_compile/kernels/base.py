@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -256,7 +256,40 @@ class PresentOp:
     dtype: DType = "float32"
 
 
-Op = LinearOp | AttentionOp | ScoresOp | PresentOp | RotaryOp | ScatterOp
+@dataclass(frozen=True)
+class StatisticsOp:
+    """What each row of the softmax of `attention` is like, from the same inputs (V's are not read). In this order:
+
+    lse      (B, H, L) float32: ln of the sum of exp of what the row sees: scores after scale, softcap, masks and
+             slopes, and its sink; -inf where that is nothing
+    entropy  (B, H, L) float32: - sum of w ln w over the weights w, and the sink's share; 0 where nothing is seen
+    top_k    (B, H, L, k) float32 and int64: the k largest weights and the keys they belong to, of equal scores the
+             first key first; 0 and -1 beyond the keys that are seen
+    """
+
+    attention: AttentionOp
+    lse: bool = False
+    entropy: bool = False
+    top_k: int = 0
+    dtype: ClassVar[DType] = "float32"
+
+
+@dataclass(frozen=True)
+class WeightsOp:
+    """Rows of the softmax of `attention` themselves, (B, heads, rows, S) of its dtype, from the same inputs (V's are
+    not read): of the chosen `heads` and query `rows`, None is all. A row may count from the end, -1 is the last; one
+    that is not there is zeros, as is one that sees nothing."""
+
+    attention: AttentionOp
+    heads: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> DType:
+        return self.attention.dtype
+
+
+Op = LinearOp | AttentionOp | ScoresOp | StatisticsOp | WeightsOp | PresentOp | RotaryOp | ScatterOp
 
 
 @dataclass(frozen=True)

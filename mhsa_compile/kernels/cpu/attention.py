@@ -70,13 +70,17 @@ class AttentionKernel:
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, AttentionOp)
-        planned = None
-        if op.static_mask is not None:
-            tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
-            held, left = _divided(op)
-            planned = plan(op.static_mask, held, lanes=profile.vector_lanes("float32"), **tile)
-            op = replace(op, band=left)
+        op, planned = planned_apart(op, profile, config)
         return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
+
+
+def planned_apart(op: AttentionOp, profile: TargetProfile, config: Config) -> tuple[AttentionOp, Plan | None]:
+    """(What is left to the kernel, the plan of a static mask and of as much of the band as it holds.)"""
+    if op.static_mask is None:
+        return op, None
+    tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
+    held, left = _divided(op)
+    return replace(op, band=left), plan(op.static_mask, held, lanes=profile.vector_lanes("float32"), **tile)
 
 
 def _divided(op: AttentionOp) -> tuple[Band | None, Band | None]:
@@ -100,7 +104,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
             inputs = input_arguments(op, batch, q_length, kv_length)
             mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
             extras = extra_arguments(op, batch)
-            views = None if planned is None else _plan_arguments(planned)
+            views = None if planned is None else plan_arguments(planned)
             y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
             tiles = settle(ceil_div(q_length, queries))
             total = settle(batch * T.int64(op.num_heads) * tiles)
@@ -109,7 +113,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
                 def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
                     """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
                     b, h = _entry_and_head(op, settle(T.truncdiv(index, tiles)), batch)
-                    tile_index, runs = _tile_and_runs(op, settle(T.truncmod(index, tiles)), tiles, h, views)
+                    tile_index, runs = tile_and_runs(op, settle(T.truncmod(index, tiles)), tiles, h, views)
                     return b, h, settle(tile_index * queries), runs
 
                 b, h, first_query, runs = task(index)
@@ -147,7 +151,7 @@ def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Ex
     return settle(T.truncdiv(index, heads)), settle(T.truncmod(index, heads))
 
 
-def _plan_arguments(planned: Plan) -> list[Expr]:
+def plan_arguments(planned: Plan) -> list[Expr]:
     names = ("order", "index", "runs", "bits")
     return [
         argument(name, [T.int64(size) for size in array.shape], str(array.dtype))
@@ -155,7 +159,7 @@ def _plan_arguments(planned: Plan) -> list[Expr]:
     ]
 
 
-def _tile_and_runs(
+def tile_and_runs(
     op: AttentionOp, turn: Expr, tiles: Expr, h: Expr, views: list[Expr] | None
 ) -> tuple[Expr, Runs | None]:
     """The tile of query rows whose turn it is, and with a plan the runs of keys that it visits."""

@@ -1,0 +1,99 @@
+"""A call that looks into an attention: its arguments, which are the attention's own, and the scratch of one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import AttentionOp, Config
+from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
+from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, pairs_fit
+from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operands, Products
+from mhsa_compile.kernels.cpu.dot import Dot, available
+from mhsa_compile.kernels.cpu.operands import Extras, extra_arguments, head_view, input_arguments, mask_reader
+from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, settle
+from mhsa_compile.profile import TargetProfile
+
+
+def default_config(profile: TargetProfile) -> dict[str, int]:
+    """Two columns of queries: a last tile wastes little. Scores leave some registers to their exponentials."""
+    key_tile = 8 if profile.hardware.vector_registers >= 32 else 4
+    return {"queries": 2 * profile.vector_lanes("float32"), "key_tile": key_tile, "keys": 256}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, and the sizes they state."""
+
+    op: AttentionOp
+    profile: TargetProfile
+    config: Config
+    batch: Expr
+    q_length: Expr
+    kv_length: Expr
+    inputs: dict[int, Expr]
+    mask: Expr | None
+    extras: Extras
+    dot: Dot | None
+
+    def task(self, b: Expr, h: Expr, first_query: Expr, mask: MaskReader | None) -> tuple[Products, Visibility]:
+        """Allocates the scratch of one tile of query rows."""
+        op, config, lanes = self.op, self.config, self.profile.vector_lanes("float32")
+        g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+        query = head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, h)
+        operands = Operands(
+            op,
+            query=query,
+            key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
+            value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            first_query=first_query,
+            q_length=self.q_length,
+            kv_length=self.extras.keys(b, self.kv_length),
+            next_query=(query, first_query),
+            sink=self.extras.sink(h),
+            slope=self.extras.slope(h),
+        )
+        queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
+        products: Products
+        if self.dot is None:
+            products = Float32Products(operands, queries, keys, key_tile, lanes)
+        else:
+            products = PairedProducts(operands, queries, keys, key_tile, self.dot)
+        visibility = Visibility(
+            op,
+            queries=queries,
+            keys=keys,
+            first_query=first_query,
+            q_length=self.q_length,
+            kv_length=operands.kv_length,
+            mask=mask,
+        )
+        return products, visibility
+
+    def reader(self, b: Expr, h: Expr) -> MaskReader | None:
+        return None if self.mask is None else partial(mask_reader(self.mask, b), h)
+
+
+def call_arguments(op: AttentionOp, profile: TargetProfile, config: Config) -> tuple[Call, Dims]:
+    """The arguments that an attention and what looks into it have in common."""
+    dim = Dims()
+    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
+    inputs = input_arguments(op, batch, q_length, kv_length)
+    mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
+    dot, lanes = available(profile, op.dtype), profile.vector_lanes("float32")
+    fits = config["queries"] % lanes == 0 and pairs_fit(op, dot, lanes, config["key_tile"])
+    extras = extra_arguments(op, batch)
+    return Call(op, profile, config, batch, q_length, kv_length, inputs, mask, extras, dot if fits else None), dim
+
+
+def function(name: str, body: Callable[[], None]) -> Expr:
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name(name)
+            T.func_attr({"tirx.noalias": True})
+            body()
+    return builder.get()

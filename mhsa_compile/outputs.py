@@ -1,0 +1,135 @@
+"""What an attention returns: the words of `AttentionSpec.outputs`, and what each of them means.
+
+    word                             arrays                         contents
+    y                                y                              the result
+    heads                            heads          (B, H, L, F)    the result of each head, before the projection
+    lse                              lse            (B, H, L)       float32: ln of the softmax's denominator
+    entropy                          entropy        (B, H, L)       float32: of each row of weights, in nats
+    top_k:5                          top_k_weights  (B, H, L, 5)    float32: the largest weights, the largest first
+                                     top_k_keys     (B, H, L, 5)    int64: whose they are; of equals the first key first
+    weights                          weights        (B, H, L, S)    all of them, in the spec's dtype
+    weights:heads=0,3,rows=0,-1      weights        (B, 2, 2, S)    of these heads, of these queries; -1 is the last
+
+A query that sees no key has an lse of -inf, an entropy of 0 and weights of 0. Where fewer than k keys are seen, the
+rest of top_k has the weight 0 and the key -1. A query that a call does not have (`rows=5` of 3) has weights of 0.
+
+Notation: B batch, L query length, S key length, H heads, F value head dim.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mhsa_compile.errors import SpecError
+
+_KINDS = ("y", "heads", "lse", "entropy", "top_k", "weights")
+_EXAMPLES = '"y", "lse", "entropy", "top_k:5", "weights", "weights:heads=0,3,rows=0,-1", "heads"'
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What is wanted of a softmax's rows, beside the sum over the values. `heads` and `rows` are of `weights`: None
+    means all."""
+
+    lse: bool = False
+    entropy: bool = False
+    top_k: int = 0
+    weights: bool = False
+    heads: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arrays, in the order in which the operator and the kernels give them."""
+        wanted = {
+            "lse": self.lse,
+            "entropy": self.entropy,
+            "top_k_weights": self.top_k > 0,
+            "top_k_keys": self.top_k > 0,
+            "weights": self.weights,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def checked_outputs(words: object, num_heads: int) -> tuple[str, ...]:
+    """The words, each in its one spelling. Raises SpecError: none, an unknown one, the same kind twice, no y."""
+    given = words if isinstance(words, list | tuple) else ()
+    if not given or not all(isinstance(word, str) for word in given):
+        raise SpecError("outputs", f"some of {_EXAMPLES}", repr(words))
+    kinds = [word.partition(":")[0] for word in given]
+    for kind in kinds:
+        if kind not in _KINDS:
+            near = difflib.get_close_matches(kind, _KINDS, n=1)
+            raise SpecError("outputs", f"some of {_EXAMPLES}", repr(kind), f"Did you mean {near[0]!r}?" if near else "")
+        if kinds.count(kind) > 1:
+            raise SpecError("outputs", "each output once", f"{kind!r} {kinds.count(kind)} times")
+    if "y" not in kinds:
+        raise SpecError("outputs", '"y" and what else is wanted', ", ".join(given), 'Add "y".')
+    return tuple(_spelled(word, num_heads) for word in given)
+
+
+def _spelled(word: str, num_heads: int) -> str:
+    kind, colon, detail = word.partition(":")
+    if kind == "top_k":
+        if not re.fullmatch(r"[1-9]\d*", detail):
+            raise SpecError("outputs", "top_k with the number of keys, such as 'top_k:5'", repr(word))
+        return f"top_k:{int(detail)}"
+    if kind == "weights" and colon:
+        chosen = _chosen(word, detail)
+        for head in chosen.get("heads", ()):
+            if not 0 <= head < num_heads:
+                raise SpecError("outputs", f"heads from 0 to {num_heads - 1}", f"{head} in {word!r}")
+        return "weights:" + ",".join(f"{axis}={','.join(map(str, numbers))}" for axis, numbers in chosen.items())
+    if colon:
+        raise SpecError("outputs", f"{kind!r} alone", repr(word))
+    return kind
+
+
+def _chosen(word: str, detail: str) -> dict[str, tuple[int, ...]]:
+    """heads=0,3,rows=0,-1 -> {"heads": (0, 3), "rows": (0, -1)}: heads first, whichever came first."""
+    number = r"-?\d+"
+    found = re.findall(rf"(heads|rows)=({number}(?:,{number})*)", detail)
+    chosen = {axis: tuple(map(int, numbers.split(","))) for axis, numbers in found}
+    if len(chosen) != len(found) or ",".join(f"{axis}={numbers}" for axis, numbers in found) != detail:
+        raise SpecError("outputs", "weights of chosen heads or rows, such as 'weights:heads=0,3,rows=0,-1'", repr(word))
+    for axis, numbers in chosen.items():
+        if len(set(numbers)) < len(numbers):
+            raise SpecError("outputs", f"each of {axis} once", repr(word))
+    return {axis: chosen[axis] for axis in ("heads", "rows") if axis in chosen}
+
+
+def split_words(text: str) -> list[str]:
+    """A comma-separated list, as a command line has it: "y,top_k:5,weights:heads=0,3,rows=0,-1" is three words."""
+    return re.split(r",\s*(?=[a-z_]+(?:[,:]|$))", text)
+
+
+def inside_of(words: Sequence[str]) -> Inside:
+    """What the words ask of the softmax's rows. They are `checked_outputs`'."""
+    details = dict(word.partition(":")[::2] for word in words)
+    chosen = _chosen("weights", details["weights"]) if details.get("weights") else {}
+    return Inside(
+        lse="lse" in details,
+        entropy="entropy" in details,
+        top_k=int(details.get("top_k", 0)),
+        weights="weights" in details,
+        heads=chosen.get("heads"),
+        rows=chosen.get("rows"),
+    )
+
+
+def array_names(words: Sequence[str]) -> tuple[str, ...]:
+    """The arrays that a call returns, in order."""
+    kinds = (word.partition(":")[0] for word in words)
+    return tuple(name for kind in kinds for name in (("top_k_weights", "top_k_keys") if kind == "top_k" else (kind,)))
+
+
+def together(names: Iterable[str]) -> Callable[[Iterable[Any]], tuple[Any, ...]]:
+    """Makes a named tuple of what a call returns; a name that is no identifier is a place of it only."""
+    kind: Any = namedtuple("Outputs", list(names), rename=True)  # type: ignore[misc]  # the names are data
+    make: Callable[[Iterable[Any]], tuple[Any, ...]] = kind._make
+    return make
