@@ -52,7 +52,12 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     importer = _Importer(int8_weights)
     opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
     with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
-        module = importer.from_onnx(fused.graph, opset)
+        try:
+            module = importer.from_onnx(fused.graph, opset)
+        except ValueError as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError("model", "a graph that TVM's importer can read", str(error)) from error
     result = importer.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}

@@ -15,7 +15,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import mhsa_compile as mhsa
 from mhsa_compile.canonical import canonicalize
+from mhsa_compile.errors import ModelError
 from mhsa_compile.verify import budget, eager, max_error, oracle
 
 B, L, S, P, H, G, E = 2, 5, 7, 3, 6, 2, 32  # ONNX Runtime rotates heads of multiples of 16 only
@@ -180,3 +182,72 @@ def test_means_what_onnxruntime_computes(case: str) -> None:
     expected, yardstick = oracle(rewritten, file.feeds), eager(rewritten, file.feeds)
     for truth, other, allowed in zip(expected, theirs, yardstick, strict=True):
         assert max_error(truth, other) <= budget(truth, allowed, "float32")
+
+
+COMPILED = [
+    "attention, keys, causal",
+    "multi-head, past",
+    "grouped, softcap, scale",
+    "grouped, one step in a buffer of rows of different length",
+]
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiles(case: str) -> None:
+    file = CASES[case]()
+    artifact = mhsa.compile(file.model())
+    assert [block.fused for block in artifact.manifest.attention] == [True]
+    results = mhsa.load(artifact)(**file.feeds)
+    rewritten = onnx.load(artifact.path / "model.onnx")
+    expected, yardstick = oracle(rewritten, file.feeds), eager(rewritten, file.feeds)
+    for truth, y, allowed in zip(
+        expected, results if isinstance(results, tuple) else [results], yardstick, strict=True
+    ):
+        assert max_error(truth, y) <= budget(truth, allowed, "float32")
+
+
+@pytest.mark.parametrize("packed", ["queries, keys and values", "keys and values"])
+def test_packed_heads_are_those_side_by_side(packed: str) -> None:
+    """ONNX Runtime computes these on GPUs only: held against the same heads as rows."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, L, H, E)).astype(np.float32) for _ in "qkv")
+    file = File()
+    if packed == "keys and values":
+        inputs = [file.input("q", ["B", "L", D], q.reshape(B, L, D))]
+        inputs += [file.input("kv", ["B", "L", H, 2, E], np.stack((k, v), axis=3)), ""]
+    else:
+        inputs = [file.input("qkv", ["B", "L", H, 3, E], np.stack((q, k, v), axis=3))]
+    file.node("MultiHeadAttention", inputs, ["y"], num_heads=H)
+    file.output("y", ["B", "L", D])
+    plain = File()
+    rows = {name: value.reshape(B, L, D) for name, value in zip("qkv", (q, k, v), strict=True)}
+    names = [plain.input(name, ["B", "L", D], value) for name, value in rows.items()]
+    plain.node("MultiHeadAttention", names, ["y"], num_heads=H)
+    plain.output("y", ["B", "L", D])
+    expected = run(plain.model(), plain.feeds)[0]
+    (y,) = eager(canonicalize(file.model()).model, file.feeds)
+    (exact,) = oracle(canonicalize(file.model()).model, file.feeds)
+    assert max_error(exact, expected) <= budget(exact, y, "float32")
+
+
+REFUSED: dict[str, tuple[Callable[[], File], str]] = {
+    "rotary": (lambda: attention(do_rotary=1), "Attention node 'Attention': expected do_rotary=0, .* got 1"),
+    "smooth": (lambda: grouped(smooth_softmax=1), "GroupQueryAttention node .*: expected smooth_softmax=0, .* got 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_standard_cannot_say(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message):
+        canonicalize(make().model())
+
+
+def test_a_mask_of_another_form() -> None:
+    file = File()
+    ends = np.array([L, L - 1, 0, 0], np.int32)
+    inputs = [file.input("x", ["B", "L", D], (B, L, D)), file.weight("w", D, 3 * D), file.weight("b", 3 * D)]
+    file.node("Attention", [*inputs, file.input("mask", [2 * B], ends, kind="i")], ["y"], num_heads=H)
+    file.output("y", ["B", "L", D])
+    with pytest.raises(ModelError, match=r"expected a mask of \(B, T\), \(B, L, T\), or the end of each row"):
+        canonicalize(file.model())

@@ -17,6 +17,7 @@ from mhsa_compile.artifact import AttentionBlock
 from mhsa_compile.canonical import decomposed, microsoft, opset
 from mhsa_compile.canonical.aliases import without_aliases
 from mhsa_compile.canonical.settle import settle
+from mhsa_compile.canonical.sizes import sizes_as_tensors
 from mhsa_compile.canonical.weights import light, whole
 from mhsa_compile.errors import ModelError
 from mhsa_compile.spec import DOMAIN, LIMITS_KEY, SPEC_KEY
@@ -54,7 +55,7 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
         kinds = ", ".join(sorted({node.op_type for node in model.graph.node})) or "no node at all"
         hint = "It must have an Attention operator, or a Softmax between two products of activations."
         raise ModelError("model", "at least one attention", kinds, hint)
-    result = whole(small, tensors)
+    result = whole(sizes_as_tensors(small), tensors)
     sizes = limits | _index_limits(small)
     if sizes:
         said = {entry.key: entry.value for entry in result.metadata_props}
