@@ -79,17 +79,18 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
     """The worst output's error and budget, over as many draws as it takes to know.
 
     The largest of a few errors is chance, ours and the yardstick's: one run in a hundred of right code is over its
-    budget. So there are draws until every output has had ENOUGH_VALUES, and while one is over its budget, but not by
-    more than chance does it, up to MOST_DRAWS. What is compared are the largest errors of all draws: what is wrong
-    stays wrong, in whichever draw.
+    budget. So there are draws until every output has had ENOUGH_VALUES. Where one is then over its budget, but not by
+    more than chance does it, all MOST_DRAWS are made, and they decide: it is not drawn until it passes. What is
+    compared are the largest errors of all draws: what is wrong stays wrong, in whichever draw.
     """
     draws = [draw(0)]
-    while True:
-        result = _judged(draws, dims)
-        few = len(draws) * min(truth.size for truth, _, _ in draws[0]) < ENOUGH_VALUES
-        if len(draws) == MOST_DRAWS or result.ratio > BEYOND_CHANCE or (result.ok and not few):
-            return result
-        draws.append(draw(len(draws)))
+    values = min(truth.size for truth, _, _ in draws[0])
+    draws += map(draw, range(1, min(MOST_DRAWS, -(-ENOUGH_VALUES // max(1, values)))))
+    result = _judged(draws, dims)
+    if result.ok or result.ratio > BEYOND_CHANCE:
+        return result
+    draws += map(draw, range(len(draws), MOST_DRAWS))
+    return _judged(draws, dims)
 
 
 def _judged(draws: Sequence[Sequence[Draw]], dims: Mapping[str, int]) -> CaseResult:

@@ -254,7 +254,7 @@ def test_few_numbers_are_drawn_several_times() -> None:
 
     assert off_in(0, dims).ok and len(set(queries)) == MOST_DRAWS
     wrong = off_in(5, dims)
-    assert not wrong.ok and len(queries) == 5
+    assert not wrong.ok and len(queries) == MOST_DRAWS
     assert 1 <= wrong.error < 1.001 and wrong.budget < 1e-5
     assert off_in(0, {"B": 3, "L": 31, "S": 7}).ok and len(queries) == 1
 
@@ -271,6 +271,7 @@ def test_a_little_over_budget_is_drawn_again() -> None:
         turns.clear()
         return judge(draw, {})
 
-    assert off_by(0.0025).ok and turns == [0, 1, 2, 3]
+    assert off_by(0.0019).ok and turns == [0]
+    assert off_by(0.0025).ok and len(turns) == MOST_DRAWS
     assert not off_by(0.0035).ok and len(turns) == MOST_DRAWS
     assert not off_by(0.1).ok and turns == [0]
