@@ -227,9 +227,10 @@ def _attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _C
 
 def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
     """Sizes by symbol, from the inputs themselves. Raises InputError where `dims` say otherwise."""
-    if problem.artifact.manifest.spec is None:
+    spec = problem.stated
+    if spec is None or spec.kv_cache:
         return dict(dims)
-    source_is_query = not problem.is_core and not problem.spec.is_cross
+    source_is_query = not problem.is_core and not spec.is_cross
     for symbol, size in problem.sizes.items():
         if (stated := dims.get(symbol, size)) != size:
             why = "S is L in self-attention" if symbol == "S" and source_is_query else "the artifact fixes it"
@@ -239,9 +240,9 @@ def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
 
 def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: int) -> Floor | None:
     """From the spec; what every call goes through is all the sets of inputs and outputs, and the weights."""
-    if problem.artifact.manifest.spec is None:
+    spec, sizes = problem.stated, problem.sizes
+    if spec is None or spec.kv_cache:  # how much of a cache is read, its lengths say
         return None
-    spec, sizes = problem.spec, problem.sizes
     flops = (0 if problem.is_core else spec.projection_flops(**sizes)) + spec.attention_flops(**sizes)
     columns = spec.num_heads * spec.v_head_dim if problem.is_core else spec.embed_dim
     outputs = sizes["B"] * sizes["L"] * columns * problem.dtype.itemsize

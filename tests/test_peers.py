@@ -20,6 +20,7 @@ from mhsa_compile.export import export
 from mhsa_compile.peers import iree, onnxruntime, openvino, torch_compile, torch_eager
 from mhsa_compile.peers.base import WRONG, Problem
 from mhsa_compile.peers.fastest import Fastest
+from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.verify import random_inputs
 
 # Inductor's own use of it.
@@ -195,3 +196,14 @@ def test_unknown_peers_are_refused():
     assert [peer.name for peer in peers.find(["onnxruntime", "torch", "torch"])] == ["onnxruntime", "torch"]
     with pytest.raises(InputError, match=r"torch, torch\.compile, onnxruntime, .*, got 'magic'"):
         peers.find(["torch", "magic"])
+
+
+@pytest.mark.parametrize("field", ["softcap", "rope", "alibi", "sinks", "kv_cache"])
+def test_peers_are_not_asked_for_what_they_are_not_written_for(field: str) -> None:
+    """They would compute something else, at a low softcap within any budget."""
+    value = 30.0 if field == "softcap" else True
+    spec = AttentionSpec(embed_dim=16, num_heads=2, causal=True, **{field: value})
+    problem = Problem(SimpleNamespace(manifest=SimpleNamespace(spec=spec.to_dict())), [])
+    assert problem.stated == spec
+    with pytest.raises(ModelError, match=f"got one with {field}"):
+        _ = problem.spec

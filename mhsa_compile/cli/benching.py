@@ -43,6 +43,7 @@ def bench(
     batch: options.Batch = None,
     length: options.Length = None,
     kv_length: options.KvLength = None,
+    capacity: options.Capacity = None,
     threads: options.Threads = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time for each candidate.")] = 2.0,
     plot: Annotated[
@@ -58,7 +59,7 @@ def bench(
     Exit code 1 where our own output is over its error budget.
     """
     peers = _peers(against)
-    stated = options.stated_dims(batch, length, kv_length)
+    stated = options.stated_dims(batch, length, kv_length, capacity)
     _check_combination(source, workload, dtype, stated)
     if plot is not None:
         plots.check_path(plot)

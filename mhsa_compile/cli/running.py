@@ -24,6 +24,7 @@ def run(
     batch: options.Batch = None,
     length: options.Length = None,
     kv_length: options.KvLength = None,
+    capacity: options.Capacity = None,
     threads: options.Threads = None,
     seed: options.Seed = 0,
     json: options.Json = False,
@@ -34,7 +35,7 @@ def run(
 
     given = arrays.read(inputs or ())
     attention = load(artifact, threads=threads)
-    arguments = arrays.complete(given, attention.inputs, options.stated_dims(batch, length, kv_length), seed)
+    arguments = arrays.complete(given, attention.inputs, options.stated_dims(batch, length, kv_length, capacity), seed)
     started = time.perf_counter()
     result = attention(**arguments)
     seconds = time.perf_counter() - started

@@ -35,6 +35,9 @@ SCORES_SHARE = 4
 WRONG = 10
 """An error of so many budgets is no rounding: a mask was ignored, or a query that sees nothing became NaN."""
 
+_BEYOND_PEERS = ("softcap", "rope", "alibi", "sinks", "kv_cache")
+"""Fields of a spec that peers, which are written after it, do not know."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -56,12 +59,19 @@ class Problem:
         return share
 
     @cached_property
-    def spec(self) -> AttentionSpec:
-        """Raises ModelError for an artifact of a foreign .onnx: what it computes is known as a graph only."""
+    def stated(self) -> AttentionSpec | None:
+        """The spec; None for an artifact of a foreign .onnx: what it computes is known as a graph only."""
         fields = self.artifact.manifest.spec
-        if fields is None:
+        return None if fields is None else AttentionSpec.from_dict(fields)
+
+    @cached_property
+    def spec(self) -> AttentionSpec:
+        """Of what peers are written for. Raises ModelError where it is none, or asks for more."""
+        if self.stated is None:
             raise ModelError("peer", "an artifact compiled from a spec", "one of a foreign .onnx, without a spec")
-        return AttentionSpec.from_dict(fields)
+        if beyond := [name for name in _BEYOND_PEERS if getattr(self.stated, name)]:
+            raise ModelError("peer", f"attention without {', '.join(_BEYOND_PEERS)}", f"one with {', '.join(beyond)}")
+        return self.stated
 
     @cached_property
     def weights(self) -> dict[str, Array]:
@@ -78,7 +88,7 @@ class Problem:
     @property
     def dtype(self) -> np.dtype[Any]:
         """What activations and weights are stored as."""
-        return DTYPES[self.spec.dtype]
+        return DTYPES[self.artifact.manifest.inputs[0].dtype]
 
     @cached_property
     def sizes(self) -> dict[str, int]:
