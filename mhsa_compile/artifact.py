@@ -27,7 +27,7 @@ import msgspec
 from mhsa_compile import host
 from mhsa_compile.errors import ArtifactError, OutputError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
 _UNSEALED = "0" * 64
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
