@@ -1,4 +1,4 @@
-# make demo | test | test-models | node-tests | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-models | node-tests | fuzz-operator | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-models node-tests lint bench bench-all exp2-exhaustive wheel clean
+.PHONY: demo test test-models node-tests fuzz-operator lint bench bench-all exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -32,6 +32,9 @@ node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
 
 test-models: $(STAMP)  ## What of the tests of other people's models is too slow for the suite: minutes
 	@$(BIN)/python -m pytest -m slow
+
+fuzz-operator: $(STAMP)  ## 200 random nodes of the ONNX operator against float64; some minutes
+	@$(BIN)/python tests/fuzz_operator.py
 
 lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff check .

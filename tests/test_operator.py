@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fuzz_operator
 import numpy as np
 import onnx
 import pytest
@@ -85,6 +86,13 @@ def test_models(name: str) -> None:
     attention = compiled(source)
     for seed, sizes in enumerate(calls):
         assert_right(attention, source, draw(source, {**FULL, **sizes}, seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_random_ones(seed: int) -> None:
+    """The first of `make fuzz-operator`."""
+    result = fuzz_operator.run(*fuzz_operator.drawn(seed), seed)
+    assert result.ok, fuzz_operator.drawn(seed)
 
 
 @pytest.mark.parametrize("stage", range(4))
