@@ -11,7 +11,9 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 from typer.testing import CliRunner, Result
 
 from mhsa_compile import __version__, host, installation, profile
@@ -207,7 +209,27 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert described["artifact"] == str(folder)
     assert described["target"] == "native"
     assert described["ops"]
+    assert described["fused"] == len(described["attention"]) == 1
     return folder
+
+
+def test_blocks_that_are_not_fused_are_named(tmp_path: Path) -> None:
+    """Softmax over scores that were multiplied by a mask: attention, but not in a form that the operator has."""
+    names = {"q": ["B", 2, "L", 8], "k": ["B", 2, 8, "L"], "v": ["B", 2, "L", 8], "m": ["B", 2, "L", "L"]}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in names.items()]
+    nodes = [
+        helper.make_node("MatMul", ["q", "k"], ["scores"]),
+        helper.make_node("Mul", ["scores", "m"], ["gated"], name="gate"),
+        helper.make_node("Softmax", ["gated"], ["weights"], name="weigh"),
+        helper.make_node("MatMul", ["weights", "v"], ["y"]),
+    ]
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, names["q"])
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", inputs, [y]), opset_imports=opsets), tmp_path / "m.onnx")
+    result = mhsa("compile", tmp_path / "m.onnx", "-o", tmp_path / "m.mhsa")
+    assert result.exit_code == 0, result.output
+    assert "0 of 1 attention blocks fused" in result.stdout
+    assert "weigh (decomposed), not fused: Mul 'gate' scales by something that is not one constant" in result.stdout
 
 
 def test_an_artifact_is_inspected(compiled: Path) -> None:

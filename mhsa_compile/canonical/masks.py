@@ -80,6 +80,8 @@ def _add_choice(rewriter: Rewriter, known: Known, masks: Masks, choice: _Choice,
         raise NotRecognised(f"masked scores are replaced by {fill:g}, which does not hide them")
     parts = [part for part in conjuncts(graph, choice.flags) if not always(graph, known, part)]
     others = [part for part in parts if not is_triangle(graph, known, part)]
+    if fill > -1e30 and (choice.replaces or not others):
+        masks.notes.append(f"what is masked with {fill:g} is taken to weigh nothing beside any score")
     if np.isneginf(fill) or not others:  # under a triangle alone every query sees a key, and what is hidden weighs zero
         masks.causal |= len(others) < len(parts)
         masks.shown += others
@@ -88,8 +90,6 @@ def _add_choice(rewriter: Rewriter, known: Known, masks: Masks, choice: _Choice,
     if choice.replaces:
         if dtype == "float16":
             raise NotRecognised(f"masked scores are replaced by {fill:g} in float16; -inf would be a mask")
-        if fill > -1e30:
-            masks.notes.append(f"scores of {fill:g} and less would not be hidden by what replaces them")
         fill = float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
     masks.sources += [part.name for part in parts]
     condition = _all_of(rewriter, parts)
