@@ -17,7 +17,7 @@ import onnx
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
@@ -31,12 +31,13 @@ AXES = {name: {0: "B", 1: "L"} for name in ("input_ids", "attention_mask")}
 class Encoder(nn.Module):
     """input_ids and attention_mask (B, L) -> (B, L, D)"""
 
-    def __init__(self, model: BertModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        more = {} if isinstance(self.model, BertModel) else {"use_cache": False}
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
 
 
 def small() -> Encoder:
@@ -121,6 +122,32 @@ def test_an_encoder_of_the_optimizer_of_onnxruntime(tmp_path: Path) -> None:
     assert [block.form for block in artifact.manifest.attention] == ["com.microsoft.Attention"] * 2
     inputs = sentences(3, 23)
     check(onnx.load(path), mhsa.load(artifact)(**inputs), inputs)
+
+
+def decoder(kind: str, attention: str) -> Encoder:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(n_embd=60, n_head=3, n_layer=2, vocab_size=VOCABULARY, n_positions=LONGEST)
+        return Encoder(GPT2Model._from_config(config, attn_implementation=attention)).eval()
+    config = LlamaConfig(
+        hidden_size=60, num_attention_heads=6, num_key_value_heads=2, head_dim=10, num_hidden_layers=2,
+        intermediate_size=92, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    return Encoder(LlamaModel._from_config(config, attn_implementation=attention)).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_decoder(kind: str, attention: str, tmp_path: Path) -> None:
+    """The whole prompt at once: causal, with padding; the Llama also with rotary positions and shared keys."""
+    path = exported(decoder(kind, attention), 17, tmp_path / "decoder.onnx")
+    artifact = mhsa.compile(path)
+    assert [block.fused for block in artifact.manifest.attention] == [True] * 2
+    model = mhsa.load(artifact)
+    for batch, length in ((3, 23), (1, 1)):
+        inputs = sentences(batch, length)
+        check(onnx.load(path), model(**inputs), inputs)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ _MAKE_SHAPES = frozenset(
     ("Reshape", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand", "Concat", "Equal", "Where", "Cast", "CastLike",
      "Squeeze")
 )  # fmt: skip
-_KEEP_SHAPES = frozenset(("Slice", "Concat", "Reshape", "Where"))
+_KEEP_SHAPES = {"Slice": slice(1), "Reshape": slice(1), "Concat": slice(None), "Where": slice(1, 3)}
+"""Operators that give a shape where one of these inputs is one."""
 
 
 def sizes_as_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -21,7 +22,8 @@ def sizes_as_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
     shapes: set[str] = set()
     nodes: list[onnx.NodeProto] = []
     for node in result.graph.node:
-        if node.op_type == "Shape" or (node.op_type in _KEEP_SHAPES and shapes.intersection(node.input)):
+        kept = node.input[_KEEP_SHAPES.get(node.op_type, slice(0))]
+        if node.op_type == "Shape" or shapes.intersection(kept):
             shapes.update(node.output)
         elif node.op_type not in _MAKE_SHAPES:
             for i, name in enumerate(node.input):
@@ -31,7 +33,7 @@ def sizes_as_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
                         nodes.append(onnx.helper.make_node("Cast", [name], [tensor], tensor, to=onnx.TensorProto.INT64))
                     node.input[i] = tensor
         nodes.append(node)
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del result.graph.node[:]
-    result.graph.node.extend(kept)
+    result.graph.node.extend(copies)
     return result
