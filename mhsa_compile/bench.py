@@ -156,6 +156,10 @@ def bench(
     from mhsa_compile import accuracy, limits  # PyTorch, TVM
 
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    if (opened.manifest.spec or {}).get("outputs", ["y"]) != ["y"]:
+        names = ", ".join(info.name for info in opened.manifest.outputs)
+        hint = "The others return nothing else: compile the same spec without outputs."
+        raise InputError("artifact", "one that returns y alone", f"outputs {names}", hint)
     threads = host.allowed_cpus() if threads is None else threads
     inputs = [random_inputs(opened.manifest, dims, seed) for seed in range(INPUT_SETS)]
     problem = Problem(opened, inputs)
