@@ -153,20 +153,20 @@ def _parity() -> tuple[ParityCase, ...]:
     add("strided-bottom-right", STATIC_CROSS, 64, 2, kv_embed_dim=40, causal="bottom_right", static_mask=stride_8)
     # Softcap, positions, sinks, caches; each by itself, and together.
     add("softcap-gqa", SELF, 96, 6, num_kv_heads=2, softcap=0.5, causal=True)
-    add("rope-pairs-gqa", SELF, 96, 6, num_kv_heads=2, causal=True, rope={"interleaved": True, "theta": 500.0})
-    add("rope-part-odd", SELF, 45, 5, rope={"rotary_dim": 6, "factor": 4.0}, mask="bool")
+    pairs = {"interleaved": True, "rotary_dim": 6, "factor": 4.0}
+    add("rope-pairs-gqa", SELF, 96, 6, num_kv_heads=2, causal=True, rope=pairs)
     add("alibi-both-sides-additive", SELF, 72, 6, num_kv_heads=2, alibi=True, mask="additive", window=(31, 11))
-    add("alibi-bottom-right", CROSS, 80, 5, kv_embed_dim=40, alibi=True, causal="bottom_right")
-    add("sinks-key-padding-bottom-right", CROSS, 80, 5, kv_embed_dim=40, sinks=True, causal="bottom_right")
+    bottom_right = {"kv_embed_dim": 40, "causal": "bottom_right"}
+    add("sinks-key-padding-bottom-right", CROSS, 80, 5, sinks=True, alibi=True, mask="key_padding", **bottom_right)
     longformer = masks.Longformer(window=30)
     add("sinks-longformer", STATIC, 80, 5, causal=True, sinks=True, alibi=True, static_mask=longformer)
     add("cache-rope-gqa", CACHED, 96, 6, num_kv_heads=2, kv_cache=True, causal=True, rope=True, bias=False)
     add("cache-window-alibi-sinks", CACHED, 80, 5, kv_cache=True, causal=True, window=(17, 0), alibi=True, sinks=True)
-    # Sixteen bits: some of the above.
+    everything = {"kv_cache": True, "causal": True, "rope": True, "alibi": True, "sinks": True, "softcap": 5.0}
+    add("bf16-cache-everything", CACHED, 96, 6, num_kv_heads=2, dtype="bfloat16", **everything)
+    # Sixteen bits: a dozen of the above.
     for dtype in ("bfloat16", "float16"):
         short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-        everything = {"kv_cache": True, "causal": True, "rope": True, "alibi": True, "sinks": True, "softcap": 5.0}
-        add(f"{short}-cache-everything", CACHED, 96, 6, num_kv_heads=2, dtype=dtype, **everything)
         add(f"{short}-h1-e128", SELF_LONG, 128, 1, dtype=dtype)
         add(f"{short}-h12-e64", SELF, 768, 12, dtype=dtype)
         add(f"{short}-h1-e7-d11", SELF, 11, 1, head_dim=7, dtype=dtype)
