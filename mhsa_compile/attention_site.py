@@ -12,9 +12,9 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile import attention_inputs, operator_inside
-from mhsa_compile.head_views import DOMAIN, Operand, keeps_rows, split_rows
+from mhsa_compile.head_views import Operand, keeps_rows, split_rows
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
-from mhsa_compile.spec import SPEC_KEY
+from mhsa_compile.spec import DOMAIN, SPEC_KEY
 
 ATTENTION = "MhsaAttention"
 

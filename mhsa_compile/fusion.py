@@ -19,12 +19,13 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.attention_site import AttentionSite
-from mhsa_compile.head_views import DOMAIN, Site
+from mhsa_compile.head_views import Site
 from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
 from mhsa_compile.rotary_site import RotarySite
 from mhsa_compile.rotated_site import rotations
 from mhsa_compile.scatter_site import ScatterSite
+from mhsa_compile.spec import DOMAIN
 from mhsa_compile.spec_checks import DTYPES
 
 LINEAR = "MhsaLinear"

@@ -13,9 +13,6 @@ import onnx
 
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
 
-DOMAIN = "mhsa"
-"""Of the nodes that our kernels compute."""
-
 
 @dataclass
 class Operand:

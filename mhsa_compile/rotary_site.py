@@ -12,8 +12,9 @@ from typing import Any
 import onnx
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.head_views import DOMAIN, Operand, contradict, split_rows, spoken
+from mhsa_compile.head_views import Operand, contradict, split_rows, spoken
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.spec import DOMAIN
 from mhsa_compile.spec_checks import DTYPES
 
 ROTARY = "MhsaRotary"
