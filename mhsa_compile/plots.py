@@ -80,7 +80,7 @@ def check_path(path: Path, option: str = "--plot") -> None:
 def shares(reports: Mapping[str, Report], path: Path) -> None:
     """A line for each workload: ours as a bar, every peer as a dot, at their shares of the machine's limit."""
     known = {name: report for name, report in reports.items() if report.floor is not None}
-    with _figure(path, (8.4, 1.3 + 0.3 * max(1, len(known)))) as axes:
+    with figure(path, (8.4, 1.3 + 0.3 * max(1, len(known)))) as axes:
         for place, report in enumerate(known.values()):
             _share_line(axes, place, report)
         names = [name for name in PEERS if any(_ran(report, name) for report in known.values())]
@@ -135,7 +135,7 @@ def growth(reports: Mapping[str, Report], path: Path) -> None:
     """Milliseconds against length, both logarithmic: dense and with a window, ours and the fastest peer of each."""
     from matplotlib.ticker import LogLocator
 
-    with _figure(path, (7.2, 4.8)) as axes:
+    with figure(path, (7.2, 4.8)) as axes:
         for names, label, marker in ((DENSE, "dense", "o"), (WINDOW, "window of 512", "s")):
             found = [reports[name] for name in names if name in reports]
             if found:
@@ -192,7 +192,7 @@ def roofline(reports: Mapping[str, Report], path: Path) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     known = {name: report for name, report in reports.items() if report.floor is not None}
-    with _figure(path, (7.6, 5.2)) as axes:
+    with figure(path, (7.6, 5.2)) as axes:
         axes.set_xscale("log")
         axes.set_yscale("log")
         points = {
@@ -285,7 +285,7 @@ def _title(text: str, reports: Mapping[str, Report]) -> str:
 
 
 @contextmanager
-def _figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     """Its axes; the figure is written to `path` as one piece when it is done."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
