@@ -32,20 +32,8 @@ COMPILE_SIDE = [
     *("rotated_site", "scatter_site", "fusion"),
     *("attention_masks", "attention_import", "conversions", "importer", "onnx_weights", "plain_attention"),
     *("records", "schedule", "build", "pipeline"),
-    *(
-        "measure",
-        "tune",
-        "limits",
-        "accuracy",
-        "timing",
-        "peers",
-        "bench",
-        "plots",
-        "mask_plots",
-        "analysis",
-        "integrations",
-        "cli",
-    ),
+    *("measure", "tune", "limits", "accuracy", "timing", "peers", "bench", "plots", "mask_plots"),
+    *("analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]
 
