@@ -91,6 +91,8 @@ def worker(shares: dict[str, int], seed: int, results: Any) -> None:
     logging.disable(logging.WARNING)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # hypothesis prints the falsifying example; we print a program
     for what, count in shares.items():
+        if not count:
+            continue
         try:
             wrong = rounds(what, count, seed, results.put)
         except BaseException as error:
