@@ -17,7 +17,7 @@ from tvm import relax
 from mhsa_compile import attention_masks
 from mhsa_compile.attention_masks import Size, Value, difference, dims, equal
 from mhsa_compile.errors import ModelError
-from mhsa_compile.kernels.base import (
+from mhsa_compile.kernels.operations import (
     AttentionOp,
     Band,
     Dim,

@@ -12,7 +12,7 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.kernels.base import Band
+from mhsa_compile.kernels.operations import Band
 
 Value = Any  # relax.Var
 Size = Any  # int or tirx.PrimExpr

@@ -25,7 +25,7 @@ from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.conversions import CONVERSIONS
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse
-from mhsa_compile.kernels.base import Dim, LinearOp, Op, Placement, RotaryOp, ScatterOp
+from mhsa_compile.kernels.operations import Dim, LinearOp, Op, Placement, RotaryOp, ScatterOp
 from mhsa_compile.rotary_site import ROTARY
 from mhsa_compile.scatter_site import SCATTER, declared_in_place
 

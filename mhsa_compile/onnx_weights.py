@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from safetensors.numpy import save_file
 
 from mhsa_compile.artifact import TensorInfo
-from mhsa_compile.kernels.base import Dim
+from mhsa_compile.kernels.operations import Dim
 
 
 def write(model: onnx.ModelProto, names: Sequence[str], weights: Path, onnx_file: Path) -> None:

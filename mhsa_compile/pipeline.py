@@ -95,7 +95,7 @@ def _temporary_folder() -> Iterator[tempfile.TemporaryDirectory[str]]:
 
 
 def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
-    from mhsa_compile.kernels.base import AttentionOp, LinearOp
+    from mhsa_compile.kernels.operations import AttentionOp, LinearOp
     from mhsa_compile.onnx_weights import signature, weight_infos
 
     inputs, outputs = signature(read.model, imported)

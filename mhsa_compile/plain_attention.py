@@ -17,7 +17,7 @@ from typing import Any
 from tvm import relax, te, tirx
 
 from mhsa_compile.attention_masks import masked_element
-from mhsa_compile.kernels.base import AttentionOp, Placement, ScoresOp
+from mhsa_compile.kernels.operations import AttentionOp, Placement, ScoresOp
 
 Expr = Any  # tirx.PrimExpr
 EXACT = "float64"

@@ -18,11 +18,10 @@ from mhsa_compile.artifact import OpReport
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import (
+from mhsa_compile.kernels.base import Emitted, Kernel
+from mhsa_compile.kernels.operations import (
     AttentionOp,
     Band,
-    Emitted,
-    Kernel,
     LinearOp,
     Op,
     PresentOp,

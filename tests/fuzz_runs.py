@@ -22,7 +22,8 @@ import mhsa_compile as mhsa
 from mhsa_compile import masks
 from mhsa_compile.core import to_numpy, to_torch
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import AttentionOp, Band, Emitted, Kernel, LinearOp, MaskInput, Placement, StaticMask
+from mhsa_compile.kernels.base import Emitted, Kernel
+from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, MaskInput, Placement, StaticMask
 from mhsa_compile.parity import Draw, judge
 from mhsa_compile.profile import TargetProfile, detect
 from mhsa_compile.reference import _product_in_int8

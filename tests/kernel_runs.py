@@ -11,7 +11,8 @@ import tvm
 
 from mhsa_compile.build import pass_context
 from mhsa_compile.core import to_torch
-from mhsa_compile.kernels.base import AttentionOp, Emitted
+from mhsa_compile.kernels.base import Emitted
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.profile import Hardware, Link, TargetProfile, TvmTarget
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from kernel_runs import attention, call, compiled, vector_machine
 
-from mhsa_compile.kernels.base import AttentionOp, Band, Placement, StaticMask
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
 from mhsa_compile.kernels.cpu.attention_plan import HIDDEN, PARTIAL, WHOLE, _kinds, _runs, plan
+from mhsa_compile.kernels.operations import AttentionOp, Band, Placement, StaticMask
 from mhsa_compile.profile import TargetProfile, detect
 
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)

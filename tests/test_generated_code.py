@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from kernel_runs import assembly, inner_loops, stack_stores, vector_machine
 
-from mhsa_compile.kernels.base import AttentionOp, LinearOp, MaskInput, Placement
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
 from mhsa_compile.kernels.cpu.decode import DecodeKernel
 from mhsa_compile.kernels.cpu.linear import LinearKernel
+from mhsa_compile.kernels.operations import AttentionOp, LinearOp, MaskInput, Placement
 
 MACHINES = {"x86-64-v3": (256, 16), "x86-64-v4": (512, 32)}
 

@@ -13,7 +13,7 @@ from operator_models import model as operator_model
 from mhsa_compile.errors import ModelError
 from mhsa_compile.export import export
 from mhsa_compile.importer import import_onnx
-from mhsa_compile.kernels.base import AttentionOp, Band, LinearOp
+from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp
 from mhsa_compile.model import MultiHeadAttention
 from mhsa_compile.spec import AttentionSpec
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from kernel_runs import assembly, attention, call, compiled, heads, inner_loops, stack_stores, vector_machine
 
-from mhsa_compile.kernels.base import AttentionOp, Band, MaskInput, Placement
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
+from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
 RTOL = 4e-6  # of the largest value: float32 sums of up to 200 terms

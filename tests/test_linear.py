@@ -11,8 +11,9 @@ import tvm
 from kernel_runs import assembly, compiled, inner_loops, stack_stores, vector_machine
 
 from mhsa_compile import host
-from mhsa_compile.kernels.base import Emitted, LinearOp
+from mhsa_compile.kernels.base import Emitted
 from mhsa_compile.kernels.cpu.linear import MOST_INT8_TERMS, LinearKernel
+from mhsa_compile.kernels.operations import LinearOp
 from mhsa_compile.profile import TargetProfile, load_profile
 
 KERNEL = LinearKernel()

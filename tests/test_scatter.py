@@ -21,8 +21,8 @@ from onnx import TensorProto, helper, numpy_helper
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.importer import import_onnx
-from mhsa_compile.kernels.base import Placement, ScatterOp
 from mhsa_compile.kernels.cpu.scatter import ScatterKernel
+from mhsa_compile.kernels.operations import Placement, ScatterOp
 from mhsa_compile.runtime import CompiledAttention
 
 DTYPES = [

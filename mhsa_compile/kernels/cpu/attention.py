@@ -14,7 +14,7 @@ from functools import partial
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Band, Config, Emitted, Op
+from mhsa_compile.kernels.base import Config, Emitted
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, imported, pairs_fit
 from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
@@ -31,6 +31,7 @@ from mhsa_compile.kernels.cpu.operands import (
     unfit_softcap,
 )
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, ceil_div, settle
+from mhsa_compile.kernels.operations import AttentionOp, Band, Op
 from mhsa_compile.profile import TargetProfile
 
 

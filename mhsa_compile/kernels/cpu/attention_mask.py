@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu.operands import mask_bias, place_of
 from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.operations import AttentionOp
 
 MaskReader = Callable[[Expr, Expr], Expr]
 """(query row, key) -> the mask's element, as a bool or a float32."""

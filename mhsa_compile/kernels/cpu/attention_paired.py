@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
@@ -29,6 +28,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     splat,
     store,
 )
+from mhsa_compile.kernels.operations import AttentionOp
 
 # Two vectors of float32 become one of int32: the first in the lower halves, the second in the upper ones.
 _INTERLEAVE = ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mhsa_compile.kernels.base import Band, StaticMask
+from mhsa_compile.kernels.operations import Band, StaticMask
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 SHORT = 4

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import CACHE_LINE, AttentionOp
+from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.operands import HeadView, score_factor
 from mhsa_compile.kernels.cpu.storage import load_wide
@@ -31,6 +31,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     settle,
     store,
 )
+from mhsa_compile.kernels.operations import AttentionOp
 
 
 @dataclass(frozen=True)

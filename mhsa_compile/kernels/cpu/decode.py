@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config, Emitted, Op
+from mhsa_compile.kernels.base import Config, Emitted
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_parts import Shares, Splits
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
@@ -32,6 +32,7 @@ from mhsa_compile.kernels.cpu.operands import (
 )
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.operations import AttentionOp, Op
 from mhsa_compile.profile import TargetProfile
 
 MOST_QUERIES, MOST_ROWS = 8, 32

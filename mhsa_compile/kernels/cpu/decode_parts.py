@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu.decode_work import Part, Span, span_of
 from mhsa_compile.kernels.cpu.operands import Extras
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, ceil_div, settle
+from mhsa_compile.kernels.operations import AttentionOp
 
 
 class Splits:

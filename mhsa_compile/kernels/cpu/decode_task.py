@@ -17,7 +17,7 @@ import operator
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config
+from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode_terms import RowTerms
@@ -25,6 +25,7 @@ from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode_work import Heads, Span
 from mhsa_compile.kernels.cpu.operands import mask_bias, score_factor
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
+from mhsa_compile.kernels.operations import AttentionOp
 
 
 class DecodeTask:

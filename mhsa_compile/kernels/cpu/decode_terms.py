@@ -6,11 +6,11 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.decode_work import Heads
 from mhsa_compile.kernels.cpu.operands import capped, last_seen, place_of
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.operations import AttentionOp
 
 
 class RowTerms:

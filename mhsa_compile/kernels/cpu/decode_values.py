@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config
+from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.operations import AttentionOp
 
 MASKED = -0.0
 """The weight of a masked key: zero as a number, yet told apart from a visible weight that underflowed to +0."""

@@ -17,7 +17,7 @@ from math import gcd, prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import CACHE_LINE, Config, Emitted, LinearOp, Op
+from mhsa_compile.kernels.base import CACHE_LINE, Config, Emitted
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.linear_format import Format, format_of
 from mhsa_compile.kernels.cpu.linear_packing import pack
@@ -37,6 +37,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
     tile_registers,
 )
+from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import TargetProfile
 
 PREFETCHED = 8

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, MaskInput, Placement
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, constant, settle, splat
+from mhsa_compile.kernels.operations import AttentionOp, MaskInput, Placement
 
 LOG2_E = math.log2(math.e)
 LARGEST = (2 - 2.0**-23) * 2.0**127  # float32

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted, Op, PresentOp
+from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.operands import head_view, placed_shape
 from mhsa_compile.kernels.cpu.vectors import (
     DTYPE_BYTES,
@@ -24,12 +24,13 @@ from mhsa_compile.kernels.cpu.vectors import (
     settle,
     store,
 )
+from mhsa_compile.kernels.operations import Op, PresentOp
 from mhsa_compile.profile import TargetProfile
 
 ROWS = 64  # of a task: some KiB, which hide what it takes to begin one
 
 
-class PresentKernel:
+class PresentKernel(Fixed):
     """Appends new keys or values to those of the past, for any CPU."""
 
     name = "cpu.present"
@@ -38,12 +39,6 @@ class PresentKernel:
         if not isinstance(op, PresentOp):
             return "not a present"
         return None if profile.family == "cpu" else f"made for CPUs, not for {profile.family}"
-
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        return {}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, PresentOp)

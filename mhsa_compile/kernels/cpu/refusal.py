@@ -5,8 +5,8 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.errors import CALL_REFUSED
-from mhsa_compile.kernels.base import Dim
 from mhsa_compile.kernels.cpu.vectors import Expr
+from mhsa_compile.kernels.operations import Dim
 
 
 def refuse_unless(holds: Expr, argument: str, expected: str, got: str = "") -> None:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted, Op, RotaryOp
+from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.operands import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, each_task, each_vector, load, settle, store
+from mhsa_compile.kernels.operations import Op, RotaryOp
 from mhsa_compile.profile import TargetProfile
 
 
-class RotaryKernel:
+class RotaryKernel(Fixed):
     """RotaryEmbedding for any vector CPU."""
 
     name = "cpu.rope"
@@ -30,12 +31,6 @@ class RotaryKernel:
         if profile.family != "cpu":
             return f"made for CPUs, not for {profile.family}"
         return None
-
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        return {}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, RotaryOp)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted, Op, ScatterOp
+from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
 from mhsa_compile.kernels.cpu.vectors import (
     DTYPE_BYTES,
@@ -28,10 +28,11 @@ from mhsa_compile.kernels.cpu.vectors import (
     settle,
     store,
 )
+from mhsa_compile.kernels.operations import Op, ScatterOp
 from mhsa_compile.profile import TargetProfile
 
 
-class ScatterKernel:
+class ScatterKernel(Fixed):
     """TensorScatter for any CPU, any rank and any dtype of whole bytes."""
 
     name = "cpu.scatter"
@@ -44,12 +45,6 @@ class ScatterKernel:
         if op.dtype not in DTYPE_BYTES:
             return f"no elements of {op.dtype}"
         return None
-
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        return {}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, ScatterOp)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted, Op, StatisticsOp
+from mhsa_compile.kernels.base import Config, Emitted
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention import AttentionKernel, plan_arguments, planned_apart, tile_and_runs
 from mhsa_compile.kernels.cpu.attention_mask import Visibility
@@ -25,6 +25,7 @@ from mhsa_compile.kernels.cpu.statistics_call import Call, call_arguments, defau
 from mhsa_compile.kernels.cpu.statistics_rows import Candidates, RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.vectors import Expr, argument, ceil_div, load, scratch, settle, store
+from mhsa_compile.kernels.operations import Op, StatisticsOp
 from mhsa_compile.profile import TargetProfile
 
 

@@ -9,13 +9,14 @@ from functools import partial
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import AttentionOp, Config
+from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operands, Products
 from mhsa_compile.kernels.cpu.dot import Dot, available
 from mhsa_compile.kernels.cpu.operands import Extras, extra_arguments, head_view, input_arguments, mask_reader
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, settle
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.profile import TargetProfile
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Dim
+from mhsa_compile.kernels.operations import Dim
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 DTYPE_BYTES = {

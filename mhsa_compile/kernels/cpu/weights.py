@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted, MaskInput, Op, WeightsOp
+from mhsa_compile.kernels.base import Config, Emitted
 from mhsa_compile.kernels.cpu.attention import AttentionKernel, plan_arguments, planned_apart, tile_and_runs
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import imported
@@ -26,6 +26,7 @@ from mhsa_compile.kernels.cpu.statistics_rows import RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.statistics_weights import WeightsWriter
 from mhsa_compile.kernels.cpu.vectors import Expr, argument, ceil_div, settle, store
+from mhsa_compile.kernels.operations import MaskInput, Op, WeightsOp
 from mhsa_compile.profile import TargetProfile
 
 
