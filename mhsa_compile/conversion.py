@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.model import MultiHeadAttention
-from mhsa_compile.positions import Rope
+from mhsa_compile.positions import SCALINGS, Rope
 from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.spec_checks import DTYPES
 
@@ -89,7 +91,7 @@ def from_llama(
     window       of layers that have one, which their config says
 
     Positions are 0, 1, ... (behind the cache's), as in one sequence without padding. Raises ModelError: projections of
-    other names, norms of queries and keys, and scalings of positions but the linear one.
+    other names, norms of queries and keys, and scalings of positions but those of `positions.SCALINGS`.
     """
     named = ((name, getattr(layer, name, None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     parts = {name: part for name, part in named if isinstance(part, nn.Linear)}
@@ -109,7 +111,7 @@ def from_llama(
         causal=True,
         window=window,
         scale=float(getattr(layer, "scaling", head_dim**-0.5)),
-        rope=_rope_of(config, head_dim, max_length),
+        rope=_rope_of(layer, config, head_dim, max_length),
         kv_cache=kv_cache,
     )
     state = {}
@@ -121,19 +123,43 @@ def from_llama(
     return _loaded(spec, state)
 
 
-def _rope_of(config: Any, head_dim: int, max_length: int | None) -> Rope:
+def _rope_of(layer: nn.Module, config: Any, head_dim: int, max_length: int | None) -> Rope:
     """The rotary embedding that a config of transformers describes, in the words of version 5 or before."""
     said = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    kind = said.get("rope_type", said.get("type", "default"))
-    if kind not in ("default", "linear"):
-        raise ModelError("layer", "rotary positions as they are, or scaled linearly", f"rope_type={kind!r}")
+    if kinds := [name for name, value in said.items() if isinstance(value, Mapping)]:
+        kind = getattr(layer, "layer_type", None)
+        if kind not in kinds:
+            raise ModelError("layer", f"a layer_type among {', '.join(kinds)}, as its config has", repr(kind))
+        said = dict(said[kind])
     share = float(said.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0))
     return Rope(
         theta=float(said.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
         rotary_dim=int(head_dim * share),
-        factor=float(said.get("factor", 1.0)),
         max_length=config.max_position_embeddings if max_length is None else max_length,
+        **_scaling_of(config, said),
     )
+
+
+def _scaling_of(config: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Rope that scale it. Source: transformers' modeling_rope_utils, ROPE_INIT_FUNCTIONS."""
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind not in SCALINGS:
+        expected = f"rotary positions as they are, or scaled by a table that no call changes: {', '.join(SCALINGS)}"
+        raise ModelError("layer", expected, f"rope_type={kind!r}")
+    if kind == "linear":
+        return {"factor": float(said.get("factor", 1.0))}
+    longest = config.max_position_embeddings
+    trained = said.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    fields = {"scaling": kind, "original_max_length": int(trained or longest)}
+    fields["factor"] = float(said.get("factor") or longest / fields["original_max_length"])
+    fields |= {name: said[name] for name in SCALINGS[kind] if said.get(name) is not None}
+    mscales = [float(said.get(name) or 0) for name in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and said.get("attention_factor") is None and all(mscales):
+        over, under = (0.1 * mscale * math.log(max(fields["factor"], 1.0)) + 1.0 for mscale in mscales)
+        fields["attention_factor"] = over / under
+    return fields
 
 
 def _dtype_of(weight: Tensor) -> str:

@@ -246,7 +246,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set, resolved, as plain values; None is left out. `from_dict` gives an equal spec."""
-        return {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
+        return dict(_stated(msgspec.to_builtins(self)))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], origin: str = "spec") -> AttentionSpec:
@@ -289,6 +289,12 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         except tomllib.TOMLDecodeError as error:
             raise SpecError("spec", "TOML", f"text that does not parse ({error})") from None
         return cls.from_dict(fields)
+
+
+def _stated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without what is None, which TOML has no word for."""
+    stated = {name: value for name, value in fields.items() if value is not None}
+    return {name: _stated(value) if isinstance(value, Mapping) else value for name, value in stated.items()}
 
 
 def _toml(value: object) -> str:

@@ -30,6 +30,7 @@ WIDTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 40, 47, 48, 64, 80, 96, 128)
 """Of a head: powers of two, their neighbours, and some that fill no vector."""
 LENGTHS = (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 47, 61, 64, 67, 97, 128, 131, 197, 257, 389, 521)
 MOST_TERMS = 2_000_000
+SCALED = ({}, *({"scaling": kind, "factor": 5.0, "original_max_length": 64} for kind in ("llama3", "yarn")))
 """Products of a weight and a value in one call: what a reference computes in some ten milliseconds."""
 
 
@@ -328,7 +329,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "mask": st.sampled_from(["bool", "additive", "key_padding"]),
         "scale": st.sampled_from([0.01, 0.3, 1.0]),
         "softcap": st.sampled_from([3.0, 30.0]),
-        "rope": st.builds(dict, interleaved=st.booleans(), max_length=st.just(1024)),
+        "rope": st.builds(dict, st.sampled_from(SCALED), interleaved=st.booleans(), max_length=st.just(1024)),
         "alibi": st.just(True),
         "sinks": st.just(True),
         "static_mask": patterns().map(_fields),

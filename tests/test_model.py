@@ -235,10 +235,17 @@ def llama_attention(**options) -> nn.Module:
     return llama.LlamaAttention(config, layer_idx=0).eval()
 
 
+SCALED = {"rope_theta": 300.0, "factor": 6.0, "original_max_position_embeddings": 23}
+LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 0.2, "high_freq_factor": 1.5}
+YARN = SCALED | {"rope_type": "yarn"}
 LLAMAS = (
     {},
     {"head_dim": 10, "attention_bias": True},
     {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+    {"head_dim": 22, "rope_parameters": LLAMA3},
+    {"head_dim": 22, "rope_parameters": YARN},
+    {"head_dim": 22, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
+    {"head_dim": 22, "rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 1.5, "beta_slow": 0.5}},
 )
 
 
@@ -265,9 +272,14 @@ def test_from_llama_refuses() -> None:
     with pytest.raises(ModelError, match="a LlamaAttention"):
         from_llama(nn.Linear(2, 2))
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(ModelError, match="scaled linearly, got rope_type='dynamic'"):
+    with pytest.raises(ModelError, match="no call changes: linear, llama3, yarn, got rope_type='dynamic'"):
         from_llama(llama_attention(rope_parameters=scaled).float())
     layer = llama_attention().float()
+    layer.config.rope_parameters = {"full": {"rope_theta": 7.0}, "sliding": {"rope_theta": 9.0}}
+    with pytest.raises(ModelError, match="a layer_type among full, sliding, as its config has, got None"):
+        from_llama(layer)
+    layer.layer_type = "sliding"
+    assert from_llama(layer).spec.rope.theta == 9.0
     layer.q_norm = nn.LayerNorm(6)
     with pytest.raises(ModelError, match="without norms of their own, got q_norm"):
         from_llama(layer)

@@ -19,6 +19,8 @@ from mhsa_compile.spec_checks import resolve_causal
 from mhsa_compile.workloads import WORKLOADS
 
 SPECS = [*(case.spec for case in PARITY), *(workload.spec for workload in WORKLOADS)]
+LLAMA3 = {"scaling": "llama3", "factor": 8, "original_max_length": 64}
+YARN = {"scaling": "yarn", "factor": 8, "original_max_length": 64}
 
 
 def test_defaults_are_resolved() -> None:
@@ -72,6 +74,13 @@ def test_defaults_are_resolved() -> None:
         ({"rope": {"rotary_dim": 7}}, "rope.rotary_dim", "an even number of dims, at most head_dim = 16"),
         ({"rope": {"rotary_dim": 18}}, "rope.rotary_dim", "at most head_dim = 16"),
         ({"rope": True, "head_dim": 15}, "rope.rotary_dim", "an even number"),
+        ({"rope": {"scaling": "llama"}}, "rope.scaling", '"linear", "llama3", "yarn"'),
+        ({"rope": {"scaling": "yarn"}}, "rope.original_max_length", "a positive integer"),
+        ({"rope": {"beta_fast": 9}}, "rope.beta_fast", 'a scaling that reads it, "yarn"'),
+        ({"rope": LLAMA3 | {"low_freq_factor": 4}}, "rope.high_freq_factor", "more than low_freq_factor = 4.0"),
+        ({"rope": YARN | {"theta": 1}}, "rope.theta", "more than 1"),
+        ({"rope": YARN | {"truncate": 1}}, "rope.truncate", "true or false"),
+        ({"rope": YARN | {"attention_factor": 0}}, "rope.attention_factor", "a positive finite number"),
         ({"rope": True, "kv_embed_dim": 8}, "rope", "self-attention"),
         ({"kv_cache": 1}, "kv_cache", "true or false"),
         ({"kv_cache": True}, "causal", 'True or "bottom_right" with kv_cache'),
@@ -177,6 +186,8 @@ POSITIONS = (
     {"softcap": 30},
     {"rope": True},
     {"rope": {"theta": 5e5, "rotary_dim": 10, "interleaved": True, "factor": 4, "max_length": 131072}},
+    {"rope": LLAMA3},
+    {"rope": YARN | {"truncate": False}},
     {"alibi": True, "sinks": True},
     {"kv_cache": True, "causal": True, "rope": Rope(theta=1e6), "window": (64, 0)},
 )
@@ -199,7 +210,9 @@ def test_positions_resolve() -> None:
 def test_ropes_on_a_command_line() -> None:
     assert parse_rope("default") == Rope()
     assert parse_rope("theta=5e5,interleaved=true,max_length=32") == Rope(theta=5e5, interleaved=True, max_length=32)
-    for text in ("theta", "theta=", "theta=big", "thetas=3"):
+    assert parse_rope("scaling=llama3,factor=8,original_max_length=64").high_freq_factor == 4.0
+    assert parse_rope("scaling=yarn,factor=8,original_max_length=64,truncate=false").truncate is False
+    for text in ("theta", "theta=", "theta=big", "thetas=3", "scaling=ntk"):
         with pytest.raises(SpecError, match="rope"):
             parse_rope(text)
 

@@ -39,7 +39,11 @@ Mask = Annotated[Literal["bool", "additive", "key_padding"] | None, _field("--ma
 Scale = Annotated[float | None, _field("--scale", "Factor of the scores; 1 / sqrt(E) if not given.")]
 Softcap = Annotated[float | None, _field("--softcap", "c: scores become c * tanh(score / c).")]
 RopeText = Annotated[
-    str | None, _field("--rope", "Rotary positions: default, or such as theta=500000,max_length=8192.")
+    str | None,
+    _field(
+        "--rope",
+        "Rotary positions: default, or such as theta=500000,scaling=llama3,factor=8,original_max_length=8192.",
+    ),
 ]
 Alibi = Annotated[bool | None, _field("--alibi", "A bias that falls with the distance, a slope for each head.")]
 Sinks = Annotated[bool | None, _field("--sinks", "One more learned score for each head, of no value.")]
