@@ -7,6 +7,8 @@
     ├── InputError           what a compiled function was called with
     ├── ArtifactError        an artifact that must not be loaded: damaged, newer, for another CPU
     ├── OutputError          a place that cannot be written: it exists, the disk is full
+    ├── RecordsError         a file of tuned records: foreign, newer, on a full disk
+    ├── DeviceError          a device that is to measure: absent, lost, of another architecture
     ├── InstallationError    this environment: a missing extra, a TVM pair that would crash
     └── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
 
@@ -55,6 +57,14 @@ class ArtifactError(MhsaError, ValueError):
 
 class OutputError(MhsaError, OSError):
     """The place to write to exists already, or cannot take what would be written."""
+
+
+class RecordsError(MhsaError, ValueError):
+    """A file of tuned records holds what is no record, or cannot take one more."""
+
+
+class DeviceError(MhsaError, ConnectionError):
+    """What was to measure is not there, went away, or is not what the target says."""
 
 
 class InstallationError(MhsaError, ImportError):

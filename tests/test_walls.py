@@ -22,6 +22,7 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 LIGHT = [
     *("errors", "spec_checks", "patterns", "positions", "outputs", "spec", "workloads", "masks", "host"),
     *("installation", "data", "profile", "dims", "artifact", "tvm_runtime", "memory", "tensors", "kv_cache", "runtime"),
+    *("jobs", "records", "serve", "sessions", "bundles"),
 ]
 COMPILE_SIDE = [
     *("inside", "core", "operator_inside", "operators", "model", "conversion", "reference_inside", "reference"),
@@ -31,8 +32,8 @@ COMPILE_SIDE = [
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
     *("rotated_site", "scatter_site", "fusion"),
     *("attention_masks", "attention_import", "conversions", "importer", "onnx_weights", "plain_attention"),
-    *("records", "schedule", "build", "pipeline"),
-    *("measure", "tune", "limits", "accuracy", "timing", "peers", "bench", "plots", "mask_plots"),
+    *("op_keys", "schedule", "build", "pipeline"),
+    *("limits", "accuracy", "timing", "peers", "bench", "exercises", "studies", "tune", "plots", "mask_plots"),
     *("analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]

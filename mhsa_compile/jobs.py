@@ -1,0 +1,103 @@
+"""What is measured on a device, and what comes back. NumPy and msgspec only: a device needs no more.
+
+A job is one operation with everything that a candidate for it is called with, and what must come out. A candidate is a
+compiled library whose `run` (and, where weights are packed, `pack`) computes that operation in one particular way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One operation at the sizes at which it is measured.
+
+    inputs    of `run`, in its order
+    weights   of `pack`, in its order; none where nothing is packed
+    output    shape and dtype of what `run` writes
+    checked   places in the flattened output that are held against `expected`: all of it, or some rows
+    expected  what float64 has there
+    budget    the largest error allowed there
+    flops     useful operations of one call; 0 where nobody counts them
+    """
+
+    inputs: tuple[Array, ...]
+    weights: tuple[Array, ...]
+    output: tuple[tuple[int, ...], str]
+    checked: Array
+    expected: Array
+    budget: float
+    flops: int = 0
+
+    def error_share(self, output: Array) -> float:
+        """The largest error of an output as a share of the budget: above 1 is wrong; so are NaN and infinity, where
+        none are expected."""
+        found = output.reshape(-1)[self.checked].astype(np.float64)
+        finite = np.isfinite(self.expected)
+        if not np.array_equal(finite, np.isfinite(found)):
+            return float("inf")
+        error = float(np.abs(found[finite] - self.expected[finite]).max(initial=0.0))
+        return error / self.budget if self.budget else (0.0 if error == 0 else float("inf"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a job.
+
+    library    the bytes of a shared library for the device, with `run` and perhaps `pack`
+    packed     shape and dtype of each array that `pack` writes, after its weights; `run` takes them after its inputs
+    constants  what `run` takes after those; its output comes last
+    """
+
+    library: bytes
+    packed: tuple[tuple[tuple[int, ...], str], ...] = ()
+    constants: tuple[Array, ...] = ()
+
+
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A candidate that ran, and was right.
+
+    samples_us   microseconds a call in each round, one entry for each round; rounds are shared by the candidates that
+                 were measured together, so ratios are taken round by round
+    error_share  its largest error as a share of the budget
+    """
+
+    samples_us: tuple[float, ...]
+    error_share: float
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A candidate that is out: `reason` is one of REASONS, `detail` what is known beside it."""
+
+    reason: str
+    detail: str = ""
+
+
+Outcome = Timing | Failure
+
+BUILD, CRASH, TIMEOUT, WRONG, LOST = "did not build", "crashed", "timed out", "over the error budget", "device lost"
+REASONS = (BUILD, CRASH, TIMEOUT, WRONG, LOST)
+"""LOST is no fault of the candidate: the device, or the way to it, went away; it may be asked for again."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ran the candidates.
+
+    cpu       the model's name, or what the device is known as
+    emulated  whether an emulator ran them: its times say nothing about hardware
+    """
+
+    cpu: str
+    cores: int
+    architecture: str
+    l1d_kib: int | None = None
+    l2_kib: int | None = None
+    emulated: bool = False
+    features: tuple[str, ...] = ()
