@@ -26,7 +26,7 @@ from mhsa_compile.kernels.base import Emitted, Kernel
 from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, MaskInput, Placement, StaticMask
 from mhsa_compile.parity import Draw, judge
 from mhsa_compile.profile import TargetProfile, detect
-from mhsa_compile.reference import _product_in_int8
+from mhsa_compile.reference import product_in_int8
 
 NUMPY = {
     "float32": np.float32,
@@ -136,7 +136,7 @@ def _linear_truth(
         x.astype(np.float64) @ w.T.astype(np.float64) + b.astype(np.float64)
         for w, b in zip(weights, biases, strict=True)
     ]
-    product = _product_in_int8 if op.int8_weights else torch.matmul
+    product = product_in_int8 if op.int8_weights else torch.matmul
     eager = [product(to_torch(x), to_torch(w).T) + to_torch(b) for w, b in zip(weights, biases, strict=True)]
     return np.concatenate(exact, axis=-1), to_numpy(torch.cat(eager, dim=-1))
 

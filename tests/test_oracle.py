@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
 
-from mhsa_compile import reference
+from mhsa_compile import reference_attention
 from mhsa_compile.parity import MOST_DRAWS, CaseResult, judge
 from mhsa_compile.verify import Verdict, budget, check, default_cases, eager, max_error, oracle, random_inputs
 
@@ -92,9 +92,9 @@ def test_blocks_of_queries_change_nothing(
     for dims in ({"B": 2, "L": 11, "S": 7}, {"B": 2, "L": 11, "S": 7, "mask_L": 1, "mask_H": 4, "mask_B": 1}):
         inputs = random_inputs(model, dims)
         inputs["lengths"] = np.array([7, 4])
-        monkeypatch.setattr(reference, "_QUERIES", 256)
+        monkeypatch.setattr(reference_attention, "QUERIES", 256)
         whole = evaluate(model, inputs)[0]
-        monkeypatch.setattr(reference, "_QUERIES", 3)
+        monkeypatch.setattr(reference_attention, "QUERIES", 3)
         in_blocks = evaluate(model, inputs)[0]
         assert np.abs(whole - in_blocks).max() <= 4 * np.finfo(whole.dtype).eps
 

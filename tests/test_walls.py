@@ -25,7 +25,8 @@ LIGHT = [
     *("jobs", "records", "serve", "sessions", "bundles"),
 ]
 COMPILE_SIDE = [
-    *("inside", "core", "operator_inside", "operators", "model", "conversion", "reference_inside", "reference"),
+    *("inside", "core", "operator_inside", "operators", "model", "conversion"),
+    *("reference_inside", "reference_scores", "reference_attention", "reference"),
     *("softmax_parity", "parity", "subject", "pairs", "selfcheck", "verify"),
     *("export_check", "hugging_face", "signatures", "operator_function", "export", "sources", "kernels"),
     *("onnx_graph", "canonical"),
