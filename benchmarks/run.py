@@ -26,7 +26,8 @@ from rich.table import Table
 
 import mhsa_compile as mhsa
 from mhsa_compile import host, plots
-from mhsa_compile.bench import Report, Row, bench, compile_workload
+from mhsa_compile.bench import bench, compile_workload
+from mhsa_compile.bench_report import Report, Row
 from mhsa_compile.installation import installed_version
 from mhsa_compile.peers import PEERS
 from mhsa_compile.spec_checks import DTYPES

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import onnx
 
     from mhsa_compile.artifact import Artifact
-    from mhsa_compile.bench import Report
+    from mhsa_compile.bench_report import Report
     from mhsa_compile.verify import Verdict
 
 ARTIFACT = Path("build/demo.mhsa")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mhsa_compile import host, installation, peers
 from mhsa_compile.artifact import Artifact
+from mhsa_compile.bench_report import Floor, Report, Row
 from mhsa_compile.errors import InputError
 from mhsa_compile.peers.base import Array, Opened, Peer, Problem
 from mhsa_compile.peers.compiled import Compiled
@@ -29,97 +30,6 @@ INPUT_SETS = 4
 """Calls go through so many sets of inputs, so that none finds its own in the cache."""
 BEYOND_CACHE = 2
 """What calls go through must be so many times the last-level cache before bytes are said to come from memory."""
-DISTURBED = 0.1
-"""A spread of the multiply-adds above this: they know no luck of their own, so something else was running."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One candidate: `missing` says why it did not run, and then there are no numbers.
-
-    median_us       microseconds a call, median over the rounds
-    spread          interquartile range over the rounds, as a share of the median
-    ratio           this candidate's time by ours in the same round, median over the rounds: above 1, we are faster
-    gflops          useful FLOPs a second; None for a foreign .onnx, whose FLOPs nobody counted
-    share_of_peak   `gflops` as a share of the multiply-adds measured at the workload's dtype
-    share_of_limit  the floor as a share of this candidate's time: of whichever limit binds, operations or bytes
-    error_share     largest error against float64 as a share of the budget: above 1 is wrong
-    form            which of a peer's several forms was its fastest
-    """
-
-    name: str
-    median_us: float | None = None
-    spread: float | None = None
-    ratio: float | None = None
-    gflops: float | None = None
-    share_of_peak: float | None = None
-    share_of_limit: float | None = None
-    error_share: float | None = None
-    form: str = ""
-    missing: str | None = None
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The least time that a call can take on this machine.
-
-    limit            "compute" or "memory": which of the two is the larger
-    compute_us       useful FLOPs at the measured rate of multiply-adds
-    memory_us        bytes at the measured rate of reading; None where they stay in the cache from call to call
-    flops, bytes     of one call; bytes are inputs, weights and outputs, each once
-    """
-
-    limit: str
-    compute_us: float
-    memory_us: float | None
-    flops: int
-    bytes: int
-
-    @property
-    def us(self) -> float:
-        return max(self.compute_us, self.memory_us or 0.0)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `bench` found; the first row is this project.
-
-    peak_gflops      multiply-adds measured at the workload's dtype; `peak_spread` as for a row
-    bandwidth_gbs    10^9 bytes a second, read from memory
-    floor            None for a foreign .onnx
-    budget           the largest error allowed
-    """
-
-    dims: dict[str, int]
-    dtype: str
-    threads: int
-    rounds: int
-    peak_gflops: float
-    peak_spread: float
-    bandwidth_gbs: float
-    floor: Floor | None
-    budget: float
-    rows: tuple[Row, ...]
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether something else took CPU time meanwhile; the figures then mean little."""
-        return self.peak_spread > DISTURBED
-
-    @property
-    def ours(self) -> Row:
-        return self.rows[0]
-
-    @property
-    def ok(self) -> bool:
-        """Whether our own outputs were within the budget."""
-        return self.ours.error_share is not None and self.ours.error_share <= 1
-
-    @property
-    def best_peer(self) -> Row | None:
-        """The fastest of the others that ran."""
-        ran = [row for row in self.rows[1:] if row.ratio is not None]
-        return min(ran, key=lambda row: row.ratio or 0.0, default=None)
 
 
 @dataclass(frozen=True)
@@ -132,6 +42,18 @@ class _Candidate:
     error_share: float | None = None
     sole_workers: frozenset[int] = frozenset()
     missing: str | None = None
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Every candidate, ours first; seconds a call in each round of those that ran, in order; and the limits."""
+
+    candidates: tuple[_Candidate, ...]
+    times: Sequence[Sequence[float]]
+    rounds: int
+    peak_gflops: float
+    peak_spread: float
+    bandwidth_gbs: float
 
 
 def bench(
@@ -156,10 +78,7 @@ def bench(
     from mhsa_compile import accuracy, limits  # PyTorch, TVM
 
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    if (opened.manifest.spec or {}).get("outputs", ["y"]) != ["y"]:
-        names = ", ".join(info.name for info in opened.manifest.outputs)
-        hint = "The others return nothing else: compile the same spec without outputs."
-        raise InputError("artifact", "one that returns y alone", f"outputs {names}", hint)
+    _check_returns_y_alone(opened)
     threads = host.allowed_cpus() if threads is None else threads
     inputs = [random_inputs(opened.manifest, dims, seed) for seed in range(INPUT_SETS)]
     problem = Problem(opened, inputs)
@@ -167,6 +86,42 @@ def bench(
     expected = accuracy.truth(opened, inputs[0], problem.weights)
     problem = replace(problem, error_share=expected.share)
     dtype = opened.manifest.inputs[0].dtype
+    timed = _time(problem, chosen, dtype, threads, seconds)
+    floor = _floor(problem, timed.peak_gflops, timed.bandwidth_gbs, limits.last_level_cache())
+    return Report(
+        dims=sizes,
+        dtype=dtype,
+        threads=threads,
+        rounds=timed.rounds,
+        peak_gflops=timed.peak_gflops,
+        peak_spread=timed.peak_spread,
+        bandwidth_gbs=timed.bandwidth_gbs,
+        floor=floor,
+        budget=expected.budget,
+        rows=_rows(timed, floor),
+    )
+
+
+def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
+    """Its block or core, compiled for this machine at its sizes, or for any; weights are random."""
+    from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
+    from mhsa_compile.pipeline import compile
+
+    module = MultiHeadAttention if workload.kind == "block" else ScaledDotProductAttention
+    return compile(module(workload.spec).eval(), dims=None if symbolic else workload.dims)
+
+
+def _check_returns_y_alone(artifact: Artifact) -> None:
+    if (artifact.manifest.spec or {}).get("outputs", ["y"]) != ["y"]:
+        names = ", ".join(info.name for info in artifact.manifest.outputs)
+        hint = "The others return nothing else: compile the same spec without outputs."
+        raise InputError("artifact", "one that returns y alone", f"outputs {names}", hint)
+
+
+def _time(problem: Problem, chosen: Iterable[Peer], dtype: str, threads: int, seconds: float) -> _Timed:
+    """All in one process and in turns, the limits among them."""
+    from mhsa_compile import limits
+
     with ExitStack() as stack:
         ours = _open(stack, Compiled(), problem, threads, problem.error_share)
         others = [_attempt(stack, peer, problem, threads) for peer in chosen]
@@ -178,34 +133,14 @@ def bench(
         stack.enter_context(workers_apart(frozenset().union(*(candidate.sole_workers for candidate in running))))
         turns = [*(candidate.calls for candidate in running), [peak.run], [reading.run]]
         *times, peak_times, reading_times = interleave(turns, seconds)
-    peak_gflops, bandwidth = peak.amount / median(peak_times) / 1e9, reading.amount / median(reading_times) / 1e9
-    floor = _floor(problem, peak_gflops, bandwidth, limits.last_level_cache())
-    rows = {
-        candidate.name: _row(candidate, samples, times[0], floor, peak_gflops)
-        for candidate, samples in zip(running, times, strict=True)
-    }
-    complete = tuple(rows.get(c.name) or Row(c.name, missing=c.missing) for c in (ours, *others))
-    return Report(
-        dims=sizes,
-        dtype=dtype,
-        threads=threads,
+    return _Timed(
+        candidates=(ours, *others),
+        times=times,
         rounds=len(peak_times),
-        peak_gflops=peak_gflops,
+        peak_gflops=peak.amount / median(peak_times) / 1e9,
         peak_spread=spread(peak_times),
-        bandwidth_gbs=bandwidth,
-        floor=floor,
-        budget=expected.budget,
-        rows=complete,
+        bandwidth_gbs=reading.amount / median(reading_times) / 1e9,
     )
-
-
-def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
-    """Its block or core, compiled for this machine at its sizes, or for any; weights are random."""
-    from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
-    from mhsa_compile.pipeline import compile
-
-    module = MultiHeadAttention if workload.kind == "block" else ScaledDotProductAttention
-    return compile(module(workload.spec).eval(), dims=None if symbolic else workload.dims)
 
 
 def _open(
@@ -257,6 +192,16 @@ def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: in
     memory_us = (moving + weights) / bandwidth_gbs / 1e3 if from_memory else None
     limit = "memory" if memory_us is not None and memory_us > compute_us else "compute"
     return Floor(limit, compute_us, memory_us, flops, moving + weights)
+
+
+def _rows(timed: _Timed, floor: Floor | None) -> tuple[Row, ...]:
+    times = iter(timed.times)
+    return tuple(
+        _row(candidate, next(times), timed.times[0], floor, timed.peak_gflops)
+        if candidate.missing is None
+        else Row(candidate.name, missing=candidate.missing)
+        for candidate in timed.candidates
+    )
 
 
 def _row(

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mhsa_compile.drawing import FAINT, GRID, INK, OURS, figure
 from mhsa_compile.masks import BoolArray
-from mhsa_compile.plots import FAINT, GRID, INK, OURS, figure
 
 COLOURS = (OURS, "#d9622b", "#4f8a4b", "#8a63ad")
 """Of the reasons, in their order."""

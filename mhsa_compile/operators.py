@@ -50,17 +50,7 @@ def attention_node(
     lengths        the operator's nonpad_kv_seqlen, int64 (B,)
     free_lengths   whether S may differ from L
     """
-    attributes: dict[str, Any] = {}
-    if q.ndim == 3:
-        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
-    if spec.causal is not None:
-        attributes["is_causal"] = 1
-    if spec.window is not None:
-        attributes |= dict(zip(("left_window_size", "right_window_size"), spec.window, strict=True))
-    if spec.scale is not None:
-        attributes["scale"] = spec.scale
-    if spec.softcap is not None:
-        attributes["softcap"] = spec.softcap
+    attributes = _attributes(spec, by_rows=q.ndim == 3)
     if lengths is None and free_lengths and spec.causal == "bottom_right":
         # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
         lengths = _key_lengths(k)
@@ -82,6 +72,22 @@ def attention_node(
         name, inputs, attributes, dtypes=[q.dtype, *dtypes], shapes=[shape, *extra.values()], version=version
     )
     return y, dict(zip(extra, found, strict=True))
+
+
+def _attributes(spec: AttentionSpec, *, by_rows: bool) -> dict[str, Any]:
+    """What the spec says of the standard's operator; `by_rows` is its 3-D form."""
+    attributes: dict[str, Any] = {}
+    if by_rows:
+        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
+    if spec.causal is not None:
+        attributes["is_causal"] = 1
+    if spec.window is not None:
+        attributes |= dict(zip(("left_window_size", "right_window_size"), spec.window, strict=True))
+    if spec.scale is not None:
+        attributes["scale"] = spec.scale
+    if spec.softcap is not None:
+        attributes["softcap"] = spec.softcap
+    return attributes
 
 
 _INSIDE_DTYPES = {"top_k_keys": torch.int64}

@@ -1,26 +1,20 @@
 """Pictures of benchmark reports: shares of the limit, latency against length, and the roofline.
 
-Ours is the one strong colour, each family of peers one muted one, in two shades where it has two members. matplotlib is
-imported when something is drawn, without a display. Notation: L query length.
+Ours is the one strong colour, each family of peers one muted one, in two shades where it has two members.
+Notation: L query length.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mhsa_compile import installation
-from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.drawing import FAINT, GRID, INK, OURS, figure
 
 if TYPE_CHECKING:
-    from mhsa_compile.bench import Report, Row
+    from mhsa_compile.bench_report import Report, Row
 
-SUFFIXES = (".svg", ".png", ".pdf")
-INK, FAINT, GRID = "#222222", "#777777", "#e4e4e4"
-OURS = "#1d66a8"
 PEERS = {
     "torch": "#d9622b",
     "torch.compile": "#f0a883",
@@ -29,26 +23,9 @@ PEERS = {
     "openvino": "#8a63ad",
     "iree": "#8c8c8c",
 }
-STYLE = {
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "text.color": INK,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mhsa",
-}
 DENSE = ("core512", "core1024", "dense2048", "core4096", "dense8192")
 WINDOW = ("window2048", "window4096", "window8192", "window16384")
+SPARSE = ("longformer4096", "bigbird4096")
 LABEL_PLACES = (
     ((7, 3), "left", "bottom"),
     ((-7, 3), "right", "bottom"),
@@ -58,23 +35,6 @@ LABEL_PLACES = (
     ((0, -12), "center", "top"),
 )
 """Points away from a mark, and which side of the text is there."""
-SPARSE = ("longformer4096", "bigbird4096")
-
-
-def check_path(path: Path, option: str = "--plot") -> None:
-    """Raises InputError, OutputError or InstallationError for a picture that could not be written at the end."""
-    if path.suffix not in SUFFIXES:
-        raise InputError(option, f"a file named {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}", repr(str(path)))
-    if not path.parent.is_dir():
-        raise OutputError(option, "a file in a folder that exists", f"{str(path)!r}", f"Create {path.parent} first.")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise OutputError(
-            option, "a folder that can be written to", f"{str(path.parent)!r} ({error.strerror})"
-        ) from error
-    installation.require("matplotlib", extra="bench")
 
 
 def shares(reports: Mapping[str, Report], path: Path) -> None:
@@ -282,23 +242,3 @@ def _title(text: str, reports: Mapping[str, Report]) -> str:
     dtypes = " and ".join(dict.fromkeys(report.dtype for report in reports.values()))
     threads = ", ".join(dict.fromkeys(str(report.threads) for report in reports.values()))
     return f"{text}: {dtypes}, {threads} thread{'' if threads == '1' else 's'}"
-
-
-@contextmanager
-def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Its axes; the figure is written to `path` as one piece when it is done."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure.add_subplot()
-        beside = path.with_name(f".{path.name}.part{path.suffix}")
-        metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figures give the same file
-        try:
-            figure.savefig(beside, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=0.12)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)

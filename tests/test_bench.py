@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import mhsa_compile as mhsa
-from mhsa_compile import accuracy, peers, plots
-from mhsa_compile.bench import INPUT_SETS, Floor, Report, Row, _floor, bench, compile_workload
+from mhsa_compile import accuracy, drawing, peers, plots
+from mhsa_compile.bench import INPUT_SETS, _floor, bench, compile_workload
+from mhsa_compile.bench_report import Floor, Report, Row
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.peers.base import Problem
@@ -236,6 +237,6 @@ def test_every_peer_has_a_colour():
 
 def test_pictures_that_cannot_be_written_are_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"\.svg, \.png or \.pdf, got .*figure\.txt"):
-        plots.check_path(tmp_path / "figure.txt")
+        drawing.check_path(tmp_path / "figure.txt")
     with pytest.raises(OutputError, match="folder that exists"):
-        plots.check_path(tmp_path / "nowhere" / "figure.svg")
+        drawing.check_path(tmp_path / "nowhere" / "figure.svg")

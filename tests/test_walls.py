@@ -34,7 +34,8 @@ COMPILE_SIDE = [
     *("rotated_site", "scatter_site", "fusion"),
     *("attention_masks", "attention_import", "conversions", "importer", "onnx_weights", "plain_attention"),
     *("op_keys", "schedule", "build", "pipeline"),
-    *("limits", "accuracy", "timing", "peers", "bench", "exercises", "studies", "tune", "plots", "mask_plots"),
+    *("limits", "accuracy", "timing", "peers", "bench_report", "bench"),
+    *("exercises", "studies", "tune", "drawing", "plots", "mask_plots"),
     *("analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]

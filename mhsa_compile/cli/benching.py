@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mhsa_compile import plots
+from mhsa_compile import drawing, plots
 from mhsa_compile.cli import options, output, sources
 from mhsa_compile.errors import InputError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
-    from mhsa_compile.bench import Report, Row
+    from mhsa_compile.bench_report import Report, Row
     from mhsa_compile.workloads import Workload
 
 _DEFAULT_WORKLOAD = "base128"
@@ -62,7 +62,7 @@ def bench(
     stated = options.stated_dims(batch, length, kv_length, capacity)
     _check_combination(source, workload, dtype, stated)
     if plot is not None:
-        plots.check_path(plot)
+        drawing.check_path(plot)
     chosen = None if source is not None else _workloads(workload or [_DEFAULT_WORKLOAD], dtype, stated)
     sources.require_compiler()
     from mhsa_compile.bench import bench as measure
