@@ -181,4 +181,7 @@ def _meets_product(graph: Graph, value: str) -> bool:
 
 
 def _said(node: onnx.NodeProto) -> str:
-    return f"{node.op_type} {node.name or node.output[0]!r}"
+    said = f"{node.op_type} {node.name or node.output[0]!r}"
+    if node.op_type == "Einsum":  # those that are a product of two matrices a head are MatMul by now
+        return f"{said} of {attributes(node)['equation']!r}, which is no batch of products of two matrices,"
+    return said

@@ -25,8 +25,10 @@ def light(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Tensors]:
 
 
 def whole(model: onnx.ModelProto, tensors: Tensors) -> onnx.ModelProto:
-    """The model with the contents of its initializers."""
+    """The model with the contents of its initializers, of the dims that they have now."""
     for tensor in model.graph.initializer:
         if tensor.name in tensors and tensor.data_type in _FLOATS and math.prod(tensor.dims) > LARGE:
+            dims = list(tensor.dims)
             tensor.CopyFrom(tensors[tensor.name])
+            tensor.dims[:] = dims
     return model
