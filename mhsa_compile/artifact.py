@@ -27,7 +27,7 @@ import msgspec
 from mhsa_compile import host
 from mhsa_compile.errors import ArtifactError, OutputError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
 _UNSEALED = "0" * 64
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
@@ -55,7 +55,8 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What computes one operation, and where its config comes from."""
+    """What computes one operation, and where its config comes from: `tuning` says which tuned record was used, or why
+    none was."""
 
     name: str
     op: str
@@ -63,6 +64,7 @@ class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: dict[str, int]
     source: Literal["default", "record", "fallback"]
     note: str = ""
+    tuning: str = ""
 
 
 class AttentionBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +15,8 @@ from mhsa_compile import __version__, installation
 from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
 from mhsa_compile.errors import InputError, MhsaError, OutputError
 from mhsa_compile.profile import TargetProfile, load_profile
+from mhsa_compile.records import Record, Shelf
+from mhsa_compile.records import read as read_records
 from mhsa_compile.sources import Source, read_source
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def compile(
     dims: Mapping[str, int] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
     weights: str | None = None,
+    records: str | Path | Iterable[Record] | None = None,
     progress: Callable[[str], None] | None = None,
     dump: str | Path | None = None,
 ) -> Artifact:
@@ -43,17 +46,20 @@ def compile(
     example_inputs  for an nn.Module that is not one of ours
     weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
                     with activations of eight bits, a scale for each row; the artifact stores the weights as they are
+    records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
     progress        is told the name of each stage as it begins
     dump            a folder for what passes between the stages
 
     The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
-    InstallationError and BuildError.
+    RecordsError, InstallationError and
+    BuildError.
     """
     if weights not in (None, "int8"):
         raise InputError("weights", 'None or "int8"', repr(weights))
     installation.check_tvm_pair()
     tell = progress or (lambda stage: None)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    shelf = Shelf(_records(records), profile)
 
     tell("export")
     read = read_source(source, dims, example_inputs)
@@ -65,7 +71,7 @@ def compile(
     read = Source(canonical.model, read.spec)
     imported = importer.import_onnx(read.model, int8_weights=weights == "int8")
     tell("schedule")
-    scheduled = schedule.schedule(imported, profile)
+    scheduled = schedule.schedule(imported, profile, shelf)
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
     with _temporary_folder() as owner:
@@ -75,6 +81,12 @@ def compile(
         tell("build")
         build.build(scheduled, profile, folder / MODULE)
         return Artifact.assemble(folder, _manifest(read, canonical, imported, scheduled, profile), owner=owner)
+
+
+def _records(given: str | Path | Iterable[Record] | None) -> Iterable[Record]:
+    if given is None:
+        return ()
+    return read_records(Path(given)).records if isinstance(given, str | Path) else given
 
 
 @contextmanager

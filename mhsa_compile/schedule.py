@@ -8,17 +8,17 @@ as `fallback`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.artifact import OpReport
+from mhsa_compile.choices import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
-from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.base import Emitted, Kernel
+from mhsa_compile.kernels.base import Emitted
 from mhsa_compile.kernels.operations import (
     AttentionOp,
     Band,
@@ -31,20 +31,12 @@ from mhsa_compile.kernels.operations import (
     StatisticsOp,
     WeightsOp,
 )
+from mhsa_compile.op_keys import kind_of
 from mhsa_compile.plain_attention import emit as emit_plain
 from mhsa_compile.profile import TargetProfile
+from mhsa_compile.records import Shelf
 
 MAIN, BIND = "main", "bind_weights"
-_KINDS = {
-    LinearOp: "linear",
-    AttentionOp: "attention",
-    ScoresOp: "scores",
-    StatisticsOp: "statistics",
-    WeightsOp: "weights",
-    RotaryOp: "rope",
-    ScatterOp: "scatter",
-    PresentOp: "present",
-}
 
 
 @dataclass
@@ -58,24 +50,26 @@ class Scheduled:
 
 
 @dataclass
-class _Choice:
+class _Chosen:
     name: str
     op: Op
-    kernel: Kernel
-    config: dict[str, int]
+    choice: Choice
     emitted: Emitted
 
 
-def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
-    """Raises ModelError where an operation of ours has no kernel on this target."""
-    chosen = {name: _choose(name, op, profile) for name, op in imported.ops.items()}
-    choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Choice)}
+def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Scheduled:
+    """Every config is that of a record of `shelf`, else the kernel's default.
+
+    Raises ModelError where an operation of ours has no kernel on this target.
+    """
+    chosen = {name: _choose(name, op, profile, shelf) for name, op in imported.ops.items()}
+    choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Chosen)}
     plain = {n: op for n, op in imported.ops.items() if n not in choices and isinstance(op, AttentionOp | ScoresOp)}
     fallbacks = _fallbacks(imported.module["main"])
     written = _written_out(imported.module, plain) if plain else imported.module
     rest = _lower_rest(written, tvm.target.Target(profile.tvm_config()))
     builder = relax.BlockBuilder(rest)
-    run = {name: builder.add_func(c.emitted.run, f"{_kind(c.op)}_{name}") for name, c in choices.items()}
+    run = {name: builder.add_func(c.emitted.run, f"{kind_of(c.op)}_{name}") for name, c in choices.items()}
     main, packed, passed = _rewrite_main(imported, rest, choices, run)
     builder.update_func(rest.get_global_var(MAIN), main)
     if packed or passed:
@@ -85,30 +79,24 @@ def schedule(imported: Imported, profile: TargetProfile) -> Scheduled:
     return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *fallbacks], aligned)
 
 
-def _choose(name: str, op: Op, profile: TargetProfile) -> _Choice | str:
-    """A kernel, or why none takes an attention, which can then be written out in TVM's operators."""
-    reasons = []
-    for kernel in KERNELS.get(profile.family, ()):
-        reason = kernel.applies(op, profile)
-        if reason is None:
-            config = kernel.default(op, profile)
-            return _Choice(name, op, kernel, config, kernel.emit(op, profile, config))
-        if not reason.startswith("not a"):  # made for another kind of operation
-            reasons.append(f"{kernel.name}: {reason}")
+def _choose(name: str, op: Op, profile: TargetProfile, shelf: Shelf) -> _Chosen | str:
+    """A kernel and its config, or why no kernel takes an attention, which is then written out in TVM's operators."""
+    willing, reasons = willing_kernels(op, profile)
+    if willing:
+        choice = choose(op, profile, willing, shelf)
+        return _Chosen(name, op, choice, choice.kernel.emit(op, profile, choice.config))
     if isinstance(op, AttentionOp | ScoresOp):
         return "; ".join(reasons) or "no kernel is made for it"
-    raise ModelError(f"operation {name}", f"a {_kind(op)} that a kernel can do", "; ".join(reasons) or "no kernel")
+    raise ModelError(f"operation {name}", f"a {kind_of(op)} that a kernel can do", "; ".join(reasons) or "no kernel")
 
 
-def _report(name: str, op: Op, choice: _Choice | str) -> OpReport:
-    if isinstance(choice, str):
-        note = f"{_describe(op)}; written out in TVM's operators: {choice}"
-        return OpReport(name, _kind(op), "plain", {}, "fallback", note)
-    return OpReport(name, _kind(op), choice.kernel.name, choice.config, "default", _describe(op))
-
-
-def _kind(op: Op) -> str:
-    return _KINDS[type(op)]
+def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:
+    if isinstance(chosen, str):
+        note = f"{_describe(op)}; written out in TVM's operators: {chosen}"
+        return OpReport(name, kind_of(op), "plain", {}, "fallback", note)
+    choice = chosen.choice
+    source: Literal["record", "default"] = "default" if choice.record is None else "record"
+    return OpReport(name, kind_of(op), choice.kernel.name, choice.config, source, _describe(op), choice.tuning)
 
 
 def _describe(op: Op) -> str:
@@ -198,7 +186,7 @@ def _lower_rest(module: Any, target: Any) -> Any:
 
 
 def _rewrite_main(
-    imported: Imported, rest: Any, choices: dict[str, _Choice], run: dict[str, Any]
+    imported: Imported, rest: Any, choices: dict[str, _Chosen], run: dict[str, Any]
 ) -> tuple[Any, dict[str, list[Any]], list[Any]]:
     """(main with kernels for its operations, the packed weights of each, the weights it takes as they are)."""
     main = rest[MAIN]
@@ -237,7 +225,7 @@ def _rewrite_main(
 
 
 def _add_bind_function(
-    builder: Any, imported: Imported, choices: dict[str, _Choice], packed: dict[str, list[Any]], passed: list[Any]
+    builder: Any, imported: Imported, choices: dict[str, _Chosen], packed: dict[str, list[Any]], passed: list[Any]
 ) -> None:
     """Adds bind_weights: weights -> everything that `main` takes after its inputs."""
     originals = {p.name: p for p in imported.module["main"].params if p.name in imported.weights}

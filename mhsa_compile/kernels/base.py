@@ -3,7 +3,7 @@ operation. Asking it anything is pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,10 @@ class Kernel(Protocol):
         """A config that is good without tuning."""
         ...
 
+    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+        """Why nothing can be emitted for a config, or None: asked of what a tuner draws, and of what a record says."""
+        ...
+
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted: ...
 
 
@@ -57,3 +61,21 @@ class Fixed:
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         return {}
+
+    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+        return unknown_knobs(config, ())
+
+
+def unknown_knobs(config: Config, knobs: Iterable[str]) -> str | None:
+    """Why a config does not give these knobs, each a whole number from 1 on, or None."""
+    if set(config) != set(knobs):
+        return f"knobs {sorted(config)}, where the kernel has {sorted(knobs)}"
+    wrong = [f"{knob} = {value}" for knob, value in config.items() if value < 1]
+    return f"{', '.join(wrong)}, which must be from 1 on" if wrong else None
+
+
+def unfit_tile(rows: int, columns: int, registers: int) -> str | None:
+    """Why an outer product's tile of accumulators does not fit the vector registers, or None: beside it there are a row
+    of vectors and a scalar."""
+    needed = rows * columns + columns + 1
+    return f"a tile of {rows} x {columns} needs {needed} registers of {registers}" if needed > registers else None

@@ -14,7 +14,7 @@ from functools import partial
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted
+from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, imported, pairs_fit
 from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
@@ -54,10 +54,19 @@ class AttentionKernel:
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")
         return {
-            "queries": tuple(lanes * n for n in (1, 2, 3, 4)),
-            "key_tile": tuple(range(1, profile.hardware.vector_registers)),
-            "keys": (32, 64, 96, 128, 192, 256, 384, 512),
+            "queries": tuple(lanes * n for n in (1, 2, 3, 4, 6)),
+            "key_tile": (1, 2, 3, 4, 6, 8, 12),
+            "keys": (24, 48, 60, 64, 72, 96, 120, 128, 192, 256, 384),
         }
+
+    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, ("queries", "key_tile", "keys")):
+            return reason
+        queries, key_tile, keys = config["queries"], config["key_tile"], config["keys"]
+        if keys % key_tile:
+            return f"a block of {keys} keys is no whole number of tiles of {key_tile}"
+        columns = -(-queries // profile.vector_lanes("float32"))
+        return unfit_tile(key_tile, columns, profile.hardware.vector_registers)
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the fewest loads a product; a block of keys whose P^T and V fill two thirds of L1."""

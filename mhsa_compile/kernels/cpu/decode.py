@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import Config, Emitted
+from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_parts import Shares, Splits
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
@@ -68,6 +68,11 @@ class DecodeKernel:
             "value_columns": (1, 2, 3, 4, 6, 8),
             "least_keys": (64, 128, 256, 512),
         }
+
+    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, ("keys", "value_rows", "value_columns", "least_keys")):
+            return reason
+        return unfit_tile(config["value_rows"], config["value_columns"], profile.hardware.vector_registers)
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again. A block is one

@@ -17,7 +17,7 @@ from math import gcd, prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.base import CACHE_LINE, Config, Emitted
+from mhsa_compile.kernels.base import CACHE_LINE, Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.linear_format import Format, format_of
 from mhsa_compile.kernels.cpu.linear_packing import pack
@@ -61,14 +61,21 @@ class LinearKernel:
         return None
 
     def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
-        registers = profile.hardware.vector_registers
+        assert isinstance(op, LinearOp)
+        fixed = [dim for dim in op.rows if isinstance(dim, int)]
+        count = prod(fixed) if len(fixed) == len(op.rows) else 4096
+        float32_sums = format_of(op, profile, 1).terms == 1
         return {
-            "rows": tuple(range(1, registers)),
-            "columns": tuple(range(1, 7)),
-            "block": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-            "depth": (32, 64, 96, 128),
+            "rows": tuple(n for n in (1, 2, 4, 6, 8, 12) if n <= count),
+            "columns": (1, 2, 3, 4, 6),
+            "block": tuple(n for n in (8, 16, 32, 64, 128, 256, 512) if n < 2 * count) or (8,),
+            "depth": (16, 32, 64) if float32_sums else (32, 64, 96, 128),
             "group": (1, 2, 4, 8),
         }
+
+    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+        reason = unknown_knobs(config, ("rows", "columns", "block", "depth", "group"))
+        return reason or unfit_tile(config["rows"], config["columns"], profile.hardware.vector_registers)
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that

@@ -43,6 +43,10 @@ class StatisticsKernel:
         assert isinstance(op, StatisticsOp)
         return AttentionKernel().space(op.attention, profile)
 
+    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+        assert isinstance(op, StatisticsOp)
+        return AttentionKernel().unfit(op.attention, profile, config)
+
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         return default_config(profile)
 

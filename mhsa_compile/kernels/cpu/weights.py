@@ -44,6 +44,10 @@ class WeightsKernel:
         assert isinstance(op, WeightsOp)
         return AttentionKernel().space(op.attention, profile)
 
+    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+        assert isinstance(op, WeightsOp)
+        return AttentionKernel().unfit(op.attention, profile, config)
+
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         assert isinstance(op, WeightsOp)
         # A chosen row is a task of its own, with one query in one lane: its neighbours are not wanted.

@@ -1,0 +1,60 @@
+"""Which kernel computes an operation, and with which config: a tuned record's where one fits, else the default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mhsa_compile.kernels import KERNELS
+from mhsa_compile.kernels.base import Kernel
+from mhsa_compile.kernels.operations import Op
+from mhsa_compile.op_keys import key_of, kind_of
+from mhsa_compile.profile import TargetProfile
+from mhsa_compile.records import Record, Shelf
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel and its config. `record` is where they come from, None for the default; `tuning` says it in words."""
+
+    kernel: Kernel
+    config: dict[str, int]
+    record: Record | None
+    tuning: str
+
+
+def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel], list[str]]:
+    """(the kernels that can compute an operation, the preferred one first; why others made for such cannot)."""
+    willing, reasons = [], []
+    for kernel in KERNELS.get(profile.family, ()):
+        reason = kernel.applies(op, profile)
+        if reason is None:
+            willing.append(kernel)
+        elif not reason.startswith("not a"):  # else it is made for another kind of operation
+            reasons.append(f"{kernel.name}: {reason}")
+    return willing, reasons
+
+
+def choose(op: Op, profile: TargetProfile, willing: list[Kernel], shelf: Shelf) -> Choice:
+    """Of kernels that can compute the operation, the one of the best record that fits, else the first."""
+    key = key_of(op)
+    default = willing[0].default(op, profile)
+    if key is None:
+        return Choice(willing[0], default, None, "nothing to tune")
+    records, refused = shelf.candidates(kind_of(op), key)
+    reasons = [refused] if refused else []
+    kernels = {kernel.name: kernel for kernel in willing}
+    for record in records:
+        kernel = kernels.get(record.kernel)
+        reason = f"no kernel {record.kernel} takes it" if kernel is None else kernel.unfit(op, profile, record.config)
+        if kernel is not None and reason is None:
+            return Choice(kernel, dict(record.config), record, described(record))
+        reasons.append(f"a record of {record.date} does not apply: {reason}")
+    return Choice(willing[0], default, None, "; ".join(dict.fromkeys(reasons)))
+
+
+def described(record: Record) -> str:
+    """Where a record comes from and what it gained there."""
+    sizes = " ".join(f"{name}={size}" for name, size in record.sizes.items())
+    gain = record.default_us / record.median_us
+    where = f"{record.device.cpu}, {record.threads} threads{', emulated' if record.device.emulated else ''}"
+    return f"{record.median_us:,.1f} us at {sizes}, {gain:.2f} times as fast as the default ({where}, {record.date})"
