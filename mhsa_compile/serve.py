@@ -1,0 +1,129 @@
+"""The device's side of measuring: TVM's RPC server, in a process that outlives what it runs.
+
+    serve(bind("127.0.0.1", 9190), threads=2)        # for ever; each connection is served by a fork of its own
+    python -c 'from mhsa_compile.serve import child; child(2)'    # on a free port; ends with its stdin
+
+A candidate that crashes takes its fork along, one that hangs is ended by the server when its connection's time is up.
+Beside TVM's own functions a connection finds `mhsa.device`, which says what this machine is. Runtime dependencies only.
+
+TVM's RPC asks for no password, and runs what it is sent: whoever reaches the port owns the account. So it is bound to
+loopback unless told otherwise, and belongs into trusted networks only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import threading
+from itertools import cycle
+from typing import NoReturn
+
+import msgspec
+
+from mhsa_compile import host, tvm_runtime
+from mhsa_compile.errors import DeviceError
+from mhsa_compile.jobs import Device
+
+LOOPBACK = "127.0.0.1"
+DEVICE = "mhsa.device"
+"""The global function that returns `jobs.Device` as JSON."""
+_ENDS_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_LOG = logging.getLogger("mhsa.serve")
+
+Address = tuple[str, int]
+
+
+def this_device(emulated: bool = False) -> Device:
+    """What this machine is. An emulator that shows another architecture's /proc/cpuinfo is noticed."""
+    architecture, features = host.architecture(), host.cpu_features()
+    foreign = {"x86_64": "asimd", "aarch64": "sse2"}.get(architecture)
+    return Device(
+        cpu=host.cpu_model(),
+        cores=host.allowed_cpus(),
+        architecture=architecture,
+        l1d_kib=host.cache_kib(1),
+        l2_kib=host.cache_kib(2),
+        emulated=emulated or foreign in features,
+        features=tuple(sorted(features)),
+    )
+
+
+def bind(address: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A listening socket; port 0 is a free one. Raises DeviceError."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family)
+    except (OSError, OverflowError) as error:
+        hint = "Choose another --port (0 is any that is free), or a --host that is this machine's."
+        raise DeviceError(f"{address}:{port}", "an address to listen at", str(error), hint) from error
+
+
+def serve(
+    listening: socket.socket, threads: int, *, tracker: Address | None = None, key: str = "", emulated: bool = False
+) -> NoReturn:
+    """Answers connections one after another, for ever, and offers itself to a tracker under `key`.
+
+    `threads` is what a call uses. What goes wrong in a connection ends that connection.
+    """
+    _load(threads, emulated)
+    from tvm.rpc import server
+
+    server.logger.setLevel(logging.WARNING)  # not a line for each connection
+    home = os.getcwd()
+    port = listening.getsockname()[1]
+    while True:
+        try:
+            # The body of TVM's own server. It returns by an exception: when a connection's fork ended badly, when the
+            # tracker stayed away for a minute, and at a handshake that is none.
+            server._listen_loop(listening, port, key, tracker, None, None)
+        except Exception as error:
+            _LOG.info("%s", error)
+        os.chdir(home)  # from that connection's folder, which is gone
+
+
+def child(threads: int) -> NoReturn:
+    """The server of one client on this machine: writes its port to stdout, and ends when its stdin does, however the
+    client ended. To be started in a process group of its own."""
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    listening = bind()
+    os.write(1, f"{listening.getsockname()[1]}\n".encode())
+    os.dup2(2, 1)  # nobody reads on
+    serve(listening, threads)
+
+
+def _end_with_stdin() -> NoReturn:
+    # Not sys.stdin, whose lock the forks would inherit.
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _load(threads: int, emulated: bool) -> None:
+    """TVM's runtime, by itself, and what each fork has to do."""
+    os.environ["TVM_USE_RUNTIME_LIB"] = "1"
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    runtime = tvm_runtime.start()
+    import multiprocessing
+
+    multiprocessing.set_start_method("fork", force=True)  # connections inherit what is registered here
+    said = msgspec.json.encode(this_device(emulated)).decode()
+    runtime.ffi.register_global_func(DEVICE, lambda: said, override=True)
+    os.register_at_fork(after_in_child=lambda: _prepare_fork(runtime, threads))
+
+
+def _prepare_fork(runtime: tvm_runtime.Runtime, threads: int) -> None:
+    """It ends with the server, and its pool has one CPU for each thread: some kernels of virtual machines pack threads
+    that wake up often onto one (see `timing.workers_apart`)."""
+    ctypes.CDLL(None).prctl(_ENDS_WITH_PARENT, signal.SIGKILL)
+    runtime.use_threads(threads)
+    cpus = sorted(os.sched_getaffinity(0))
+    if threads > 1 and len(cpus) > 1:
+        own = threading.get_native_id()
+        workers = sorted(int(task) for task in os.listdir("/proc/self/task") if int(task) != own)
+        os.sched_setaffinity(own, cpus[:1])
+        for worker, cpu in zip(workers, cycle(cpus[1:]), strict=False):
+            os.sched_setaffinity(worker, {cpu})
