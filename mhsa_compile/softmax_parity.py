@@ -62,12 +62,12 @@ def weighed(
     given = {**inputs, **{f"{name}.probe": keys[name] for name in nodes}}
     exact, yardstick = oracle(probing, given), eager(probing, given, int8_weights=int8_weights)
     return {
-        name: (exact[2 * i], yardstick[2 * i], np.where(_repeated(keys[name]), np.nan, exact[2 * i + 1]))
+        name: (exact[2 * i], yardstick[2 * i], np.where(repeated(keys[name]), np.nan, exact[2 * i + 1]))
         for i, name in enumerate(nodes)
     }
 
 
-def _repeated(keys: Array) -> Array:
+def repeated(keys: Array) -> Array:
     """Where a row names a key for the second time."""
     order = np.argsort(keys, axis=-1, kind="stable")
     ordered = np.take_along_axis(keys, order, axis=-1)

@@ -58,7 +58,8 @@ class Tally:
 def rounds(what: str, count: int, seed: int, tell: Callable[[Any], None]) -> str | None:
     """Runs `count` different cases of "kernels" or "flows". The text of what is wrong, shrunk, or None."""
     from fuzz_runs import OverBudget, run
-    from fuzz_strategies import flow_cases, kernel_cases
+    from fuzz_specs import flow_cases
+    from fuzz_strategies import kernel_cases
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
 

@@ -1,107 +1,24 @@
-"""Random attentions and projections for fuzzing: what a case is, and how hypothesis draws one.
+"""How hypothesis draws the cases of fuzz_cases that are one kernel.
 
-A case is a plain value whose repr is Python, so that a failing one can be printed as a program. It holds everything
-that a run needs: the operation, the machine, the sizes of a few calls, and the seed of the numbers.
-Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim, F value head dim.
+Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from fuzz_cases import MACHINES, AttentionCase, InsideCase, LinearCase
 from hypothesis import strategies as st
 
 from mhsa_compile import host
 
-MACHINES = {  # vector bits, registers, LLVM's CPU, features that it needs
-    "native": None,
-    "avx2": (256, 16, "x86-64-v3", ()),
-    "avx512": (512, 32, "x86-64-v4", ()),
-    "neon": (128, 32, "x86-64-v3", ()),
-    "scalar": (64, 8, "x86-64-v3", ()),
-    "dots512": (512, 32, "znver4", ("avx512_bf16", "avx512_vnni")),
-    "dots256": (256, 16, "alderlake", ("avx_vnni",)),
-}
-"""`native` is this one; the others are made up, and any x86-64-v3 machine runs those without features."""
 EXTRAS = ("lengths", "sinks", "slopes")
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 40, 47, 48, 64, 80, 96, 128)
 """Of a head: powers of two, their neighbours, and some that fill no vector."""
 LENGTHS = (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 47, 61, 64, 67, 97, 128, 131, 197, 257, 389, 521)
 MOST_TERMS = 2_000_000
-SCALED = ({}, *({"scaling": kind, "factor": 5.0, "original_max_length": 64} for kind in ("llama3", "yarn")))
 """Products of a weight and a value in one call: what a reference computes in some ten milliseconds."""
-
-
-@dataclass(frozen=True)
-class AttentionCase:
-    """One attention kernel and some calls of it.
-
-    machine     a name of MACHINES; `cores` decides how the work is cut
-    heads       (H, G); `widths` are (E, F)
-    layout      of Q, K and V: "heads", "rows", or "fused", three projections side by side in one buffer (then L = S)
-    fixed       which of "B", "L" and "S" are sizes that the kernel is made for; they are those of the first call
-    band        (left, right, alignment) or None; left and right may be None
-    mask        (dtype, axes) or None: each axis 1, or full ("B", "H", "L", "S"), or of a size that the kernel reads
-                ("mask_B", ...: 1 in every other call)
-    static      a constant mask: (heads that differ, a pattern's text or the share that is visible), or None
-    calls       (B, L, S) of each
-    magnitude   of the scores: 1 is what random numbers give, 30 leaves one key, 0 makes all alike
-    poison      NaN and Inf in keys and values that nobody sees
-    extras      what else the operation has, of "lengths", "sinks", "slopes"; and `softcap`, 0 where it has none
-    """
-
-    seed: int
-    machine: str
-    cores: int
-    dtype: str
-    heads: tuple[int, int]
-    widths: tuple[int, int]
-    scale: float | None
-    layout: str
-    output: str
-    fixed: str
-    band: tuple[int | None, int | None, str] | None
-    mask: tuple[str, tuple[Any, ...]] | None
-    static: tuple[bool, str | float] | None
-    magnitude: float
-    poison: bool
-    extras: tuple[str, ...]
-    softcap: float
-    calls: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class LinearCase:
-    """One linear kernel, projections side by side, and some calls of it: (B, L) of each."""
-
-    seed: int
-    machine: str
-    cores: int
-    dtype: str
-    int8: bool
-    in_features: int
-    widths: tuple[int, ...]
-    biased: tuple[bool, ...]
-    transposed: tuple[bool, ...]
-    padding: int
-    fixed: bool
-    calls: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class FlowCase:
-    """One spec through the whole flow: `spec` are the fields of AttentionSpec, `calls` are cases of `verify`."""
-
-    seed: int
-    module: str
-    spec: dict[str, Any]
-    target: str
-    dims: dict[str, int]
-    weights: str | None
-    calls: tuple[dict[str, int], ...]
-
 
 seeds = st.integers(0, 2**31 - 1)
 machines = st.sampled_from(
@@ -250,101 +167,39 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
     )
 
 
-KERNEL_SHARES = (("attention", 9), ("decode", 6), ("linear", 5))
+@st.composite
+def inside_cases(draw: st.DrawFn) -> InsideCase:
+    given = draw(attention_cases())
+    if draw(st.booleans()):
+        return InsideCase(given, (draw(weights_words(given.heads[0], WIDTHS)),))
+    words = ("lse", "entropy", f"top_k:{draw(st.sampled_from([1, 2, 3, 5, 8, 17, 40]))}")
+    chosen = draw(st.lists(st.sampled_from(words), min_size=1, unique=True))
+    return InsideCase(given, tuple(chosen))
+
+
+@st.composite
+def weights_words(draw: st.DrawFn, heads: int, rows: tuple[int, ...]) -> str:
+    """Some of the heads and of these rows, from the start or from the end; or all of either."""
+    chosen = {}
+    if draw(st.booleans()):
+        chosen["heads"] = draw(st.lists(st.integers(0, heads - 1), min_size=1, unique=True))
+    if draw(st.booleans()):
+        both = [0, -1, *rows, *(-row for row in rows if row > 1)]
+        chosen["rows"] = draw(st.lists(st.sampled_from(both), min_size=1, max_size=5, unique=True))
+    said = ",".join(f"{axis}={','.join(map(str, numbers))}" for axis, numbers in chosen.items())
+    return f"weights:{said}" if said else "weights"
+
+
+KERNEL_SHARES = (("attention", 7), ("decode", 5), ("linear", 4), ("inside", 4))
 """Of twenty kernels."""
 
 
-def kernel_cases() -> st.SearchStrategy[AttentionCase | LinearCase]:
+def kernel_cases() -> st.SearchStrategy[AttentionCase | LinearCase | InsideCase]:
     of_kind = {
         "attention": attention_cases(),
         "decode": attention_cases(few_queries=True),
         "linear": linear_cases(),
+        "inside": inside_cases(),
     }
     turns = [kind for kind, share in KERNEL_SHARES for _ in range(share)]
     return st.sampled_from(turns).flatmap(of_kind.__getitem__)
-
-
-@st.composite
-def flow_cases(draw: st.DrawFn) -> FlowCase:
-    """A spec, the dims it is compiled for, and calls: everything that `compile` and `verify` take."""
-    module = draw(st.sampled_from(["MultiHeadAttention", "MultiHeadAttention", "ScaledDotProductAttention"]))
-    spec = draw(specs())
-    lengths_apart = "kv_embed_dim" in spec or module == "ScaledDotProductAttention"
-    if module == "ScaledDotProductAttention":
-        spec.pop("kv_embed_dim", None)
-    if lengths_apart and spec.get("causal") is True:
-        spec["causal"] = "bottom_right"
-    dims: dict[str, int] = {}
-    axes = "BLS" if lengths_apart else "BL"
-    for axis in axes:
-        if draw(st.integers(0, 4)) == 0 or (axis != "B" and "static_mask" in spec):
-            dims[axis] = draw(st.sampled_from([1, 2, 3] if axis == "B" else LENGTHS[:17]))
-    calls = []
-    for i in range(draw(st.integers(1, 3))):
-        call = {axis: draw(st.sampled_from([1, 2, 3] if axis == "B" else LENGTHS[:17])) for axis in axes}
-        call = {axis: size for axis, size in call.items() if axis not in dims}
-        if spec.get("mask") in ("bool", "additive"):
-            call |= draw(mask_sizes(spec["num_heads"], {**call, **dims}, dims, i))
-        calls.append(call)
-    int8 = module == "MultiHeadAttention" and draw(st.integers(0, 5)) == 0
-    return FlowCase(
-        seed=draw(st.integers(0, 9999)),
-        module=module,
-        spec=spec,
-        target=draw(st.sampled_from(["native", "native", "x86-64-v3"])),
-        dims=dims,
-        weights="int8" if int8 else None,
-        calls=tuple(calls),
-    )
-
-
-@st.composite
-def mask_sizes(draw: st.DrawFn, heads: int, sizes: dict[str, int], dims: dict[str, int], turn: int) -> dict[str, int]:
-    """Of the axes of a mask that broadcasts: full or 1, but for the keys, which are always full."""
-    chosen = {"mask_B": draw(st.sampled_from([1, sizes["B"]])), "mask_L": draw(st.sampled_from([1, sizes["L"]]))}
-    if heads > 1:
-        chosen["mask_H"] = draw(st.sampled_from([1, heads]))
-    for axis in "BL":  # fixed at 1 there is nothing to choose
-        if dims.get(axis) == 1:
-            chosen.pop(f"mask_{axis}")
-    return chosen
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> dict[str, Any]:
-    """The fields of an AttentionSpec that differ from their defaults."""
-    G = draw(st.sampled_from([1, 1, 2, 3]))
-    H = G * draw(st.sampled_from([1, 1, 2, 4]))
-    E = draw(st.sampled_from([1, 5, 8, 16, 24, 32, 40, 64]))
-    spec: dict[str, Any] = {"embed_dim": draw(st.sampled_from([H * E, 24, 61])), "num_heads": H, "head_dim": E}
-    if G != H:
-        spec["num_kv_heads"] = G
-    optional: dict[str, st.SearchStrategy[Any]] = {
-        "v_head_dim": st.sampled_from([3, 16, 48]),
-        "kv_embed_dim": st.sampled_from([16, 33]),
-        "bias": st.just(False),
-        "dtype": st.sampled_from(["bfloat16", "float16"]),
-        "causal": st.sampled_from([True, "top_left", "bottom_right"]),
-        "window": st.tuples(*[st.sampled_from([-1, 0, 2, 13, 64])] * 2),
-        "mask": st.sampled_from(["bool", "additive", "key_padding"]),
-        "scale": st.sampled_from([0.01, 0.3, 1.0]),
-        "softcap": st.sampled_from([3.0, 30.0]),
-        "rope": st.builds(dict, st.sampled_from(SCALED), interleaved=st.booleans(), max_length=st.just(1024)),
-        "alibi": st.just(True),
-        "sinks": st.just(True),
-        "static_mask": patterns().map(_fields),
-    }
-    spec |= {name: draw(values) for name, values in optional.items() if draw(st.integers(0, 3)) == 3}
-    if "static_mask" in spec:
-        spec.pop("mask", None)
-    if "rope" in spec and ("kv_embed_dim" in spec or E % 2):
-        spec.pop("rope")
-    if "kv_embed_dim" in spec and spec.get("causal") is True:
-        spec["causal"] = "top_left"
-    return spec
-
-
-def _fields(text: str) -> dict[str, Any]:
-    """A pattern as the plain values that a spec takes."""
-    kind, _, rest = text.partition(":")
-    return {"kind": kind, **{name: int(value) for name, _, value in (part.partition("=") for part in rest.split(","))}}

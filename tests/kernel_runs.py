@@ -88,23 +88,9 @@ def attention(
 ) -> np.ndarray:
     """The operator in PyTorch's eager arithmetic, at any dtype, as float64: q (B, H, L, E), k (B, G, S, E),
     v (B, G, S, F), the rest as in AttentionOp -> (B, L, H * F)."""
-    (B, H, L, _), S = q.shape, k.shape[2]
-    q, k, v = (to_torch(array).to(dtype) for array in (q, k, v))
-    k, v = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (k, v))
-    held = np.full(B, S) if lengths is None else lengths.clip(0, S)
-    place = np.arange(L) + np.zeros((B, 1, 1), np.int64)
-    if op.band is not None and op.band.alignment == "bottom_right":
-        place += held[:, None, None] - L
-    distance = torch.from_numpy(np.arange(S) - place[..., None])
-    scores = q @ k.swapaxes(-1, -2) * op.scale
-    if op.softcap:
-        scores = torch.tanh(scores / op.softcap) * op.softcap
-    if slopes is not None:
-        scores = scores + to_torch(slopes).to(dtype)[:, None, None] * distance
-    visible = torch.from_numpy(_visible(op, distance.numpy(), held, mask)).expand(scores.shape)
-    if mask is not None and mask.dtype != bool:
-        scores = scores + to_torch(mask).to(dtype)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    B, H, L, _ = q.shape
+    scores, visible = masked_scores(op, q, k, mask, lengths, slopes, dtype)
+    v = to_torch(v).to(dtype).repeat_interleave(H // v.shape[1], dim=1)
     sink = torch.full((H,), -torch.inf) if sinks is None else to_torch(sinks)
     scores = torch.cat((scores, sink.to(dtype)[:, None, None].expand(B, H, L, 1)), dim=-1)
     blind = scores.isneginf().all(dim=-1, keepdim=True)
@@ -112,6 +98,34 @@ def attention(
     y = torch.where(visible[..., None], weights[..., None] * v[:, :, None], 0) if not v.isfinite().all() else None
     y = weights @ v if y is None else y.sum(dim=-2)
     return y.transpose(1, 2).reshape(B, L, -1).to(torch.float64).numpy()
+
+
+def masked_scores(
+    op: AttentionOp,
+    q: np.ndarray,
+    k: np.ndarray,
+    mask: np.ndarray | None,
+    lengths: np.ndarray | None,
+    slopes: np.ndarray | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the scores (B, H, L, S) as the softmax takes them, -inf where hidden; what is visible, of that shape)."""
+    (B, H, L, _), S = q.shape, k.shape[2]
+    q, k = (to_torch(array).to(dtype) for array in (q, k))
+    held = np.full(B, S) if lengths is None else lengths.clip(0, S)
+    place = np.arange(L) + np.zeros((B, 1, 1), np.int64)
+    if op.band is not None and op.band.alignment == "bottom_right":
+        place += held[:, None, None] - L
+    distance = torch.from_numpy(np.arange(S) - place[..., None])
+    scores = q @ k.repeat_interleave(H // k.shape[1], dim=1).swapaxes(-1, -2) * op.scale
+    if op.softcap:
+        scores = torch.tanh(scores / op.softcap) * op.softcap
+    if slopes is not None:  # a place has more bits than a 16-bit float, as in `core`
+        scores = scores + (to_torch(slopes).double()[:, None, None] * distance).to(dtype)
+    visible = torch.from_numpy(_visible(op, distance.numpy(), held, mask)).expand(scores.shape)
+    if mask is not None and mask.dtype != bool:
+        scores = scores + to_torch(mask).to(dtype)
+    return scores.masked_fill(~visible, -torch.inf), visible
 
 
 def _visible(op: AttentionOp, distance: np.ndarray, held: np.ndarray, mask: np.ndarray | None) -> np.ndarray:

@@ -6,12 +6,13 @@ import contextlib
 import io
 from dataclasses import replace
 
+import fuzz_attention
 import fuzz_runs
 import numpy as np
 import pytest
 from fuzz_campaign import Tally, rounds
-from fuzz_runs import Outcome, OverBudget, program, run
-from fuzz_strategies import AttentionCase, FlowCase, LinearCase
+from fuzz_cases import AttentionCase, FlowCase, InsideCase, LinearCase, Outcome
+from fuzz_runs import OverBudget, program, run
 
 LINEAR = LinearCase(
     seed=0, machine="avx2", cores=1, dtype="float32", int8=False, in_features=7, widths=(5,), biased=(True,),
@@ -59,14 +60,14 @@ def test_a_flow_is_a_program_of_the_public_names():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_kernel_that_is_wrong_is_found(dtype, monkeypatch):
     """One that forgets its sinks: the truth of the test has them, the compiled operation has none."""
-    truth = fuzz_runs.attention
+    truth = fuzz_attention.attention
     case = replace(ATTENTION, dtype=dtype, extras=(), softcap=0.0)
 
     def with_sinks(op, q, k, v, mask, lengths=None, sinks=None, slopes=None, dtype=None):
         return truth(op, q, k, v, mask, lengths, np.zeros(op.num_heads, np.float32), slopes, dtype)
 
     assert run(case).share <= 1
-    monkeypatch.setattr(fuzz_runs, "attention", with_sinks)
+    monkeypatch.setattr(fuzz_attention, "attention", with_sinks)
     with pytest.raises(OverBudget, match="of the budget"):
         run(replace(case, poison=False))
 
@@ -78,13 +79,15 @@ def test_what_is_over_budget_is_shrunk_and_printed(monkeypatch):
     def faulty(case):
         tried.append(case)
         wide = isinstance(case, LinearCase) and max(case.widths) > 16
-        return Outcome(3.0 if wide else 0.1, 1, "cpu.linear", case.dtype, ())
+        return Outcome(3.0 if wide else 0.1, 1, "cpu.linear", "float32", ())
 
-    for kind in (LinearCase, AttentionCase):
-        monkeypatch.setitem(fuzz_runs._RUNS, kind, faulty)
+    for kind in (LinearCase, AttentionCase, InsideCase):
+        monkeypatch.setitem(fuzz_runs.RUNS, kind, faulty)
     with contextlib.redirect_stderr(io.StringIO()):
         wrong = rounds("kernels", 200, 1, lambda outcome: None)
-    assert wrong is not None and wrong.startswith("error 3 of the budget\n\nfrom fuzz_runs import run\n")
+    assert wrong is not None and wrong.startswith(
+        "error 3 of the budget\n\nfrom fuzz_cases import LinearCase\nfrom fuzz_runs import run\n"
+    )
     _, _, shown = wrong.partition("\n\n")
     with pytest.raises(OverBudget):
         exec(shown, {})
@@ -92,7 +95,7 @@ def test_what_is_over_budget_is_shrunk_and_printed(monkeypatch):
 
 
 def test_what_does_not_run_is_wrong_too(monkeypatch):
-    monkeypatch.setitem(fuzz_runs._RUNS, LinearCase, lambda case: 1 // 0)
+    monkeypatch.setitem(fuzz_runs.RUNS, LinearCase, lambda case: 1 // 0)
     with pytest.raises(OverBudget, match="ZeroDivisionError"):
         run(LINEAR)
 
