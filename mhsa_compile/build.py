@@ -23,7 +23,7 @@ def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
     target = tvm.target.Target(profile.tvm_config())
     with pass_context():
         executable = relax.build(scheduled.module, target, relax_pipeline=_pipeline())
-    executable.export_library(str(library), fcompile=_linker(profile.link.triple))
+    executable.export_library(str(library), fcompile=linker(profile.link.triple))
 
 
 def pass_context() -> Any:
@@ -63,7 +63,7 @@ def _order_shape_arithmetic(module: Any, _: Any) -> Any:
     return module
 
 
-def _linker(triple: str) -> Any:
+def linker(triple: str) -> Any:
     """`fcompile` of export_library: links object files into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:

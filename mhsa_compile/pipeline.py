@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mhsa_compile.canonical import Canonical
+    from mhsa_compile.importer import Imported
+    from mhsa_compile.kernels.operations import Op
     from mhsa_compile.spec import AttentionSpec
 
 
@@ -51,26 +53,16 @@ def compile(
     dump            a folder for what passes between the stages
 
     The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
-    RecordsError, InstallationError and
-    BuildError.
+    RecordsError, InstallationError and BuildError.
     """
-    if weights not in (None, "int8"):
-        raise InputError("weights", 'None or "int8"', repr(weights))
-    installation.check_tvm_pair()
     tell = progress or (lambda stage: None)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     shelf = Shelf(_records(records), profile)
 
-    tell("export")
-    read = read_source(source, dims, example_inputs)
-    tell("import")
-    from mhsa_compile import build, importer, onnx_weights, schedule  # TVM takes a second to load
-    from mhsa_compile.canonical import canonicalize
-
-    canonical = canonicalize(read.model)
-    read = Source(canonical.model, read.spec)
-    imported = importer.import_onnx(read.model, int8_weights=weights == "int8")
+    read, canonical, imported = _front(source, dims, example_inputs, weights, tell)
     tell("schedule")
+    from mhsa_compile import build, onnx_weights, schedule
+
     scheduled = schedule.schedule(imported, profile, shelf)
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
@@ -81,6 +73,39 @@ def compile(
         tell("build")
         build.build(scheduled, profile, folder / MODULE)
         return Artifact.assemble(folder, _manifest(read, canonical, imported, scheduled, profile), owner=owner)
+
+
+def operations(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    *,
+    dims: Mapping[str, int] | None = None,
+    example_inputs: tuple[Any, ...] | None = None,
+    weights: str | None = None,
+) -> dict[str, Op]:
+    """What a source asks of the kernels, by name; arguments and errors as `compile`."""
+    return _front(source, dims, example_inputs, weights, lambda stage: None)[2].ops
+
+
+def _front(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    dims: Mapping[str, int] | None,
+    example_inputs: tuple[Any, ...] | None,
+    weights: str | None,
+    tell: Callable[[str], None],
+) -> tuple[Source, Canonical, Imported]:
+    """The stages that know no target."""
+    if weights not in (None, "int8"):
+        raise InputError("weights", 'None or "int8"', repr(weights))
+    installation.check_tvm_pair()
+    tell("export")
+    read = read_source(source, dims, example_inputs)
+    tell("import")
+    from mhsa_compile import importer  # TVM takes a second to load
+    from mhsa_compile.canonical import canonicalize
+
+    canonical = canonicalize(read.model)
+    imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
+    return Source(canonical.model, read.spec), canonical, imported
 
 
 def _records(given: str | Path | Iterable[Record] | None) -> Iterable[Record]:
