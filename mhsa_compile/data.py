@@ -1,11 +1,15 @@
-"""Where the data folders are: inside an installed wheel, or at the top level of a checkout (editable installs too)."""
+"""Where data is: folders inside an installed wheel, or at the top level of a checkout (editable installs too), and the
+user's own records."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from mhsa_compile.errors import InstallationError
 
+NATIVE = "native"
+"""The target that is detected, and not a file."""
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -17,6 +21,24 @@ def targets_folder() -> Path:
 def schedules_folder() -> Path:
     """The folder of tuned records, `<target>.jsonl`. Raises InstallationError."""
     return _folder("schedules")
+
+
+def own_records(target: str) -> Path:
+    """Where this user's records of a target are kept; the file need not be there."""
+    home = Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"))
+    return home / "mhsa_compile" / "schedules" / f"{target}.jsonl"
+
+
+def shipped_records(target: str) -> Path:
+    """Where the records that come with this library are kept; the file need not be there. Raises InstallationError."""
+    return schedules_folder() / f"{target}.jsonl"
+
+
+def records_for(target: str) -> list[Path]:
+    """The files that hold records of a target: the user's own, then what is shipped. For the native target that is all
+    that is shipped: each record says which machines it fits. Raises InstallationError."""
+    shipped = sorted(schedules_folder().glob("*.jsonl")) if target == NATIVE else [shipped_records(target)]
+    return [path for path in (own_records(target), *shipped) if path.is_file()]
 
 
 def _folder(name: str) -> Path:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
+from mhsa_compile import __version__
 from mhsa_compile.errors import InstallationError
 
 TESTED_TVM = "0.27.0.post1"
 TESTED_TVM_FFI = ">=0.1.14.post0,<0.1.15"
+CHANGED = "+changes"
 _FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
 
 
@@ -46,3 +50,26 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str]:
+    """Of what generates code here, as records keep them: this library, its commit in a checkout, TVM."""
+    found = {"mhsa-compile": __version__, "source": source()}
+    found |= {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def source() -> str | None:
+    """The commit of the checkout that this library runs from, followed by CHANGED where the package is not what that
+    commit holds. None where the library is installed, or git is not."""
+    package = Path(__file__).resolve().parent
+    if not (package.parent / ".git").exists():
+        return None
+    try:
+        commit, changes = (
+            subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, check=True).stdout
+            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--", "."))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.strip() + (CHANGED if changes else "")

@@ -13,7 +13,7 @@ import msgspec
 from mhsa_compile import data, host
 from mhsa_compile.errors import TargetError
 
-NATIVE = "native"
+NATIVE = data.NATIVE
 _KINDS = {"cpu": "llvm", "cuda": "cuda"}
 _DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8}
 
@@ -85,6 +85,14 @@ class TargetProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The argument of `tvm.target.Target`."""
         config = {**msgspec.to_builtins(self.tvm), "mattr": list(self.tvm.mattr)}
         return {key: value for key, value in config.items() if value}
+
+    def records(self) -> list[Path]:
+        """The files that hold tuned records of it: the user's own, then what is shipped. Raises InstallationError."""
+        return data.records_for(self.name)
+
+    def own_records(self) -> Path:
+        """Where tuning it leaves its records, unless another file is named."""
+        return data.own_records(self.name)
 
     def to_toml(self) -> str:
         """The text of a file that `load_profile` reads back; the file's name becomes the target's."""

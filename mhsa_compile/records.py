@@ -1,26 +1,27 @@
 """Tuned records: which config of which kernel was the fastest for an operation, on which device, and how right it was.
 
-A file of records is JSON Lines, one for each target. It only grows while tuning; several processes may append to it,
-and a process that dies in the middle of a line costs that line and no other. The schema: schedules/README.md.
+The schema, field by field: schedules/README.md. How they are kept: `record_files`.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
 
-from mhsa_compile.errors import RecordsError
+from mhsa_compile import installation
 from mhsa_compile.jobs import Device
 from mhsa_compile.profile import TargetProfile
 
 FORMAT = 1
+STEADY = 0.05
+"""The largest spread of a record that is shipped: a machine that is quieter than this tells the choices apart."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d")]
 
 
 class Isa(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +33,7 @@ class Isa(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     features: tuple[str, ...]  # that the code may use
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line.
 
     op, key      the operation; its lengths in buckets, so that neighbours share a record (`op_keys`)
@@ -43,24 +44,34 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     default_us   of the default config in the same rounds
     error_share  its largest error as a share of the error budget: at most 1
     threads      that a call used
+    versions     of what generated and measured it (`installation.versions`)
+    date         of the measurement, as ISO 8601 writes it
     """
 
-    format: int = FORMAT
+    format: int = FORMAT  # first, and always written: a line is known by it
     op: str
     key: dict[str, Any]
     sizes: dict[str, int]
     kernel: str
     config: dict[str, int]
-    median_us: float
-    spread: float
-    default_us: float
-    error_share: float
-    threads: int
+    median_us: Positive
+    spread: Share
+    default_us: Positive
+    error_share: Share
+    threads: Count
     isa: Isa
     device: Device
     versions: dict[str, str]
-    date: str
+    date: Date
     trace: str = ""
+
+
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+def encoded(record: Record) -> bytes:
+    """Its line, without the newline; the same bytes for equal records."""
+    return _ENCODER.encode(record)
 
 
 def isa_of(profile: TargetProfile) -> Isa:
@@ -74,113 +85,51 @@ def isa_of(profile: TargetProfile) -> Isa:
 
 
 def misfit(record: Record, profile: TargetProfile) -> str | None:
-    """Why a record's code must not be used for a target, or None."""
+    """Why a record must not be used for a target, or None."""
     own, isa = isa_of(profile), record.isa
+    if record.error_share > 1:
+        return "over the error budget"
     if isa.architecture != own.architecture:
-        return f"it is of {isa.architecture}"
+        return f"made for {isa.architecture}, not {own.architecture}"
     if (isa.vector_bits, isa.vector_registers) != (own.vector_bits, own.vector_registers):
-        return f"it is of {isa.vector_registers} vectors of {isa.vector_bits} bits"
+        made, target = (f"{one.vector_registers} vectors of {one.vector_bits} bits" for one in (isa, own))
+        return f"made for {made}, not {target}"
     if missing := sorted(set(isa.features) - set(own.features)):
-        return f"its code may use {', '.join(missing)}"
+        return f"made for {', '.join(missing)}, which the target lacks"
     return None
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a file of records holds. `torn` is whether its last line was cut off, and left out."""
-
-    records: tuple[Record, ...]
-    torn: bool
-
-
-def read(path: Path) -> Contents:
-    """Raises RecordsError for a line that is no record: the file is someone else's, or was edited."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise RecordsError(f"records {str(path)!r}", "a file that can be read", error.strerror or str(error)) from error
-    whole, _, torn = raw.rpartition(b"\n")
-    lines = whole.split(b"\n") if whole else []
-    return Contents(tuple(_parsed(path, number, line) for number, line in enumerate(lines, 1) if line), bool(torn))
-
-
-def _parsed(path: Path, number: int, line: bytes) -> Record:
-    what = f"records {str(path)!r}, line {number}"
-    try:
-        stated = msgspec.json.decode(line, type=_Versioned).format
-        if stated > FORMAT:
-            raise RecordsError(what, f"format {FORMAT}", f"format {stated}", "Update mhsa-compile.")
-        return msgspec.json.decode(line, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        hint = "Remove the line, or the file: records only make code faster. `mhsa tune` measures them again."
-        raise RecordsError(what, "a record", str(error), hint) from error
-
-
-class _Versioned(msgspec.Struct):
-    format: int
-
-
-def append(path: Path, record: Record) -> None:
-    """Adds one line, on the disk when this returns. What a dead writer left of its last line is cut off first, so that
-    no two lines grow together. Raises RecordsError where there is no room, and leaves the file as it was."""
-    line = msgspec.json.encode(record) + b"\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path) as file:
-            end = _end_of_last_line(file)
-            os.ftruncate(file, end)
-            try:
-                if os.pwrite(file, line, end) != len(line):
-                    raise OSError("the disk is full")
-                os.fsync(file)
-            except OSError:
-                os.ftruncate(file, end)
-                raise
-    except OSError as error:
-        hint = "Free some space, or name another file with --records. What is in the file is whole."
-        raise RecordsError(f"records {str(path)!r}", "room for a line", error.strerror or str(error), hint) from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """The file, created where there is none, and nobody else's meanwhile."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-    finally:
-        os.close(file)
-
-
-def _end_of_last_line(file: int) -> int:
-    """Bytes up to and with the last newline."""
-    end = os.fstat(file).st_size
-    while end:
-        begin = max(0, end - 65_536)
-        found = os.pread(file, end - begin, begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        end = begin
-    return 0
+def doubt(record: Record) -> str | None:
+    """Why a record must not be shipped to others, or None."""
+    if record.error_share > 1:
+        return f"over the error budget: {record.error_share:.3g} of it"
+    if record.device.emulated:
+        return "an emulator ran it: its times say nothing about hardware"
+    if record.spread > STEADY:
+        return f"its times spread over {record.spread:.1%} of their median, where {STEADY:.0%} are allowed"
+    if record.median_us > record.default_us:
+        return f"slower than the default config: {record.median_us:.4g} us, not {record.default_us:.4g}"
+    if record.versions.get("source", "").endswith(installation.CHANGED):
+        return "measured by a checkout with changes that are in no commit"
+    return None
 
 
 def merged(records: Iterable[Record]) -> list[Record]:
-    """The fastest right one for each operation, number of threads, ISA and device, in the order in which they came."""
-    best: dict[bytes, Record] = {}
+    """The fastest right one for each operation, number of threads, ISA and device, in the order in which they came.
+
+    Of the same lengths that is the one of the shortest time; of different lengths in one bucket, the one that gains the
+    most on the default config there.
+    """
+    fastest: dict[tuple[bytes, bytes], Record] = {}
     for record in records:
-        if record.error_share > 1:
-            continue
-        place = identity(record)
-        if place not in best or _faster(record, best[place]):
-            best[place] = record
+        place = identity(record), _ENCODER.encode(record.sizes)
+        if record.error_share <= 1 and (place not in fastest or record.median_us < fastest[place].median_us):
+            fastest[place] = record
+    best: dict[bytes, Record] = {}
+    for (same, _), record in fastest.items():
+        if same not in best or share_of_default(record) < share_of_default(best[same]):
+            best[same] = record
     return list(best.values())
-
-
-def _faster(record: Record, other: Record) -> bool:
-    """By its time, or where that is of other lengths in the same bucket, by what it gains there."""
-    if record.sizes == other.sizes:
-        return record.median_us < other.median_us
-    return record.median_us / record.default_us < other.median_us / other.default_us
 
 
 def identity(record: Record) -> bytes:
@@ -188,11 +137,13 @@ def identity(record: Record) -> bytes:
     return _ENCODER.encode((record.op, record.key, record.threads, record.isa, record.device))
 
 
+def share_of_default(record: Record) -> float:
+    """Its time as a share of that of the default config: 0.8 is a fifth less."""
+    return record.median_us / record.default_us
+
+
 def key_bytes(op: str, key: dict[str, Any]) -> bytes:
     return _ENCODER.encode((op, key))
-
-
-_ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 class Shelf:
@@ -217,4 +168,4 @@ class Shelf:
     def _distance(self, record: Record) -> tuple[Any, ...]:
         hardware, device = self.profile.hardware, record.device
         caches = (device.l1d_kib, device.l2_kib) != (hardware.l1d_kib, hardware.l2_kib)
-        return (device.emulated, caches, abs(record.threads - hardware.cores), record.median_us / record.default_us)
+        return (device.emulated, caches, abs(record.threads - hardware.cores), share_of_default(record))

@@ -1,4 +1,5 @@
-"""Set up before any test module: two pytest processes share the machine, so each library gets one thread."""
+"""Set up before any test module: two pytest processes share the machine, so each library gets one thread; and no test
+sees what whoever runs it has tuned."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import atexit
+import shutil
+import tempfile
+
 from hypothesis import settings
+
+# Child processes look there as well.
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="mhsa-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 # The same examples on every run, kept nowhere; a slow machine is no failure.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
