@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -11,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mhsa_compile import __version__, installation
+from mhsa_compile import __version__, installation, record_files
 from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
 from mhsa_compile.errors import InputError, MhsaError, OutputError
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.records import Record, Shelf
-from mhsa_compile.records import read as read_records
 from mhsa_compile.sources import Source, read_source
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def compile(
     dump            a folder for what passes between the stages
 
     The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
-    RecordsError, InstallationError and BuildError.
+    RecordsError, InstallationError and BuildError; warns of a file of records whose last line is torn.
     """
     tell = progress or (lambda stage: None)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
-    shelf = Shelf(_records(records), profile)
+    shelf = Shelf(_records(records, profile), profile)
 
     read, canonical, imported = _front(source, dims, example_inputs, weights, tell)
     tell("schedule")
@@ -108,10 +108,13 @@ def _front(
     return Source(canonical.model, read.spec), canonical, imported
 
 
-def _records(given: str | Path | Iterable[Record] | None) -> Iterable[Record]:
-    if given is None:
-        return ()
-    return read_records(Path(given)).records if isinstance(given, str | Path) else given
+def _records(given: str | Path | Iterable[Record] | None, profile: TargetProfile) -> Iterable[Record]:
+    if given is not None and not isinstance(given, str | Path):
+        return given
+    found, torn = record_files.gather(profile.records() if given is None else [Path(given)])
+    for sentence in torn:
+        warnings.warn(sentence, stacklevel=3)
+    return found
 
 
 @contextmanager

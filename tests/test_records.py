@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_the_file_whole(path: Path, room: int, tail: bytes) -
         lambda: record_files.append(path, numbered(3)),
         lambda: record_files.merge_into(path, map(numbered, range(5))),
     ):
-        with disk_full_at(whole + room), pytest.raises(RecordsError, match="room for a line, got (File too|No space)"):
+        with disk_full_at(whole + room), pytest.raises(RecordsError, match=r"room for a line, got (File too|No space)"):
             attempt()
     kept = (*map(numbered, range(3)), *([made()] if tail == LINE else []))
     assert record_files.read(path) == record_files.Contents(kept, torn=False)
