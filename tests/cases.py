@@ -159,7 +159,7 @@ def _parity() -> tuple[ParityCase, ...]:
     bottom_right = {"kv_embed_dim": 40, "causal": "bottom_right"}
     add("sinks-key-padding-bottom-right", CROSS, 80, 5, sinks=True, alibi=True, mask="key_padding", **bottom_right)
     longformer = masks.Longformer(window=30)
-    add("sinks-longformer", STATIC, 80, 5, causal=True, sinks=True, alibi=True, static_mask=longformer)
+    add("sinks-longformer", STATIC, 80, 5, sinks=True, alibi=True, static_mask=longformer)
     add("cache-rope-gqa", CACHED, 96, 6, num_kv_heads=2, kv_cache=True, causal=True, rope=True, bias=False)
     add("cache-window-alibi-sinks", CACHED, 80, 5, kv_cache=True, causal=True, window=(17, 0), alibi=True, sinks=True)
     everything = {"kv_cache": True, "causal": True, "rope": True, "alibi": True, "sinks": True, "softcap": 5.0}

@@ -138,6 +138,44 @@ def test_all_together_in_attention(profile, op, free, lengths):
     check(ATTENTION, symbolic(op, free) if free else op, profile, *runs)
 
 
+def close(L: int, S: int) -> np.ndarray:
+    """Keys close to each query, and the very first key."""
+    distance = np.arange(S) - np.arange(L)[:, None]
+    return (abs(distance) <= 15) | (distance == -np.arange(L)[:, None])
+
+
+CLOSE = StaticMask(close(197, 197)[None])
+ADDED = MaskInput("float32", (1, 1, 197, 197))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op", "hidden", "sign"),
+    [
+        (ATTENTION, operation(197, 197, E=16, F=16, static_mask=CLOSE, slopes=True, sinks=True), None, 1),
+        (ATTENTION, operation(197, 197, E=16, F=16, mask=ADDED, slopes=True), -1e4, 1),
+        (DECODE, operation(3, 601, mask=replace(ADDED, dims=(1, 1, 3, 601)), slopes=True), -1e4, 1),
+        (DECODE, operation(5, 601, mask=replace(ADDED, dims=(1, 1, 5, 601)), slopes=True), -np.inf, -1),
+    ],
+    ids=["constant mask", "added mask", "decode, added mask", "decode, masked"],
+)
+def test_distances_are_exact_where_the_weights_are(kernel, op, hidden, sign):
+    """Without causality the last key wins, unless a mask hides it; what does not, and where the largest score then is,
+    nothing says beforehand. Distances that are counted from elsewhere are large, and so are their rounding errors."""
+    profile = cores(AVX512, 3)
+    emitted = kernel.emit(op, profile, kernel.default(op, profile))
+    function = compiled(emitted, profile)["run"]
+    for seed in range(3):
+        taken = operands(op, [], seed)
+        taken["slopes"] = (sign * taken["slopes"]).astype(taken["slopes"].dtype)
+        if hidden is not None:
+            taken["mask"] = np.where(close(op.q_length, op.kv_length), 0, hidden).astype(np.float32)[None, None]
+        y = np.full((op.batch, op.q_length, op.num_heads * op.v_head_dim), np.nan, np.float32)
+        y = call(function, *(array for array in taken.values() if array is not None), *emitted.constants, y)
+        expected = attention(op, **taken)
+        yardstick = attention(op, **taken, dtype=torch.float32)
+        assert max_error(expected, y) <= budget(expected, yardstick, "float32"), seed
+
+
 @pytest.mark.parametrize(
     ("profile", "op"),
     [

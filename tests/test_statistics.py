@@ -209,10 +209,13 @@ def test_what_else_makes_a_score():
     check(operation(**features, band=Band(None, 0, "bottom_right")), WIDE, SHAPES)
 
 
-def test_numbers_of_keys_and_a_constant_mask():
-    visible = np.random.default_rng(3).random((1, 67, 131)) < 0.5
-    visible[:, :32, 40:] = True
-    check(operation(q_length=67, kv_length=131, static_mask=StaticMask(visible), lengths=True), WIDE, [(5, 67, 131)])
+def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
+    """With slopes, the largest scores of most rows are at neither end of the keys, and entries end elsewhere."""
+    distance = np.arange(131) - np.arange(67)[:, None]
+    visible = (abs(distance) <= 9) | (distance == -30)
+    visible[40:, 100:] = True
+    op = operation(q_length=67, kv_length=131, static_mask=StaticMask(visible[None]), lengths=True, slopes=True)
+    check(op, WIDE, [(5, 67, 131)], ALL)
 
 
 def test_chosen_heads_and_rows_and_more_keys_than_there_are():

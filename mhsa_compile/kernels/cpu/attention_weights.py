@@ -2,7 +2,8 @@
 hardly ever moves.
 
 m need not be the maximum: a weight of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
-more does the reference become that score, and what was summed up before shrinks by the power of two between them.
+more does the reference become that score, and what was summed up before shrinks by the power of two between them. With
+it moves the key from which the distances of ALiBi are counted; `attention_scores` says why.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Weights:
         rescale: Callable[[Expr], None],
     ) -> None:
         self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
-        self.scores = Scores(products.operands, visibility.place, queries)
+        self.scores = Scores(products.operands, visibility.place, queries, key_tile)
         self.query_columns = vectors.chunks(queries, lanes)
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
@@ -87,11 +88,11 @@ class Weights:
         """
         tile = RegisterTile(self.key_tile, columns)
         self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
-        self.scores.finish(tile, keys)
+        self.scores.cap(tile)
         if first_key is not None:
             tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
-        largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
-        self._raise_where_exceeded(base, columns, largest)
+        self.scores.add_bias(tile, keys[0])
+        self._raise_where_exceeded(base, columns, tile, keys[0])
         for r in range(self.key_tile):
             for lane, lanes in self.query_columns:
                 seen = [c for c, column in enumerate(columns) if column[0] == lane]
@@ -126,8 +127,10 @@ class Weights:
             largest = T.max(largest, tile.get(r, c))
         return largest
 
-    def _raise_where_exceeded(self, base: Expr, columns: list[Chunk], largest: list[Expr]) -> None:
-        """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
+    def _raise_where_exceeded(self, base: Expr, columns: list[Chunk], tile: RegisterTile, key: Expr) -> None:
+        """Where a score is too far above the reference: the new one, and all sums so far in its measure. `key` is the
+        first of the tile's."""
+        largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
         exceeded = None
         for (lane, lanes), top in zip(columns, largest, strict=True):
             beyond = top > load(self.limit, [T.int64(lane)], lanes)
@@ -136,19 +139,23 @@ class Weights:
             for lane, lanes in self.query_columns:
                 store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
             for (lane, lanes), top in zip(columns, largest, strict=True):
-                self._raise_column([T.int64(lane)], lanes, top)
+                self._raise_column((lane, lanes), top, key)
+            self.scores.renew_bias(tile, key)
             self.products.rescale_weights(base, self.factors)
             self._rescale(self.factors)
 
-    def _raise_column(self, at: list[Expr], lanes: int, top: Expr) -> None:
+    def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:
+        at, lanes = [T.int64(column[0])], column[1]
         nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
         old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
         old = settle(old, "float32", lanes)
-        new = settle(T.Select(top > old, top, old), "float32", lanes)
+        lost = self.scores.move(column, top > old, key)
+        new = settle(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
         reference = settle(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
-        factor = settle(vectors.exp2(old - reference, lanes), "float32", lanes)
+        fall = old - reference if lost is None else old - reference - lost
+        factor = settle(vectors.exp2(fall, lanes), "float32", lanes)
         store(self.factors, at, factor, lanes)
         for total in (self.row_sum, self.block_sum):
             store(total, at, load(total, at, lanes) * factor, lanes)

@@ -168,7 +168,8 @@ class _Decode:
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = _rows(op)
         self.sums = T.alloc_buffer((parts, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
-        self.statistics = T.alloc_buffer((parts, T.int64(2), T.int64(self.rows)), "float32")
+        # The maximum, the sum and, with slopes, the origin of each row's distances.
+        self.statistics = T.alloc_buffer((parts, T.int64(3 if op.slopes else 2), T.int64(self.rows)), "float32")
 
     def attend(self, part: Part) -> None:
         heads = self._heads(part.head)
@@ -183,6 +184,8 @@ class _Decode:
             with T.Else(), T.serial(T.int64(self.rows)) as row:
                 T.buffer_store(self.statistics, task.row_max[row], [part.number, T.int64(0), row])
                 T.buffer_store(self.statistics, task.row_sum[row], [part.number, T.int64(1), row])
+                if self.op.slopes:
+                    T.buffer_store(self.statistics, task.terms.origin(row), [part.number, T.int64(2), row])
                 task.values.each_vector(
                     lambda at, n: store(
                         self.sums, [part.number, row, at], load(task.values.accumulator, [row, at], n), n
@@ -227,17 +230,43 @@ class _Decode:
             store(whole, [at], load(whole, [at], n) + value, n)
 
         with T.serial(T.int64(self.rows)) as row:
-            largest, total = (T.alloc_buffer((1,), "float32") for _ in range(2))
-            zero = [T.int64(0)]
-            T.buffer_store(largest, T.float32(-math.inf), zero)
+            total, zero = T.alloc_buffer((1,), "float32"), [T.int64(0)]
             T.buffer_store(total, T.float32(0), zero)
-            with T.serial(count) as s:
-                T.buffer_store(largest, T.max(largest[0], self.statistics[first + s, T.int64(0), row]), zero)
-            top = bind(finite(largest[0], 1))
+            below_largest = self._below_largest(head, row, first, count)
             whole = T.alloc_buffer((width,), "float32")
             each_vector(width, self.lanes, lambda at, n: store(whole, [at], constant(0.0, n), n))
             with T.serial(count) as s:
-                factor = bind(vectors.exp2(self.statistics[first + s, T.int64(0), row] - top, 1))
+                factor = bind(vectors.exp2(below_largest(first + s), 1))
                 T.buffer_store(total, total[0] + factor * self.statistics[first + s, T.int64(1), row], zero)
                 each_vector(width, self.lanes, lambda at, n: add(first + s, row, factor, at, n))
             self._write(head, row, total[0], lambda at, n: load(whole, [at], n))
+
+    def _below_largest(self, head: Expr, row: Expr, first: Expr, count: Expr) -> Callable[[Expr], Expr]:
+        """Number of a part -> how far its maximum is from the largest of the `count` parts from `first` on."""
+        zero, largest = [T.int64(0)], T.alloc_buffer((1,), "float32")
+        T.buffer_store(largest, T.float32(-math.inf), zero)
+
+        def maximum(part: Expr) -> Expr:
+            return self.statistics[part, T.int64(0), row]
+
+        if not self.op.slopes:
+            with T.serial(count) as s:
+                T.buffer_store(largest, T.max(largest[0], maximum(first + s)), zero)
+            top = bind(finite(largest[0], 1))
+            return lambda part: maximum(part) - top
+
+        def origin(part: Expr) -> Expr:
+            return self.statistics[part, T.int64(2), row]
+
+        # Distances from place 0 find the part, since they need not be exact for that; what counts is from its origin.
+        h = T.truncmod(head, T.int64(self.op.num_kv_heads)) * self.ratio + T.truncmod(row, T.int64(self.ratio))
+        slope, best = self.extras.slope(settle(h)), T.alloc_buffer((1,), "int64")
+        T.buffer_store(best, first, zero)
+        with T.serial(count) as s:
+            reach = settle(maximum(first + s) + slope * origin(first + s), "float32")
+            with T.If(reach > largest[0]), T.Then():
+                T.buffer_store(largest, reach, zero)
+                T.buffer_store(best, first + s, zero)
+        chosen = settle(best[0])
+        top, from_key = settle(finite(maximum(chosen), 1), "float32"), settle(origin(chosen), "float32")
+        return lambda part: maximum(part) - top + slope * (origin(part) - from_key)

@@ -116,7 +116,7 @@ class DecodeTask:
         if masked and self.bias is not None:
             self._read_mask(begin, count)
         self._score(begin, count, masked)
-        self._weigh(count, masked)
+        self._weigh(begin, count, masked)
         self.values.add(begin, count, masked)
 
     def _read_mask(self, begin: Expr, count: Expr) -> None:
@@ -137,9 +137,10 @@ class DecodeTask:
                 store(self.bias, [layout.place(j, 0) + row], mask_bias(self.op.mask, mask(head, query, begin + j)), 1)
 
     def _score(self, begin: Expr, count: Expr, masked: bool) -> None:
-        """scores = q K^T, and rescale (for now) their maximum over the block in each lane."""
+        """scores = q K^T, and rescale (for now) their maximum over the block in each lane. (Of ALiBi's bias only the
+        maximum knows.)"""
         layout, lanes = self.layout, self.lanes
-        largest = RegisterTile(layout.row_vectors, [(0, lanes)])
+        largest, distances = RegisterTile(layout.row_vectors, [(0, lanes)]), self.terms.largest_distances()
         largest.fill(-math.inf)
         with T.serial(ceil_div(count, layout.group)) as group:
             base = settle(group * layout.group)
@@ -149,13 +150,14 @@ class DecodeTask:
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
-                    score = self.terms.finish(score, begin + key, vector)
+                    score = self.terms.capped(score)
                     if masked:
                         score = bind(self._mask_score(score, begin, key, vector))
                     store(self.scores, [layout.place(key, vector)], score, lanes)
-                    largest.set(vector, 0, T.max(largest.get(vector, 0), score))
+                    self.terms.keep_larger(largest, distances, score, begin + key, vector)
         for vector in range(layout.row_vectors):
             store(self.rescale, [T.int64(vector * lanes)], largest.get(vector, 0), lanes)
+        self.terms.keep_distances(distances)
 
     def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
@@ -169,17 +171,20 @@ class DecodeTask:
         low, high = (load(buffer, [T.int64(vector * lanes)], lanes) for buffer in self.bounds)
         return T.Select(T.And(keys >= low, keys < high), score, hidden)
 
-    def _weigh(self, count: Expr, masked: bool) -> None:
+    def _weigh(self, begin: Expr, count: Expr, masked: bool) -> None:
         """scores become p = 2^(s - m); row_max, row_sum and rescale = 2^(old m - m) follow the new maximum."""
         layout, lanes = self.layout, self.lanes
         for vector in range(layout.row_vectors):
             at = [T.int64(vector * lanes)]
             old = bind(load(self.row_max, at, lanes))
-            largest = bind(T.max(old, layout.over_keys(load(self.rescale, at, lanes), T.max)))
+            in_lanes = load(self.rescale, at, lanes)
+            top = layout.over_keys(in_lanes, T.max)
+            lost = self.terms.move(old, in_lanes, top, vector)
+            largest = bind(T.max(old, top) if lost is None else T.Select(top > old, top - lost, old))
             store(self.row_max, at, largest, lanes)
             if masked:
                 largest = bind(finite(largest, lanes))
-            factor = bind(vectors.exp2(old - largest, lanes))
+            factor = bind(vectors.exp2(old - largest if lost is None else old - largest - lost, lanes))
             store(self.rescale, at, factor, lanes)
             total = RegisterTile(1, [(0, lanes)])
             total.fill(0.0)
@@ -187,7 +192,8 @@ class DecodeTask:
             with T.serial(groups) as index:
                 place = [layout.place(index * layout.keys_per_vector, vector)]
                 score = bind(load(self.scores, place, lanes))
-                weight = vectors.exp2(score - largest, lanes)
+                biased = self.terms.biased(score, begin + index * layout.keys_per_vector, vector)
+                weight = vectors.exp2(biased - largest, lanes)
                 if masked:
                     weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
                 weight = bind(weight)

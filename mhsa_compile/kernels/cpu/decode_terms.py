@@ -1,4 +1,8 @@
-"""What decode's scores are besides products, row by row: the softcap, ALiBi's share of the distance, and the sinks."""
+"""What decode's scores are besides products, row by row: the softcap, ALiBi's share of the distance, and the sinks.
+
+As in `attention_scores`, the distances of a row are counted from its origin, which begins at its place and moves with
+its maximum: to the very key, once a block of scores is known. So scores wait without their bias until they are weighed.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.decode_work import Heads
-from mhsa_compile.kernels.cpu.operands import capped, last_seen, place_of
-from mhsa_compile.kernels.cpu.vectors import Expr, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.operands import capped, place_of
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, settle, splat, store
 from mhsa_compile.kernels.operations import AttentionOp
 
 
@@ -20,9 +24,8 @@ class RowTerms:
         self.op, self.layout, self.kv_length, self.heads = op, layout, kv_length, heads
         self.lanes, self.ratio = layout.lanes, op.num_heads // op.num_kv_heads
         self.size = layout.padded_rows * layout.keys_per_vector  # the lanes of a key, or of a vector of keys
-        # slope * distance = slope * (first key of the vector + offset), counted as in `attention_scores`; and what the
-        # scores of a row lack for that
-        self.slopes, self.offsets, self.shifts = (
+        # distance = first key of the vector + offset; and the distance of the largest score of a block in each lane
+        self.slopes, self.offsets, self.largest = (
             T.alloc_buffer((self.size,), "float32") if op.slopes else None for _ in range(3)
         )
 
@@ -37,34 +40,82 @@ class RowTerms:
         first_place = T.cast(place_of(self.op, T.int64(0), self.op.q_length, self.kv_length), "int32")
         with T.serial(T.int64(self.layout.rows)) as row:
             place = settle(first_place + T.cast(T.truncdiv(row, T.int64(self.ratio)), "int32"), "int32")
-            origin = settle(last_seen(self.op, place, T.cast(self.kv_length, "int32"), 1), "int32")
             slope = self.heads.slope(self._head(row))
-            T.buffer_store(self.shifts, slope * T.cast(origin - place, "float32"), [row])
             for key in range(self.layout.keys_per_vector):
                 at = [row + key * self.layout.padded_rows]
                 T.buffer_store(self.slopes, slope, at)
-                T.buffer_store(self.offsets, T.cast(key - origin, "float32"), at)
+                T.buffer_store(self.offsets, T.cast(key - place, "float32"), at)
 
-    def finish(self, score: Expr, key: Expr, vector: int) -> Expr:
-        """A vector of products, its first key number `key` of all, as scores in units of log2."""
+    def capped(self, score: Expr) -> Expr:
+        """A vector of products as scores in units of log2, without their bias."""
         score = capped(self.op, score, self.lanes)
+        return score if self.slopes is None else bind(score)
+
+    def largest_distances(self) -> RegisterTile | None:
+        """For `keep_larger`, at the begin of a block."""
         if self.slopes is None:
-            return score
-        slopes, offsets = (load(b, [T.int64(vector * self.lanes)], self.lanes) for b in (self.slopes, self.offsets))
-        return score + slopes * (splat(bind(T.cast(key, "float32")), self.lanes) + offsets)
+            return None
+        distances = RegisterTile(self.layout.row_vectors, [(0, self.lanes)])
+        distances.fill(0.0)
+        return distances
+
+    def keep_larger(
+        self, largest: RegisterTile, distances: RegisterTile | None, score: Expr, key: Expr, vector: int
+    ) -> None:
+        """largest = max(largest, score with its bias), and `distances` of the keys they belong to. `key` is the first
+        key of the vector among all."""
+        if distances is None:
+            return largest.set(vector, 0, T.max(largest.get(vector, 0), score))
+        distance, so_far = bind(self._distance(key, vector)), bind(largest.get(vector, 0))
+        score = bind(score + self._slope(vector) * distance)
+        distances.set(vector, 0, T.Select(score > so_far, distance, distances.get(vector, 0)))
+        largest.set(vector, 0, T.max(so_far, score))
+
+    def keep_distances(self, distances: RegisterTile | None) -> None:
+        if distances is not None:
+            for vector in range(self.layout.row_vectors):
+                store(self.largest, self._at(vector), distances.get(vector, 0), self.lanes)
+
+    def move(self, old: Expr, in_lanes: Expr, top: Expr, vector: int) -> Expr | None:
+        """Where the maximum `old` of a row is less than `top`, that of a block, the origin moves to its key; `in_lanes`
+        are the block's maxima lane by lane. What the scores of each row lose by it, None where nothing moves."""
+        if self.slopes is None:
+            return None
+        at, lanes = self._at(vector), self.lanes
+        distance = T.Select(in_lanes == top, load(self.largest, at, lanes), constant(-math.inf, lanes))
+        distance = self.layout.over_keys(settle(distance, "float32", lanes), T.max)
+        distance = settle(T.Select(top > old, distance, constant(0.0, lanes)), "float32", lanes)
+        store(self.offsets, at, load(self.offsets, at, lanes) - distance, lanes)
+        return settle(self._slope(vector) * distance, "float32", lanes)
+
+    def biased(self, score: Expr, key: Expr, vector: int) -> Expr:
+        """A vector of scores with their bias; `key` is its first key among all."""
+        return score if self.slopes is None else score + self._slope(vector) * self._distance(key, vector)
+
+    def origin(self, row: Expr) -> Expr:
+        """The key from which a row's distances are counted, where there are slopes."""
+        assert self.offsets is not None
+        return T.float32(0) - self.offsets[row]
 
     def begin(self, row_max: Expr, row_sum: Expr, whether: Expr) -> None:
         """Where there are sinks, rows begin with theirs, a maximum with a sum of 1; in one part of a head only."""
         if not self.op.sinks:
             return
         with T.serial(T.int64(self.layout.rows)) as row:
-            sink = self.heads.sink(self._head(row))
-            if self.shifts is not None:
-                sink = sink - self.shifts[row]
-            sink = settle(T.Select(whether, sink, T.float32(-math.inf)), "float32")
+            sink = settle(T.Select(whether, self.heads.sink(self._head(row)), T.float32(-math.inf)), "float32")
             for key in range(self.layout.keys_per_vector):
                 T.buffer_store(row_max, sink, [row + key * self.layout.padded_rows])
             T.buffer_store(row_sum, T.float32(1), [row])  # 2^-inf of any other maximum where there is none
+
+    def _at(self, vector: int) -> list[Expr]:
+        return [T.int64(vector * self.lanes)]
+
+    def _slope(self, vector: int) -> Expr:
+        return load(self.slopes, self._at(vector), self.lanes)
+
+    def _distance(self, key: Expr, vector: int) -> Expr:
+        number = splat(settle(T.cast(key, "float32"), "float32"), self.lanes)
+        return number + load(self.offsets, self._at(vector), self.lanes)
 
     def _head(self, row: Expr) -> Expr:
         return settle(T.truncmod(row, T.int64(self.ratio)))

@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.storage import load_wide
-from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, constant, settle, splat
+from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, constant, settle
 from mhsa_compile.kernels.operations import AttentionOp, MaskInput, Placement
 
 LOG2_E = math.log2(math.e)
@@ -120,14 +120,6 @@ def place_of(op: AttentionOp, query: Expr, q_length: Expr | int, kv_length: Expr
     if op.band is None or op.band.alignment == "top_left":
         return query
     return settle(query + kv_length - q_length)
-
-
-def last_seen(op: AttentionOp, places: Expr, kv_length: Expr, lanes: int) -> Expr:
-    """The last key, as int32, that a query at each of the `places` may see; before 0 where it sees none."""
-    last = splat(kv_length - 1, lanes)
-    if op.band is None or op.band.right is None:
-        return last
-    return T.min(last, places + splat(T.int32(op.band.right), lanes))
 
 
 def unfit_softcap(op: AttentionOp) -> str | None:

@@ -101,8 +101,9 @@ class _Gathered:
         self.first_query = visibility.first_query
         self.rows = settle(T.min(T.int64(self.queries), call.q_length - self.first_query))
         self.sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
-        self.sums = RowSums(self.sweep.scores, self.queries, self.key_tile, lanes, with_moments=op.entropy)
         self.largest = Candidates(op.top_k, self.queries, self.key_tile, lanes) if op.top_k else None
+        lower = self.largest.lower if self.largest is not None else None
+        self.sums = RowSums(self.sweep.scores, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower)
 
     def gather(self) -> None:
         self.sweep.prepare()

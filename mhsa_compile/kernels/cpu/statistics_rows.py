@@ -6,12 +6,14 @@ Scores s are in units of log2. With a reference m near their maximum, as in `att
     where m becomes m':  U = (U + (m - m') Z) 2^(m - m'),  Z = Z 2^(m - m')
     lse = m ln 2 + ln Z,  entropy = ln Z - ln 2 U / Z
 
-U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small.
+U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small. With m moves
+the key from which the distances of ALiBi are counted, as `attention_scores` says: s and m become less by what it moves.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
@@ -40,10 +42,23 @@ LEAST = -127.0
 
 
 class RowSums:
-    """m, Z and, `with_moments`, U of `queries` rows; sums go by block, so that their rounding does not grow with S."""
+    """m, Z and, `with_moments`, U of `queries` rows; sums go by block, so that their rounding does not grow with S.
 
-    def __init__(self, scores: Scores, queries: int, key_tile: int, lanes: int, *, with_moments: bool) -> None:
+    `lower` is told what the scores of a column of queries have lost whenever their origins move.
+    """
+
+    def __init__(
+        self,
+        scores: Scores,
+        queries: int,
+        key_tile: int,
+        lanes: int,
+        *,
+        with_moments: bool,
+        lower: Callable[[Chunk, Expr], None] | None = None,
+    ) -> None:
         self.scores, self.key_tile, self.columns = scores, key_tile, vectors.chunks(queries, lanes)
+        self._lower = lower
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
         self.total, self.block_total = scratch((queries,)), scratch((queries,))
@@ -73,8 +88,7 @@ class RowSums:
                     store(buffer, [T.int64(first)], constant(0.0, lanes), lanes)
 
     def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
-        largest = [bind(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
-        self._raise_where_exceeded(largest)
+        self._raise_where_exceeded(scores, first_key)
         for c, (first, lanes) in enumerate(self.columns):
             at = [T.int64(first)]
             reference, total = bind(load(self.reference, at, lanes)), load(self.block_total, at, lanes)
@@ -97,26 +111,33 @@ class RowSums:
                 if whole is not None:
                     store(whole, at, load(whole, at, lanes) + load(part, at, lanes), lanes)
 
-    def _raise_where_exceeded(self, largest: list[Expr]) -> None:
+    def _raise_where_exceeded(self, scores: RegisterTile, first_key: Expr) -> None:
         """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
+        largest = [bind(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
         exceeded = None
         for (first, lanes), top in zip(self.columns, largest, strict=True):
             beyond = top > load(self.limit, [T.int64(first)], lanes)
             exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
         with T.If(any_lane(exceeded, self.columns[0][1])), T.Then():
-            for (first, lanes), top in zip(self.columns, largest, strict=True):
-                self._raise_column([T.int64(first)], lanes, top)
+            for column, top in zip(self.columns, largest, strict=True):
+                self._raise_column(column, top, first_key)
+            self.scores.renew_bias(scores, first_key)
 
-    def _raise_column(self, at: list[Expr], lanes: int, top: Expr) -> None:
+    def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:
+        at, lanes = [T.int64(column[0])], column[1]
         nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
         is_first = load(self.limit, at, lanes) == nothing
         old = settle(T.Select(is_first, nothing, load(self.reference, at, lanes)), "float32", lanes)
-        new = settle(T.Select(top > old, top, old), "float32", lanes)
+        lost = self.scores.move(column, top > old, key)
+        if lost is not None and self._lower is not None:
+            self._lower(column, lost)
+        new = settle(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
         reference = settle(T.Select(new == nothing, zero, new), "float32", lanes)
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
-        factor = settle(vectors.exp2(old - reference, lanes), "float32", lanes)
-        shift = settle(T.Select(old == nothing, zero, old - reference), "float32", lanes)
+        fall = old - reference if lost is None else old - reference - lost
+        factor = settle(vectors.exp2(fall, lanes), "float32", lanes)
+        shift = settle(T.Select(old == nothing, zero, fall), "float32", lanes)
         for total, moment in ((self.total, self.moment), (self.block_total, self.block_moment)):
             sum_so_far = settle(load(total, at, lanes), "float32", lanes)
             if moment is not None:
@@ -142,7 +163,7 @@ class RowSums:
         total = settle(load(self.total, at, lanes), "float32", lanes)
         reference = load(self.reference, at, lanes)
         if self.scores.op.slopes:
-            reference = reference + self.scores.shift(column)
+            reference = reference + self.scores.lack(column)
         value = reference * constant(LN_2, lanes) + natural_log(total, lanes)
         return T.Select(total == constant(0.0, lanes), constant(-math.inf, lanes), value)
 
@@ -170,6 +191,13 @@ class Candidates:
         with T.serial(T.int64(self.k)) as i:
             for first, lanes in self.columns:
                 store(self.scores, [i, T.int64(first)], constant(-math.inf, lanes), lanes)
+
+    def lower(self, column: Chunk, lost: Expr) -> None:
+        """All scores of some rows are less by what they have lost: in the same order."""
+        first, lanes = column
+        with T.serial(T.int64(self.k)) as i:
+            at = [i, T.int64(first)]
+            store(self.scores, at, load(self.scores, at, lanes) - lost, lanes)
 
     def is_empty(self, i: Expr, row: Expr) -> Expr:
         """Whether a row saw no more than i keys."""

@@ -27,7 +27,7 @@ class Taker(Protocol):
 
     def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
         """scores[r, c] of key first_key + r, number base + r of its block, and the c-th column of queries, in units of
-        log2; -inf where hidden."""
+        log2; -inf where hidden. Who moves the origins of ALiBi's distances makes the tile again for those after it."""
         ...
 
     def end_block(self, first_key: Expr, count: Expr) -> None:
@@ -44,7 +44,7 @@ class Sweep:
         self.products, self.visibility, self.runs, self.lanes = products, visibility, runs, lanes
         self.keys, self.key_tile = config["keys"], config["key_tile"]
         self.query_columns = vectors.chunks(config["queries"], lanes)
-        self.scores = Scores(products.operands, visibility.place, config["queries"])
+        self.scores = Scores(products.operands, visibility.place, config["queries"], self.key_tile)
 
     def prepare(self) -> None:
         """Once, before the first way."""
@@ -135,11 +135,12 @@ class Sweep:
     def _scores(self, keys: list[Expr]) -> RegisterTile:
         tile = RegisterTile(self.key_tile, self.query_columns)
         self.products.score(tile, keys, lambda step: None)
-        self.scores.finish(tile, keys)
+        self.scores.cap(tile)
         return tile
 
     def _hand_over(self, takers: Sequence[Taker], scores: RegisterTile, base: Expr, first_key: Expr) -> None:
         key = settle(first_key + base)
+        self.scores.add_bias(scores, key)
         for taker in takers:
             taker.take(scores, base, key)
 

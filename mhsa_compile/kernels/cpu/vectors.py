@@ -148,6 +148,10 @@ class RegisterTile:
         self._starts = [sum(lanes for _, lanes in self.columns[:c]) for c in range(len(self.columns))]
         self._rows = [T.alloc_buffer((width,), dtype) for _ in range(rows)]
 
+    @property
+    def rows(self) -> int:
+        return len(self._rows)
+
     def get(self, row: int, column: int) -> Expr:
         return load(self._rows[row], [self._starts[column]], self.columns[column][1])
 
@@ -159,7 +163,7 @@ class RegisterTile:
 
     def each(self, value: Callable[[int, int], Expr]) -> None:
         """Sets every vector to `value(row, column)`."""
-        for row in range(len(self._rows)):
+        for row in range(self.rows):
             for column in range(len(self.columns)):
                 self.set(row, column, value(row, column))
 
@@ -171,7 +175,7 @@ class RegisterTile:
     ) -> None:
         """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here."""
         operands = [bind(vectors(column)) for column in range(len(self.columns))]
-        for row in range(len(self._rows)):
+        for row in range(self.rows):
             scalar = bind(scalars(row))
             for column, (_, lanes) in enumerate(self.columns):
                 self.set(row, column, multiply_add(self.get(row, column), splat(scalar, lanes), operands[column]))
