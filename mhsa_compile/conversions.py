@@ -59,14 +59,31 @@ def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any])
 
 
 def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Slice of a tensor by constants. TVM's reads them as 32 bits: 2**63 - 1, as files say "to the end", is then -1."""
+    """Slice of a tensor by constants. TVM's reads them as 32 bits: 2**63 - 1, as files say "to the end", is then -1.
+
+    Nor does it know an axis counted from the end where a dim is symbolic.
+    """
     data, starts, ends, axes, steps = (*inputs, None, None)[:5]
     bounds = [bound for bound in (starts, ends, axes, steps) if bound is not None]
     if not isinstance(data.ty, relax.TensorType) or not all(isinstance(bound, tvm.ir.GenericConst) for bound in bounds):
         return None
     begin, end = _numbers(starts), _numbers(ends)
-    along = list(range(len(begin))) if axes is None else _numbers(axes)
+    along = list(range(len(begin))) if axes is None else [axis % data.ty.ndim for axis in _numbers(axes)]
     return bb.normalize(relax.op.strided_slice(data, along, begin, end, None if steps is None else _numbers(steps)))
+
+
+def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Expand of a tensor, some dims of it symbolic, to constant sizes. TVM's knows constant dims only."""
+    data, wanted = inputs
+    sizes = data.ty.shape if isinstance(data.ty, relax.TensorType) else None
+    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(wanted, tvm.ir.GenericConst):
+        return None
+    dims, target = list(sizes.values), _numbers(wanted)
+    dims, target = [1] * (len(target) - len(dims)) + dims, [1] * (len(dims) - len(target)) + target
+    if any(to != 1 and not isinstance(size, int | tvm.tirx.IntImm) for size, to in zip(dims, target, strict=True)):
+        return None
+    result = [size if to == 1 else to for size, to in zip(dims, target, strict=True)]
+    return bb.normalize(relax.op.broadcast_to(data, relax.ShapeExpr(result)))
 
 
 def _numbers(constant: Any) -> list[int]:
@@ -74,6 +91,7 @@ def _numbers(constant: Any) -> list[int]:
 
 
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
+    "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
     "LayerNormalization": layer_normalization_in_float32,
     "Reshape": reshape_of_a_size,

@@ -131,11 +131,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         x, (heads, head_dim) = dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
-        for i in (1, 2):
-            if len(table := dims(inputs[i])) == 4:  # (B or 1, 1, L, R), as they are broadcast over the heads
-                inputs[i] = self.bb.emit(relax.op.reshape(inputs[i], relax.ShapeExpr([table[0], *table[2:]])))
         layout, output_layout = text(attrs["layout"]), text(attrs["output_layout"])
         length = x[1 if layout == "rows" else 2]
+        for i in (1, 2):
+            if (
+                len(table := dims(inputs[i])) == 4
+            ):  # (B or 1, 1, L, R), as they are broadcast over the heads, or L first
+                inputs[i] = self.bb.emit(relax.op.reshape(inputs[i], relax.ShapeExpr([table[0], length, table[3]])))
         op = RotaryOp(
             batch=self.dim(x[0]),
             length=self.dim(length),

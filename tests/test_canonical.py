@@ -34,6 +34,7 @@ SHAPES = {
     "q": (B, H, L, E), "k": (B, H, S, E), "v": (B, H, S, V), "k_self": (B, H, L, E), "v_self": (B, H, L, V),
     "k_group": (B, G, S, E), "v_group": (B, G, S, V), "added": (B, 1, L, S), "keys": (B, S),
     "q_flat": (B * H, L, E), "k_flat": (B * H, S, E), "v_flat": (B * H, S, V), "x": (B, L, 48), "scores": (B, L, S),
+    "places": (B, L),
 }  # fmt: skip
 AXES = {B: "B", L: "L", S: "S", B * H: "N"}
 
@@ -69,6 +70,7 @@ def drawn() -> dict[str, Tensor]:
     values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     values["keys"] = torch.rand(B, S, generator=generator) < 0.7
     values["keys"][0, 0], values["keys"][1] = True, False
+    values["places"] = torch.randint(0, 16, (B, L), generator=generator)
     values["added"][0, 0, 1] = -10000.0
     return values
 
@@ -326,6 +328,22 @@ def test_lengths_end_where_a_table_does() -> None:
     assert max_error(expected, attention(x)) <= budget(expected, yardstick, "float32")
     with pytest.raises(InputError, match=r"dim 'L': expected at most 16, .* got 17"):
         attention(np.zeros((1, 17, 48), np.float32))
+
+
+def test_rows_that_are_looked_up_element_by_element() -> None:
+    """As GPT-J takes the angles of its positions: a copy of the table for each batch entry, and of each position."""
+
+    def function(x: Tensor, places: Tensor, buffers: Any = None) -> Tensor:
+        table = torch.cos(torch.arange(16.0)[:, None] * torch.arange(48.0))[None]
+        tables, columns = table.repeat(places.shape[0], 1, 1), places.unsqueeze(-1).repeat(1, 1, 48)
+        return rows(x + torch.gather(tables, 1, columns))
+
+    model = exported(Function(function), ("x", "places"))
+    found = canonicalize(model).model
+    assert [n.op_type for n in found.graph.node if n.op_type in ("Tile", "Gather", "GatherElements")] == ["Gather"]
+    feeds = {name: drawn()[name].numpy() for name in ("x", "places")}
+    (before,), (yardstick,), (after,) = oracle(model, feeds), eager(model, feeds), oracle(found, feeds)
+    assert max_error(before, after) <= budget(before, yardstick, "float32")
 
 
 def test_an_operator_of_microsoft_that_nobody_knows() -> None:

@@ -21,21 +21,25 @@ SLICES = {
 }
 
 
-def test_slices() -> None:
-    """Of a tensor beside a rotary embedding, which is what there is to compile."""
+def test_slices_and_expand() -> None:
+    """Of a tensor beside a rotary embedding, which is what there is to compile. Its batch is symbolic."""
     nodes = [helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"])]
     value, tensors = helper.make_tensor_value_info, []
-    outputs = [value("y", TensorProto.FLOAT, (2, 3, 7, 10))]
+    outputs = [value("y", TensorProto.FLOAT, ("B", 3, 7, 10))]
     for i, (bounds, _) in enumerate(SLICES.values()):
         names = ["" if bound is None else f"{role}_{i}" for role, bound in zip("seat", bounds, strict=True)]
         tensors += [numpy_helper.from_array(np.array(b), n) for b, n in zip(bounds, names, strict=True) if n]
         nodes.append(helper.make_node("Slice", ["x", *names], [f"part_{i}"]))
         outputs.append(value(f"part_{i}", TensorProto.FLOAT, None))
-    inputs = [value("x", TensorProto.FLOAT, (2, 3, 7, 10))]
-    inputs += [value(name, TensorProto.FLOAT, (2, 7, 5)) for name in ("cos", "sin")]
+    nodes.append(helper.make_node("Expand", ["x", "sizes"], ["expanded"]))
+    tensors.append(numpy_helper.from_array(np.array([5, 1, 1, 7, 1]), "sizes"))
+    outputs.append(value("expanded", TensorProto.FLOAT, None))
+    inputs = [value("x", TensorProto.FLOAT, ("B", 3, 7, 10))]
+    inputs += [value(name, TensorProto.FLOAT, ("B", 7, 5)) for name in ("cos", "sin")]
     graph = helper.make_graph(nodes, "g", inputs, outputs, tensors)
     source = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     x = np.random.default_rng(0).standard_normal((2, 3, 7, 10), np.float32)
-    _, *parts = mhsa.load(mhsa.compile(source))(x, np.ones((2, 7, 5), "f4"), np.zeros((2, 7, 5), "f4"))
+    _, *parts, expanded = mhsa.load(mhsa.compile(source))(x, np.ones((2, 7, 5), "f4"), np.zeros((2, 7, 5), "f4"))
     for name, part, (_, index) in zip(SLICES, parts, SLICES.values(), strict=True):
         assert np.array_equal(part, x[index]), name
+    assert np.array_equal(expanded, np.broadcast_to(x, (5, 2, 3, 7, 10)))

@@ -31,10 +31,11 @@ TABLE = 41  # positions in it
 def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int, interleaved: bool) -> np.ndarray:
     """x (B, L, H, E) by angles (B or 1, L, R/2 or R), in the arrays' own dtype."""
     part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    one, two = (part[..., 0::2], part[..., 1::2]) if interleaved else np.split(part, 2, axis=-1)
     cos, sin = cos[:, :, np.newaxis], sin[:, :, np.newaxis]
     whole = cos.shape[-1] == rotary_dim  # each element of a pair has its own
-    (cos1, cos2), (sin1, sin2) = (np.split(table, 2, axis=-1) if whole else (table, table) for table in (cos, sin))
+    apart = (lambda table: (table[..., 0::2], table[..., 1::2])) if interleaved else (lambda t: np.split(t, 2, axis=-1))
+    one, two = apart(part)
+    (cos1, cos2), (sin1, sin2) = (apart(table) if whole else (table, table) for table in (cos, sin))
     pair = (cos1 * one - sin1 * two, sin2 * one + cos2 * two)
     part = np.stack(pair, axis=-1).reshape(part.shape) if interleaved else np.concatenate(pair, axis=-1)
     return np.concatenate((part, rest), axis=-1)
@@ -69,6 +70,7 @@ SHAPES = {
     "of each place": {"max_positions": None},
     "one for all": {"shared_angles": True},
     "whole": {"whole_angles": True, "rotary_dim": 14},
+    "whole, interleaved": {"whole_angles": True, "rotary_dim": 14, "interleaved": True},
     "whole, of each place": {"whole_angles": True, "max_positions": None},
     "of each place, one for all": {"max_positions": None, "shared_angles": True},
 }
@@ -215,7 +217,9 @@ def test_what_is_refused(case: str) -> None:
 H, G, E, D = 4, 2, 10, 36
 
 
-FORMS = ("three axes", "four axes", "Slice", "Split")  # the operator, or its words written out
+FORMS = ("three axes", "four axes", "Slice", "Split", "pairs", "pairs of rows, part", "Split, part")
+"""The operator, or its words written out."""
+PART = 6  # of E
 Nodes = list[onnx.NodeProto]
 
 
@@ -224,8 +228,8 @@ def block(form: str, *, shows: str = "") -> onnx.ModelProto:
     node, rng, four_axes = helper.make_node, np.random.default_rng(0), form != "three axes"
     shapes = {"q_w": (D, H * E), "k_w": (D, G * E), "v_w": (D, G * E), "v_b": (G * E,), "o_w": (H * E, D)}
     tensors = {name: rng.standard_normal(shape, np.float32) / 6 for name, shape in shapes.items()}
-    tensors |= dict(zip(("cos", "sin"), angles(rng, TABLE, E // 2 if form in FORMS[:2] else E), strict=True))
-    nodes = [] if form in FORMS[:2] else gathered(tensors)
+    tensors |= dict(zip(("cos", "sin"), angles(rng, TABLE, columns_of(form)), strict=True))
+    nodes = [] if form in FORMS[:2] else gathered(tensors, heads_axis=2 if "rows" in form else 1)
     for name, heads in {"q": H, "k": G, "v": G}.items():  # in this order q is turned before there is a v
         nodes.append(node("MatMul", ["x", f"{name}_w"], [f"{name}_rows"]))
         rows = f"{name}_rows"
@@ -235,8 +239,10 @@ def block(form: str, *, shows: str = "") -> onnx.ModelProto:
         if four_axes:
             tensors[f"{name}_split"] = np.array([0, 0, heads, E])
             nodes.append(node("Reshape", [rows, f"{name}_split"], [f"{name}_parts"]))
-            nodes.append(node("Transpose", [f"{name}_parts"], [f"{name}_heads"], perm=[0, 2, 1, 3]))
-            rows = f"{name}_heads"
+            rows = f"{name}_parts"
+            if name == "v" or "rows" not in form:
+                nodes.append(node("Transpose", [rows], [f"{name}_heads"], perm=[0, 2, 1, 3]))
+                rows = f"{name}_heads"
         if name != "v" and form in FORMS[:2]:
             said = {} if four_axes else {"num_heads": heads}
             nodes.append(node("RotaryEmbedding", [rows, "cos", "sin", "positions"], [f"{name}_turned"], **said))
@@ -258,9 +264,13 @@ def block(form: str, *, shows: str = "") -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
 
 
-def gathered(tensors: dict[str, np.ndarray]) -> Nodes:
-    """The angles of each place, (B, 1, L, E); both halves of the tables are of their own."""
-    tensors["heads_axis"] = np.array([1])
+def columns_of(form: str) -> int:
+    return E // 2 if form in FORMS[:2] else PART if "part" in form else E
+
+
+def gathered(tensors: dict[str, np.ndarray], heads_axis: int) -> Nodes:
+    """The angles of each place, (B, 1, L, E) or (B, L, 1, E); the elements of a pair have angles of their own."""
+    tensors["heads_axis"] = np.array([heads_axis])
     return [
         node
         for name in ("cos", "sin")
@@ -272,24 +282,61 @@ def gathered(tensors: dict[str, np.ndarray]) -> Nodes:
 
 
 def written_out(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
-    """x cos + concat(-x2, x1) sin, as exporters leave it, halved by Slice or by Split; k's operands the other way."""
+    """x cos + across sin, as exporters leave it, of part of x or of all of it; k's operands the other way."""
+    node, part, rows = helper.make_node, "part" in form, "rows" in form
+    bounds = {"zero": 0, "one": 1, "two": 2, "half": E // 2, "end": np.iinfo(np.int64).max, "last": 3, "part": PART}
+    tensors |= {bound: np.array([value]) for bound, value in bounds.items()}
+    tensors["cut"] = np.array([PART, E - PART])
+    whole, x = x, f"{name}_part" if part else x
+    nodes, step = [], 1 if name == "q" else -1
+    if rows:
+        nodes = [
+            node("Slice", [whole, "zero", "part", "last"], [x]),
+            node("Slice", [whole, "part", "end", "last"], [f"{name}_rest"]),
+        ]
+    elif part:
+        nodes = [node("Split", [whole, "cut"], [x, f"{name}_rest"], axis=-1)]
+    turned = f"{name}_first" if part else f"{name}_turned"
+    nodes += [
+        *(paired if "pairs" in form else halved)(form, x, name, tensors),
+        node("Mul", [x, "cos_heads"][::step], [f"{name}_straight"]),
+        node("Mul", [f"{name}_across", "sin_heads"][::step], [f"{name}_sine"]),
+        node("Add", [f"{name}_straight", f"{name}_sine"][::step], [turned]),
+    ]
+    if part:
+        nodes.append(node("Concat", [turned, f"{name}_rest"], [f"{name}_all" if rows else f"{name}_turned"], axis=-1))
+    return [*nodes, *([node("Transpose", [f"{name}_all"], [f"{name}_turned"], perm=[0, 2, 1, 3])] if rows else [])]
+
+
+def halved(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
+    """concat(-x2, x1), halved by Slice or by Split."""
     node = helper.make_node
-    for bound, value in {"zero": 0, "half": E // 2, "end": np.iinfo(np.int64).max, "last": 3}.items():
-        tensors[bound] = np.array([value])
     halves = [node("Split", [x], [f"{name}_1", f"{name}_2"], axis=-1, num_outputs=2)]
     if form == "Slice":
         halves = [
             node("Slice", [x, "zero", "half", "last"], [f"{name}_1"]),
             node("Slice", [x, "half", "end", "last"], [f"{name}_2"]),
         ]
-    step = 1 if name == "q" else -1
     return [
         *halves,
         node("Neg", [f"{name}_2"], [f"{name}_negative"]),
         node("Concat", [f"{name}_negative", f"{name}_1"], [f"{name}_across"], axis=-1),
-        node("Mul", [x, "cos_heads"][::step], [f"{name}_straight"]),
-        node("Mul", [f"{name}_across", "sin_heads"][::step], [f"{name}_sine"]),
-        node("Add", [f"{name}_straight", f"{name}_sine"][::step], [f"{name}_turned"]),
+    ]
+
+
+def paired(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
+    """stack(-x[..., 1::2], x[..., ::2]), flat."""
+    node = helper.make_node
+    tensors["behind"] = np.array([-1])
+    tensors[f"{name}_flat"] = np.array([0, 0, 0, columns_of(form)])
+    return [
+        node("Slice", [x, "zero", "end", "last", "two"], [f"{name}_1"]),
+        node("Slice", [x, "one", "end", "last", "two"], [f"{name}_2"]),
+        node("Neg", [f"{name}_2"], [f"{name}_negative"]),
+        node("Unsqueeze", [f"{name}_negative", "behind"], [f"{name}_odd"]),
+        node("Unsqueeze", [f"{name}_1", "behind"], [f"{name}_even"]),
+        node("Concat", [f"{name}_odd", f"{name}_even"], [f"{name}_stack"], axis=-1),
+        node("Reshape", [f"{name}_stack", f"{name}_flat"], [f"{name}_across"]),
     ]
 
 
@@ -307,7 +354,7 @@ def test_a_decoder_s_block_turns_rows_of_its_one_projection(form: str) -> None:
 
 
 def test_a_decoder_s_block_agrees() -> None:
-    source = block("Slice")
+    source = block("pairs of rows, part")
     attend = mhsa.load(mhsa.compile(source))
     for B, L in ((1, 7), (2, 33)):
         rng = np.random.default_rng(L)
@@ -326,8 +373,8 @@ def test_what_others_read_stays() -> None:
 
 
 def changed(values: dict[str, list[str]]) -> onnx.ModelProto:
-    """The block of slices with other inputs where `values` are made."""
-    source = block("Slice")
+    """The block of slices, or of pairs, with other inputs where `values` are made."""
+    source = block("pairs" if "q_stack" in values or "q_even" in values else "Slice")
     for node in source.graph.node:
         if node.output[0] in values:
             del node.input[:]
@@ -339,6 +386,8 @@ ALMOST = {
     "halves in their order": {"q_across": ["q_1", "q_negative"]},
     "one half twice": {"q_2": ["q_heads", "zero", "half", "last"]},
     "nothing negated": {"q_across": ["q_2", "q_1"]},
+    "pairs in their order": {"q_stack": ["q_even", "q_odd"]},
+    "one of a pair twice": {"q_even": ["q_2", "behind"]},
     "both terms turned": {"q_straight": ["q_across", "cos_heads"]},
 }
 

@@ -14,7 +14,7 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.artifact import AttentionBlock
-from mhsa_compile.canonical import decomposed, einsum, microsoft, opset
+from mhsa_compile.canonical import decomposed, einsum, lookups, microsoft, opset
 from mhsa_compile.canonical.aliases import without_aliases
 from mhsa_compile.canonical.settle import settle
 from mhsa_compile.canonical.sizes import sizes_as_tensors
@@ -49,7 +49,7 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
     standard = _standard(small)
     small = settle(without_aliases(einsum.rewrite(small)), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)
-    small, found = decomposed.rewrite(without_aliases(small))
+    small, found = decomposed.rewrite(without_aliases(lookups.rewrite(small)))
     blocks = (*standard, *theirs, *found)
     if not blocks and not any(node.op_type in _OTHERS for node in small.graph.node):
         kinds = ", ".join(sorted({node.op_type for node in model.graph.node})) or "no node at all"

@@ -182,7 +182,8 @@ def _elementwise(function: Any) -> Any:
     return operate
 
 
-def _multiply(a: Entry, b: Entry) -> Entry:
+def multiplied(a: Entry, b: Entry) -> Entry:
+    """The product of two sizes, where it is a number or one of them."""
     if isinstance(a, int) and isinstance(b, int):
         return a * b
     return b if a == 1 else a if b == 1 else None
@@ -230,7 +231,7 @@ _OPERATORS: dict[str, Any] = {
     "Reshape": _reshape,
     "Cast": _same,
     "Identity": _same,
-    "Mul": _elementwise(_multiply),
+    "Mul": _elementwise(multiplied),
     "Div": _elementwise(_divide),
     "Add": _elementwise(_add),
     "Sub": _elementwise(_subtract),

@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
-from mhsa_compile.canonical.known import Entry, Known, product
+from mhsa_compile.canonical.known import Entry, Known, multiplied, product
 from mhsa_compile.canonical.rewriter import Array, Rewriter
 from mhsa_compile.onnx_graph import Graph, attributes
 
@@ -70,7 +70,10 @@ def _agree(dims: Sequence[Entry], inferred: Sequence[Entry] | None) -> bool:
 
 def _dims_of(known: Known, graph: Graph, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
     """Dims that follow from computed sizes: what onnx's inference does not look into. All of them, or None."""
-    find = {"Range": _counted, "Reshape": _reshaped, "Expand": _expanded, "ConstantOfShape": _filled}.get(node.op_type)
+    finders = {
+        "Range": _counted, "Reshape": _reshaped, "Expand": _expanded, "ConstantOfShape": _filled, "Tile": _tiled,
+    }  # fmt: skip
+    find = finders.get(node.op_type)
     if node.op_type == "Slice":
         dims = _sliced(known, graph, node, limits)
     else:
@@ -102,6 +105,13 @@ def _expanded(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] |
         return None
     aligned = [1] * (len(wanted) - len(source)) + list(source)
     return [own if size == 1 else size for own, size in zip(aligned, wanted, strict=True)]
+
+
+def _tiled(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+    repeats, source = known.partial(node.input[1]), graph.shape(node.input[0])
+    if repeats is None or source is None or len(repeats) != len(source):
+        return None
+    return [multiplied(size, times) for size, times in zip(source, repeats, strict=True)]
 
 
 def _filled(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:

@@ -163,7 +163,7 @@ class RotaryOp:
     max_positions   the angles are tables (max_positions, R/2), read at positions (B, L) int64 from 0 on; None: they are
                     those of each place, (B, L, R/2), and there are no positions
     shared_angles   the batch axis of the positions, or of the angles where there are none, is 1: one for all entries
-    whole_angles    cos and sin have R elements instead of R/2: y1 is computed with element i, y2 with element i + R/2
+    whole_angles    cos and sin have R elements instead of R/2, laid out as x is: y1 is computed with x1's, y2 with x2's
     positions_name  what to call the positions where they are beyond the tables, such as "input 'position_ids'"
 
     Inputs: x, cos, sin, positions. Roformer, eq. 34; https://arxiv.org/abs/2104.09864

@@ -6,6 +6,7 @@ are looked at before any row is: one beyond the tables ends the call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.script.ir_builder import IRBuilder
@@ -77,6 +78,13 @@ class _Angles:
 
     def read(self, row: list[Expr], first: Expr, n: int) -> tuple[tuple[Expr, Expr], tuple[Expr, Expr]]:
         """(cos, sin) of n pairs, for the one element of each and for the other."""
+
+        if self.op.whole_angles and self.op.interleaved:
+            (cos1, cos2), (sin1, sin2) = (
+                _apart(lambda column, m, table=table: load_wide(table, [*row, column], m), first, n)  # type: ignore[misc]
+                for table in (self.cos, self.sin)
+            )
+            return (cos1, sin1), (cos2, sin2)
 
         def pair(column: Expr) -> tuple[Expr, Expr]:
             cos, sin = (bind(load_wide(table, [*row, column], n)) for table in (self.cos, self.sin))
@@ -155,12 +163,7 @@ class _Interleaved:
     row: Expr
 
     def read(self, first: Expr, n: int) -> tuple[Expr, Expr]:
-        if n == 1:
-            one, two = (bind(load_wide(self.x.buffer, self.x.at(self.row, first * 2 + j), 1)) for j in (0, 1))
-            return one, two
-        both = bind(load_wide(self.x.buffer, self.x.at(self.row, first * 2), 2 * n))
-        one, two = (bind(T.Shuffle([both], [T.int32(2 * i + j) for i in range(n)])) for j in (0, 1))
-        return one, two
+        return _apart(lambda column, m: load_wide(self.x.buffer, self.x.at(self.row, column), m), first, n)
 
     def write(self, first: Expr, one: Expr, two: Expr, n: int) -> None:
         if n == 1:
@@ -169,3 +172,13 @@ class _Interleaved:
             return
         order = [T.int32(i // 2 + n * (i % 2)) for i in range(2 * n)]
         store_narrow(self.y.buffer, self.y.at(self.row, first * 2), T.Shuffle([one, two], order), 2 * n)
+
+
+def _apart(read: Callable[[Expr, int], Expr], first: Expr, n: int) -> tuple[Expr, Expr]:
+    """Elements 2 i, and elements 2 i + 1, for n pairs from `first` on, of what `read` has side by side."""
+    if n == 1:
+        one, two = (bind(read(first * 2 + j, 1)) for j in (0, 1))
+        return one, two
+    both = bind(read(first * 2, 2 * n))
+    one, two = (bind(T.Shuffle([both], [T.int32(2 * i + j) for i in range(n)])) for j in (0, 1))
+    return one, two
