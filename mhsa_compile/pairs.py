@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
+from mhsa_compile import softmax_parity
 from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.parity import budget, max_error
@@ -52,11 +53,15 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class Variant:
-    """Another call, and which part of its outputs must equal which part of the base's."""
+    """Another call, and which part of its outputs must equal which part of the base's.
+
+    `first_key`: which of the base's keys is its first one.
+    """
 
     inputs: Arrays
     part: Part
     base_part: Part
+    first_key: int = 0
 
 
 class Refused(Exception):
@@ -77,6 +82,9 @@ class Pairs:
     def __init__(self, model: onnx.ModelProto, manifest: Manifest, run: Callable[[Arrays], list[Array]]) -> None:
         self.model, self.manifest, self._run = model, manifest, run
         self.own = manifest.spec is not None
+        self._judged_model = softmax_parity.in_weights(model)
+        names = [value.name for value in model.graph.output]
+        self._keys = {names.index(name): name for name in softmax_parity.key_outputs(model)}
 
     def run(self, inputs: Arrays) -> list[Array]:
         """Of copies, since a call may write into a cache."""
@@ -86,8 +94,9 @@ class Pairs:
             raise Refused(f"refused: {error}") from error
 
     def truth(self, inputs: Arrays) -> list[Array]:
+        """The outputs in float64; where they are keys, the weights of the right ones."""
         try:
-            return oracle(self.model, inputs)
+            return oracle(self._judged_model, inputs)
         except Exception as error:  # whatever the evaluator trips over
             if self.own:
                 raise
@@ -96,29 +105,56 @@ class Pairs:
     def compare(self, name: str, base: Arrays, variants: Iterable[Variant]) -> SelfCheck:
         """The worst output's difference. Each of the two runs may be off by the budget: they may differ by two."""
         expected = self.truth(base)
-        yardstick = eager(self.model, base, int8_weights=self.manifest.int8_weights)
-        at_base = (self.run(base), expected, yardstick)
-        if [a.shape for a in at_base[0]] != [e.shape for e in expected]:
+        yardstick = eager(self._judged_model, base, int8_weights=self.manifest.int8_weights)
+        found_at_base = self.run(base)
+        if [a.shape for a in found_at_base] != [e.shape for e in expected]:
             return SelfCheck(name, np.inf, 0.0, "another shape than the oracle's")
-        infos = {i: info for i, info in enumerate(self.manifest.outputs) if _is_comparable(info)}
+        at_base = (self._in_weights(base, found_at_base), expected, yardstick)
+        infos = {i: info for i, info in enumerate(self.manifest.outputs) if self._is_comparable(i, info)}
         found: dict[int, list[tuple[Array, ...]]] = {i: [] for i in infos}
         for variant in variants:
             exact = None if self.own else self.truth(variant.inputs)
             results = self.run(variant.inputs)
+            of_keys = self._weights_of_keys(variant, results, found_at_base, at_base[0])
             for i, info in infos.items():
                 parts = [variant.base_part(arrays[i], info) for arrays in at_base]
                 if exact is not None and not _same(variant.part(exact[i], info), parts[1]):
                     raise Meaningless("the model itself is not so, says the oracle")
-                found[i].append((variant.part(results[i], info), *parts))
+                got = of_keys[i] if i in of_keys else variant.part(results[i], info)
+                found[i].append((got, *parts))
         judged = (_judged(name, pieces) for pieces in found.values())
         return max(judged, key=lambda check: (check.ratio, check.note != SAME))
 
+    def _weights_of_keys(
+        self, variant: Variant, results: list[Array], base: list[Array], weights: list[Array]
+    ) -> dict[int, Array]:
+        """The weights of the keys in the variant's part: those of the base, `weights`, where the keys are the same.
 
-def _is_comparable(info: TensorInfo) -> bool:
-    """Whether an output of two runs is the same: not where it holds keys, which may change places, nor chosen rows of
-    weights, which are other ones where lengths are others."""
-    chosen_rows = info.name == "weights" and len(info.dims) == 4 and isinstance(info.dims[2], int)
-    return not info.dtype.startswith("int") and not chosen_rows
+        None where a shape is wrong: the parts themselves show that.
+        """
+        outputs = self.manifest.outputs
+        given = {i: (variant.part(results[i], outputs[i]), variant.base_part(base[i], outputs[i])) for i in self._keys}
+        if any(ours.shape != theirs.shape for ours, theirs in given.values()):
+            return {}
+        if all(np.array_equal(np.where(k < 0, k, k + variant.first_key), theirs) for k, theirs in given.values()):
+            return {i: variant.base_part(weights[i], outputs[i]) for i in given}
+        weighed = self._in_weights(variant.inputs, results)
+        return {i: variant.part(weighed[i], outputs[i]) for i in given}
+
+    def _in_weights(self, inputs: Arrays, results: list[Array]) -> list[Array]:
+        """What a run gave, with the weights of keys, by the oracle, in the places of keys."""
+        if not self._keys:
+            return results
+        keys = {name: results[i] for i, name in self._keys.items()}
+        weighed = softmax_parity.weighed(self.model, inputs, keys, int8_weights=self.manifest.int8_weights)
+        replaced = {i: weighed[name][2] for i, name in self._keys.items()}
+        return [replaced.get(i, array) for i, array in enumerate(results)]
+
+    def _is_comparable(self, i: int, info: TensorInfo) -> bool:
+        """Whether an output of two runs is the same: not chosen rows of weights, which are other ones where lengths are
+        others, nor whole numbers that are no keys of a softmax."""
+        chosen_rows = info.name == "weights" and len(info.dims) == 4 and isinstance(info.dims[2], int)
+        return not chosen_rows and (i in self._keys or not info.dtype.startswith("int"))
 
 
 def _judged(name: str, pieces: Sequence[tuple[Array, ...]]) -> SelfCheck:

@@ -76,7 +76,10 @@ def _padded_batch(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
     def variant(b: int) -> Variant:
         here = {subject.keys: spans[b]}
         alone = subject.cut(subject.alone(base, b), here)
-        return Variant(alone, _entry(0), lambda array, info: subject.cut_one(array[b : b + 1], info.name, here))
+        part = _entry(b)
+        return Variant(
+            alone, _entry(0), lambda array, info: subject.cut_one(part(array, info), info.name, here), spans[b].start
+        )
 
     return pairs.compare(name, base, map(variant, range(len(spans))))
 

@@ -39,6 +39,22 @@ def by_weight(
     return [replaced.get(name, triple) for name, triple in zip(names, results, strict=True)]
 
 
+def in_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with the largest weights in the places of its outputs that hold keys."""
+    nodes = key_outputs(model)
+    if not nodes:
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for output in changed.graph.output:
+        if output.name in nodes:
+            node = next(node for node in changed.graph.node if output.name in node.output)
+            node.output[_WEIGHTS] = node.output[_WEIGHTS] or f"{output.name}.largest"
+            output.name = node.output[_WEIGHTS]
+            output.type.tensor_type.elem_type = TensorProto.FLOAT
+    return changed
+
+
 def weighed(
     model: onnx.ModelProto, inputs: Arrays, keys: Mapping[str, Array], *, int8_weights: bool
 ) -> dict[str, tuple[Array, Array, Array]]:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 import mhsa_compile as mhsa
 from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.export import export
-from mhsa_compile.pairs import SelfCheck
+from mhsa_compile.pairs import Pairs, SelfCheck
 from mhsa_compile.selfcheck import CHECKS, self_checks
 from mhsa_compile.subject import LENGTHS, PRIMES, Subject
 from mhsa_compile.verify import Verdict, eager
@@ -82,14 +82,15 @@ def failed(results: dict[str, SelfCheck]) -> set[str]:
 
 CAUSAL = {"causal": True, "mask": "key_padding"}
 CACHED = {"kv_cache": True, "causal": True, "rope": True, "num_kv_heads": 1}
+KEYS = {"outputs": ("y", "top_k:3")}
 RIGHT = {
     "causal-key-padding": CAUSAL,
     "causal-additive": {"causal": True, "mask": "additive"},
     "cross-bool": {"kv_embed_dim": 16, "mask": "bool"},
-    "cross-bottom-right": {"kv_embed_dim": 16, "mask": "key_padding", "causal": "bottom_right"},
+    "cross-bottom-right": {"kv_embed_dim": 16, "mask": "key_padding", "causal": "bottom_right", **KEYS},
     "window-bfloat16": {"window": (5, 0), "causal": True, "mask": "bool", "dtype": "bfloat16"},
     "core": {"module": "ScaledDotProductAttention", "mask": "key_padding", "causal": "bottom_right"},
-    "cache": CACHED,
+    "cache": CACHED | KEYS,
 }
 
 
@@ -181,6 +182,44 @@ def test_a_fault_is_caught(fault, caught, alone):
     assert caught in failed(results)
     assert not alone or failed(results) == {caught}
     assert not Verdict((), (results[caught],)).ok
+
+
+def second_place_first(run, inputs):
+    """The largest two in the other order, in an entry alone."""
+    y, weights, keys = run(inputs)
+    swapped = np.where(keys[..., 1:2] < 0, keys, keys[..., [1, 0, 2]])
+    return [y, weights, keys if len(keys) > 1 else swapped]
+
+
+def keys_of_the_padding(run, inputs):
+    """Keys counted from the first one that is not padding."""
+    y, weights, keys = run(inputs)
+    first = inputs["mask"].argmax(axis=1).reshape(-1, 1, 1, 1)
+    return [y, weights, np.where(keys < 0, keys, np.maximum(keys - first, 0))]
+
+
+def of_one_check(name: str, case: tuple, fault: Callable[[Run, dict], list[np.ndarray]]) -> SelfCheck:
+    model, described = case
+    pairs = Pairs(model, described, lambda inputs: fault(lambda given: eager(model, given), inputs))
+    return CHECKS[name](name, Subject(described), pairs)
+
+
+@pytest.mark.parametrize(("fault", "caught"), [(second_place_first, BATCH), (keys_of_the_padding, PADDED)])
+def test_keys_that_are_wrong_are_caught(fault, caught):
+    result = of_one_check(caught, subject(**CAUSAL, **KEYS), fault)
+    assert result.applies and not result.ok
+
+
+def test_keys_of_equal_weights_may_be_others():
+    """All keys that a query sees have one weight where the queries are zero."""
+    model, described = subject(**CAUSAL, **KEYS)
+    equal = onnx.ModelProto()
+    equal.CopyFrom(model)
+    for weight in equal.graph.initializer:
+        if weight.name.startswith("q_proj"):
+            zeros = np.zeros_like(onnx.numpy_helper.to_array(weight))
+            weight.CopyFrom(onnx.numpy_helper.from_array(zeros, weight.name))
+    assert of_one_check(BATCH, (equal, described), second_place_first).ok
 
 
 def test_another_shape_is_a_fault():
