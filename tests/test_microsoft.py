@@ -79,13 +79,28 @@ def attention(mask: str = "", past: bool = False, added: bool = False, **said: A
     file = File()
     file.node("Identity", [rows(file, "x0", "L", L)], ["x"], domain="")
     inputs = ["x", file.weight("w", D, 3 * D), file.weight("b", 3 * D)]
-    inputs.append(file.input("mask", *MASKS[mask], kind="i") if mask else "")
+    if mask == "ends and starts":
+        halves = {"ends": np.array([L, 4]), "starts": np.array([1, 2])}
+        file.node("Concat", [file.input(n, ["B"], h, kind="i") for n, h in halves.items()], ["m"], domain="", axis=0)
+        inputs.append("m")
+    else:
+        inputs.append(file.input("mask", *MASKS[mask], kind="i") if mask else "")
     inputs.append(file.input("past", [2, "B", H, "P", E], (2, B, H, P, E)) if past else "")
     inputs.append(file.input("added", [1, H, "L", "L"], (1, H, L, L)) if added else "")
     file.node("Attention", inputs, ["y", *(["present"] if past else [])], num_heads=H, **said)
     file.output("y", ["B", "L", D])
     if past:
         file.output("present", [2, "B", H, "T", E])
+    return file
+
+
+def fixed_bounds(batch: int | str = B, more: int = 0) -> File:
+    """Ends and starts in one input, perhaps with `more` behind them."""
+    file = File()
+    bounds = np.array([L, L - 1, 0, 3, *range(more)])
+    inputs = [file.input("x", [batch, L, D], (B, L, D)), file.weight("w", D, 3 * D), file.weight("b", 3 * D)]
+    file.node("Attention", [*inputs, file.input("mask", [len(bounds)], bounds, kind="i")], ["y"], num_heads=H)
+    file.output("y", [batch, L, D])
     return file
 
 
@@ -146,6 +161,9 @@ CASES: dict[str, Callable[[], File]] = {
     "attention": attention,
     "attention, causal": lambda: attention(unidirectional=1),
     **{f"attention, mask of {name}": lambda name=name: attention(mask=name, scale=0.3) for name in MASKS},
+    "attention, mask of ends and starts": lambda: attention(mask="ends and starts"),
+    "attention, ends and starts, past": lambda: attention(mask="ends and starts", past=True, unidirectional=1),
+    "attention, fixed ends and starts": fixed_bounds,
     "attention, keys, causal": lambda: attention(mask="keys", unidirectional=1),
     "attention, lowest filter": lambda: attention(mask="nothing left", mask_filter_value=float(np.finfo("f4").min)),
     "attention, added": lambda: attention(mask="keys", added=True),
@@ -185,7 +203,7 @@ def test_means_what_onnxruntime_computes(case: str) -> None:
 
 
 COMPILED = [
-    "attention, keys, causal",
+    "attention, ends and starts, past",
     "multi-head, past",
     "grouped, softcap, scale",
     "grouped, one step in a buffer of rows of different length",
@@ -243,11 +261,10 @@ def test_what_the_standard_cannot_say(case: str) -> None:
         canonicalize(make().model())
 
 
-def test_a_mask_of_another_form() -> None:
-    file = File()
-    ends = np.array([L, L - 1, 0, 0], np.int32)
-    inputs = [file.input("x", ["B", "L", D], (B, L, D)), file.weight("w", D, 3 * D), file.weight("b", 3 * D)]
-    file.node("Attention", [*inputs, file.input("mask", [2 * B], ends, kind="i")], ["y"], num_heads=H)
-    file.output("y", ["B", "L", D])
-    with pytest.raises(ModelError, match=r"expected a mask of \(B, T\), \(B, L, T\), or the end of each row"):
+@pytest.mark.parametrize("file", [fixed_bounds("B"), fixed_bounds(more=B + 2)], ids=["of any batch", "of packed rows"])
+def test_a_mask_of_another_form(file: File) -> None:
+    message = (
+        r"expected a mask of \(B, T\), .* ends and starts \(2B,\), B fixed or two joined; .* the first B are the ends"
+    )
+    with pytest.raises(ModelError, match=message):
         canonicalize(file.model())

@@ -126,11 +126,30 @@ def _filtered(node: Theirs, mask: str, dtype: str, keys: tuple[str, int], past: 
     if len(dims) in (2, 3):
         seen = write.node("Greater", mask, write.constant(0, node.dtype(mask)))
         seen = write.node("Unsqueeze", seen, node.ints(*((1, 2) if len(dims) == 2 else (1,))))
-    elif len(dims) == 1 and past is None and dims[0] == node.dims(node.inputs[0])[0]:
-        ends = write.node("Reshape", write.node("Cast", mask, to=7), node.ints(-1, 1, 1, 1))
-        seen = write.node("Less", node.positions(*keys), ends)
     else:
-        expected = "a mask of (B, T), (B, L, T), or the end of each row (B,) without a past"
-        raise node.refused(expected, f"{mask!r} of {dims}")
+        bounds = [write.node("Reshape", write.node("Cast", name, to=7), node.ints(-1, 1, 1, 1)) for name in
+                  _ends_and_starts(node, mask)]  # fmt: skip
+        places = node.positions(*([past] if past else []), keys)
+        seen = write.node("Less", places, bounds[0])
+        if len(bounds) == 2:
+            seen = write.node("And", seen, write.node("GreaterOrEqual", places, bounds[1]))
     fill = write.constant(node.said.get("mask_filter_value", -10000.0), dtype)
     return write.node("Where", seen, write.constant(0, dtype), fill)
+
+
+def _ends_and_starts(node: Theirs, mask: str) -> list[str]:
+    """The end of each row, (B,), and its start where a mask says that as well; Raises ModelError."""
+    dims, batch = node.dims(mask), node.dims(node.inputs[0])[0]
+    if len(dims) == 1 and dims[0] == batch:
+        return [mask]
+    parts = node.rewriter.producer(mask, "Concat")
+    if parts is not None and [node.dims(part) for part in parts.input] == [(batch,)] * 2:
+        return list(parts.input)
+    if len(dims) == 1 and isinstance(batch, int) and dims[0] == 2 * batch:
+        return node.rewriter.nodes(
+            "Split", (mask,), [node.rewriter.fresh(w) for w in ("ends", "starts")], num_outputs=2
+        )
+    expected = "a mask of (B, T), (B, L, T), the end of each row (B,), or ends and starts (2B,), B fixed or two joined"
+    if len(dims) == 1:  # (3B + 2,) adds where rows begin in tensors without padding, of which no shape tells
+        expected += "; of one that also says where packed rows begin, the first B are the ends"
+    raise node.refused(expected, f"{mask!r} of {dims}")

@@ -19,7 +19,7 @@ def rotary_embedding(node: Theirs) -> None:
     if len(node.dims(position_ids)) == 1:
         axis = 1 if len(node.dims(x)) == 3 else 2
         offset = node.rewriter.node("Reshape", position_ids, node.ints(1, 1))
-        places = node.rewriter.node("Add", offset, node.positions(x, axis))
+        places = node.rewriter.node("Add", offset, node.positions((x, axis)))
         batch = node.rewriter.node("Shape", x, start=0, end=1)
         shape = node.rewriter.node("Concat", batch, node.ints(1), axis=0)
         position_ids = node.rewriter.node("Expand", places, shape)
@@ -64,7 +64,9 @@ def group_query_attention(node: Theirs) -> None:
     before = write.node("Sub", whole, length)
     if node.said.get("do_rotary", 0):
         if not position_ids:
-            position_ids = write.node("Add", write.node("Unsqueeze", before, node.ints(1)), node.positions(shape_of, 1))
+            position_ids = write.node(
+                "Add", write.node("Unsqueeze", before, node.ints(1)), node.positions((shape_of, 1))
+            )
         query = _turned(node, query, position_ids, cos, sin, heads)
         key = _turned(node, key, position_ids, cos, sin, groups)
     query, key, value = (

@@ -87,9 +87,12 @@ class Theirs:
         rows = self.rewriter.node("Transpose", heads, perm=[0, 2, 1, 3])
         self.rewriter.node("Reshape", rows, self.ints(0, 0, -1), output=output)
 
-    def positions(self, of: str, axis: int) -> str:
-        """0, 1, 2, ... up to the size of an axis of `of`."""
-        length = self.rewriter.node("Shape", of, start=axis, end=axis + 1)
+    def positions(self, *parts: tuple[str, int]) -> str:
+        """0, 1, 2, ... up to the sizes together of an axis of each of several values: (value, axis)."""
+        lengths = [self.rewriter.node("Shape", of, start=axis, end=axis + 1) for of, axis in parts]
+        length = lengths[0]
+        for more in lengths[1:]:
+            length = self.rewriter.node("Add", length, more)
         zero, one = self.rewriter.constant(0, "int64"), self.rewriter.constant(1, "int64")
         return self.rewriter.node("Range", zero, self.rewriter.node("Squeeze", length, self.ints(0)), one)
 
