@@ -1,4 +1,4 @@
-# make demo | test | test-models | node-tests | fuzz-operator | fuzz-parity | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-models node-tests fuzz-operator fuzz-parity mask-pictures lint bench bench-all exp2-exhaustive wheel clean
+.PHONY: demo test test-models node-tests fuzz-operator fuzz-parity kill-tuning mask-pictures lint bench bench-all exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -49,6 +49,9 @@ bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pi
 
 fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; 20 minutes
 	@$(BIN)/python tests/fuzz_campaign.py --kernels 1800 --flows 200 --workers 2
+
+kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written: nothing that was said to be written is lost
+	@$(BIN)/python tests/kill_campaign.py --kills 200
 
 mask-pictures: $(STAMP)  ## The pictures of docs/masks.md, again
 	@$(BIN)/python docs/mask_pictures.py

@@ -56,6 +56,13 @@ def allowed_cpus(root: Path = ROOT) -> int:
     return max(1, min([affinity, *(int(quota) for quota in _cpu_quotas(root))]))
 
 
+def threads_per_core(root: Path = ROOT) -> int:
+    """Hardware threads that share the first CPU's core; 1 where nobody says."""
+    spans = _read(root / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list").split(",")
+    bounds = (span.partition("-") for span in spans if span)
+    return sum(int(last or first) - int(first) + 1 for first, _, last in bounds) or 1
+
+
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """CPUs granted by every control group above this process, of version 2 ("0::/a/b") and 1 ("4:cpu,cpuacct:/a/b")."""
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -51,19 +50,20 @@ def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]])
     that is not there counts as empty. Raises OSError, and what `change` raises."""
     path = Path(os.path.realpath(path))  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    staged = path.with_name(f".{path.name}.new")  # one name will do under the lock; what a dead writer left is replaced
     with _locked(path) as old:
         with os.fdopen(os.dup(old), "rb") as file:
             lines = change(*_split(file.read()))
         try:
-            with staged.open("xb") as new:
+            with staged.open("wb") as new:
                 new.write(b"".join(line + b"\n" for line in lines))
                 new.flush()
                 os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(old).st_mode))
                 os.fsync(new.fileno())
-            os.replace(staged, path)
-        finally:
+        except BaseException:
             staged.unlink(missing_ok=True)
+            raise
+        os.replace(staged, path)  # from here on the name may be another writer's
         _sync_folder(path.parent)
 
 

@@ -14,13 +14,15 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from records_made import made
 from typer.testing import CliRunner, Result
 
-from mhsa_compile import __version__, host, installation, profile
+from mhsa_compile import __version__, host, installation, profile, record_files
 from mhsa_compile.artifact import TensorInfo
 from mhsa_compile.cli import app, arrays
 
-COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench")
+COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "records list", "records merge",
+            "records promote", "records check")  # fmt: skip
 
 
 def mhsa(*arguments: object) -> Result:
@@ -37,12 +39,12 @@ def refused(result: Result) -> str:
 
 def test_help_lists_every_command() -> None:
     text = mhsa("--help").stdout
-    assert all(command in text for command in COMMANDS)
+    assert all(command.split()[0] in text for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_and_speaks_json(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "--json" in result.stdout
 
@@ -67,6 +69,20 @@ def test_native_is_printed_as_a_file_to_save(tmp_path: Path) -> None:
     saved = tmp_path / "mine.toml"
     saved.write_text(text)
     assert json.loads(mhsa("targets", saved, "--json").stdout)["name"] == "mine"
+
+
+def test_this_machine_is_detected_and_written(tmp_path: Path) -> None:
+    saved = tmp_path / "mine.toml"
+    text = mhsa("targets", "--detect", "-o", saved).stdout
+    assert saved.read_text() == text == mhsa("targets", "native").stdout
+    assert host.cpu_model() in text.splitlines()[0]
+    written, found = profile.load_profile(saved), profile.detect()
+    assert (written.tvm, written.hardware, written.link) == (found.tvm, found.hardware, found.link)
+    assert "not there yet" in refused(mhsa("targets", "--detect", "-o", saved))
+    assert "named .toml" in refused(mhsa("targets", "znver4", "-o", tmp_path / "mine"))
+    assert "Leave one of them out" in refused(mhsa("targets", "znver4", "--detect"))
+    assert "--detect" in refused(mhsa("targets", "-o", tmp_path / "other.toml"))
+    assert list(tmp_path.iterdir()) == [saved]
 
 
 def test_an_unknown_target_gets_near_names() -> None:
@@ -197,14 +213,27 @@ def test_bad_benches_are_refused(arguments: list[object], reason: str) -> None:
     assert reason in refused(mhsa("bench", *arguments))
 
 
+TUNED = {"rows": 2, "columns": 1, "block": 8, "depth": 16, "group": 2}
 SMALL = ["--embed-dim", 32, "--num-heads", 4, "--causal", "true", "--mask", "bool"]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "small.mhsa"
-    result = mhsa("compile", *SMALL, "-o", folder, "--json")
+    tuned = folder.with_name("tuned.jsonl")
+    key = {
+        "rows": "any",
+        "in_features": 32,
+        "out_features": 32,
+        "padding": 0,
+        "dtype": "float32",
+        "int8_weights": False,
+    }
+    record_files.append(tuned, made("native", key=key, kernel="cpu.linear", config=TUNED))
+    tuned.write_bytes(tuned.read_bytes() + b'{"format"')
+    result = mhsa("compile", *SMALL, "--records", tuned, "-o", folder, "--json")
     assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[0].startswith("Warning: ") and "torn" in result.stderr
     described = json.loads(result.stdout)
     assert described["artifact"] == str(folder)
     assert described["target"] == "native"
@@ -239,6 +268,11 @@ def test_an_artifact_is_inspected(compiled: Path) -> None:
     assert described["bytes"].keys() == described["manifest"]["files"].keys()
     table = mhsa("inspect", compiled).stdout
     assert all(name in table for name in ("q_proj.weight", "module.so", "native"))
+    tuned, *others = sorted(described["manifest"]["ops"], key=lambda op: op["source"] != "record")
+    assert tuned["config"] == TUNED and all(op["source"] == "default" for op in others)
+    for reason in ("1.25 times as fast as the default (a CPU", "no record of this operation at these lengths"):
+        assert reason in table
+        assert any(reason in op["tuning"] for op in (tuned, *others))
 
 
 def test_an_artifact_is_verified(compiled: Path) -> None:

@@ -48,11 +48,18 @@ def test_data_caches_are_told_from_instruction_caches(tmp_path: Path) -> None:
     assert (host.cache_kib(1, root), host.cache_kib(2, root), host.cache_kib(3, root)) == (48, 2048, None)
 
 
+@pytest.mark.parametrize(("listed", "threads"), [("0", 1), ("0,64", 2), ("0-3", 4), ("0-1,64-65", 4)])
+def test_threads_of_a_core_are_counted(tmp_path: Path, listed: str, threads: int) -> None:
+    file = "sys/devices/system/cpu/cpu0/topology/thread_siblings_list"
+    assert host.threads_per_core(machine(tmp_path, {file: f"{listed}\n"})) == threads
+
+
 def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     assert host.cpu_features(tmp_path) == frozenset()
     assert host.cpu_model(tmp_path) == "unknown"
     assert host.cache_kib(1, tmp_path) is None
     assert host.allowed_cpus(tmp_path) >= 1
+    assert host.threads_per_core(tmp_path) == 1
 
 
 V1, V2 = "sys/fs/cgroup/cpu", "sys/fs/cgroup"

@@ -178,6 +178,9 @@ def test_what_kills_a_merge_leaves_the_file(path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         record_files.merge_into(path, [numbered(7)])
     assert path.read_bytes() == before
+    monkeypatch.undo()
+    record_files.merge_into(path, [numbered(8)])
+    assert [record.key["rows"] for record in record_files.read(path).records] == [0, 1, 2, 8]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
@@ -210,6 +213,13 @@ def test_the_tail_of_a_file_is_found_across_blocks(tmp_path: Path, monkeypatch: 
         path.write_bytes(before + tail)
         journal.append(path, b"next", lambda _: False)
         assert path.read_bytes() == before + b"next\n"
+
+
+def test_killed_writers_cost_at_most_the_line_they_were_writing() -> None:
+    """A slice of `make kill-tuning`."""
+    campaign = Path(__file__).with_name("kill_campaign.py")
+    child = subprocess.run([sys.executable, campaign, "--kills", "20", "--seed", "5"], capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout + child.stderr
 
 
 ISAS = ["x86-64-v3", "x86-64-v4", "znver4", "sapphirerapids", "neoverse-n1", "neoverse-v1"]

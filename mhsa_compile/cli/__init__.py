@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from mhsa_compile.cli import benching, compiling, diagnosing, inspecting, running
+from mhsa_compile.cli import benching, compiling, diagnosing, inspecting, records, running
 from mhsa_compile.errors import MhsaError, OutputError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
@@ -67,6 +67,10 @@ def _root(
 app = typer.Typer(cls=_Commands, no_args_is_help=True, callback=_root, pretty_exceptions_show_locals=False)
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
+_records = typer.Typer(no_args_is_help=True, help=records.__doc__)
+for _name, _command in records.COMMANDS.items():
+    _records.command(_name)(_command)
+app.add_typer(_records, name="records")
 
 
 def main() -> None:

@@ -70,6 +70,7 @@ def compile_source(
     weights: Annotated[
         Literal["int8"] | None, typer.Option("--weights", help="Linears compute in eight bits, rounded at load.")
     ] = None,
+    records: options.Records = None,
     dump: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what passes between the stages.")] = None,
     seed: options.Seed = 0,
     json: options.Json = False,
@@ -113,7 +114,9 @@ def compile_source(
 
     check_place(out.resolve(), force)  # before the work, not after it
     started = time.perf_counter()
-    artifact = sources.compile_with_progress(source, fields, target, dims=dims, dump=dump, seed=seed, weights=weights)
+    artifact = sources.compile_with_progress(
+        source, fields, target, dims=dims, dump=dump, seed=seed, weights=weights, records=records
+    )
     artifact.save(out, force=force)
     _report(out, artifact, time.perf_counter() - started, json)
 

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mhsa_compile import host
 from mhsa_compile.cli import options, output
+from mhsa_compile.errors import OutputError, TargetError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
+    from mhsa_compile.profile import TargetProfile
 
 
 def inspect(artifact: options.ArtifactFolder, *, json: options.Json = False) -> None:
@@ -39,6 +42,9 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
         ("name", "kind", "kernel", "config", "config from", "note"),
         ((op.name, op.op, op.kernel, output.assignments(op.config), op.source, op.note) for op in manifest.ops),
     )
+    tuned = [(op.name, op.source, op.tuning) for op in manifest.ops if op.tuning]
+    if tuned:
+        output.print_table("Tuning", ("operation", "config from", "record, or why there is none"), tuned)
     facts: list[tuple[str, str, object]] = [
         (f"attention {s['op']}", key, value) for s in manifest.semantics for key, value in s.items()
     ]
@@ -54,15 +60,27 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
 def targets(
     name: Annotated[str | None, typer.Argument(help="A target, `native`, or a .toml file.")] = None,
     *,
+    detect: Annotated[bool, typer.Option("--detect", help="Detect this machine: the target `native`.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE.toml", help="Write the target to a new file.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """List the targets, or print one as the TOML that a file of your own could start from."""
+    """List the targets, or print or write one as the TOML that a file of your own could start from."""
     from mhsa_compile import profile
 
+    if detect and name is not None:
+        raise TargetError("NAME", "a target or --detect", f"{name} and --detect", "Leave one of them out.")
+    name = profile.NATIVE if detect else name
     if name is not None:
         found = profile.load_profile(name)
-        output.print_json(found) if json else typer.echo(found.to_toml(), nl=False)
+        text = (_findings(found) if name == profile.NATIVE else "") + found.to_toml()
+        if out is not None:
+            _save(text, out)
+        output.print_json(found) if json else typer.echo(text, nl=False)
         return
+    if out is not None:
+        raise TargetError("NAME", "a target to write to -o, or --detect", "neither", "`mhsa targets` lists them.")
     profiles = [profile.load_profile(known) for known in profile.profile_names()]
     if json:
         output.print_json(profiles)
@@ -74,6 +92,23 @@ def targets(
         for p in profiles
     )  # fmt: skip
     output.print_table("Targets", columns, rows)
+
+
+def _save(text: str, out: Path) -> None:
+    """Writes a profile to a file that is not there yet."""
+    if out.suffix != ".toml":
+        raise OutputError("-o", "a file named .toml: its name becomes the target's", repr(str(out)))
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise OutputError("-o", "a file that is not there yet", repr(str(out)), "Choose another name.") from None
+
+
+def _findings(profile: TargetProfile) -> str:
+    """What was detected and is no field, as a comment."""
+    threads = f"{host.allowed_cpus()} threads for this process, {host.threads_per_core()} a core"
+    return f"# {host.cpu_model()}: {profile.vector_lanes('float32')} float32 a vector; {threads}.\n"
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:

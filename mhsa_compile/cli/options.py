@@ -18,6 +18,10 @@ KvLength = Annotated[int | None, typer.Option("--kv-length", min=1, metavar="S",
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
 ]
+Records = Annotated[
+    Path | None,
+    typer.Option("--records", metavar="FILE", help="Tuned records, instead of your own and those that are shipped."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of whatever is random.")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from mhsa_compile.errors import ModelError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
+    from mhsa_compile.records import Record
     from mhsa_compile.spec import AttentionSpec
 
 Source = Annotated[
@@ -50,6 +52,16 @@ def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec
     return source
 
 
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    """The records of several files; of a torn last line, one line on stderr. Raises RecordsError."""
+    from mhsa_compile import record_files
+
+    found, torn = record_files.gather(paths)
+    for sentence in torn:
+        typer.echo(f"Warning: {sentence}", err=True)
+    return found
+
+
 def compile_with_progress(
     source: Path | None,
     fields: dict[str, Any],
@@ -58,12 +70,15 @@ def compile_with_progress(
     dims: dict[str, int],
     seed: int,
     weights: str | None = None,
+    records: Path | None = None,
     dump: Path | None = None,
 ) -> Artifact:
     """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random."""
     from mhsa_compile.profile import load_profile
 
-    load_profile(target)  # a mistyped name is answered now, not after the seconds that importing PyTorch takes
+    # What is mistyped is answered now, not after the seconds that importing PyTorch takes.
+    profile = load_profile(target)
+    at_hand = read_records(profile.records() if records is None else [records])
     resolved = resolve(source, fields)
     require_compiler()
     with output.stages() as stage:
@@ -73,7 +88,7 @@ def compile_with_progress(
         from mhsa_compile.pipeline import compile
 
         torch.manual_seed(seed)
-        return compile(resolved, target, dims=dims, weights=weights, progress=stage, dump=dump)
+        return compile(resolved, profile, dims=dims, weights=weights, records=at_hand, progress=stage, dump=dump)
 
 
 def _flags(fields: dict[str, Any]) -> str:
