@@ -28,15 +28,16 @@ from mhsa_compile.importer import import_onnx
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp
 from mhsa_compile.verify import budget, eager, max_error, oracle
 
-B, L, S, H, G, E, V = 2, 5, 7, 6, 3, 8, 3
+B, L, S, H, G, E, V, W, M = 2, 5, 7, 6, 3, 8, 3, 11, 9  # W windows of M
 LOWEST = torch.finfo(torch.float32).min
 SHAPES = {
     "q": (B, H, L, E), "k": (B, H, S, E), "v": (B, H, S, V), "k_self": (B, H, L, E), "v_self": (B, H, L, V),
     "k_group": (B, G, S, E), "v_group": (B, G, S, V), "added": (B, 1, L, S), "keys": (B, S),
     "q_flat": (B * H, L, E), "k_flat": (B * H, S, E), "v_flat": (B * H, S, V), "x": (B, L, 48), "scores": (B, L, S),
-    "places": (B, L),
+    "places": (B, L), "windows": (W, M, M), "bias": (1, H, M, M), "q_windows": (B * W, H, M, E),
+    "k_windows": (B * W, H, M, E), "v_windows": (B * W, H, M, V),
 }  # fmt: skip
-AXES = {B: "B", L: "L", S: "S", B * H: "N"}
+AXES = {B: "B", L: "L", S: "S", B * H: "N", B * W: "N"}
 
 
 class Function(nn.Module):
@@ -141,10 +142,18 @@ def einsum_heads(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return torch.einsum("bhsv,bhls->bhlv", v, torch.softmax(scores + m, -1))
 
 
+def windowed(q: Tensor, k: Tensor, v: Tensor, windows: Tensor, bias: Tensor) -> Tensor:
+    """Swin's: windows take turns in the batch, and each has a mask of its own."""
+    scores = q @ k.transpose(-1, -2) * E**-0.5 + bias
+    apart = scores.view(-1, W, H, M, M) + windows.unsqueeze(1).unsqueeze(0)
+    return torch.softmax(apart.view(-1, H, M, M), -1) @ v
+
+
 def capped(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
     return torch.softmax(torch.tanh(q @ k.transpose(-1, -2) / 3.0) * 3.0 + added, -1) @ v
 
 
+WINDOWS = ("q_windows", "k_windows", "v_windows", "windows")
 CORE, SELF = ("q", "k", "v"), ("q", "k_self", "v_self")
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], dict[str, Any]]] = {
     "scaled scores": (attend, CORE, {}),
@@ -176,6 +185,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], dict[str, Any]]] 
         {"is_causal": 1},
     ),
     "repeated keys": (repeated, ("q", "k_group", "v_group"), {}),
+    "windows": (windowed, (*WINDOWS, "bias"), {}),
     "soft cap": (capped, (*CORE, "added"), {"softcap": 3.0}),
     "softmax in float64": (lambda q, k, v: torch.softmax((q @ k.transpose(-1, -2)).double(), -1).float() @ v, CORE, {}),
 }
@@ -264,6 +274,20 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
         ),
         ("q", "k_group", "v_group"),
         "Einsum '.*' of 'bgnls,bgsv->bgnlv', which is no batch of products of two matrices, stands between",
+    ),
+    "windows that select": (
+        lambda q, k, v, m: (
+            torch.softmax(
+                (q @ k.transpose(-1, -2))
+                .view(-1, W, H, M, M)
+                .masked_fill(m[None, :, None] > 0, -1e4)
+                .view(-1, H, M, M),
+                -1,
+            )
+            @ v
+        ),
+        WINDOWS,
+        "Where '.*' selects by windows; a mask of windows is taken where it is added",
     ),
     "two products": (
         lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) + k.sum(-2, keepdim=True) @ k.transpose(-1, -2), -1) @ v,

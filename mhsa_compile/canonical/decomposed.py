@@ -43,7 +43,7 @@ def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> l
     product = weights_after(rewriter.graph, softmax)
     scores = scores_before(rewriter.graph, known, softmax.input[0])
     found = operands(rewriter, known, scores.product, product.input[1])
-    masks = masking.collect(rewriter, known, scores.masks, found.dtype)
+    masks = masking.collect(rewriter, known, scores.masks, found)
     scale = float(np.float32(scores.scale * found.factor))
     if scale <= 0:
         raise NotRecognised(f"the scores are scaled by {scale:g}")

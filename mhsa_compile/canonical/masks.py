@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from mhsa_compile.canonical.known import Known
+from mhsa_compile.canonical.operands import Operands
 from mhsa_compile.canonical.rewriter import Rewriter
 from mhsa_compile.canonical.scores import Added, NotRecognised, Selected
 from mhsa_compile.canonical.triangle import Flags, always, conjuncts, is_constant, is_triangle, without_expansion
@@ -45,10 +46,13 @@ class _Choice:
     replaces: bool
 
 
-def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], dtype: str) -> Masks:
+def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], of: Operands) -> Masks:
     """The masks of one attention. Raises NotRecognised."""
-    masks = Masks()
+    masks, dtype = Masks(), of.dtype
     for mask in reversed(found):
+        if isinstance(mask, Added) and mask.windows:
+            masks.added.append(_times(rewriter, _of_each_entry(rewriter, mask, of), mask.factor, dtype))
+            continue
         choice = _as_choice(rewriter.graph, known, mask)
         if choice is not None:
             _add_choice(rewriter, known, masks, choice, dtype)
@@ -57,6 +61,22 @@ def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], dty
             masks.sources.append(name)
             masks.added.append(_times(rewriter, name, mask.factor, dtype))
     return masks
+
+
+def _of_each_entry(rewriter: Rewriter, mask: Added, of: Operands) -> str:
+    """(B, 1 or H, L, S) of a mask of W windows: entry b has that of window b mod W. Raises NotRecognised."""
+    graph, name, windows = rewriter.graph, mask.name, mask.windows
+    dims = graph.shape(name)
+    if dims not in {(1, windows, heads, *of.scores[2:]) for heads in (1, of.scores[1])}:
+        raise NotRecognised(
+            f"the mask {name!r} of {windows} windows is {dims}, not (1, {windows}, 1 or H, L, S) in full"
+        )
+    if graph.dtype(name) != of.dtype:
+        raise NotRecognised(f"the mask {name!r} of windows is {graph.dtype(name)}, the queries are {of.dtype}")
+    zero, one, axis = (rewriter.constant(value, "int64") for value in (0, 1, [0]))
+    batch = rewriter.node("Squeeze", rewriter.node("Shape", of.query, start=0, end=1), axis)
+    window = rewriter.node("Mod", rewriter.node("Range", zero, batch, one), rewriter.constant(windows, "int64"))
+    return rewriter.node("Gather", rewriter.node("Squeeze", name, axis), window, axis=0)
 
 
 def _as_choice(graph: Graph, known: Known, mask: Added | Selected) -> _Choice | None:

@@ -27,10 +27,14 @@ class NotRecognised(Exception):
 
 @dataclass(frozen=True)
 class Added:
-    """A mask that is added to the scores, after it was multiplied by `factor`."""
+    """A mask that is added to the scores, after it was multiplied by `factor`.
+
+    With `windows` W it is one for each of W windows, which take turns in the batch, (1, W, 1 or H, L, S), as Swin's.
+    """
 
     name: str
     factor: float
+    windows: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,24 +59,29 @@ class Scores:
 def scores_before(graph: Graph, known: Known, value: str) -> Scores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
     masks: list[Added | Selected] = []
-    factor, softcap = 1.0, 0.0
+    factor, softcap, windows = 1.0, 0.0, 0
     for _ in range(_FAR):
         node = graph.producer(value)
         if node is None:
             break
-        if node.op_type == "MatMul":
+        if node.op_type == "MatMul" and not windows:
             return Scores(node, factor, softcap, masks)
+        if node.op_type == "Reshape" and (apart := _windows(graph, node, apart=bool(windows))):
+            value, windows = node.input[0], 0 if windows else apart
+            continue
         if node.op_type in ("Cast", "Identity", "Dropout"):
             value = node.input[0]
         elif node.op_type in ("Mul", "Div"):
             value, multiplier = scalar_factor(known, node)
             factor *= multiplier
         elif node.op_type in ("Add", "Where"):
+            if windows and node.op_type == "Where":
+                raise NotRecognised(f"{_said(node)} selects by windows; a mask of windows is taken where it is added")
             if softcap:
                 raise NotRecognised(f"{_said(node)} masks scores before they are capped")
             mask: Added | Selected
             value, mask = (
-                _added(graph, node, factor) if node.op_type == "Add" else _selected(graph, known, node, factor)
+                _added(graph, node, factor, windows) if node.op_type == "Add" else _selected(graph, known, node, factor)
             )
             masks.append(mask)
         elif node.op_type == "Tanh" and not softcap and factor > 0:
@@ -92,11 +101,19 @@ def scalar_factor(known: Known, node: onnx.NodeProto) -> tuple[str, float]:
     raise NotRecognised(f"{_said(node)} scales by something that is not one constant number")
 
 
-def _added(graph: Graph, node: onnx.NodeProto, factor: float) -> tuple[str, Added]:
+def _windows(graph: Graph, node: onnx.NodeProto, apart: bool) -> int:
+    """W of a Reshape (n, W, H, L, S) -> (n * W, H, L, S), or where `apart` of its opposite; 0 of any other."""
+    shapes = [graph.shape(name) or () for name in (node.output[0], node.input[0])]
+    whole, split = reversed(shapes) if apart else shapes
+    same = len(whole) == 4 and len(split) == 5 and whole[1:] == split[2:] and None not in whole[1:]
+    return split[1] if same and isinstance(split[1], int) else 0
+
+
+def _added(graph: Graph, node: onnx.NodeProto, factor: float, windows: int) -> tuple[str, Added]:
     scores, mask = _scores_and_other(graph, node, list(node.input))
     if factor <= 0:
         raise NotRecognised(f"{_said(node)} adds a mask that is then multiplied by {factor:g}")
-    return scores, Added(mask, factor)
+    return scores, Added(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0)
 
 
 def _selected(graph: Graph, known: Known, node: onnx.NodeProto, factor: float) -> tuple[str, Selected]:
