@@ -4,6 +4,7 @@ sees what whoever runs it has tuned."""
 from __future__ import annotations
 
 import os
+from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -11,6 +12,7 @@ import atexit
 import shutil
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 # Child processes look there as well.
@@ -20,3 +22,12 @@ atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 # The same examples on every run, kept nowhere; a slow machine is no failure.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torchlib_read_once() -> None:
+    """torch.onnx.export reads the sources of torchlib's 500 functions anew each time, a third of its work on a small
+    graph. They stay as they are, and a process of the suite exports hundreds of graphs."""
+    from torch.onnx._internal._lazy_import import onnxscript_apis
+
+    onnxscript_apis.get_torchlib_ops = cache(onnxscript_apis.get_torchlib_ops)

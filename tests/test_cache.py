@@ -200,20 +200,28 @@ def test_a_cache_is_no_longer_than_its_positions(decoder: Decoder) -> None:
         decoder.prefill.new_cache(1, 272)
 
 
-def test_a_spec_without_a_cache_has_none() -> None:
-    plain = mhsa.load(mhsa.compile(AttentionSpec(embed_dim=8, num_heads=2)), threads=1)
+@pytest.fixture(scope="module")
+def without_cache() -> tuple[MultiHeadAttention, mhsa.Artifact]:
+    torch.manual_seed(5)
+    module = MultiHeadAttention(AttentionSpec(embed_dim=40, num_heads=5)).eval()
+    return module, mhsa.compile(module)
+
+
+def test_a_spec_without_a_cache_has_none(without_cache: tuple[MultiHeadAttention, mhsa.Artifact]) -> None:
+    plain = mhsa.load(without_cache[1], threads=1)
     cache = KVCache(SHAPES["gpt2"].to_dict(), batch=1, capacity=8)
-    for call in (lambda: plain.new_cache(1, 8), lambda: plain(np.zeros((1, 3, 8), np.float32), cache=cache)):
+    for call in (lambda: plain.new_cache(1, 8), lambda: plain(np.zeros((1, 3, 40), np.float32), cache=cache)):
         with pytest.raises(InputError, match="cache: expected an artifact of a spec with kv_cache"):
             call()
 
 
-def test_layers_that_share_their_weights_share_one_attention() -> None:
+def test_layers_that_share_their_weights_share_one_attention(
+    without_cache: tuple[MultiHeadAttention, mhsa.Artifact],
+) -> None:
     """ALBERT (https://arxiv.org/abs/1909.11942): the same weights in every layer, so one load serves all."""
-    torch.manual_seed(5)
-    module = MultiHeadAttention(AttentionSpec(embed_dim=40, num_heads=5)).eval()
-    artifact = mhsa.compile(module)
+    module, artifact = without_cache
     attention, loaded_again = mhsa.load(artifact, threads=1), mhsa.load(artifact, weights=weights(module), threads=1)
+    torch.manual_seed(5)
     x = torch.randn(2, 7, 40)
     with torch.no_grad():
         yardstick, y = (three_times(layer, x).numpy() for layer in (module, attention))

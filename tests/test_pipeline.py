@@ -39,10 +39,27 @@ class Block(nn.Module):
         return self.norm(x + self.out(y.transpose(1, 2).flatten(2)))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_any_module_with_attention_compiles(causal):
+def compiled_block(causal=False):
+    """A block, and its artifact."""
     block = Block(causal=causal).eval()
-    artifact = mhsa.compile(block, example_inputs=(torch.randn(2, 7, 64),))
+    return block, mhsa.compile(block, example_inputs=(torch.randn(2, 7, 64),))
+
+
+@pytest.fixture(scope="module")
+def plain_block():
+    return compiled_block()
+
+
+@pytest.fixture(scope="module")
+def of_spec(tmp_path_factory):
+    """A layer of SPEC, its artifact, and the folder of what passed between the stages."""
+    layer, dump = mhsa.MultiHeadAttention(SPEC).eval(), tmp_path_factory.mktemp("pipeline") / "dump"
+    return layer, mhsa.compile(layer, dump=dump), dump
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_module_with_attention_compiles(causal, plain_block):
+    block, artifact = compiled_block(causal) if causal else plain_block
     kinds = [(op.op, op.source) for op in artifact.manifest.ops]
     assert kinds[:3] == [("linear", "default"), ("attention", "default"), ("linear", "default")]
     assert ("nn.layer_norm", "fallback") in kinds
@@ -51,10 +68,9 @@ def test_any_module_with_attention_compiles(causal):
         assert torch.allclose(mhsa.load(artifact)(x), block(x), atol=2e-6)
 
 
-def test_unaligned_memory_is_read_right_where_tvm_runs_some_operators():
+def test_unaligned_memory_is_read_right_where_tvm_runs_some_operators(plain_block):
     """TVM's own code takes 64-byte alignment for granted, and faults without it."""
-    block = Block().eval()
-    artifact = mhsa.compile(block, example_inputs=(torch.randn(2, 7, 64),))
+    block, artifact = plain_block
     memory = np.zeros(2 * 9 * 64 + 64, np.float32)
     stored = {name: value.detach().numpy() for name, value in block.named_parameters()}
     for offset in range(0, 32, 3):
@@ -69,9 +85,9 @@ def test_unaligned_memory_is_read_right_where_tvm_runs_some_operators():
             assert np.allclose(mhsa.load(artifact, weights=weights)(given), expected, atol=2e-6)
 
 
-def test_the_heads_are_read_where_they_lie():
+def test_the_heads_are_read_where_they_lie(plain_block):
     """No Transpose, no Reshape of activations is left of the 4-D form: three operations of ours do it all."""
-    artifact = mhsa.compile(Block().eval(), example_inputs=(torch.randn(2, 7, 64),))
+    _, artifact = plain_block
     left = {op.op for op in artifact.manifest.ops}
     assert left == {"linear", "attention", "add", "nn.layer_norm"}
     assert sum(op.op == "linear" for op in artifact.manifest.ops) == 2  # Q, K and V side by side
@@ -147,11 +163,11 @@ def test_sixteen_bits_in_and_out(dtype):
         attention(x.float())
 
 
-def test_weights_of_eight_bits_are_stored_as_they_were(tmp_path):
-    module = mhsa.MultiHeadAttention(SPEC).eval()
+def test_weights_of_eight_bits_are_stored_as_they_were(tmp_path, of_spec):
+    module, plain, _ = of_spec
     artifact = mhsa.compile(module, weights="int8").save(tmp_path / "int8.mhsa")
     assert artifact.manifest.int8_weights
-    assert not mhsa.compile(module).manifest.int8_weights
+    assert not plain.manifest.int8_weights
     stored = load_file(artifact.path / "weights.safetensors")
     assert all(np.array_equal(stored[name], array) for name, array in weights(module).items())
     assert mhsa.verify(artifact).ok
@@ -172,35 +188,40 @@ def test_dims_are_fixed_by_name(tmp_path):
         mhsa.compile(tmp_path / "core.onnx", dims={"T": 2})
 
 
-def test_two_processes_make_the_same_bytes(tmp_path):
-    script = (
+def test_another_process_makes_the_same_bytes(tmp_path):
+    """A fresh one, with hashes and addresses of its own; this one has compiled others before."""
+    code = (
         "import sys, torch, mhsa_compile as mhsa; torch.manual_seed(3);"
-        "mhsa.compile(mhsa.AttentionSpec(embed_dim=64, num_heads=4, mask='bool')).save(sys.argv[1])"
+        "spec = mhsa.AttentionSpec(embed_dim=24, num_heads=4, mask='key_padding', kv_embed_dim=10,"
+        " causal='bottom_right');"
+        "mhsa.compile(spec).save(sys.argv[1])"
     )
-    for name in "ab":
-        subprocess.run([sys.executable, "-c", script, str(tmp_path / name)], check=True)
-    digests = [
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True)
+    torch.manual_seed(3)
+    spec = mhsa.AttentionSpec(embed_dim=24, num_heads=4, mask="key_padding", kv_embed_dim=10, causal="bottom_right")
+    mhsa.compile(spec).save(tmp_path / "here")
+    here, there = (
         {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (tmp_path / name).iterdir()}
-        for name in "ab"
-    ]
-    assert digests[0] == digests[1]
-    assert set(digests[0]) == {"manifest.json", "model.onnx", "module.so", "weights.safetensors"}
+        for name in ("here", "there")
+    )
+    assert here == there
+    assert set(here) == {"manifest.json", "model.onnx", "module.so", "weights.safetensors"}
 
 
-def test_one_artifact_serves_every_layer_of_its_spec():
-    layers = [mhsa.MultiHeadAttention(SPEC).eval() for _ in range(3)]
-    artifact = mhsa.compile(layers[0])
+def test_one_artifact_serves_every_layer_of_its_spec(of_spec):
+    layer, artifact, _ = of_spec
+    layers = [layer, *(mhsa.MultiHeadAttention(SPEC).eval() for _ in range(2))]
     x = torch.randn(2, 11, 32)
     for layer in layers:
         with torch.inference_mode():
             assert torch.allclose(mhsa.load(artifact, weights=weights(layer))(x), layer(x), atol=1e-6)
 
 
-def test_dump_shows_what_passes_between_the_stages(tmp_path):
-    mhsa.compile(SPEC, dump=tmp_path / "dump")
-    names = sorted(file.name for file in (tmp_path / "dump").iterdir())
+def test_dump_shows_what_passes_between_the_stages(of_spec):
+    _, _, dump = of_spec
+    names = sorted(file.name for file in dump.iterdir())
     assert names == ["1_exported.onnx", "2_imported.py", "3_scheduled.py", "4_target.toml"]
-    assert "op_1" in (tmp_path / "dump" / "2_imported.py").read_text()
+    assert "op_1" in (dump / "2_imported.py").read_text()
 
 
 def test_code_for_other_machines_is_built_here(tmp_path):

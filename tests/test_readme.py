@@ -50,23 +50,42 @@ def test_shell_blocks_hold_only_programs_that_are_checked() -> None:
     assert programs == {"make", "mhsa", "pip"}
 
 
+COMMAND_LINE = "## From the command line"
+"""The part whose commands need nothing of the parts before it: it is run by itself, beside them."""
+
+
+def parts() -> tuple[list[Block], list[Block]]:
+    """Blocks up to the command line's, and its own."""
+    begin = README.read_text(encoding="utf-8").partition(COMMAND_LINE)[0].count("\n")
+    before = [block for block in blocks() if block.line < begin]
+    return before, list(blocks())[len(before) :]
+
+
 @pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
 )  # in the reader's export
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "readme"}
-    for block in blocks():
+    for block in parts()[0]:
         if block.language == "python":
             padding = "\n" * (block.line - 1)  # so that a traceback names the line of the README
             exec(compile(padding + block.code, str(README), "exec"), names)
         else:
             run_mhsa(block)
-    made = {path.stem for path in tmp_path.glob("*.mhsa")}
-    assert made == {"attention", "model", "base", "window", "long", "int8", "step", "inside", "arm"}
+    assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"attention", "model"}
     assert names["verdict"].ok
     assert names["y"].shape == (1, 50, 256)
     assert names["cache"].length.tolist() == [20, 15]
+
+
+def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in parts()[1]:
+        assert block.language == "sh"
+        run_mhsa(block)
+    made = {path.stem for path in tmp_path.glob("*.mhsa")}
+    assert made == {"base", "window", "long", "int8", "step", "inside", "arm"}
 
 
 def run_mhsa(block: Block) -> None:
