@@ -8,6 +8,7 @@
     ├── ArtifactError        an artifact that must not be loaded: damaged, newer, for another CPU
     ├── OutputError          a place that cannot be written: it exists, the disk is full
     ├── RecordsError         a file of tuned records: foreign, newer, on a full disk
+    ├── BundleError          work for a device, or its results: damaged, newer, of other work
     ├── DeviceError          a device that is to measure: absent, lost, of another architecture
     ├── InstallationError    this environment: a missing extra, a TVM pair that would crash
     └── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
@@ -61,6 +62,10 @@ class OutputError(MhsaError, OSError):
 
 class RecordsError(MhsaError, ValueError):
     """A file of tuned records holds what is no record, or cannot take one more."""
+
+
+class BundleError(MhsaError, ValueError):
+    """A bundle of work for a device, or a file of results, is damaged, newer, or belongs to something else."""
 
 
 class DeviceError(MhsaError, ConnectionError):

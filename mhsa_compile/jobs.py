@@ -61,7 +61,7 @@ class Candidate:
     constants: tuple[Array, ...] = ()
 
 
-class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="timing"):
     """A candidate that ran, and was right.
 
     samples_us   microseconds a call in each round, one entry for each round; rounds are shared by the candidates that
@@ -73,7 +73,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error_share: float
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failure"):
     """A candidate that is out: `reason` is one of REASONS, `detail` what is known beside it."""
 
     reason: str

@@ -17,7 +17,10 @@ import logging
 import os
 import signal
 import socket
+import struct
 import threading
+from contextlib import suppress
+from ipaddress import ip_address
 from itertools import cycle
 from typing import NoReturn
 
@@ -30,6 +33,8 @@ from mhsa_compile.jobs import Device
 LOOPBACK = "127.0.0.1"
 DEVICE = "mhsa.device"
 """The global function that returns `jobs.Device` as JSON."""
+ANSWER = 5.0
+"""Seconds in which a tracker says that it is one."""
 _ENDS_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _LOG = logging.getLogger("mhsa.serve")
 
@@ -61,6 +66,37 @@ def bind(address: str = LOOPBACK, port: int = 0) -> socket.socket:
         raise DeviceError(f"{address}:{port}", "an address to listen at", str(error), hint) from error
 
 
+def parsed(text: str, argument: str) -> Address:
+    """HOST:PORT, an IPv6 address in brackets. Raises DeviceError that names the argument."""
+    name, _, port = text.rpartition(":")
+    if not name or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise DeviceError(argument, "HOST:PORT, such as 192.168.1.7:9190", repr(text))
+    return name.strip("[]"), int(port)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether an address is reached from its own machine only."""
+    with suppress(OSError, ValueError):
+        return ip_address(socket.getaddrinfo(name, None)[0][4][0]).is_loopback
+    return False
+
+
+def require_tracker(tracker: Address) -> None:
+    """Raises DeviceError unless a tracker answers: TVM's own calls wait for one for a minute, or for ever."""
+    from tvm.rpc import base
+
+    place = f"tracker {tracker[0]}:{tracker[1]}"
+    hint = f"Start it there: python -m tvm.exec.rpc_tracker --host {tracker[0]} --port {tracker[1]}"
+    try:
+        with socket.create_connection(tracker, timeout=ANSWER) as found:
+            found.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
+            said = base.recvall(found, 4)
+    except (OSError, UnicodeError) as error:
+        raise DeviceError(place, "one that answers", str(error), hint) from error
+    if said != struct.pack("<i", base.RPC_TRACKER_MAGIC):
+        raise DeviceError(place, "a tracker of TVM's", "something else", hint)
+
+
 def serve(
     listening: socket.socket, threads: int, *, tracker: Address | None = None, key: str = "", emulated: bool = False
 ) -> NoReturn:
@@ -69,6 +105,8 @@ def serve(
     `threads` is what a call uses. What goes wrong in a connection ends that connection.
     """
     _load(threads, emulated)
+    if tracker is not None:
+        require_tracker(tracker)
     from tvm.rpc import server
 
     server.logger.setLevel(logging.WARNING)  # not a line for each connection
@@ -119,6 +157,9 @@ def _prepare_fork(runtime: tvm_runtime.Runtime, threads: int) -> None:
     """It ends with the server, and its pool has one CPU for each thread: some kernels of virtual machines pack threads
     that wake up often onto one (see `timing.workers_apart`)."""
     ctypes.CDLL(None).prctl(_ENDS_WITH_PARENT, signal.SIGKILL)
+    signal.signal(
+        signal.SIGSEGV, signal.SIG_DFL
+    )  # TVM's handler prints a page; the server says what happened in a line
     runtime.use_threads(threads)
     cpus = sorted(os.sched_getaffinity(0))
     if threads > 1 and len(cpus) > 1:

@@ -11,9 +11,8 @@ plain `python -m tvm.exec.rpc_server`, which can say less of itself.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from mhsa_compile import host, measuring, serve, tvm_runtime
-from mhsa_compile.errors import DeviceError
+from mhsa_compile.errors import DeviceError, OutputError
 from mhsa_compile.jobs import LOST, TIMEOUT, Candidate, Device, Failure, Job, Outcome, Timing
 from mhsa_compile.measuring import Fault
 from mhsa_compile.records import Isa
@@ -36,10 +35,9 @@ PATIENCE = 30.0
 """Seconds beyond those of the timing that a connection may take, before what runs there counts as hanging."""
 WAIT = 60.0
 """Seconds to wait for a free device of a tracker's."""
-ANSWER = 5.0
-"""Seconds in which a tracker says that it is one."""
 UNKNOWN = "unknown"
 """The architecture of a device that does not say: what it loads is its architecture."""
+_ROOM = 16 * 2**20  # bytes; a library has 0.1 MiB
 _MACHINES = {62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 258: "loongarch64"}  # e_machine of ELF
 
 Connect = Callable[[float], Any]
@@ -72,6 +70,9 @@ class Session(Protocol):
 def local(threads: int | None = None, *, patience: float = PATIENCE) -> Iterator[Session]:
     """This machine, in a child process that ends with the block; by default with the CPUs that this process may use."""
     with tempfile.TemporaryDirectory(prefix="mhsa-device-") as folder:
+        if (free := shutil.disk_usage(folder).free) < _ROOM:
+            hint = "Free some space, or choose another place with TMPDIR."
+            raise OutputError(repr(tempfile.gettempdir()), "room for libraries", f"{free // 2**20} MiB free", hint)
         child = _Child(threads or host.allowed_cpus(), Path(folder))
         try:
             yield RpcSession(child.connect, patience)
@@ -252,7 +253,7 @@ class _Tracker:
 
     def connect(self, patience: float) -> Any:
         rpc = _rpc()
-        self._require_tracker()
+        serve.require_tracker((self.address, self.port))
         end = perf_counter() + self.wait
         while True:
             asked = rpc.connect_tracker(self.address, self.port)
@@ -260,27 +261,12 @@ class _Tracker:
             try:
                 return asked.request(self.key, session_timeout=patience, max_retry=1)
             except RuntimeError:
-                self._require_tracker()
+                serve.require_tracker((self.address, self.port))
                 if perf_counter() > end:
                     raise self._no_device() from None
                 sleep(0.1)  # the device that it named is gone; it will know in a moment
             finally:
                 asked.close()
-
-    def _require_tracker(self) -> None:
-        """Raises DeviceError unless a tracker answers: TVM's own call waits for one for a minute, or for ever."""
-        from tvm.rpc import base
-
-        place = f"tracker {self.address}:{self.port}"
-        hint = f"Start it there: python -m tvm.exec.rpc_tracker --host {self.address} --port {self.port}"
-        try:
-            with socket.create_connection((self.address, self.port), timeout=ANSWER) as found:
-                found.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
-                said = base.recvall(found, 4)
-        except (OSError, OverflowError) as error:
-            raise DeviceError(place, "one that answers", str(error), hint) from error
-        if said != struct.pack("<i", base.RPC_TRACKER_MAGIC):
-            raise DeviceError(place, "a tracker of TVM's", "something else", hint)
 
     def _no_device(self) -> DeviceError:
         found = [entry["key"].partition(":")[2] for entry in self._summary()["server_info"]]
@@ -289,9 +275,9 @@ class _Tracker:
             return DeviceError(
                 f"device {self.key!r}", f"a free one within {self.wait:g} s", got, "Wait longer, or add devices."
             )
-        others = ", ".join(sorted(set(found))) or "none at all"
+        keys = f"devices of {', '.join(map(repr, sorted(set(found))))}" if found else "no device"
         hint = f"Start one: mhsa serve --tracker {self.address}:{self.port} --key {self.key}"
-        return DeviceError(f"device {self.key!r}", "one at the tracker", f"others: {others}", hint)
+        return DeviceError(f"device {self.key!r}", "one that the tracker knows", keys, hint)
 
     def _summary(self) -> dict[str, Any]:
         asked = _rpc().connect_tracker(self.address, self.port)

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from mhsa_compile.cli import benching, compiling, diagnosing, inspecting, records, running
+from mhsa_compile.cli import benching, compiling, devices, diagnosing, inspecting, records, running
 from mhsa_compile.errors import MhsaError, OutputError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
@@ -18,6 +18,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "run": running.run,
     "verify": running.verify,
     "bench": benching.bench,
+    "serve": devices.serve,
+    "measure": devices.measure,
     "inspect": inspecting.inspect,
     "targets": inspecting.targets,
     "doctor": diagnosing.doctor,

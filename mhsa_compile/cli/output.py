@@ -73,3 +73,19 @@ def stages() -> Iterator[Callable[[str], None]]:
 
         yield start
         finish()
+
+
+@contextmanager
+def counted(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A function to call with how many are done, of how many, and a word on them: a bar on a terminal, else nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        *(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total, word: progress.update(task, completed=done, total=total, description=word)

@@ -1,0 +1,188 @@
+"""`mhsa serve`: a device that outlives what it runs, ends with its client, and is found through a tracker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import measured
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from mhsa_compile import serve, sessions
+from mhsa_compile.cli import app
+from mhsa_compile.errors import DeviceError
+from mhsa_compile.jobs import CRASH, LOST, Failure, Timing
+
+TRACKER = """
+from mhsa_compile import tvm_runtime
+tvm_runtime.start()
+from tvm.rpc.tracker import PopenTrackerServerState
+print(PopenTrackerServerState("127.0.0.1", 9190, 9490, silent=True).port, flush=True)
+"""
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"}
+    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture(scope="module")
+def tracker() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with process("-P", "-c", TRACKER) as child:
+        yield child, int(child.stdout.readline())
+
+
+@contextmanager
+def device(tracker_port: int, key: str) -> Iterator[int]:
+    """`mhsa serve` on a free port, which is yielded once a tracker knows it."""
+    place = ["--port", "0", "--tracker", f"127.0.0.1:{tracker_port}", "--key", key]
+    with process("-m", "mhsa_compile", "serve", "--json", "--threads", "1", *place) as child:
+        text = ""
+        while not text.endswith("\n}\n"):
+            text += child.stdout.readline()
+        yield json.loads(text)["port"]
+
+
+def find(port: int, key: str, wait: float) -> None:
+    with sessions.tracker("127.0.0.1", port, key, wait=wait):
+        pass
+
+
+def free_port() -> int:
+    with serve.bind() as listening:
+        return listening.getsockname()[1]
+
+
+def test_an_absent_tracker_is_named_at_once() -> None:
+    with pytest.raises(DeviceError, match=r"tracker 127.0.0.1:\d+: expected one that answers, .*\.rpc_tracker"):
+        find(free_port(), "board", wait=600)
+
+
+def test_something_else_is_no_tracker() -> None:
+    with serve.bind() as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(DeviceError, match="a tracker of TVM's, got something else"):
+            find(listening.getsockname()[1], "board", wait=600)
+        answering.join()
+
+
+def test_a_device_through_a_tracker(tracker: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = tracker
+    with pytest.raises(DeviceError, match=r"got no device\. Start one: mhsa serve --tracker"):
+        find(port, "board", wait=0.1)
+    with device(port, "board"), sessions.tracker("127.0.0.1", port, "board", wait=20, patience=5) as session:
+        assert session.device == serve.this_device()
+        right, crash = session.measure(measured.job(), [measured.kernel(), measured.planted(measured.CRASHES)], 0.01)
+        assert isinstance(right, Timing) and isinstance(crash, Failure) and crash.reason == CRASH
+        with pytest.raises(DeviceError, match="got devices of 'board'"):
+            find(port, "bread", wait=0.1)
+        held = session._connect(5)
+        with pytest.raises(DeviceError, match=r"a free one within 0.1 s, got 1, all of them busy"):
+            find(port, "board", wait=0.1)
+        del held
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        (lost,) = session.measure(measured.job(), [measured.kernel()], 0.01)
+        assert isinstance(lost, Failure) and lost.reason == LOST and "expected one that answers" in lost.detail
+
+
+CLIENT = """
+import os
+from mhsa_compile import sessions
+with sessions.local(threads=1) as session:
+    held = session._connect(600)
+    print(session._connect.__self__._process.pid, flush=True)
+    os.read(0, 1)
+"""
+
+
+def test_the_child_ends_when_its_client_is_killed() -> None:
+    with process("-P", "-c", CLIENT) as client:
+        group = int(client.stdout.readline())
+        assert members(group)  # the server and the fork that serves the connection
+        client.kill()
+        end = monotonic() + 10
+        while members(group) and monotonic() < end:
+            sleep(0.02)
+        assert not members(group)
+
+
+def members(group: int) -> list[int]:
+    """The living processes of a group."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            found += [int(folder.name)] if int(its_group) == group and state != "Z" else []
+    return found
+
+
+def test_a_port_in_use_and_a_foreign_address_are_named() -> None:
+    with serve.bind() as listening, pytest.raises(DeviceError, match="Address already in use"):
+        serve.bind(port=listening.getsockname()[1])
+    with pytest.raises(DeviceError, match="an address to listen at"):
+        serve.bind("192.0.2.1")
+
+
+@pytest.mark.parametrize("text", ["board", "board:", ":9190", "board:9190x", "board:65536", "board:-1"])
+def test_an_address_is_a_host_and_a_port(text: str) -> None:
+    with pytest.raises(DeviceError, match="--tracker: expected HOST:PORT"):
+        serve.parsed(text, "--tracker")
+
+
+def test_addresses() -> None:
+    assert serve.parsed("[::1]:9190", "--tracker") == ("::1", 9190)
+    assert serve.is_loopback("127.0.0.2") and serve.is_loopback("::1")
+    assert not serve.is_loopback("0.0.0.0") and not serve.is_loopback("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tracker", "192.0.2.1:9190", "--key", "k"], "--host: expected an address that others"),
+        (["--tracker", "127.0.0.1:9190"], "--tracker and --key: expected both, or neither"),
+        (["--key", "k"], "--tracker and --key: expected both, or neither"),
+    ],
+)
+def test_what_serve_refuses(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_an_emulator_with_the_hosts_cpuinfo_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not serve.this_device().emulated
+    monkeypatch.setattr(serve.host, "architecture", lambda: "aarch64")
+    monkeypatch.setattr(serve.host, "cpu_features", lambda: frozenset({"sse2", "avx2"}))
+    assert serve.this_device().emulated
+
+
+def test_a_device_is_told_in_json() -> None:
+    device = serve.this_device()
+    assert msgspec.json.decode(msgspec.json.encode(device), type=type(device)) == device
+    assert device.cores >= 1
