@@ -9,9 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import tvm
 
-from mhsa_compile.build import _linker, pass_context
+from mhsa_compile.exercises import candidate_of, job_of
 from mhsa_compile.jobs import Candidate, Job
 from mhsa_compile.kernels.cpu.linear import LinearKernel
 from mhsa_compile.kernels.operations import LinearOp
@@ -38,29 +37,14 @@ RIGHT, CRASHES, HANGS, CRASHES_LATER = range(4)
 
 @cache
 def job() -> Job:
-    rng = np.random.default_rng(5)
-    x = rng.standard_normal((1, 3, 5), np.float32)
-    weights = [rng.standard_normal((width, 5), np.float32) for width in OP.widths]
-    bias = rng.standard_normal(7, np.float32)
-    y = np.concatenate([x[0].astype("f8") @ w.T.astype("f8") for w in weights], axis=1)
-    y[:, :7] += bias
-    return Job((x,), (*weights, bias), ((1, 3, 10), "float32"), np.arange(30), y.reshape(-1), budget=2e-6, flops=300)
+    return job_of(OP, {})
 
 
 @cache
-def kernel(**config: int) -> Candidate:
-    """The project's own kernel, by default at its default config."""
-    profile = detect()
-    kernel = LinearKernel()
-    emitted = kernel.emit(OP, profile, {**kernel.default(OP, profile), **config})
-    functions = {"run": emitted.run, "pack": emitted.pack}
-    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
-    with pass_context():
-        library = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "candidate.so")
-        library.export_library(str(path), fcompile=_linker(profile.link.triple))
-        return Candidate(path.read_bytes(), emitted.packed, emitted.constants)
+def kernel() -> Candidate:
+    """The project's own kernel at its default config."""
+    profile, own = detect(), LinearKernel()
+    return candidate_of(OP, own, own.default(OP, profile), profile)
 
 
 @cache
