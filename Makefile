@@ -47,7 +47,7 @@ bench: $(STAMP)  ## One block against every peer, interleaved in one process: ha
 bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build
 
-fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; 20 minutes
+fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; half an hour
 	@$(BIN)/python tests/fuzz_campaign.py --kernels 1800 --flows 200 --workers 2
 
 kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written: nothing that was said to be written is lost
