@@ -217,7 +217,18 @@ def test_what_is_refused(case: str) -> None:
 H, G, E, D = 4, 2, 10, 36
 
 
-FORMS = ("three axes", "four axes", "Slice", "Split", "pairs", "pairs of rows, part", "Split, part")
+FORMS = (
+    "three axes",
+    "four axes",
+    "Slice",
+    "Split",
+    "pairs",
+    "pairs of rows, part",
+    "Split, part",
+    "pairs, unbound",
+    "Split, apart",
+    "pairs, apart",
+)
 """The operator, or its words written out."""
 PART = 6  # of E
 Nodes = list[onnx.NodeProto]
@@ -265,7 +276,8 @@ def block(form: str, *, shows: str = "") -> onnx.ModelProto:
 
 
 def columns_of(form: str) -> int:
-    return E // 2 if form in FORMS[:2] else PART if "part" in form else E
+    """Of the tables of angles."""
+    return E // 2 if form in FORMS[:2] or "apart" in form else PART if form.endswith(", part") else E
 
 
 def gathered(tensors: dict[str, np.ndarray], heads_axis: int) -> Nodes:
@@ -283,7 +295,7 @@ def gathered(tensors: dict[str, np.ndarray], heads_axis: int) -> Nodes:
 
 def written_out(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
     """x cos + across sin, as exporters leave it, of part of x or of all of it; k's operands the other way."""
-    node, part, rows = helper.make_node, "part" in form, "rows" in form
+    node, part, rows = helper.make_node, form.endswith(", part"), "rows" in form
     bounds = {"zero": 0, "one": 1, "two": 2, "half": E // 2, "end": np.iinfo(np.int64).max, "last": 3, "part": PART}
     tensors |= {bound: np.array([value]) for bound, value in bounds.items()}
     tensors["cut"] = np.array([PART, E - PART])
@@ -297,46 +309,63 @@ def written_out(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) ->
     elif part:
         nodes = [node("Split", [whole, "cut"], [x, f"{name}_rest"], axis=-1)]
     turned = f"{name}_first" if part else f"{name}_turned"
-    nodes += [
-        *(paired if "pairs" in form else halved)(form, x, name, tensors),
-        node("Mul", [x, "cos_heads"][::step], [f"{name}_straight"]),
-        node("Mul", [f"{name}_across", "sin_heads"][::step], [f"{name}_sine"]),
-        node("Add", [f"{name}_straight", f"{name}_sine"][::step], [turned]),
-    ]
+    nodes += taken_apart(form, x, name, tensors)
+    if "apart" in form:
+        factors = {"a": ("1", "cos"), "b": ("2", "sin"), "c": ("2", "cos"), "d": ("1", "sin")}
+        nodes += [
+            *(node("Mul", [f"{name}_{i}", f"{t}_heads"][::step], [f"{name}_{p}"]) for p, (i, t) in factors.items()),
+            node("Sub", [f"{name}_a", f"{name}_b"], [f"{name}_less"]),
+            node("Add", [f"{name}_c", f"{name}_d"][::step], [f"{name}_more"]),
+            *joined(form, f"{name}_less", f"{name}_more", turned, tensors),
+        ]
+    else:
+        nodes += [
+            node("Neg", [f"{name}_2"], [f"{name}_negative"]),
+            *joined(form, f"{name}_negative", f"{name}_1", f"{name}_across", tensors),
+            node("Mul", [x, "cos_heads"][::step], [f"{name}_straight"]),
+            node("Mul", [f"{name}_across", "sin_heads"][::step], [f"{name}_sine"]),
+            node("Add", [f"{name}_straight", f"{name}_sine"][::step], [turned]),
+        ]
     if part:
         nodes.append(node("Concat", [turned, f"{name}_rest"], [f"{name}_all" if rows else f"{name}_turned"], axis=-1))
     return [*nodes, *([node("Transpose", [f"{name}_all"], [f"{name}_turned"], perm=[0, 2, 1, 3])] if rows else [])]
 
 
-def halved(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
-    """concat(-x2, x1), halved by Slice or by Split."""
-    node = helper.make_node
-    halves = [node("Split", [x], [f"{name}_1", f"{name}_2"], axis=-1, num_outputs=2)]
-    if form == "Slice":
-        halves = [
-            node("Slice", [x, "zero", "half", "last"], [f"{name}_1"]),
-            node("Slice", [x, "half", "end", "last"], [f"{name}_2"]),
+def taken_apart(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
+    """The two elements of each pair: halves of x, or every other element, as {name}_1 and {name}_2."""
+    node, both = helper.make_node, [f"{name}_1", f"{name}_2"]
+    if "unbound" in form:
+        tensors |= {"two_last": np.array([0, 0, 0, -1, 2]), "behind": np.array([-1])}
+        return [
+            node("Reshape", [x, "two_last"], [f"{name}_view"]),
+            node("Split", [f"{name}_view"], [f"{name}_0th", f"{name}_1st"], axis=-1, num_outputs=2),
+            *(node("Squeeze", [f"{name}_{i}", "behind"], [one]) for i, one in zip(("0th", "1st"), both, strict=True)),
         ]
-    return [
-        *halves,
-        node("Neg", [f"{name}_2"], [f"{name}_negative"]),
-        node("Concat", [f"{name}_negative", f"{name}_1"], [f"{name}_across"], axis=-1),
-    ]
+    if "pairs" in form:
+        return [
+            node("Slice", [x, first, "end", "last", "two"], [one])
+            for first, one in zip(("zero", "one"), both, strict=True)
+        ]
+    if form == "Slice":
+        return [
+            node("Slice", [x, "zero", "half", "last"], [both[0]]),
+            node("Slice", [x, "half", "end", "last"], [both[1]]),
+        ]
+    return [node("Split", [x], both, axis=-1, num_outputs=2)]
 
 
-def paired(form: str, x: str, name: str, tensors: dict[str, np.ndarray]) -> Nodes:
-    """stack(-x[..., 1::2], x[..., ::2]), flat."""
+def joined(form: str, one: str, two: str, result: str, tensors: dict[str, np.ndarray]) -> Nodes:
+    """concat(one, two), or stack(one, two), flat."""
     node = helper.make_node
-    tensors["behind"] = np.array([-1])
-    tensors[f"{name}_flat"] = np.array([0, 0, 0, columns_of(form)])
+    if "pairs" not in form:
+        return [node("Concat", [one, two], [result], axis=-1)]
+    tensors |= {"behind": np.array([-1]), "flat": np.array([0, 0, 0, PART if form.endswith(", part") else E])}
+    name = result[0]
     return [
-        node("Slice", [x, "zero", "end", "last", "two"], [f"{name}_1"]),
-        node("Slice", [x, "one", "end", "last", "two"], [f"{name}_2"]),
-        node("Neg", [f"{name}_2"], [f"{name}_negative"]),
-        node("Unsqueeze", [f"{name}_negative", "behind"], [f"{name}_odd"]),
-        node("Unsqueeze", [f"{name}_1", "behind"], [f"{name}_even"]),
+        node("Unsqueeze", [one, "behind"], [f"{name}_odd"]),
+        node("Unsqueeze", [two, "behind"], [f"{name}_even"]),
         node("Concat", [f"{name}_odd", f"{name}_even"], [f"{name}_stack"], axis=-1),
-        node("Reshape", [f"{name}_stack", f"{name}_flat"], [f"{name}_across"]),
+        node("Reshape", [f"{name}_stack", "flat"], [result]),
     ]
 
 
@@ -374,7 +403,8 @@ def test_what_others_read_stays() -> None:
 
 def changed(values: dict[str, list[str]]) -> onnx.ModelProto:
     """The block of slices, or of pairs, with other inputs where `values` are made."""
-    source = block("pairs" if "q_stack" in values or "q_even" in values else "Slice")
+    kinds = {"pairs": {"q_stack", "q_even"}, "Split, apart": {"q_less", "q_c"}}
+    source = block(next((form for form, made in kinds.items() if made & values.keys()), "Slice"))
     for node in source.graph.node:
         if node.output[0] in values:
             del node.input[:]
@@ -388,6 +418,8 @@ ALMOST = {
     "nothing negated": {"q_across": ["q_2", "q_1"]},
     "pairs in their order": {"q_stack": ["q_even", "q_odd"]},
     "one of a pair twice": {"q_even": ["q_2", "behind"]},
+    "sines the wrong way": {"q_less": ["q_b", "q_a"]},
+    "one element's cosine twice": {"q_c": ["q_1", "cos_heads"]},
     "both terms turned": {"q_straight": ["q_across", "cos_heads"]},
 }
 

@@ -31,7 +31,7 @@ COMPILE_SIDE = [
     *("export_check", "hugging_face", "signatures", "operator_function", "export", "sources", "kernels"),
     *("onnx_graph", "canonical"),
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
-    *("rotated_site", "scatter_site", "fusion"),
+    *("rotated_parts", "rotated_site", "scatter_site", "fusion"),
     *("attention_masks", "attention_import", "conversions", "importer", "onnx_weights", "plain_attention"),
     *("op_keys", "choices", "schedule", "build", "pipeline"),
     *("limits", "accuracy", "timing", "peers", "bench_report", "bench"),
