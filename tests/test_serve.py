@@ -34,7 +34,8 @@ print(PopenTrackerServerState("127.0.0.1", 9190, 9490, silent=True).port, flush=
 @contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"}
-    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, *arguments], stdin=pipe, stdout=pipe, text=True, env=environment)
     try:
         yield child
     finally:
