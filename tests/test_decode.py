@@ -83,6 +83,15 @@ def test_splits_are_combined(layout):
         close(run(function, op, q, k, v), attention(op, q, k, v, None))
 
 
+def test_long_blocks_are_as_exact_as_short_ones():
+    """All terms alike, so that roundings of one long sum would not cancel: its error was six times as large."""
+    op = decode(layout="rows")
+    q, k, v = (np.full_like(array, 0.1) for array in operands(op, 1, 2039))
+    expected = attention(op, q, k, v, None)
+    short, long = (np.abs(run(library(op, machine(), keys=n), op, q, k, v) - expected).max() for n in (256, 2048))
+    assert 0 < long <= 2 * short
+
+
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (5, 0), (40, 2), (None, None), (300, None)])
 def test_bands(left, right, alignment):

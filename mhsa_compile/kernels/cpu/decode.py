@@ -75,13 +75,12 @@ class DecodeKernel:
         return unfit_tile(config["value_rows"], config["value_columns"], profile.hardware.vector_registers)
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
-        """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again. A block is one
-        float32 sum: of 512 terms it had more than twice the error of PyTorch's, which sums in parts."""
+        """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
         assert isinstance(op, AttentionOp)
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
         rows, columns = _value_tile(_rows(op), columns, profile.hardware.vector_registers)
         keys = profile.hardware.l2_kib * 1024 // 4 // (vectors.DTYPE_BYTES[op.dtype] * op.v_head_dim)
-        return {"keys": min(256, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
+        return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, AttentionOp)

@@ -21,7 +21,7 @@ from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode_terms import RowTerms
-from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
+from mhsa_compile.kernels.cpu.decode_values import LONGEST_SUM, MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode_work import Heads, Span
 from mhsa_compile.kernels.cpu.operands import mask_bias, score_factor
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
@@ -186,20 +186,28 @@ class DecodeTask:
                 largest = bind(finite(largest, lanes))
             factor = bind(vectors.exp2(old - largest if lost is None else old - largest - lost, lanes))
             store(self.rescale, at, factor, lanes)
-            total = RegisterTile(1, [(0, lanes)])
-            total.fill(0.0)
-            groups = layout.group // layout.keys_per_vector * ceil_div(count, layout.group)
-            with T.serial(groups) as index:
-                place = [layout.place(index * layout.keys_per_vector, vector)]
-                score = bind(load(self.scores, place, lanes))
-                biased = self.terms.biased(score, begin + index * layout.keys_per_vector, vector)
-                weight = vectors.exp2(biased - largest, lanes)
-                if masked:
-                    weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
-                weight = bind(weight)
-                store(self.scores, place, weight, lanes)
-                total.set(0, 0, total.get(0, 0) + weight)
-            store(self.row_sum, at, load(self.row_sum, at, lanes) * factor + total.get(0, 0), lanes)
+            store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
+            groups = settle(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))
+            with T.serial(ceil_div(groups, LONGEST_SUM)) as part:
+                start = settle(part * LONGEST_SUM)
+                total = RegisterTile(1, [(0, lanes)])
+                total.fill(0.0)
+                with T.serial(start, settle(T.min(groups, start + LONGEST_SUM))) as index:
+                    total.set(0, 0, total.get(0, 0) + self._weight(begin, index, vector, largest, masked))
+                store(self.row_sum, at, load(self.row_sum, at, lanes) + total.get(0, 0), lanes)
+
+    def _weight(self, begin: Expr, index: Expr, vector: int, largest: Expr, masked: bool) -> Expr:
+        """Vector `index` of the block's scores becomes weights."""
+        layout, lanes = self.layout, self.lanes
+        key = index * layout.keys_per_vector
+        place = [layout.place(key, vector)]
+        score = bind(load(self.scores, place, lanes))
+        weight = vectors.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
+        if masked:
+            weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
+        weight = bind(weight)
+        store(self.scores, place, weight, lanes)
+        return weight
 
 
 def finite(largest: Expr, lanes: int) -> Expr:

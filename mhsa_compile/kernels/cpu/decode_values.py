@@ -15,16 +15,21 @@ from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import load_wide
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
 from mhsa_compile.kernels.operations import AttentionOp
 
 MASKED = -0.0
 """The weight of a masked key: zero as a number, yet told apart from a visible weight that underflowed to +0."""
-Put = Callable[[Expr, Expr, int, Expr], None]  # (row, column, lanes, sum)
+LONGEST_SUM = 256
+"""Terms that one float32 sum takes one after another: of 512 it had more than twice the error of PyTorch's, which sums
+in parts, in one run of ten."""
 
 
 class ValueSums:
-    """`accumulator` (rows, F), and the weights and factors that go into it: flat `weights` of a block, `rescale`."""
+    """`accumulator` (rows, F), and the weights and factors that go into it: flat `weights` of a block, `rescale`.
+
+    What is added to it are sums of at most LONGEST_SUM keys.
+    """
 
     def __init__(
         self, op: AttentionOp, config: Config, layout: ScoreLayout, value: HeadView, weights: Expr, rescale: Expr
@@ -39,28 +44,33 @@ class ValueSums:
         """The next `count` keys, from `begin` on."""
         if masked:
             self._accumulate_masked(begin, count)
-        else:
-            self._accumulate(begin, count, self._add)
+            return
+        with T.serial(T.int64(self.rows)) as row:
+            self.each_vector(lambda at, n: self._add(row, at, n, constant(0.0, n)))
+        self._accumulate(begin, count, self.accumulator)
 
     def clear(self) -> None:
+        self._clear(self.accumulator)
+
+    def _clear(self, sums: Expr) -> None:
         with T.serial(T.int64(self.rows)) as row:
-            self.each_vector(lambda at, n: store(self.accumulator, [row, at], constant(0.0, n), n))
+            self.each_vector(lambda at, n: store(sums, [row, at], constant(0.0, n), n))
 
     def each_vector(self, body: Callable[[Expr, int], None]) -> None:
         """body(column, lanes) for the vectors of a row of V."""
         each_vector(self.width, self.lanes, body)
 
-    def _accumulate(self, begin: Expr, count: Expr, put: Put) -> None:
-        """p V, a register tile of rows x columns at a time; each of its vectors is handed to `put`."""
+    def _accumulate(self, begin: Expr, count: Expr, sums: Expr) -> None:
+        """sums += p V, a register tile of rows x columns at a time."""
         size, lanes = self.size, self.lanes
         width = self.columns * lanes
         whole, rest = divmod(self.width, width)
 
         def rows_of(base: Expr, group: Sequence[vectors.Chunk]) -> None:
             with T.serial(T.int64(self.rows // size)) as index:
-                self._accumulate_tile(begin, count, (settle(index * size), base), size, group, put)
+                self._accumulate_tile(begin, count, (settle(index * size), base), size, group, sums)
             if left := self.rows % size:
-                self._accumulate_tile(begin, count, (T.int64(self.rows - left), base), left, group, put)
+                self._accumulate_tile(begin, count, (T.int64(self.rows - left), base), left, group, sums)
 
         if whole:
             with T.serial(T.int64(whole)) as index:
@@ -69,22 +79,25 @@ class ValueSums:
             rows_of(T.int64(whole * width), vectors.chunks(rest, lanes))
 
     def _accumulate_tile(
-        self, begin: Expr, count: Expr, at: tuple[Expr, Expr], rows: int, group: Sequence[vectors.Chunk], put: Put
+        self, begin: Expr, count: Expr, at: tuple[Expr, Expr], rows: int, group: Sequence[vectors.Chunk], sums: Expr
     ) -> None:
         (first, base), value = at, self.value
-        tile = RegisterTile(rows, group)
-        tile.fill(0.0)
-        with T.serial(count) as j:
-            weight, key = settle(self.layout.place(j, 0) + first), settle(begin + j)
-            weights = [bind(load(self.weights, [weight + r], 1)) for r in range(rows)]
-            # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
-            for c, (offset, lanes) in enumerate(group):
-                values = bind(load_wide(value.buffer, value.at(key, base + offset), lanes))
-                for r in range(rows):
-                    tile.set(r, c, tile.get(r, c) + splat(weights[r], lanes) * values)
-        for r in range(rows):
-            for c, (offset, lanes) in enumerate(group):
-                put(first + r, base + offset, lanes, tile.get(r, c))
+        with T.serial(ceil_div(count, LONGEST_SUM)) as part:
+            tile = RegisterTile(rows, group)
+            tile.fill(0.0)
+            start = settle(part * LONGEST_SUM)
+            with T.serial(start, settle(T.min(count, start + LONGEST_SUM))) as j:
+                weight, key = settle(self.layout.place(j, 0) + first), settle(begin + j)
+                weights = [bind(load(self.weights, [weight + r], 1)) for r in range(rows)]
+                # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
+                for c, (offset, lanes) in enumerate(group):
+                    values = bind(load_wide(value.buffer, value.at(key, base + offset), lanes))
+                    for r in range(rows):
+                        tile.set(r, c, tile.get(r, c) + splat(weights[r], lanes) * values)
+            for r in range(rows):
+                for c, (offset, lanes) in enumerate(group):
+                    place = [first + r, base + offset]
+                    store(sums, place, load(sums, place, lanes) + tile.get(r, c), lanes)
 
     def _add(self, row: Expr, column: Expr, lanes: int, value: Expr) -> None:
         """accumulator = accumulator * rescale + value."""
@@ -97,7 +110,8 @@ class ValueSums:
         Where it does, a sum of the block is not finite: then all are made again, leaving masked keys out.
         """
         sums = self.block_sums
-        self._accumulate(begin, count, lambda row, column, n, value: store(sums, [row, column], value, n))
+        self._clear(sums)
+        self._accumulate(begin, count, sums)
         with T.If(self._holds_non_finite_sums(sums)):
             with T.Then():
                 self._accumulate_selected(begin, count)
