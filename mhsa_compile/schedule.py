@@ -35,6 +35,7 @@ from mhsa_compile.op_keys import kind_of
 from mhsa_compile.plain_attention import emit as emit_plain
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.records import Shelf
+from mhsa_compile.rest import lower
 
 MAIN, BIND = "main", "bind_weights"
 
@@ -67,7 +68,7 @@ def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Schedu
     plain = {n: op for n, op in imported.ops.items() if n not in choices and isinstance(op, AttentionOp | ScoresOp)}
     fallbacks = _fallbacks(imported.module["main"])
     written = _written_out(imported.module, plain) if plain else imported.module
-    rest = _lower_rest(written, tvm.target.Target(profile.tvm_config()))
+    rest = lower(written, profile)
     builder = relax.BlockBuilder(rest)
     run = {name: builder.add_func(c.emitted.run, f"{kind_of(c.op)}_{name}") for name, c in choices.items()}
     main, packed, passed = _rewrite_main(imported, rest, choices, run)
@@ -167,22 +168,6 @@ def _read_by_tvm(main: Any, ops: dict[str, Op]) -> list[int]:
         elif not isinstance(value, relax.Tuple):
             found |= read
     return sorted(found)
-
-
-def _lower_rest(module: Any, target: Any) -> Any:
-    """TVM's own lowering of every operator that is not ours. It comes first: some of it cannot look at our kernels."""
-    passes = [
-        relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
-        relax.transform.LegalizeOps(),
-        relax.transform.AnnotateTIROpPattern(),
-        relax.transform.FoldConstant(),
-        relax.transform.FuseOps(),
-        relax.transform.FuseTIR(),
-        relax.transform.RewriteDataflowReshape(),
-        relax.transform.DeadCodeElimination(),
-    ]
-    with target:
-        return tvm.transform.Sequential(passes)(module)
 
 
 def _rewrite_main(

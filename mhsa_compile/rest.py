@@ -1,0 +1,226 @@
+"""What no kernel claims: TVM's own lowering, with elementary functions as arithmetic and a schedule by fixed rules.
+
+TVM alone writes every operator of a fused function as loops of their own over memory, on one thread. Here what is
+computed element by element becomes one loop nest, rows are shared among threads where there is enough to do, and erf,
+tanh and sigmoid are arithmetic (`elementary`), of which LLVM makes vectors. Lengths may be symbols.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import tvm
+from tvm import relax, s_tir, te, tirx
+from tvm.s_tir.schedule import ScheduleError
+
+from mhsa_compile import elementary
+from mhsa_compile.kernels.cpu.vectors import WORTH_SHARING
+from mhsa_compile.profile import TargetProfile
+
+Expr = Any  # TVM has no type stubs
+Function = Any  # a PrimFunc
+Schedule = Any
+
+
+def lower(module: Any, profile: TargetProfile) -> Any:
+    """Every operator of Relax as a scheduled PrimFunc. It comes before our kernels: some passes cannot look at those."""
+    passes = [
+        relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
+        relax.transform.LegalizeOps(_LEGALIZED),
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FoldConstant(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        relax.transform.RewriteDataflowReshape(),
+        relax.transform.DeadCodeElimination(),
+    ]
+    with tvm.target.Target(profile.tvm_config()):
+        lowered = tvm.transform.Sequential(passes)(module)
+    lanes = profile.vector_lanes("float32")
+    for variable, function in lowered.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            lowered.update_func(variable, scheduled(function, lanes))
+    return lowered
+
+
+# ---- Elementary functions as arithmetic
+
+_ARITHMETIC = "arithmetic"
+"""The name of their blocks: worth vectors."""
+
+
+def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
+    """How LegalizeOps lowers an operator of one argument: by the formula where it is float32, else as TVM does."""
+
+    def legalize(builder: Any, call: Any) -> Any:
+        value = call.args[0]
+        if value.ty.dtype != "float32":
+            return call.op.get_attr("FLegalize")(builder, call)
+        return builder.call_te(_computed(formula), value, primfunc_name_hint=call.op.name.rpartition(".")[2])
+
+    return legalize
+
+
+def _computed(formula: Callable[[Expr], Expr]) -> Callable[[Any], Any]:
+    return lambda x: te.compute(x.shape, lambda *place: formula(x[place]), name=_ARITHMETIC)
+
+
+def _power(builder: Any, call: Any) -> Any:
+    """Squares and cubes as products: the C library takes 20 ns for each."""
+    value, exponent = call.args
+    stated = exponent.value.numpy() if isinstance(exponent, tvm.ir.GenericConst) else None
+    if stated is None or stated.shape != () or float(stated) not in _PRODUCTS:
+        return call.op.get_attr("FLegalize")(builder, call)
+    return builder.call_te(_computed(_PRODUCTS[float(stated)]), value, primfunc_name_hint="power")
+
+
+_PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: lambda x: x * x, 3.0: lambda x: x * x * x}
+
+
+def _gelu(x: Expr) -> Expr:
+    half = tirx.const(0.5, "float32")
+    return x * (half + elementary.erf(x * tirx.const(0.5**0.5, "float32")) * half)
+
+
+_LEGALIZED = {
+    "relax.erf": _elementwise(elementary.erf),
+    "relax.nn.gelu": _elementwise(_gelu),
+    "relax.nn.silu": _elementwise(lambda x: x * elementary.sigmoid(x)),
+    "relax.power": _power,
+    "relax.sigmoid": _elementwise(elementary.sigmoid),
+    "relax.tanh": _elementwise(elementary.tanh),
+}
+
+
+# ---- Schedules by fixed rules
+
+
+def scheduled(function: Function, lanes: int) -> Function:
+    """The function by the rules of this room; as it is where they do not know its form. `lanes`: of a float32 vector."""
+    if not function.attrs.get("s_tir", False):
+        return function
+    schedule = s_tir.Schedule(function)
+    is_arithmetic = any(schedule.get(block).name_hint.startswith(_ARITHMETIC) for block in _blocks(schedule))
+    _inline(schedule)
+    size = _size(schedule.get(_blocks(schedule)[-1]))
+    for rule in (_by_rows, partial(_by_elements, is_arithmetic=is_arithmetic)):
+        ruled = schedule.copy()
+        with suppress(ScheduleError):
+            if rule(ruled, lanes):
+                return _in_parallel_if_large(ruled.mod["main"], size)
+    return schedule.mod["main"]
+
+
+def _blocks(schedule: Schedule) -> list[Any]:
+    return list(schedule.get_child_blocks(schedule.get_sblock("root")))
+
+
+def _inline(schedule: Schedule) -> None:
+    """Computes what only elements of the same place read where they are read."""
+    for block in _blocks(schedule):
+        readers = schedule.get_consumers(block)
+        if readers and all(_same_elements(schedule.get(block), schedule.get(reader)) for reader in readers):
+            with suppress(ScheduleError):  # not a plain loop over its output
+                schedule.compute_inline(block)
+
+
+def _same_elements(block: Any, reader: Any) -> bool:
+    """Whether a reader computes as many elements as the block, both one by one."""
+    if _kinds(block).strip("S") or _kinds(reader).strip("S"):
+        return False
+    return bool(tvm.sym.Analyzer().can_prove_equal(_size(block), _size(reader)))
+
+
+def _kinds(block: Any) -> str:
+    """Of a block's axes, in order: S for one of its output, R for one that it sums over, or the like."""
+    return "".join("S" if axis.iter_type == tirx.IterVar.DataPar else "R" for axis in block.iter_vars)
+
+
+def _size(block: Any) -> Expr:
+    return functools.reduce(operator.mul, (axis.dom.extent for axis in block.iter_vars), tirx.const(1, "int64"))
+
+
+def _by_elements(schedule: Schedule, lanes: int, is_arithmetic: bool) -> bool:
+    """One block, computed element by element: all loops but the innermost are one, and parallel. Whether it is that."""
+    blocks = _blocks(schedule)
+    if len(blocks) != 1 or _kinds(schedule.get(blocks[0])).strip("S"):
+        return False
+    loops = schedule.get_loops(blocks[0])
+    if len(loops) < 2:
+        return False
+    if is_arithmetic:  # of other code LLVM makes vectors as good as these
+        _vectorize(schedule, loops[-1], lanes)
+    schedule.parallel(schedule.fuse(*loops[:-1]))
+    return True
+
+
+def _by_rows(schedule: Schedule, lanes: int) -> bool:
+    """Sums along rows (or maxima, or the like) and what is made of them: one parallel loop over rows. Whether it is that.
+
+    Everything about a row is computed before the next one. A sum is one of `lanes` sums at first, which is faster and
+    more exact than one chain of additions.
+    """
+    blocks = [schedule.get(block) for block in _blocks(schedule)]
+    kinds = [_kinds(block) for block in blocks]
+    outer = min(len(kind) - len(kind.lstrip("S")) for kind in kinds)
+    outer = min(outer, len(kinds[-1]) - 1)
+    if len(blocks) < 2 or "R" in kinds[-1] or outer < 1 or not all(kind.strip("S") in ("", "R") for kind in kinds):
+        return False
+    for block, kind in zip(_blocks(schedule), kinds, strict=True):
+        if kind == "S" * outer + "R":
+            _in_lanes(schedule, block, lanes)
+    *before, last = _blocks(schedule)
+    loops = schedule.get_loops(last)
+    row = schedule.fuse(*loops[:outer])
+    schedule.parallel(row)
+    _vectorize(schedule, schedule.get_loops(last)[-1], lanes)
+    for block in reversed(before):
+        schedule.compute_at(block, row, preserve_unit_loops=True)
+        if schedule.get(block).name_hint.endswith("_rf"):
+            lane, summed = schedule.get_loops(block)[1], schedule.get_loops(block)[-1]
+            schedule.reorder(summed, lane)
+            schedule.vectorize(lane)
+            schedule.decompose_reduction(block, summed)
+    return True
+
+
+def _in_lanes(schedule: Schedule, block: Any, lanes: int) -> None:
+    """A sum over the last axis as sums over every so many elements, and their sum."""
+    loops = schedule.get_loops(block)
+    if width := _divisor(schedule.get(loops[-1]).extent, lanes):
+        _, lane = schedule.split(loops[-1], [None, width])
+        schedule.rfactor(lane, len(loops) - 1)
+
+
+def _vectorize(schedule: Schedule, loop: Any, lanes: int) -> None:
+    if width := _divisor(schedule.get(loop).extent, lanes):
+        _, lane = schedule.split(loop, [None, width])
+        schedule.vectorize(lane)
+
+
+def _divisor(extent: Expr, lanes: int) -> int:
+    """The widest vector, up to `lanes`, that fits a whole number of times; 0 where that is not worth it."""
+    size = int(extent) if isinstance(extent, tirx.IntImm) else 0
+    return max((width for width in range(_LEAST_LANES, lanes + 1) if size % width == 0), default=0) if size else 0
+
+
+_LEAST_LANES = 4
+
+
+def _in_parallel_if_large(function: Function, size: Expr) -> Function:
+    """The function with its parallel loop run by one thread where it computes too few elements to be worth sharing."""
+    root = function.body.block
+    shared = root.body
+    alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)
+    choice = tirx.IfThenElse(size > WORTH_SHARING, shared, alone)
+    block = s_tir.SBlock(
+        root.iter_vars, root.reads, root.writes, root.name_hint, choice, root.init, root.alloc_buffers,
+        root.match_buffers, root.annotations,
+    )  # fmt: skip
+    module = tvm.IRModule({"main": function.with_body(s_tir.SBlockRealize([], True, block))})
+    return tirx.transform.ConvertSSA()(module)["main"]
