@@ -1,7 +1,7 @@
 """erf, sigmoid and tanh of float32 as arithmetic, in TVM's expressions.
 
-TVM leaves them to the C library, one element at a time: 13 ns for an erf. As arithmetic LLVM computes as many at once as
-a vector holds, 0.2 ns each. No calls, no branches; NaN stays NaN. docs/performance.md has the figures.
+TVM leaves them to the C library, one element at a time: 13 ns for an erf. As arithmetic LLVM computes as many at once
+as a vector holds, 0.3 ns each. No calls, no branches; NaN stays NaN. docs/performance.md has the figures.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mhsa_compile.kernels.cpu.vectors import EXP2_COEFFICIENTS, EXP2M1_COEFFICIE
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 
-# erf x = x + x p(x^2) below ERF_SPLIT, minimax with relative error 8.5e-9; above 1 - 2^q(x), where q = log2 erfc, with an
-# error of 1e-9 in erf. Both by Lawson's iteration; from ERF_END on 1 is nearest.
+# erf x = x + x p(x^2) below ERF_SPLIT, minimax with relative error 8.5e-9; above 1 - 2^q(x), where q = log2 erfc, with
+# an error of 1e-9 in erf. Both by Lawson's iteration; from ERF_END on 1 is nearest.
 ERF_SPLIT, ERF_END = 0.875, 3.95
 ERF_SMALL = (
     0.12837915122509003,

@@ -28,7 +28,7 @@ Schedule = Any
 
 
 def lower(module: Any, profile: TargetProfile) -> Any:
-    """Every operator of Relax as a scheduled PrimFunc. It comes before our kernels: some passes cannot look at those."""
+    """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
     passes = [
         relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
         relax.transform.LegalizeOps(_LEGALIZED),
@@ -101,7 +101,7 @@ _LEGALIZED = {
 
 
 def scheduled(function: Function, lanes: int) -> Function:
-    """The function by the rules of this room; as it is where they do not know its form. `lanes`: of a float32 vector."""
+    """The function by the rules of this room, `lanes` to a vector; as it is where they do not know its form."""
     if not function.attrs.get("s_tir", False):
         return function
     schedule = s_tir.Schedule(function)
@@ -133,7 +133,11 @@ def _same_elements(block: Any, reader: Any) -> bool:
     """Whether a reader computes as many elements as the block, both one by one."""
     if _kinds(block).strip("S") or _kinds(reader).strip("S"):
         return False
-    return bool(tvm.sym.Analyzer().can_prove_equal(_size(block), _size(reader)))
+    return _same(_size(block), _size(reader))
+
+
+def _same(one: Expr, other: Expr) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
 
 
 def _kinds(block: Any) -> str:
@@ -160,16 +164,21 @@ def _by_elements(schedule: Schedule, lanes: int, is_arithmetic: bool) -> bool:
 
 
 def _by_rows(schedule: Schedule, lanes: int) -> bool:
-    """Sums along rows (or maxima, or the like) and what is made of them: one parallel loop over rows. Whether it is that.
+    """Sums along rows (or maxima), and what is made of them: one parallel loop over rows. Whether it is that.
 
     Everything about a row is computed before the next one. A sum is one of `lanes` sums at first, which is faster and
     more exact than one chain of additions.
     """
     blocks = [schedule.get(block) for block in _blocks(schedule)]
     kinds = [_kinds(block) for block in blocks]
-    outer = min(len(kind) - len(kind.lstrip("S")) for kind in kinds)
-    outer = min(outer, len(kinds[-1]) - 1)
-    if len(blocks) < 2 or "R" in kinds[-1] or outer < 1 or not all(kind.strip("S") in ("", "R") for kind in kinds):
+    outer = min(len(kinds[-1]) - 1, *(len(kind) - len(kind.lstrip("S")) for kind in kinds))
+    if outer < 1 or "R" in kinds[-1] or not any("R" in kind for kind in kinds):
+        return False
+    if not all(
+        _same(one, other)
+        for block in blocks
+        for one, other in zip(_rows(block, outer), _rows(blocks[-1], outer), strict=True)
+    ):
         return False
     for block, kind in zip(_blocks(schedule), kinds, strict=True):
         if kind == "S" * outer + "R":
@@ -187,6 +196,10 @@ def _by_rows(schedule: Schedule, lanes: int) -> bool:
             schedule.vectorize(lane)
             schedule.decompose_reduction(block, summed)
     return True
+
+
+def _rows(block: Any, outer: int) -> list[Expr]:
+    return [axis.dom.extent for axis in block.iter_vars[:outer]]
 
 
 def _in_lanes(schedule: Schedule, block: Any, lanes: int) -> None:
@@ -212,9 +225,21 @@ def _divisor(extent: Expr, lanes: int) -> int:
 _LEAST_LANES = 4
 
 
+_COMPACT = tvm.transform.Sequential(
+    [
+        s_tir.transform.LowerInitBlock(),
+        s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
+        s_tir.transform.ConvertBlocksToOpaque(),
+        s_tir.transform.CompactBufferAllocation(),
+    ]
+)
+"""Gives every row small buffers of its own. `build` leaves the last of these passes out, which our kernels need not."""
+
+
 def _in_parallel_if_large(function: Function, size: Expr) -> Function:
     """The function with its parallel loop run by one thread where it computes too few elements to be worth sharing."""
-    root = function.body.block
+    compact = _COMPACT(tvm.IRModule({"main": function}))["main"]
+    root = compact.body.block
     shared = root.body
     alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)
     choice = tirx.IfThenElse(size > WORTH_SHARING, shared, alone)
@@ -222,5 +247,5 @@ def _in_parallel_if_large(function: Function, size: Expr) -> Function:
         root.iter_vars, root.reads, root.writes, root.name_hint, choice, root.init, root.alloc_buffers,
         root.match_buffers, root.annotations,
     )  # fmt: skip
-    module = tvm.IRModule({"main": function.with_body(s_tir.SBlockRealize([], True, block))})
+    module = tvm.IRModule({"main": compact.with_body(s_tir.SBlockRealize([], True, block))})
     return tirx.transform.ConvertSSA()(module)["main"]

@@ -33,6 +33,7 @@ COMPILE_SIDE = [
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
     *("rotated_parts", "rotated_site", "scatter_site", "fusion"),
     *("attention_masks", "attention_import", "conversions", "importer", "onnx_weights", "plain_attention"),
+    *("elementary", "rest"),
     *("op_keys", "choices", "schedule", "build", "pipeline"),
     *("limits", "accuracy", "timing", "peers", "bench_report", "bench"),
     *("exercises", "studies", "tune", "drawing", "plots", "mask_plots"),
