@@ -31,11 +31,14 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_is_listed(tmp_path: Path) -> None:
-    emulated = made(op="attention", median_us=1234.5, device=msgspec.structs.replace(DEVICE, emulated=True))
+    key = {"q_length": "any", "num_heads": 8, "mask": None}
+    emulated = made(op="attention", key=key, median_us=1234.5, device=msgspec.structs.replace(DEVICE, emulated=True))
     path = written(tmp_path / "some.jsonl", made(), emulated)
     table = mhsa("records", "list", path).stdout
-    for cell in ("2 records", "linear", "rows=100", "tile_rows=8", "80.0", "1.25 x", "2026-11-21", "a CPU, emulated"):
+    for cell in ("2 records", "linear", "in_features=512", "rows=100", "tile_rows=8", "80.00", "1.25 x", "2026-11-21",
+                 "num_heads=8", "for any", "1,234.50", "a CPU, emulated"):  # fmt: skip
         assert cell in table
+    assert "mask" not in table and "does not fit" not in table
     listed = json.loads(mhsa("records", "list", path, "--json").stdout)
     assert [line["file"] for line in listed] == [str(path)] * 2
     assert msgspec.convert([line["record"] for line in listed], list[Record]) == [made(), emulated]

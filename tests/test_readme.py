@@ -114,7 +114,17 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
         assert set((asked[1] or "").split(",")) <= {"", *extras}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/masks.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/architecture.md",
+        "docs/masks.md",
+        "docs/performance.md",
+        "docs/tuning.md",
+        "schedules/README.md",
+    ],
+)
 def test_links_to_files_lead_somewhere(page: str) -> None:
     path = ROOT / page
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))

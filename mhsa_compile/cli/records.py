@@ -15,6 +15,7 @@ from mhsa_compile.errors import RecordsError
 if TYPE_CHECKING:
     from mhsa_compile.records import Record
 
+_BUCKETS = ("rows", "batch", "q_length", "kv_length")  # the keys of op_keys that are lengths
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of records.")]
 
 
@@ -45,7 +46,7 @@ def list_(
         return
     for path, records in found.items():
         title = f"{path}: {len(records)} records"
-        _show(title, "does not fit", ((r, (profile and misfit(r, profile)) or "") for r in records))
+        _show(title, "does not fit" if profile else "", ((r, (profile and misfit(r, profile)) or "") for r in records))
     if not found and profile is not None:
         typer.echo(f"No records of {profile.name} are shipped, and none at {profile.own_records()}")
 
@@ -150,13 +151,25 @@ def _shipped_target(name: str, found: Iterable[Record]) -> str:
     raise RecordsError("--target", "a target that is shipped", repr(name), hint or "`mhsa targets` lists them.")
 
 
+def _operation(record: Record) -> str:
+    """What is fixed about it: widths, heads, dtype."""
+    stated = {name: value for name, value in record.key.items() if isinstance(value, int | str) and value}
+    return f"{record.op} {output.assignments({n: v for n, v in stated.items() if n not in _BUCKETS})}".rstrip()
+
+
+def _lengths(record: Record) -> str:
+    """Where it was measured, and whether it is for code that serves any length."""
+    symbolic = any(record.key.get(name) == "any" for name in _BUCKETS)
+    return output.assignments(record.sizes) + (", for any" if symbolic else "")
+
+
 def _show(title: str, last: str, rows: Iterable[tuple[Record, Any]]) -> None:
     """A table of records, with one more column."""
     from mhsa_compile.records import share_of_default
 
     columns = ("operation", "lengths", "kernel", "config", "us>", "vs default>", "threads>", "device", "date", last)
     cells = (
-        (r.op, output.assignments(r.sizes), r.kernel, output.assignments(r.config), f"{r.median_us:,.1f}",
+        (_operation(r), _lengths(r), r.kernel, output.assignments(r.config), f"{r.median_us:,.2f}",
          f"{1 / share_of_default(r):.2f} x", r.threads, f"{r.device.cpu}{', emulated' if r.device.emulated else ''}",
          r.date[:10], more)
         for r, more in rows
