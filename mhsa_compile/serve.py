@@ -111,12 +111,13 @@ def serve(
 
     server.logger.setLevel(logging.WARNING)  # not a line for each connection
     home = os.getcwd()
-    port = listening.getsockname()[1]
+    address, port = listening.getsockname()[:2]
+    told = None if ip_address(address).is_unspecified else address  # or what the tracker sees
     while True:
         try:
             # The body of TVM's own server. It returns by an exception: when a connection's fork ended badly, when the
             # tracker stayed away for a minute, and at a handshake that is none.
-            server._listen_loop(listening, port, key, tracker, None, None)
+            server._listen_loop(listening, port, key, tracker, None, told)
         except Exception as error:
             _LOG.info("%s", error)
         os.chdir(home)  # from that connection's folder, which is gone

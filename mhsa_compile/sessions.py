@@ -10,22 +10,19 @@ plain `python -m tvm.exec.rpc_server`, which can say less of itself.
 
 from __future__ import annotations
 
-import os
+import queue
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter, sleep
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from mhsa_compile import host, measuring, serve, tvm_runtime
+from mhsa_compile import connections, host, measuring, serve
+from mhsa_compile.connections import Child, Tracker, Way
 from mhsa_compile.errors import DeviceError, OutputError
 from mhsa_compile.jobs import LOST, TIMEOUT, Candidate, Device, Failure, Job, Outcome, Timing
 from mhsa_compile.measuring import Fault
@@ -35,13 +32,14 @@ PATIENCE = 30.0
 """Seconds beyond those of the timing that a connection may take, before what runs there counts as hanging."""
 WAIT = 60.0
 """Seconds to wait for a free device of a tracker's."""
+GRACE = 10.0
+"""Seconds after which a device that should have ended a connection is lost."""
 UNKNOWN = "unknown"
 """The architecture of a device that does not say: what it loads is its architecture."""
 _ROOM = 16 * 2**20  # bytes; a library has 0.1 MiB
 _MACHINES = {62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 258: "loongarch64"}  # e_machine of ELF
 
-Connect = Callable[[float], Any]
-"""Seconds until the other side ends it -> a `tvm.rpc.RPCSession`. Raises DeviceError."""
+Result = TypeVar("Result")
 
 
 class Session(Protocol):
@@ -73,9 +71,9 @@ def local(threads: int | None = None, *, patience: float = PATIENCE) -> Iterator
         if (free := shutil.disk_usage(folder).free) < _ROOM:
             hint = "Free some space, or choose another place with TMPDIR."
             raise OutputError(repr(tempfile.gettempdir()), "room for libraries", f"{free // 2**20} MiB free", hint)
-        child = _Child(threads or host.allowed_cpus(), Path(folder))
+        child = Child(threads or host.allowed_cpus(), Path(folder))
         try:
-            yield RpcSession(child.connect, patience)
+            yield RpcSession(child, patience)
         finally:
             child.stop()
 
@@ -94,14 +92,21 @@ def require(device: Device, isa: Isa) -> None:
 
 
 class RpcSession:
-    """A Session over connections that somebody makes."""
+    """A Session over connections, one for each attempt."""
 
-    def __init__(self, connect: Connect, patience: float) -> None:
-        self._connect = connect
+    def __init__(self, way: Way, patience: float) -> None:
+        """Raises DeviceError where there is no device."""
+        self._way = way
         self._patience = patience
-        self._look(connect(patience))
+        connections.rpc()  # the import may take a while, which counts for nobody
+        try:
+            _within(way.wait + patience + GRACE, self._connected)
+        except (_Lost, RuntimeError) as error:
+            hint = "Look whether it still runs: `mhsa serve` there."
+            raise DeviceError("device", "one that answers", measuring.last_words(error), hint) from error
 
-    def _look(self, remote: Any) -> Any:
+    def _connected(self, patience: float | None = None) -> Any:
+        remote = self._way.connect(self._patience if patience is None else patience)
         self.device, self.threads = _described(remote), int(remote.get_function("runtime.NumThreads")())
         return remote
 
@@ -146,14 +151,18 @@ class RpcSession:
     def _attempt(self, job: Job, candidates: Sequence[Candidate], seconds: float) -> list[Timing] | Fault:
         """One connection's result. Raises _Lost where the device cannot be reached, or goes while it is prepared."""
         patience = self._patience + seconds * len(candidates)
-        try:
-            remote = self._look(self._connect(patience))
-        except (DeviceError, RuntimeError) as error:
-            raise _Lost(measuring.last_words(error)) from None
-        for candidate in candidates:
-            _check_architecture(self.device, candidate.library)
-        try:
+
+        def attempt() -> list[Timing]:
+            try:
+                remote = self._connected(patience)
+            except DeviceError as error:
+                raise _Lost(str(error)) from None
+            for candidate in candidates:
+                _check_architecture(self.device, candidate.library)
             return measuring.timings(remote, job, candidates, seconds, patience)
+
+        try:
+            return _within(self._way.wait + patience + GRACE, attempt)
         except Fault as fault:
             # Not itself: the other side serves nobody while this connection is open, and its frames hold on to that.
             return Fault(fault.position, fault.failure)
@@ -163,6 +172,30 @@ class RpcSession:
 
 class _Lost(Exception):
     """The device is gone, or nobody was free."""
+
+
+def _within(seconds: float, action: Callable[[], Result]) -> Result:
+    """What `action` returns or raises; _Lost where it does neither in time. TVM's calls wait for ever for a machine
+    that was unplugged, so it has a thread of its own, which is then left behind."""
+    results: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(action())
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result = results.get(timeout=seconds)
+    except queue.Empty:
+        raise _Lost(f"no answer for {seconds:.0f} seconds") from None
+    try:
+        if isinstance(result, Exception):
+            raise result
+        return result
+    finally:
+        del result  # its traceback holds this frame, and frames hold connections open
 
 
 def _described(remote: Any) -> Device:
@@ -181,116 +214,10 @@ def _check_architecture(device: Device, library: bytes) -> None:
         raise DeviceError(f"device {device.cpu!r}", f"one that runs code for {machine}", device.architecture, hint)
 
 
-class _Child:
-    """The server on this machine; started at the first connection, and again when it has died."""
-
-    def __init__(self, threads: int, folder: Path) -> None:
-        self._code = f"from mhsa_compile.serve import child; child({threads})"
-        self._folder = folder
-        self._process: subprocess.Popen[str] | None = None
-        self._port = 0
-
-    def connect(self, patience: float) -> Any:
-        rpc = _rpc()
-        for _ in range(2):
-            if self._process is None or self._process.poll() is not None:
-                self.stop()
-                self._start()
-            try:
-                return rpc.connect(serve.LOOPBACK, self._port, session_timeout=patience)
-            except RuntimeError:
-                self.stop()
-        raise self._dead()
-
-    def _start(self) -> None:
-        # A process group of its own: an interrupt at the keyboard is for the client, and ends the child through it.
-        with (self._folder / "log").open("a") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", self._code],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self._folder)},
-            )
-        assert self._process.stdout is not None
-        said = self._process.stdout.readline()
-        if not said:
-            self.stop()
-            raise self._dead()
-        self._port = int(said)
-
-    def _dead(self) -> DeviceError:
-        words = (self._folder / "log").read_text(errors="replace").strip().splitlines()
-        got = words[-1] if words else "nothing"
-        return DeviceError("the measuring process", "one that starts and answers", got, "`mhsa doctor` may say why.")
-
-    def stop(self) -> None:
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-        self._process = None
-
-
 @contextmanager
 def tracker(address: str, port: int, key: str, *, wait: float = WAIT, patience: float = PATIENCE) -> Iterator[Session]:
     """A device that TVM's tracker at address:port knows under `key`; each measurement takes whichever is free first.
 
     Raises DeviceError where the tracker does not answer, or has no free device within `wait` seconds.
     """
-    yield RpcSession(_Tracker(address, port, key, wait).connect, patience)
-
-
-@dataclass(frozen=True)
-class _Tracker:
-    address: str
-    port: int
-    key: str
-    wait: float
-
-    def connect(self, patience: float) -> Any:
-        rpc = _rpc()
-        serve.require_tracker((self.address, self.port))
-        end = perf_counter() + self.wait
-        while True:
-            asked = rpc.connect_tracker(self.address, self.port)
-            asked._sock.settimeout(max(0.1, end - perf_counter()))  # an answer comes when a device is free
-            try:
-                return asked.request(self.key, session_timeout=patience, max_retry=1)
-            except RuntimeError:
-                serve.require_tracker((self.address, self.port))
-                if perf_counter() > end:
-                    raise self._no_device() from None
-                sleep(0.1)  # the device that it named is gone; it will know in a moment
-            finally:
-                asked.close()
-
-    def _no_device(self) -> DeviceError:
-        found = [entry["key"].partition(":")[2] for entry in self._summary()["server_info"]]
-        if self.key in found:
-            got = f"{found.count(self.key)}, all of them busy"
-            return DeviceError(
-                f"device {self.key!r}", f"a free one within {self.wait:g} s", got, "Wait longer, or add devices."
-            )
-        keys = f"devices of {', '.join(map(repr, sorted(set(found))))}" if found else "no device"
-        hint = f"Start one: mhsa serve --tracker {self.address}:{self.port} --key {self.key}"
-        return DeviceError(f"device {self.key!r}", "one that the tracker knows", keys, hint)
-
-    def _summary(self) -> dict[str, Any]:
-        asked = _rpc().connect_tracker(self.address, self.port)
-        try:
-            found: dict[str, Any] = asked.summary()
-            return found
-        finally:
-            asked.close()
-
-
-def _rpc() -> Any:
-    """`tvm.rpc`, over whichever library of TVM's this process has chosen. PyTorch is not imported along."""
-    tvm_runtime.start()
-    from tvm import rpc
-
-    return rpc
+    yield RpcSession(Tracker(address, port, key, wait), patience)

@@ -99,7 +99,7 @@ def test_a_device_through_a_tracker(tracker: tuple[subprocess.Popen[str], int]) 
         assert isinstance(right, Timing) and isinstance(crash, Failure) and crash.reason == CRASH
         with pytest.raises(DeviceError, match="got devices of 'board'"):
             find(port, "bread", wait=0.1)
-        held = session._connect(5)
+        held = session._way.connect(5)
         with pytest.raises(DeviceError, match=r"a free one within 0.1 s, got 1, all of them busy"):
             find(port, "board", wait=0.1)
         del held
@@ -113,8 +113,8 @@ CLIENT = """
 import os
 from mhsa_compile import sessions
 with sessions.local(threads=1) as session:
-    held = session._connect(600)
-    print(session._connect.__self__._process.pid, flush=True)
+    held = session._way.connect(600)
+    print(session._way._process.pid, flush=True)
     os.read(0, 1)
 """
 

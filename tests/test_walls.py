@@ -22,7 +22,18 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 LIGHT = [
     *("errors", "spec_checks", "patterns", "positions", "outputs", "spec", "workloads", "masks", "host"),
     *("installation", "data", "profile", "dims", "artifact", "tvm_runtime", "memory", "tensors", "kv_cache", "runtime"),
-    *("jobs", "records", "journal", "record_files", "serve", "measuring", "sessions", "bundles", "results"),
+    *(
+        "jobs",
+        "records",
+        "journal",
+        "record_files",
+        "serve",
+        "connections",
+        "measuring",
+        "sessions",
+        "bundles",
+        "results",
+    ),
 ]
 COMPILE_SIDE = [
     *("inside", "core", "operator_inside", "operators", "model", "conversion"),
