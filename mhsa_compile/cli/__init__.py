@@ -9,7 +9,16 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from mhsa_compile.cli import benching, compiling, devices, diagnosing, inspecting, records, running
+from mhsa_compile.cli import (
+    benching,
+    compiling,
+    devices,
+    diagnosing,
+    inspecting,
+    records,
+    running,
+    tuning,
+)
 from mhsa_compile.errors import MhsaError, OutputError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
@@ -20,6 +29,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "bench": benching.bench,
     "serve": devices.serve,
     "measure": devices.measure,
+    "tune": tuning.tune,
     "inspect": inspecting.inspect,
     "targets": inspecting.targets,
     "doctor": diagnosing.doctor,

@@ -1,0 +1,52 @@
+"""What tuning gained for a whole artifact: the one with default configs and the tuned one, in turns in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+from mhsa_compile.peers.base import Problem, to_list
+from mhsa_compile.timing import interleave, workers_apart
+from mhsa_compile.verify import random_inputs
+
+if TYPE_CHECKING:
+    from mhsa_compile.artifact import Artifact
+
+SETS = 4
+"""Of inputs, through which calls go, so that none finds its own in the cache."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """`speedup` is the median over the rounds of the default's time by the tuned one's; `error_share` that of the tuned
+    one, by its budget: above 1 is wrong."""
+
+    default_us: float
+    best_us: float
+    speedup: float
+    error_share: float
+    rounds: int
+
+
+def gain(default: Artifact, tuned: Artifact, *, dims: Mapping[str, int], threads: int, seconds: float) -> Gain:
+    """Times both on the same random inputs, for `seconds` each."""
+    from mhsa_compile import accuracy  # PyTorch
+    from mhsa_compile.runtime import load
+
+    inputs = [random_inputs(tuned.manifest, dims, seed) for seed in range(SETS)]
+    loaded = [load(artifact, threads=threads) for artifact in (default, tuned)]
+    outputs = [to_list(attention(*inputs[0].values())) for attention in loaded]
+    truth = accuracy.truth(tuned, inputs[0], Problem(tuned, inputs).weights)
+    turns = [[partial(attention, *arrays.values()) for arrays in inputs] for attention in loaded]
+    with workers_apart():
+        default_times, tuned_times = interleave(turns, seconds)
+    return Gain(
+        default_us=1e6 * median(default_times),
+        best_us=1e6 * median(tuned_times),
+        speedup=median(a / b for a, b in zip(default_times, tuned_times, strict=True)),
+        error_share=truth.share(outputs[1]),
+        rounds=len(tuned_times),
+    )

@@ -1,0 +1,208 @@
+"""Tuning: what is found, what is a difference, when it ends, and what never gets into the records."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import measured
+import pytest
+from made_session import DEVICE, MadeSession, built
+
+from mhsa_compile import record_files, search, sessions, study_storage
+from mhsa_compile.errors import BuildError, DeviceError
+from mhsa_compile.jobs import CRASH, LOST, WRONG, Candidate, Failure
+from mhsa_compile.kernels.cpu.linear import LinearKernel
+from mhsa_compile.kernels.operations import LinearOp
+from mhsa_compile.profile import detect, load_profile
+from mhsa_compile.sampler import STARTUP
+from mhsa_compile.search import BATCH, PATIENCE
+from mhsa_compile.spaces import Point, Space
+from mhsa_compile.tune import Report, Request, subjects_of, tune
+
+PROFILE = detect()
+OP = measured.OP
+OTHER = replace(OP, widths=(11, 3))
+DEFAULT = Space.of(OP, PROFILE).default
+
+
+def far(point: Point) -> float:
+    """A hill: 100 at the default, 60 at the bottom, which is where the rows are 2, the block is 8 and the depth 64."""
+    c = point.config
+    steps = [math.log2(c["rows"] / 2), math.log2(c["block"] / 8), math.log2(c["depth"] / 64), math.log2(c["columns"])]
+    return 60 + 12 * sum(map(abs, steps))
+
+
+def flat(point: Point) -> float:
+    return 100.0 if point == DEFAULT else 99.5
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> Request:
+    return Request({}, tmp_path / "records.jsonl", f"sqlite:///{tmp_path}/studies.db", seconds=None, trials=24)
+
+
+def tuned(request: Request, session: MadeSession, **ops: LinearOp) -> Report:
+    return tune(ops or {"a": OP}, PROFILE, session, request, build=built)
+
+
+def test_the_fastest_is_found_and_recorded(request_: Request):
+    """In a small part of the space, although the machine's speed changes by half from round to round."""
+    session = MadeSession(far, drift=0.5)
+    report = tuned(replace(request_, trials=60), session)
+    (op,) = report.ops
+    space = Space.of(OP, PROFILE)
+    assert op.trials == report.trials == 60 < op.space == len(space.points)
+    assert far(Point.of(op.kernel, op.config)) <= 1.03 * min(map(far, space.points))  # 97 % of the speed
+    assert op.speedup == pytest.approx(far(DEFAULT) / far(Point.of(op.kernel, op.config)))
+    (record,) = record_files.read(request_.records).records
+    assert (record.kernel, record.config, record.threads, record.device) == (op.kernel, op.config, 2, DEVICE)
+    assert record.median_us < record.default_us and record.sizes == {"rows": 3}
+    assert len(session.measured) - len(set(session.measured)) <= 2 + search.FINALISTS  # beside noise and confirmation
+
+
+def test_a_difference_within_the_noise_is_none(request_: Request):
+    report = tuned(request_, MadeSession(flat, noise=0.02))
+    (op,) = report.ops
+    assert (op.speedup, Point.of(op.kernel, op.config)) == (1.0, DEFAULT)
+    assert op.noise > 0.005
+    (record,) = record_files.read(request_.records).records
+    assert record.config == DEFAULT.config  # that, too, is known now
+    assert record.median_us == record.default_us
+
+
+def test_half_a_percent_counts_where_nothing_moves(request_: Request):
+    (op,) = tuned(request_, MadeSession(flat)).ops
+    assert op.speedup == pytest.approx(1 / 0.995)
+
+
+def test_it_goes_on_where_it_ended_and_measures_nothing_twice(request_: Request):
+    first, second = MadeSession(far), MadeSession(far)
+    assert tuned(replace(request_, trials=8), first).trials == 8
+    report = tuned(replace(request_, trials=20), second)
+    assert report.trials == 20
+    searched = [set(session.measured[1 : 1 + count]) for session, count in ((first, 8), (second, 12))]
+    assert not searched[0] & searched[1]
+    assert len(record_files.read(request_.records).records) == 2
+
+
+def test_it_ends_when_the_gain_is_under_the_noise(request_: Request):
+    (op,) = tuned(replace(request_, trials=None), MadeSession(lambda point: 100.0, noise=0.001)).ops
+    assert op.stopped == "no gain beyond the noise"
+    assert STARTUP + PATIENCE <= op.trials < STARTUP + PATIENCE + BATCH
+
+
+def test_it_ends_with_its_time_but_tries_some(request_: Request):
+    (op,) = tuned(replace(request_, trials=None, seconds=0.0), MadeSession(far)).ops
+    assert (op.stopped, op.trials) == ("time", BATCH)
+
+
+def test_a_sweep_says_how_near_the_search_came(request_: Request, monkeypatch: pytest.MonkeyPatch):
+    few = {"rows": (2, 4), "columns": (1, 2), "block": (8,), "depth": (16, 64), "group": (8,)}
+    monkeypatch.setattr(LinearKernel, "space", lambda self, op, profile: few)
+    space = Space.of(OP, PROFILE)
+    (op,) = tuned(replace(request_, trials=8, exhaustive=True), MadeSession(far)).ops
+    assert op.stopped == "swept"
+    assert 8 < op.trials == op.space == len(space.points)
+    best = min(map(far, space.points))
+    assert (op.best_us, op.found_us) == (pytest.approx(best), pytest.approx(min(op.history[:8]) * op.default_us))
+
+
+def test_failures_are_counted_and_never_recorded(request_: Request):
+    """What is fastest is wrong, what is next crashes."""
+
+    def time(point: Point) -> float | Failure:
+        rows = point.config["rows"]
+        return Failure(WRONG) if rows == 1 else Failure(CRASH) if rows == 2 else 100.0 + rows
+
+    (op,) = tuned(replace(request_, trials=32), MadeSession(time)).ops
+    assert set(op.failures) <= {WRONG, CRASH} and sum(op.failures.values()) == op.history.count(None) > 0
+    assert op.config["rows"] not in (1, 2)
+
+
+def test_what_does_not_build_is_a_failure(request_: Request):
+    def build(space: Space, point: Point) -> Candidate:
+        if point.config["group"] != DEFAULT.config["group"]:
+            raise BuildError("kernel", "code", "none")
+        return built(space, point)
+
+    (op,) = tune({"a": OP}, PROFILE, MadeSession(far), request_, build=build).ops
+    assert set(op.failures) == {"did not build"}
+
+
+def test_what_a_device_lost_is_measured_when_it_is_back(request_: Request):
+    away = [False, True, True]  # after the measurement of the noise
+
+    class Absent(MadeSession):
+        def measure(self, job, candidates, seconds):
+            outcomes = super().measure(job, candidates, seconds)
+            return [Failure(LOST)] * len(outcomes) if away and away.pop(0) else outcomes
+
+    session = Absent(far)
+    (op,) = tuned(replace(request_, trials=8), session).ops
+    assert (op.trials, op.failures) == (8, {})
+    assert session.measured[1:5] == session.measured[5:9] == session.measured[9:13]
+    away[:] = [False, True, True, True]
+    with pytest.raises(DeviceError, match="one that stays"):
+        tuned(replace(request_, trials=16), Absent(far))
+
+
+def test_operations_that_are_equal_are_one_and_each_has_its_record(request_: Request):
+    report = tuned(request_, MadeSession(far), a=OP, b=OTHER, c=OP)
+    assert [op.names for op in report.ops] == [("a", "c"), ("b",)]
+    assert report.default_us == pytest.approx(3 * far(DEFAULT))
+    assert len(record_files.read(request_.records).records) == 2
+
+
+def test_a_default_that_fails_is_said_and_the_others_are_tuned(request_: Request):
+    bad = Space.of(OTHER, PROFILE)
+
+    class Half(MadeSession):
+        def measure(self, job, candidates, seconds):
+            wrong = job.output[0][-1] == bad.op.out_features
+            return [Failure(WRONG)] * len(candidates) if wrong else super().measure(job, candidates, seconds)
+
+    first, second = tuned(request_, Half(far), a=OP, b=OTHER).ops
+    assert first.speedup > 1
+    assert "the default config: expected one that can be measured, got over the error budget" in second.stopped
+    assert len(record_files.read(request_.records).records) == 1
+
+
+def test_a_device_of_another_architecture_is_refused(request_: Request):
+    other = load_profile("neoverse-n1" if PROFILE.tvm.mtriple.startswith("x86_64") else "x86-64-v3")
+    with pytest.raises(DeviceError, match="architecture"):
+        tune({"a": OP}, other, MadeSession(far), request_, build=built)
+
+
+def test_the_sizes_of_symbols_are_those_asked_for():
+    op = replace(OP, rows=("B", "L"))
+    (subject,) = subjects_of({"a": op}, {"B": 2, "L": 7})
+    assert (subject.key["rows"], subject.sizes) == ("any", {"rows": 14})
+
+
+def test_planted_kernels_never_enter_the_records(request_: Request):
+    """On this machine: off by one in a tail, and a crash; both would be the fastest."""
+
+    def build(space: Space, point: Point) -> Candidate:
+        if point == space.default:
+            return measured.kernel()
+        if point.config["rows"] == 1:
+            return measured.planted(measured.RIGHT, written=29)
+        return measured.planted(measured.CRASHES)
+
+    request = replace(request_, trials=8)
+    with sessions.local(threads=1) as session:
+        (op,) = tune({"a": OP}, PROFILE, session, request, build=build).ops
+    assert set(op.failures) <= {WRONG, CRASH} and sum(op.failures.values()) == 7
+    (record,) = record_files.read(request_.records).records
+    assert record.config == DEFAULT.config
+
+
+def test_the_storage_is_not_open_to_be_forgotten(request_: Request):
+    """Studies are found again by what they are about."""
+    tuned(request_, MadeSession(far))
+    storage = study_storage.open_storage(request_.storage)
+    (summary,) = storage.get_all_studies()
+    assert summary.study_name.startswith("mhsa-")
+    assert summary.user_attrs["about"]["key"]["in_features"] == OP.in_features
