@@ -120,7 +120,10 @@ def scores_of(op: AttentionOp, given: Operands, dtype: torch.dtype) -> tuple[tor
 
 
 def poison(op: AttentionOp, given: Operands) -> None:
-    """NaN and Inf in the keys and values that no query of their batch entry sees: found by what they can change."""
+    """NaN and Inf in the keys and values that no query of their batch entry sees: found by what they can change.
+
+    In entries of odd number only the last column of the values has any.
+    """
     B, S = given.k.shape[0], given.k.shape[2]
     ones = np.eye(S)
     flat = replace(op, num_kv_heads=1, head_dim=1, v_head_dim=S, softcap=0.0, slopes=False, sinks=False)
@@ -129,8 +132,9 @@ def poison(op: AttentionOp, given: Operands) -> None:
     weights = attention(flat, q, np.zeros((B, 1, S, 1)), np.broadcast_to(ones, (B, 1, S, S)), mask, given.lengths)
     seen = weights.reshape(B, -1, S).any(axis=1)
     for b in range(B):
-        given.k[b, :, ~seen[b]], given.v[b, :, ~seen[b]] = np.nan, np.inf
-        given.v[b, :, ~seen[b], ::2] = np.nan
+        given.k[b, :, ~seen[b]] = np.nan
+        given.v[b, :, ~seen[b], -1 if b % 2 else 0 :] = np.inf
+        given.v[b, :, ~seen[b], -1 if b % 2 else 0 :: 2] = np.nan
 
 
 def placed(op: AttentionOp, given: Operands) -> list[np.ndarray]:

@@ -133,6 +133,20 @@ def test_keys_outside_the_band_do_not_leak():
     close(run(function, op, q, k, v), expected)
 
 
+@pytest.mark.parametrize("L", [1, 9], ids=["decode", "attention"])
+def test_a_hidden_value_in_a_column_of_its_own_does_not_leak(L):
+    """17 columns are a vector and one lane, whose products with zero the simplifier would leave out."""
+    op, profile = decode(L=L, F=17, mask=MaskInput("bool", (1, 1, 1, "S"))), machine()
+    kernel = next(kernel for kernel in KERNELS["cpu"] if kernel.applies(op, profile) is None)
+    function = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
+    q, k, v = operands(op, 2, 40)
+    mask = np.arange(40).reshape(1, 1, 1, 40) >= 3
+    expected = attention(op, q, k, v, mask)
+    for poison in (np.nan, np.inf):
+        v[:, :, 1, -1] = poison
+        close(run(function, op, q, k, v, mask), expected)
+
+
 def test_nan_in_a_visible_place_comes_through():
     op = decode(H=2, G=2)
     function = library(op, machine(cores=4), least_keys=16)

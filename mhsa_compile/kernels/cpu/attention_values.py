@@ -23,6 +23,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     settle,
     splat,
     store,
+    zero_if_finite,
 )
 
 
@@ -99,7 +100,7 @@ class Accumulator:
         with T.serial(count) as j:
             sums.each(
                 lambda _, c: (
-                    sums.get(0, c) + self.products.value(first_key + j, columns[c]) * constant(0.0, columns[c][1])
+                    sums.get(0, c) + zero_if_finite(self.products.value(first_key + j, columns[c]), columns[c][1])
                 )
             )
         found = T.bool(False)

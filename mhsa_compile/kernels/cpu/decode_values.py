@@ -15,7 +15,18 @@ from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import load_wide
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import (
+    Expr,
+    RegisterTile,
+    bind,
+    ceil_div,
+    constant,
+    load,
+    settle,
+    splat,
+    store,
+    zero_if_finite,
+)
 from mhsa_compile.kernels.operations import AttentionOp
 
 MASKED = -0.0
@@ -124,7 +135,7 @@ class ValueSums:
         store(total, start, constant(0.0, self.lanes), self.lanes)
 
         def add(row: Expr, column: Expr, lanes: int) -> None:
-            value = load(sums, [row, column], lanes) * constant(0.0, lanes)
+            value = zero_if_finite(load(sums, [row, column], lanes), lanes)
             store(total, start, load(total, start, lanes) + value, lanes)
 
         with T.serial(T.int64(self.rows)) as row:

@@ -86,6 +86,15 @@ def constant(value: float, lanes: int) -> Expr:
     return splat(T.float32(value), lanes)
 
 
+def zero_if_finite(value: Expr, lanes: int) -> Expr:
+    """0 * value: 0, NaN where it is NaN or infinite. Of one lane by its bits: the simplifier takes 0 * x to be 0."""
+    if lanes > 1:
+        return value * constant(0.0, lanes)
+    infinite = T.int32(0x7F800000)
+    is_finite = (T.reinterpret("int32", value) & infinite) != infinite
+    return T.Select(is_finite, T.float32(0), T.reinterpret("float32", T.int32(0x7FC00000)))
+
+
 def load(buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
     """`lanes` neighbours in the last axis, from `index` on."""
     return buffer[tuple(index)] if lanes == 1 else buffer[(*index[:-1], T.Ramp(index[-1], 1, lanes))]
