@@ -69,7 +69,7 @@ class Study:
         self._url = str(storage.url)
         self._random = random.Random(seed)
         self._open: dict[int, int] = {}  # of draws that were not told: number -> id
-        about = {**identity.about, "space": space.described()}
+        about = _as_json({**identity.about, "space": space.described()})  # as the storage gives it back
         self.name = identity.name or f"mhsa-{digest(about)[:20]}"
         with named(self._url):
             self._storage = optuna.storages.get_storage(storage)  # which need not read twice what is done
@@ -105,7 +105,7 @@ class Study:
         if (source := said.get(_SOURCE, identity.source)) != identity.source:
             expected = f"one of this source ({identity.source[:12]})"
             raise InputError(what, expected, f"one made for another ({source[:12]})", hint)
-        differing = [key for key, value in about.items() if said.get(_ABOUT, about).get(key) != _as_json(value)]
+        differing = [key for key, value in about.items() if said.get(_ABOUT, about).get(key) != value]
         if differing:
             raise InputError(what, "one of this operation", f"one with another {', '.join(differing)}", hint)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from time import monotonic
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from mhsa_compile import __version__, exercises, record_files, sessions
+from mhsa_compile import __version__, exercises, installation, record_files, sessions
 from mhsa_compile.guesses import first_guesses
 from mhsa_compile.jobs import Candidate
 from mhsa_compile.kernels.operations import LinearOp, Op
@@ -202,6 +201,7 @@ class _Tuning:
     build: BuildPoint
     states: list[State] = field(default_factory=list)
     started: float = field(default_factory=monotonic)
+    versions: dict[str, str] = field(default_factory=installation.versions)
 
     def run(self, subjects: list[Subject]) -> Report:
         storage = open_storage(self.request.storage)
@@ -300,7 +300,7 @@ class _Tuning:
             threads=self.session.threads,
             isa=isa_of(self.profile),
             device=self.session.device,
-            versions={"mhsa-compile": __version__, "apache-tvm": version("apache-tvm")},
+            versions=self.versions,
             date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         )
 

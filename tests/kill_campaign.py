@@ -14,10 +14,13 @@ import argparse
 import os
 import random
 import signal
+import sqlite3
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +33,9 @@ from mhsa_compile.records import Record, encoded
 
 LONGEST = 0.03
 """Seconds that the writers get at most: some records' worth."""
+LONGEST_TUNING, TRIALS = 5.0, 6
+"""Seconds that a run of the search gets at most: some are killed while they begin, some come to their end, which is so
+many trials of each operation."""
 WORD = 8
 
 
@@ -51,6 +57,20 @@ def merge_forever(path: Path, writer: int, number: int, said: int) -> None:
         number += 1
 
 
+def forked(work: Callable[[], None]) -> int:
+    """A process that does some work, and then ends with 0; with 1 where it could not, and says why."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
 @dataclass
 class Writer:
     """A process that writes, from a number on."""
@@ -61,13 +81,7 @@ class Writer:
     @classmethod
     def start(cls, write: Callable[[Path, int, int, int], None], path: Path, writer: int, number: int) -> Writer:
         heard, said = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.close(heard)
-                write(path, writer, number, said)
-            finally:
-                os._exit(1)  # only an error comes here
+        pid = forked(lambda: write(path, writer, number, said))
         os.close(said)
         return cls(pid, heard)
 
@@ -126,21 +140,90 @@ def campaign(kills: int, seed: int, path: Path) -> Tally:
     return tally
 
 
+@dataclass
+class Tuned:
+    kills: int = 0
+    finished: int = 0  # runs that ended before they were killed
+    records: int = 0
+    trials: int = 0
+
+
+def tuning(kills: int, seed: int, folder: Path) -> Tuned:
+    """Kills `mhsa tune`'s search of a tiny layer, which goes on from there each time. Raises AssertionError where a
+    record or a trial that was there is gone, or where it does not come to its end at last."""
+    from mhsa_compile import AttentionSpec, pipeline, sessions
+    from mhsa_compile.profile import detect
+    from mhsa_compile.tune import Request, tune
+
+    draw, tally, profile = random.Random(seed), Tuned(), detect()
+    ops = pipeline.operations(AttentionSpec(embed_dim=32, num_heads=2), dims={"B": 1, "L": 17})
+    ops = dict([*ops.items()][:2])  # a linear layer and attention
+    records = folder / "tuned.jsonl"
+
+    def run() -> None:
+        storage = f"sqlite:///{folder}/{tally.finished}.db"  # what came to its end is searched anew
+        request = Request({}, records, storage, seconds=None, trials=TRIALS)
+        with sessions.local(1) as session:
+            tune(ops, profile, session, request)
+
+    held: list[bytes] = []
+    last = False
+    while not last:
+        pid = forked(run)
+        last = tally.kills >= kills
+        time.sleep(0 if last else draw.uniform(0, LONGEST_TUNING))
+        ended, status = os.waitpid(pid, 0 if last else os.WNOHANG)
+        if ended:
+            assert status == 0, "a run that nobody killed has failed"
+            tally.finished += 1
+        else:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            tally.kills += 1
+        if records.exists():
+            record_files.read(records)
+            lines = records.read_bytes().split(b"\n")[:-1]
+            assert lines[: len(held)] == held, "a record that was there is gone"
+            held = lines
+        trials = sum(map(count_trials, folder.glob("*.db")))
+        assert trials >= tally.trials, "a trial that was there is gone"
+        tally.trials = trials
+        if tally.kills and tally.kills % 20 == 0 and not ended:
+            print(f"{tally.kills} kills, {trials} trials, {len(held)} records, {tally.finished} finished", flush=True)
+    tally.records = len(held)
+    return tally
+
+
+def count_trials(database: Path) -> int:
+    """Trials that are done, in a study's database; none where that is not there yet."""
+    with closing(sqlite3.connect(database)) as connection, suppress(sqlite3.OperationalError):
+        return int(connection.execute("SELECT count(*) FROM trials WHERE state IN ('COMPLETE', 'FAIL')").fetchone()[0])
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200, help="processes that are killed (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=200, help="of writers of records (default: %(default)s)")
+    parser.add_argument("--tuning", type=int, default=200, help="of a search (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of the moments; by default one of its own, printed")
     given = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
-    print(f"{given.kills} kills, seed {seed}", flush=True)
-    started = time.monotonic()
+    print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mhsa-kills-") as folder:
-        tally = campaign(given.kills, seed, Path(folder) / "some.jsonl")
-    print(
-        f"{tally.kills} kills in {time.monotonic() - started:.0f} s: {tally.records} records, none of those that were "
-        f"said to be written is missing; {tally.unsaid} written and not yet said, {tally.torn} torn lines left out, "
-        f"{tally.merges} kills while merging"
-    )
+        if given.kills:
+            tally = campaign(given.kills, seed, Path(folder) / "some.jsonl")
+            print(
+                f"{tally.kills} writers killed: {tally.records} records, none of those that were said to be written is "
+                f"missing; {tally.unsaid} written and not yet said, {tally.torn} torn lines left out, {tally.merges} "
+                "kills while merging",
+                flush=True,
+            )
+        if given.tuning:
+            tuned = tuning(given.tuning, seed, Path(folder))
+            print(
+                f"{tuned.kills} searches killed, {tuned.finished} came to their end: {tuned.trials} trials and "
+                f"{tuned.records} records, none of which was lost again"
+            )
     return 0
 
 

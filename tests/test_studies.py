@@ -153,12 +153,13 @@ def test_results_from_elsewhere_are_added_once(storage, space: Space):
 
 
 def test_a_study_of_another_source_or_operation_is_refused(storage, space: Space):
-    with Study(storage, identity("named", rows=13), space):
-        pass
+    for _ in range(2):
+        with Study(storage, identity("named", rows=13, features=("fma",)), space):
+            pass
     with pytest.raises(InputError, match=r"study 'named': expected one of this source .* Choose another name"):
-        Study(storage, identity("named", "another", rows=13), space)
+        Study(storage, identity("named", "another", rows=13, features=("fma",)), space)
     with pytest.raises(InputError, match=r"study 'named': expected one of this operation, got one with another rows"):
-        Study(storage, identity("named", rows=14), space)
+        Study(storage, identity("named", rows=14, features=("fma",)), space)
 
 
 @pytest.mark.parametrize(
