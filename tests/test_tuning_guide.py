@@ -48,8 +48,8 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.chdir(tmp_path)
-    for name in ("search.FIRST", "search.LAST", "cli.tuning._GAIN_SECONDS"):  # how fast it is is not looked at
-        monkeypatch.setattr(f"mhsa_compile.{name}", 0.02)
+    for name in ("FIRST", "LAST"):  # how fast it is is not looked at
+        monkeypatch.setattr(f"mhsa_compile.search.{name}", 0.02)
     found = unseen(profile.detect())
     monkeypatch.setattr(profile, "detect", lambda: found)
     for name in ("targets", "schedules"):
