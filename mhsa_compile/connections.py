@@ -28,6 +28,10 @@ class Way(Protocol):
         """A `tvm.rpc.RPCSession` that the device ends after `patience` seconds. Raises DeviceError."""
         ...
 
+    def stop(self) -> None:
+        """Gives up what does not answer: the next connection is to another one, if there is another."""
+        ...
+
 
 class Child:
     """The server on this machine; started at the first connection, and again when it has died."""
@@ -46,16 +50,19 @@ class Child:
             if self._process is None or self._process.poll() is not None:
                 self.stop()
                 self._start()
+            process = self._process
             try:
                 return client.connect(serve.LOOPBACK, self._port, session_timeout=patience)
             except RuntimeError:
+                if self._process is not process:
+                    break  # it was stopped: nobody waits for this connection any more
                 self.stop()
         raise self._dead()
 
     def _start(self) -> None:
         # A process group of its own: an interrupt at the keyboard is for the client, and ends the child through it.
         with (self._folder / "log").open("a") as log:
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", self._code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -64,8 +71,8 @@ class Child:
                 start_new_session=True,
                 env={**os.environ, "TMPDIR": str(self._folder)},
             )
-        assert self._process.stdout is not None
-        said = self._process.stdout.readline()
+        assert process.stdout is not None
+        said = process.stdout.readline()
         if not said:
             self.stop()
             raise self._dead()
@@ -77,12 +84,11 @@ class Child:
         return DeviceError("the measuring process", "one that starts and answers", got, "`mhsa doctor` may say why.")
 
     def stop(self) -> None:
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-        self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,9 @@ class Tracker:
                 sleep(0.1)  # the device that it named is gone; it will know in a moment
             finally:
                 asked.close()
+
+    def stop(self) -> None:
+        """The tracker notices by itself who is gone."""
 
     def _no_device(self) -> DeviceError:
         found = [entry["key"].partition(":")[2] for entry in self._summary()["server_info"]]

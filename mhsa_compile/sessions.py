@@ -100,7 +100,7 @@ class RpcSession:
         self._patience = patience
         connections.rpc()  # the import may take a while, which counts for nobody
         try:
-            _within(way.wait + patience + GRACE, self._connected)
+            self._within(patience, self._connected)
         except (_Lost, RuntimeError) as error:
             hint = "Look whether it still runs: `mhsa serve` there."
             raise DeviceError("device", "one that answers", measuring.last_words(error), hint) from error
@@ -162,40 +162,41 @@ class RpcSession:
             return measuring.timings(remote, job, candidates, seconds, patience)
 
         try:
-            return _within(self._way.wait + patience + GRACE, attempt)
+            return self._within(patience, attempt)
         except Fault as fault:
             # Not itself: the other side serves nobody while this connection is open, and its frames hold on to that.
             return Fault(fault.position, fault.failure)
         except RuntimeError as error:
             raise _Lost(measuring.last_words(error)) from None
 
+    def _within(self, patience: float, action: Callable[[], Result]) -> Result:
+        """What `action` returns or raises; _Lost where it does neither in time. TVM's calls wait for ever for a machine
+        that was unplugged, so it has a thread of its own, which is then left behind."""
+        results: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                results.put(action())
+            except Exception as error:
+                results.put(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        seconds = self._way.wait + patience + GRACE
+        try:
+            result = results.get(timeout=seconds)
+        except queue.Empty:
+            self._way.stop()
+            raise _Lost(f"no answer for {seconds:.0f} seconds") from None
+        try:
+            if isinstance(result, Exception):
+                raise result
+            return result
+        finally:
+            del result  # its traceback holds this frame, and frames hold connections open
+
 
 class _Lost(Exception):
     """The device is gone, or nobody was free."""
-
-
-def _within(seconds: float, action: Callable[[], Result]) -> Result:
-    """What `action` returns or raises; _Lost where it does neither in time. TVM's calls wait for ever for a machine
-    that was unplugged, so it has a thread of its own, which is then left behind."""
-    results: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put(action())
-        except Exception as error:
-            results.put(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        result = results.get(timeout=seconds)
-    except queue.Empty:
-        raise _Lost(f"no answer for {seconds:.0f} seconds") from None
-    try:
-        if isinstance(result, Exception):
-            raise result
-        return result
-    finally:
-        del result  # its traceback holds this frame, and frames hold connections open
 
 
 def _described(remote: Any) -> Device:

@@ -111,12 +111,15 @@ def test_a_device_must_have_what_the_code_uses() -> None:
 
 
 def test_a_device_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sessions.local(threads=1, patience=0.1) as session:
-        monkeypatch.setattr(sessions, "GRACE", 0.1)
-        monkeypatch.setattr(session._way, "wait", 0.0)
+    with sessions.local(threads=1, patience=2) as session:
+        monkeypatch.setattr(sessions, "GRACE", -1.9)
+        monkeypatch.setattr(type(session._way), "wait", 0.0)
         os.killpg(session._way._process.pid, signal.SIGSTOP)
         (outcome,) = session.measure(measured.job(), [measured.kernel()], 0.0)
-    assert isinstance(outcome, Failure) and outcome.reason == LOST
+        assert isinstance(outcome, Failure) and outcome.reason == LOST
+        monkeypatch.undo()
+        (outcome,) = session.measure(measured.job(), [measured.kernel()], 0.0)  # by a new process
+        assert isinstance(outcome, Timing)
 
 
 class Nowhere:
