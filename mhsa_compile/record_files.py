@@ -173,5 +173,6 @@ def _room_for(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        expected = "a file that can be written, with room for a line"
         hint = "Free some space, or name another file. What is in the file is whole."
-        raise RecordsError(f"records {str(path)!r}", "room for a line", error.strerror or str(error), hint) from error
+        raise RecordsError(f"records {str(path)!r}", expected, error.strerror or str(error), hint) from error

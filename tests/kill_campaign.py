@@ -151,10 +151,11 @@ class Tuned:
 def tuning(kills: int, seed: int, folder: Path) -> Tuned:
     """Kills `mhsa tune`'s search of a tiny layer, which goes on from there each time. Raises AssertionError where a
     record or a trial that was there is gone, or where it does not come to its end at last."""
-    from mhsa_compile import AttentionSpec, pipeline, sessions
+    from mhsa_compile import AttentionSpec, pipeline, search, sessions
     from mhsa_compile.profile import detect
     from mhsa_compile.tune import Request, tune
 
+    search.FIRST = search.LAST = 0.05  # seconds: how fast it is is not looked at, and more runs come to their end
     draw, tally, profile = random.Random(seed), Tuned(), detect()
     ops = pipeline.operations(AttentionSpec(embed_dim=32, num_heads=2), dims={"B": 1, "L": 17})
     ops = dict([*ops.items()][:2])  # a linear layer and attention
