@@ -55,6 +55,7 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel], shelf: Shelf) 
 def described(record: Record) -> str:
     """Where a record comes from and what it gained there."""
     sizes = " ".join(f"{name}={size}" for name, size in record.sizes.items())
+    at = f" at {sizes}" if sizes else ""
     gain = record.default_us / record.median_us
     where = f"{record.device.cpu}, {record.threads} threads{', emulated' if record.device.emulated else ''}"
-    return f"{record.median_us:,.1f} us at {sizes}, {gain:.2f} times as fast as the default ({where}, {record.date})"
+    return f"{record.median_us:,.1f} us{at}, {gain:.2f} times as fast as the default ({where}, {record.date})"

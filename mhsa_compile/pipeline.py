@@ -83,7 +83,18 @@ def operations(
     weights: str | None = None,
 ) -> dict[str, Op]:
     """What a source asks of the kernels, by name; arguments and errors as `compile`."""
-    return _front(source, dims, example_inputs, weights, lambda stage: None)[2].ops
+    return imported(source, dims=dims, example_inputs=example_inputs, weights=weights).ops
+
+
+def imported(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    *,
+    dims: Mapping[str, int] | None = None,
+    example_inputs: tuple[Any, ...] | None = None,
+    weights: str | None = None,
+) -> Imported:
+    """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
+    return _front(source, dims, example_inputs, weights, lambda stage: None)[2]
 
 
 def _front(

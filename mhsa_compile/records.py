@@ -165,6 +165,12 @@ class Shelf:
         refused = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
         return sorted(fitting, key=self._distance), refused
 
+    def knows(self, op: str, key: dict[str, Any] | None = None) -> bool:
+        """Whether there are records of an operation, with this key or with any, fitting or not."""
+        if key is not None:
+            return key_bytes(op, key) in self._by_key
+        return any(records[0].op == op for records in self._by_key.values())
+
     def _distance(self, record: Record) -> tuple[Any, ...]:
         hardware, device = self.profile.hardware, record.device
         caches = (device.l1d_kib, device.l2_kib) != (hardware.l1d_kib, hardware.l2_kib)

@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,20 +19,48 @@ import tvm
 from tvm import relax, s_tir, te, tirx
 from tvm.s_tir.schedule import ScheduleError
 
-from mhsa_compile import elementary
+from mhsa_compile import elementary, traces
+from mhsa_compile.artifact import OpReport
+from mhsa_compile.choices import described
 from mhsa_compile.kernels.cpu.vectors import WORTH_SHARING
 from mhsa_compile.profile import TargetProfile
+from mhsa_compile.records import Shelf
 
 Expr = Any  # TVM has no type stubs
 Function = Any  # a PrimFunc
 Schedule = Any
 
 
-def lower(module: Any, profile: TargetProfile) -> Any:
+@dataclass(frozen=True)
+class Lowered:
+    """`reports` has a row for each function of which there are tuned records."""
+
+    module: Any
+    reports: list[OpReport]
+
+
+def lower(module: Any, profile: TargetProfile, shelf: Shelf) -> Lowered:
     """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
+    lowered, lanes, reports = _legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
+    for variable, function in lowered.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            tuned = _tuned(variable.name_hint, function, shelf)
+            reports += [tuned[1]] if tuned else []
+            made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
+            lowered.update_func(variable, made)
+    return Lowered(lowered, reports)
+
+
+def primitives(module: Any, profile: TargetProfile, *, arithmetic: bool = True) -> dict[str, Function]:
+    """The PrimFuncs of what no kernel claims, not scheduled; without `arithmetic` as TVM alone would write them."""
+    lowered = _legalized(module, profile, _LEGALIZED if arithmetic else {})
+    return {v.name_hint: f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
+
+
+def _legalized(module: Any, profile: TargetProfile, legalized: dict[str, Any]) -> Any:
     passes = [
         relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
-        relax.transform.LegalizeOps(_LEGALIZED),
+        relax.transform.LegalizeOps(legalized),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
@@ -40,12 +69,27 @@ def lower(module: Any, profile: TargetProfile) -> Any:
         relax.transform.DeadCodeElimination(),
     ]
     with tvm.target.Target(profile.tvm_config()):
-        lowered = tvm.transform.Sequential(passes)(module)
-    lanes = profile.vector_lanes("float32")
-    for variable, function in lowered.functions_items():
-        if isinstance(function, tirx.PrimFunc):
-            lowered.update_func(variable, scheduled(function, lanes))
-    return lowered
+        return tvm.transform.Sequential(passes)(module)
+
+
+def _tuned(name: str, function: Function, shelf: Shelf) -> tuple[Function | None, OpReport] | None:
+    """(the function by a record's trace, None where none fits; its row in the report); None without records of it."""
+    if not shelf.knows(traces.KIND) or not function.attrs.get("s_tir", False) or not traces.is_static(function):
+        return None
+    key = traces.key_of(function)
+    if not shelf.knows(traces.KIND, key):
+        return None
+    records, refused = shelf.candidates(traces.KIND, key)
+    reasons = [refused] if refused else []
+    for record in records:
+        found = traces.applied(function, record.trace)
+        if not isinstance(found, str):
+            return found, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, described(record))
+        reasons.append(f"a record of {record.date} does not apply: {found}")
+    return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, "; ".join(dict.fromkeys(reasons)))
+
+
+_NOTE = "a function of the operators below that no kernel claims"
 
 
 # ---- Elementary functions as arithmetic
@@ -61,9 +105,15 @@ def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
         value = call.args[0]
         if value.ty.dtype != "float32":
             return call.op.get_attr("FLegalize")(builder, call)
-        return builder.call_te(_computed(formula), value, primfunc_name_hint=call.op.name.rpartition(".")[2])
+        return builder.call_te(
+            _computed(formula), value, primfunc_name_hint=_HINTS.get(call.op.name, call.op.name.rpartition(".")[2])
+        )
 
     return legalize
+
+
+_HINTS = {name: name.replace("relax.", "tir_") for name in ("relax.sigmoid", "relax.tanh")}
+"""What TVM calls the functions that it makes of these, so that both have the same names."""
 
 
 def _computed(formula: Callable[[Expr], Expr]) -> Callable[[Any], Any]:
@@ -225,20 +275,9 @@ def _divisor(extent: Expr, lanes: int) -> int:
 _LEAST_LANES = 4
 
 
-_COMPACT = tvm.transform.Sequential(
-    [
-        s_tir.transform.LowerInitBlock(),
-        s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
-        s_tir.transform.ConvertBlocksToOpaque(),
-        s_tir.transform.CompactBufferAllocation(),
-    ]
-)
-"""Gives every row small buffers of its own. `build` leaves the last of these passes out, which our kernels need not."""
-
-
 def _in_parallel_if_large(function: Function, size: Expr) -> Function:
     """The function with its parallel loop run by one thread where it computes too few elements to be worth sharing."""
-    compact = _COMPACT(tvm.IRModule({"main": function}))["main"]
+    compact = traces.COMPACT(tvm.IRModule({"main": function}))["main"]
     root = compact.body.block
     shared = root.body
     alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)

@@ -68,7 +68,8 @@ def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Schedu
     plain = {n: op for n, op in imported.ops.items() if n not in choices and isinstance(op, AttentionOp | ScoresOp)}
     fallbacks = _fallbacks(imported.module["main"])
     written = _written_out(imported.module, plain) if plain else imported.module
-    rest = lower(written, profile)
+    lowered = lower(written, profile, shelf)
+    rest = lowered.module
     builder = relax.BlockBuilder(rest)
     run = {name: builder.add_func(c.emitted.run, f"{kind_of(c.op)}_{name}") for name, c in choices.items()}
     main, packed, passed = _rewrite_main(imported, rest, choices, run)
@@ -77,7 +78,7 @@ def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Schedu
         _add_bind_function(builder, imported, choices, packed, passed)
     reports = [_report(name, imported.ops[name], choice) for name, choice in chosen.items()]
     aligned = _read_by_tvm(written["main"], imported.ops)
-    return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *fallbacks], aligned)
+    return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *lowered.reports, *fallbacks], aligned)
 
 
 def _choose(name: str, op: Op, profile: TargetProfile, shelf: Shelf) -> _Chosen | str:

@@ -15,6 +15,7 @@ from tvm import relax, te
 
 from mhsa_compile import elementary, rest
 from mhsa_compile.build import pass_context
+from mhsa_compile.records import Shelf
 from mhsa_compile.verify import budget, max_error
 
 PROFILE = vector_machine(256, 16)
@@ -62,7 +63,7 @@ def lowered(graph: Callable[[Any], Any], width: int) -> Any:
         with builder.dataflow():
             output = builder.emit_output(builder.emit(graph(x)))
         builder.emit_func_output(output)
-    return rest.lower(builder.get(), PROFILE)
+    return rest.lower(builder.get(), PROFILE, Shelf([], PROFILE)).module
 
 
 def layer_norm(x: Any) -> Any:

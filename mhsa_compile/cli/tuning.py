@@ -17,12 +17,16 @@ from mhsa_compile.errors import DeviceError, InputError
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
     from mhsa_compile.gain import Gain
+    from mhsa_compile.leftovers import Task
+    from mhsa_compile.meta import Tuned as TunedRest
     from mhsa_compile.profile import TargetProfile
     from mhsa_compile.sessions import Session
     from mhsa_compile.tune import Report
 
 _DEFAULT_DIMS = {"B": 1, "L": 128}  # S is L unless given
 _LOCAL, _TRACKER, _BUNDLE = "local", "tracker", "bundle"
+REST_SHARE = 0.25
+"""Of the time, for what no kernel claims, where there is any of it."""
 _PEER_SECONDS, _GAIN_SECONDS = 0.5, 1.0
 
 
@@ -196,6 +200,8 @@ class _Outcome:
     report: Report
     gain: Gain | None
     peers: dict[str, float]  # name -> its time by that of the default artifact
+    left: list[Task]  # to TVM, what no kernel claims
+    rest: list[TunedRest]  # those of them that were tuned
 
 
 @dataclass(frozen=True)
@@ -221,10 +227,13 @@ class _Command:
         return sessions.tracker(host, port, key)
 
     def tuned(self, case: _Case, session: Session, local: bool) -> _Outcome:
-        from mhsa_compile import pipeline
+        from mhsa_compile import leftovers, meta, pipeline
         from mhsa_compile.tune import Request, tune
 
         default, peers = self._default(case, session.threads) if local else (None, {})
+        imported = pipeline.imported(case.source, dims=case.dims, weights=case.weights)
+        rest = leftovers.tasks(imported.module, self.profile)
+        for_rest = REST_SHARE * self.seconds if any(not task.reason for task in rest) else 0.0
         request = Request(
             sizes=case.sizes,
             records=self.records,
@@ -233,18 +242,23 @@ class _Command:
                 sources.read_records({*self.profile.records(), *([self.records] if self.records.is_file() else [])})
             ),
             study=self.study,
-            seconds=self.seconds,
+            seconds=self.seconds - for_rest,
             trials=self.trials,
             seed=self.seed,
             exhaustive=self.exhaustive,
         )
-        ops = pipeline.operations(case.source, dims=case.dims, weights=case.weights)
         with tuning_view.live(case.name, self.seconds, peers) as watch:
-            report = tune(ops, self.profile, session, request, watch=watch)
+            report = tune(imported.ops, self.profile, session, request, watch=watch)
+        with output.stages() as stage:
+            tuned = meta.tune_all(
+                rest, self.profile, session, for_rest, self.records,
+                trials=self.trials, seed=self.seed, tell=lambda name: stage(f"tune {name} with MetaSchedule"),
+            )  # fmt: skip
         gained = None if default is None else self._gain(case, default, session.threads)
         if not self.json:
             tuning_view.show(case.name, report, gained, peers, self.records)
-        return _Outcome(report, gained, peers)
+            tuning_view.show_rest(rest, tuned)
+        return _Outcome(report, gained, peers, rest, tuned)
 
     def _default(self, case: _Case, threads: int) -> tuple[Artifact, dict[str, float]]:
         """The artifact without records, and how its peers compare."""
@@ -295,8 +309,18 @@ def _as_json(outcomes: dict[str, _Outcome], records: Path) -> dict[str, Any]:
         **total,
         "speedup": total["default_us"] / total["best_us"],
         "records": records,
-        "sources": {n: each[n] | {"gain": o.gain, "peers": o.peers, "ops": o.report.ops} for n, o in outcomes.items()},
+        "sources": {
+            n: each[n] | {"gain": o.gain, "peers": o.peers, "ops": o.report.ops, "rest": _rest(o)}
+            for n, o in outcomes.items()
+        },
     }
+
+
+def _rest(outcome: _Outcome) -> list[dict[str, Any]]:
+    """What no kernel claims: what MetaSchedule came to, or why it was not asked."""
+    refused = [{"name": task.name, "reason": task.reason} for task in outcome.left if task.reason]
+    names = ("default_us", "best_us", "noise", "trials", "failures")
+    return [{"name": t.task.name, **{name: getattr(t, name) for name in names}} for t in outcome.rest] + refused
 
 
 def _summary(outcome: _Outcome) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from mhsa_compile.cli import output
 
 if TYPE_CHECKING:
     from mhsa_compile.gain import Gain
+    from mhsa_compile.leftovers import Task
+    from mhsa_compile.meta import Tuned as TunedRest
     from mhsa_compile.tune import Report, State, Tuned
 
 Watch = Callable[[list["State"], float | None], None]
@@ -123,6 +125,22 @@ def show(name: str, report: Report, gain: Gain | None, peers: Mapping[str, float
         )
         for peer, ratio in peers.items():
             typer.echo(f"  {gain.speedup * ratio:.2f} times as fast as {peer}")
+
+
+def show_rest(left: Sequence[Task], tuned: Sequence[TunedRest]) -> None:
+    """What no kernel claims, on stdout: what MetaSchedule found, and why it was not asked about the others."""
+    for one in tuned:
+        found = f"{one.best_us:,.1f} µs" if one.record is not None else "nothing faster beyond the noise"
+        typer.echo(
+            f"{one.task.name}, of no kernel: {one.default_us:,.1f} µs by default, MetaSchedule found {found} "
+            f"({one.trials} trials, {one.failures.total()} failures)"
+        )
+    reasons: dict[str, list[str]] = {}
+    for task in left:
+        if task.reason:
+            reasons.setdefault(task.reason, []).append(task.name)
+    for reason, names in reasons.items():
+        typer.echo(f"not tuned, of no kernel: {', '.join(names)}: {reason}")
 
 
 def _cells(op: Tuned) -> tuple[str, ...]:
