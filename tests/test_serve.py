@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from mhsa_compile import serve, sessions
 from mhsa_compile.cli import app
 from mhsa_compile.errors import DeviceError
-from mhsa_compile.jobs import CRASH, LOST, Failure, Timing
+from mhsa_compile.jobs import CRASH, LOST, Device, Failure, Timing
 
 TRACKER = """
 from mhsa_compile import tvm_runtime
@@ -50,14 +50,15 @@ def tracker() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @contextmanager
-def device(tracker_port: int, key: str) -> Iterator[int]:
-    """`mhsa serve` on a free port, which is yielded once a tracker knows it."""
+def device(tracker_port: int, key: str) -> Iterator[subprocess.Popen[str]]:
+    """`mhsa serve` on a free port."""
     place = ["--port", "0", "--tracker", f"127.0.0.1:{tracker_port}", "--key", key]
     with process("-m", "mhsa_compile", "serve", "--json", "--threads", "1", *place) as child:
         text = ""
         while not text.endswith("\n}\n"):
             text += child.stdout.readline()
-        yield json.loads(text)["port"]
+        assert msgspec.convert(json.loads(text)["device"], Device) == serve.this_device()
+        yield child
 
 
 def find(port: int, key: str, wait: float) -> None:
@@ -87,6 +88,38 @@ def test_something_else_is_no_tracker() -> None:
         with pytest.raises(DeviceError, match="a tracker of TVM's, got something else"):
             find(listening.getsockname()[1], "board", wait=600)
         answering.join()
+
+
+def test_a_device_that_is_killed_costs_no_measurement(tracker: tuple[subprocess.Popen[str], int]) -> None:
+    """Two devices, one of which is killed while it measures: whatever was there is measured by the other."""
+    _, port = tracker
+    with (
+        device(port, "pair") as one,
+        device(port, "pair") as other,
+        sessions.tracker("127.0.0.1", port, "pair", wait=20) as session,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        connect, killed = session._way.connect, []
+
+        def connect_and_kill(_: object, patience: float) -> object:
+            remote = connect(patience)
+            if not killed:
+                killed.append(served_by(one, other))
+                threading.Timer(0.2, killed[0].kill).start()
+            return remote
+
+        patch.setattr(type(session._way), "connect", connect_and_kill)
+        outcomes = session.measure(measured.job(), [measured.kernel(), measured.kernel()], 0.3)
+        assert killed[0].wait() == -signal.SIGKILL
+        assert all(isinstance(outcome, Timing) for outcome in outcomes), outcomes
+
+
+def served_by(*servers: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    """The one that has a fork, which serves a connection."""
+    for server in servers:
+        if Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().strip():
+            return server
+    raise AssertionError("nobody serves a connection")
 
 
 def test_a_device_through_a_tracker(tracker: tuple[subprocess.Popen[str], int]) -> None:
