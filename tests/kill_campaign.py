@@ -155,6 +155,7 @@ def tuning(kills: int, seed: int, folder: Path) -> Tuned:
     from mhsa_compile.profile import detect
     from mhsa_compile.tune import Request, tune
 
+    tempfile.tempdir = str(folder)  # what the killed leave there goes with it
     search.FIRST = search.LAST = 0.05  # seconds: how fast it is is not looked at, and more runs come to their end
     draw, tally, profile = random.Random(seed), Tuned(), detect()
     ops = pipeline.operations(AttentionSpec(embed_dim=32, num_heads=2), dims={"B": 1, "L": 17})
