@@ -33,9 +33,8 @@ from mhsa_compile.records import Record, encoded
 
 LONGEST = 0.03
 """Seconds that the writers get at most: some records' worth."""
-LONGEST_TUNING, TRIALS = 5.0, 6
-"""Seconds that a run of the search gets at most: some are killed while they begin, some come to their end, which is so
-many trials of each operation."""
+TRIALS = 6
+"""Of each operation; then a search has come to its end."""
 WORD = 8
 
 
@@ -151,6 +150,8 @@ class Tuned:
 def tuning(kills: int, seed: int, folder: Path) -> Tuned:
     """Kills `mhsa tune`'s search of a tiny layer, which goes on from there each time. Raises AssertionError where a
     record or a trial that was there is gone, or where it does not come to its end at last."""
+    import optuna  # noqa: F401  # here, not in each run
+
     from mhsa_compile import AttentionSpec, pipeline, search, sessions
     from mhsa_compile.profile import detect
     from mhsa_compile.tune import Request, tune
@@ -169,12 +170,13 @@ def tuning(kills: int, seed: int, folder: Path) -> Tuned:
             tune(ops, profile, session, request)
 
     held: list[bytes] = []
-    last = False
-    while not last:
+    whole, spared = 0.0, True  # seconds of the first run, which nobody kills, as nobody does the last
+    while not spared or tally.kills < kills:
+        spared, started = not whole or tally.kills >= kills, time.monotonic()
         pid = forked(run)
-        last = tally.kills >= kills
-        time.sleep(0 if last else draw.uniform(0, LONGEST_TUNING))
-        ended, status = os.waitpid(pid, 0 if last else os.WNOHANG)
+        time.sleep(0 if spared else draw.uniform(0, whole))
+        ended, status = os.waitpid(pid, 0 if spared else os.WNOHANG)
+        whole = whole or time.monotonic() - started
         if ended:
             assert status == 0, "a run that nobody killed has failed"
             tally.finished += 1
