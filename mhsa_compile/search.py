@@ -9,13 +9,14 @@ When it ends. At its time; at a number of trials; when nothing is left; or when 
 under the noise: PATIENCE trials in a row, guesses and random ones apart, lowered the best score by less than that.
 
 At the end the best few are measured against the default once more, for longer, since the best of many short
-measurements is one of the lucky ones. Where none of them gains more than the noise, the default is the best.
+measurements is one of the lucky ones. Where none of them gains more than the noise, and more than three standard errors
+of its own, the default is the best.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from time import monotonic
@@ -142,13 +143,9 @@ class Search:
         outcomes = self._outcomes(everyone, LAST)
         first, again = map(_required, (outcomes[0], outcomes[-1]))
         self.noise = noise_of(first, again)
-        found = {self.space.default: Found.of(first, first)}
-        for point, outcome in zip(candidates, outcomes[1:-1], strict=True):
-            if isinstance(outcome, Timing):
-                found[point] = Found.of(outcome, first)
-        point = min(found, key=lambda point: found[point].score)
-        if found[point].score > 1 - self.noise:  # a difference that may be none
-            point = self.space.default
+        timings = dict(zip(candidates, outcomes[1:-1], strict=True))
+        right = {point: timing for point, timing in timings.items() if isinstance(timing, Timing)}
+        point, found = chosen(self.space.default, first, right, self.noise)
         swept = None if before is None else found.get(own[0] if own else self.space.default)
         return Result(point, found[point], self.noise, tuple(done), stopped, swept)
 
@@ -197,15 +194,37 @@ class Search:
         self.tell(Progress(self.default_us, min(best, 1.0), len(done), failures_of(done), self.noise))
 
 
+def chosen(
+    default: Point, incumbent: Timing, timings: Mapping[Point, Timing], noise: float
+) -> tuple[Point, dict[Point, Found]]:
+    """(the fastest of those that gain more than the noise and the error of their own, else the default; what each
+    found). All were timed in the same rounds."""
+    found = {default: Found.of(incumbent, incumbent)}
+    clear = [default]
+    for point, timing in timings.items():
+        found[point] = Found.of(timing, incumbent)
+        if 1 - found[point].score > max(noise, _error(_ratios(timing, incumbent))):
+            clear.append(point)
+    return min(clear, key=lambda point: found[point].score), found
+
+
 def noise_of(first: Timing, second: Timing) -> float:
     """The least difference that means something, as a share: from two measurements of one candidate in turns."""
-    ratios = [a / b for a, b in zip(first.samples_us, second.samples_us, strict=True)]
+    ratios = _ratios(first, second)
+    return abs(median(ratios) - 1) + _error(ratios)
+
+
+def _ratios(one: Timing, other: Timing) -> list[float]:
+    return [a / b for a, b in zip(one.samples_us, other.samples_us, strict=True)]
+
+
+def _error(ratios: Sequence[float]) -> float:
+    """Three standard errors of their median."""
     if len(ratios) < 2:
-        return abs(ratios[0] - 1)
-    lower, middle, upper = quantiles(ratios, n=4, method="inclusive")
+        return 0.0
+    lower, _, upper = quantiles(ratios, n=4, method="inclusive")
     # 1.25 standard deviations by the root of their number is a median's; the interquartile range is 1.35 of them.
-    error = 1.25 * (upper - lower) / 1.35 / len(ratios) ** 0.5
-    return float(abs(middle - 1) + 3 * error)
+    return float(3 * 1.25 * (upper - lower) / 1.35 / len(ratios) ** 0.5)
 
 
 def failures_of(trials: Sequence[Trial]) -> dict[str, int]:

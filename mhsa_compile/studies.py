@@ -126,11 +126,21 @@ class Study:
             while True:
                 trials = self._all()
                 waits = any(trial.state.name == "WAITING" for trial in trials)
-                point = None if waits else self._proposed(trials)
+                point = None if waits else self._proposed(_done(trials), _known(trials))
                 if not waits and point is None:
                     return None
                 if (drawn := self._dequeued() if point is None else self._claimed(point)) is not None:
                     return drawn
+
+    def proposals(self, count: int) -> list[Point]:
+        """The same for who measures them elsewhere: nothing is written down, and so nobody waits for the outcomes."""
+        with named(self._url):
+            trials = self._all()
+        proposed: dict[Point, None] = {}
+        done, known = _done(trials), _known(trials)
+        while len(proposed) < count and (point := self._proposed(done, known | proposed.keys())) is not None:
+            proposed[point] = None
+        return list(proposed)
 
     def left(self) -> list[Point]:
         """What was not drawn yet, in the space's order."""
@@ -173,10 +183,9 @@ class Study:
     def _enqueue(self, point: Point) -> None:
         self._study.enqueue_trial(self._sampler.params(point), {CONFIG: plain(point)})
 
-    def _proposed(self, trials: list[Any]) -> Point | None:
+    def _proposed(self, done: list[Trial], known: set[Point]) -> Point | None:
         """The sampler's next, or what is left nearest to the best: by how many steps of knobs, and then as chance has
         it. None where nothing is left."""
-        known, done = _known(trials), _done(trials)
         self._sampler.learn(done)
         if (point := self._sampler.draw(known)) is not None:
             return point

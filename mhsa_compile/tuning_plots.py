@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mhsa_compile.drawing import FAINT, GRID, INK, OURS, figure
 
 if TYPE_CHECKING:
-    from mhsa_compile.tune import Report, Tuned
+    from mhsa_compile.tuning import Report, Tuned
 
 COLOURS = (OURS, "#d9622b", "#4f8a4b", "#8a63ad", "#b8860b", "#3a9a9a", "#8c8c8c")
 SLOWEST = 3.0

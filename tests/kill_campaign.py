@@ -154,7 +154,8 @@ def tuning(kills: int, seed: int, folder: Path) -> Tuned:
 
     from mhsa_compile import AttentionSpec, pipeline, search, sessions
     from mhsa_compile.profile import detect
-    from mhsa_compile.tune import Request, tune
+    from mhsa_compile.tune import tune
+    from mhsa_compile.tuning import Request
 
     tempfile.tempdir = str(folder)  # what the killed leave there goes with it
     search.FIRST = search.LAST = 0.05  # seconds: how fast it is is not looked at, and more runs come to their end

@@ -19,7 +19,8 @@ from mhsa_compile.profile import detect, load_profile
 from mhsa_compile.sampler import STARTUP
 from mhsa_compile.search import BATCH, PATIENCE
 from mhsa_compile.spaces import Point, Space
-from mhsa_compile.tune import Report, Request, subjects_of, tune
+from mhsa_compile.tune import tune
+from mhsa_compile.tuning import Report, Request, subjects_of
 
 PROFILE = detect()
 OP = measured.OP

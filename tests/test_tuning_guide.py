@@ -86,8 +86,6 @@ def test_the_guide_leads_from_an_unseen_machine_to_records(newcomer: Path) -> No
 
 @pytest.mark.parametrize("words", commands("console"), ids=shlex.join)
 def test_commands_for_other_machines_have_these_options(words: list[str]) -> None:
-    if {"bundle", "--results"} & set(words):
-        pytest.skip("tune does not write bundles yet")
     shown = CliRunner().invoke(app, [words[1], "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     assert all(re.search(rf"(?<![\w-]){word}\b", shown.stdout) for word in words if word.startswith("-"))

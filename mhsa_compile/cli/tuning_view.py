@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mhsa_compile.gain import Gain
     from mhsa_compile.leftovers import Task
     from mhsa_compile.meta import Tuned as TunedRest
-    from mhsa_compile.tune import Report, State, Tuned
+    from mhsa_compile.tune import State
+    from mhsa_compile.tuning import Report, Tuned
 
 Watch = Callable[[list["State"], float | None], None]
 

@@ -1,0 +1,184 @@
+"""Tuning through a bundle, for a device without a network: what goes there, and what its results mean.
+
+Nothing is known of the device before its results are here, and nothing can be asked of it again. So a bundle holds, for
+each operation, the default twice (which shows the noise), the best of earlier bundles, first guesses, and the sampler's
+draws; a second bundle goes on from what the first one found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from mhsa_compile import bundles, exercises, installation, record_files, results, tuning
+from mhsa_compile.bundles import Order, Task
+from mhsa_compile.errors import BuildError, BundleError
+from mhsa_compile.guesses import first_guesses
+from mhsa_compile.jobs import Candidate, Failure, Outcome, Timing
+from mhsa_compile.kernels.operations import Op
+from mhsa_compile.profile import TargetProfile
+from mhsa_compile.records import isa_of
+from mhsa_compile.results import Measured, Results
+from mhsa_compile.sampler import found_in, plain, point_of
+from mhsa_compile.search import FINALISTS, Result, chosen, noise_of
+from mhsa_compile.spaces import Point, Space
+from mhsa_compile.studies import Study, digest
+from mhsa_compile.study_storage import open_storage
+from mhsa_compile.tune import built
+from mhsa_compile.tuning import Report, Request, Subject, Tuned, subjects_of
+
+CANDIDATES = 64
+"""Of each operation, unless `trials` says otherwise."""
+SECONDS = 0.2
+"""Of timing for each of them: longer than in a search, which measures its best again."""
+
+
+def pack(
+    ops: Mapping[str, Op],
+    profile: TargetProfile,
+    threads: int,
+    target: str,
+    request: Request,
+    path: Path,
+    tell: Callable[[str], None] = lambda what: None,
+) -> int:
+    """Writes a bundle, and returns how many candidates it holds. `target` is a name for people; `tell` is told what is
+    being built. Raises OutputError and what `tune` raises."""
+    subjects = subjects_of(ops, request.sizes)
+    source = tuning.source_digest(subjects)
+    storage = open_storage(request.storage)
+    order = Order(study=_word(source, request), target=target, isa=isa_of(profile), threads=threads, seconds=SECONDS)
+    count = 0
+    with bundles.create(path, order) as add:
+        for subject in subjects:
+            tell(f"build {subject.kind} {subject.sizes}")
+            space = Space.of(subject.op, profile)
+            with _study(storage, subject, space, profile, threads, request, source) as study:
+                candidates = _candidates(space, _points(study, request))
+            labels = tuple(_label(point) for point in candidates)
+            job = exercises.job_of(subject.op, request.sizes, request.seed)
+            add(Task(_place(subject), job, (built(space, space.default), *candidates.values()), (labels[0], *labels)))
+            count += len(candidates)
+    return count
+
+
+def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path: Path) -> Report:
+    """What the results of a bundle say: told to the studies, and the best written as records.
+
+    Raises BundleError for results of another source, target or study, and what `tune` raises.
+    """
+    began, found = monotonic(), results.read(path)
+    subjects = subjects_of(ops, request.sizes)
+    source = tuning.source_digest(subjects)
+    _check(found, path, _word(source, request), profile)
+    storage = open_storage(request.storage)
+    report = []
+    for subject in subjects:
+        space = Space.of(subject.op, profile)
+        with _study(storage, subject, space, profile, found.order.threads, request, source) as study:
+            own = [measured for measured in found.measured if measured.task == _place(subject)]
+            report.append(_unpacked(subject, study, own, profile, found, request))
+    return Report(tuple(report), monotonic() - began)
+
+
+def _word(source: str, request: Request) -> str:
+    """By which a bundle's results are known again."""
+    return f"{request.study or 'mhsa'}:{source[:20]}"
+
+
+def _place(subject: Subject) -> str:
+    sizes = " ".join(f"{name}={size}" for name, size in subject.sizes.items())
+    return f"{subject.kind} {sizes} ({digest(subject.key)[:8]})"
+
+
+def _label(point: Point) -> str:
+    return msgspec.json.encode(plain(point)).decode()
+
+
+def _study(
+    storage: Any, subject: Subject, space: Space, profile: TargetProfile, threads: int, request: Request, source: str
+) -> Study:
+    identity = tuning.identity_of(subject, profile, threads, None, request.study, source)
+    return Study(storage, identity, space, seed=request.seed)
+
+
+def _points(study: Study, request: Request) -> list[Point]:
+    """The default first."""
+    space, best = study.space, [point for _, point in found_in(study.trials())][:FINALISTS]
+    known = {trial.point for trial in study.trials()}
+    guesses = [point for point in first_guesses(space, request.known) if point not in known]
+    first = list(dict.fromkeys([space.default, *best, *guesses]))
+    more = max(0, (request.trials or CANDIDATES) - len(first))
+    return list(dict.fromkeys([*first, *study.proposals(more)]))
+
+
+def _candidates(space: Space, points: list[Point]) -> dict[Point, Candidate]:
+    """Those that can be built."""
+    candidates = {}
+    for point in points:
+        try:
+            candidates[point] = built(space, point)
+        except BuildError:
+            if point == space.default:
+                raise
+    return candidates
+
+
+def _check(found: Results, path: Path, word: str, profile: TargetProfile) -> None:
+    """Raises BundleError for results of something else."""
+    what = f"results {str(path)!r}"
+    if found.order.study != word:
+        hint = "Give the same source, sizes and --study as for the bundle."
+        raise BundleError(what, f"those of this source, {word}", f"those of {found.order.study}", hint)
+    if found.order.isa != isa_of(profile):
+        hint = "Give the same --target as for the bundle."
+        raise BundleError(what, "those of this target", f"those of {found.order.target}, of another kind", hint)
+    if not found.measured:
+        raise BundleError(what, "some that were measured", "none", "Let `mhsa measure` run for longer.")
+
+
+def _unpacked(
+    subject: Subject, study: Study, own: list[Measured], profile: TargetProfile, found: Results, request: Request
+) -> Tuned:
+    space = study.space
+    pairs = {point_of(msgspec.json.decode(measured.label)): measured for measured in own}
+    for point, measured in pairs.items():
+        if isinstance(measured.incumbent, Timing):
+            study.add(point, measured.outcome, measured.incumbent)
+    default = pairs.get(space.default)
+    if default is None or (both := _both(default)) is None:
+        why = "it was not measured" if default is None else _why(default.outcome)
+        return tuning.untuned(subject, space, study.name, f"the default config: {why}")
+    result = _best(space, *both, pairs, study)
+    versions = installation.versions()
+    record = tuning.record_of(subject, result, profile, found.order.threads, found.device, versions)
+    record_files.append(request.records, record)
+    return tuning.tuned(subject, space, study.name, result)
+
+
+def _both(measured: Measured) -> tuple[Timing, Timing] | None:
+    """(the incumbent, the candidate), if both ran."""
+    incumbent, outcome = measured.incumbent, measured.outcome
+    return (incumbent, outcome) if isinstance(incumbent, Timing) and isinstance(outcome, Timing) else None
+
+
+def _why(outcome: Outcome) -> str:
+    return outcome.reason if isinstance(outcome, Failure) else "the one beside it failed"
+
+
+def _best(space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, Measured], study: Study) -> Result:
+    """Each was measured beside a default of its own, so each is judged by that."""
+    noise = noise_of(incumbent, again)
+    point, best = chosen(space.default, incumbent, {}, noise)
+    found = best[point]
+    for candidate, measured in pairs.items():
+        both = _both(measured)
+        if both is not None:
+            faster, its = chosen(space.default, both[0], {candidate: both[1]}, noise)
+            if its[faster].score < found.score:
+                point, found = faster, its[faster]
+    return Result(point, found, noise, tuple(study.trials()), "results")
