@@ -44,7 +44,7 @@ def lower(module: Any, profile: TargetProfile, shelf: Shelf) -> Lowered:
     lowered, lanes, reports = _legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
-            tuned = _tuned(variable.name_hint, function, shelf)
+            tuned = _tuned(str(variable.name_hint), function, shelf)
             reports += [tuned[1]] if tuned else []
             made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
             lowered.update_func(variable, made)
@@ -54,7 +54,7 @@ def lower(module: Any, profile: TargetProfile, shelf: Shelf) -> Lowered:
 def primitives(module: Any, profile: TargetProfile, *, arithmetic: bool = True) -> dict[str, Function]:
     """The PrimFuncs of what no kernel claims, not scheduled; without `arithmetic` as TVM alone would write them."""
     lowered = _legalized(module, profile, _LEGALIZED if arithmetic else {})
-    return {v.name_hint: f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
+    return {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
 
 
 def _legalized(module: Any, profile: TargetProfile, legalized: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from records_made import made
 from tvm import relax, te
 
 from mhsa_compile import leftovers, meta, rest, sessions, traces
+from mhsa_compile.artifact import OpReport
 from mhsa_compile.build import pass_context
 from mhsa_compile.jobs import WRONG
 from mhsa_compile.profile import TargetProfile, load_profile
@@ -67,6 +68,7 @@ def test_a_search_makes_a_record_that_compiles(tuned: meta.Tuned, profile: Targe
     (row,) = lowered.reports
     assert (row.source, row.kernel, row.op) == ("record", "tvm", "tvm")
     assert "times as fast as the default" in row.tuning
+    assert msgspec.json.decode(msgspec.json.encode(row), type=OpReport) == row
     job = leftovers.job_of(tuned.task, seed=7)
     assert job.error_share(run(lowered.module, *job.inputs)) <= 1
 
