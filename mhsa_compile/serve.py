@@ -86,7 +86,8 @@ def require_tracker(tracker: Address) -> None:
     from tvm.rpc import base
 
     place = f"tracker {tracker[0]}:{tracker[1]}"
-    hint = f"Start it there: python -m tvm.exec.rpc_tracker --host {tracker[0]} --port {tracker[1]}"
+    ports = f"--port {tracker[1]} --port-end {tracker[1] + 1}"  # its own end is 9199, whatever the port
+    hint = f"Start it there: python -m tvm.exec.rpc_tracker --host {tracker[0]} {ports}"
     try:
         with socket.create_connection(tracker, timeout=ANSWER) as found:
             found.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
