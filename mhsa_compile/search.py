@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from time import monotonic
+from time import monotonic, sleep
 
 from mhsa_compile.errors import BuildError, DeviceError
 from mhsa_compile.jobs import BUILD, LOST, Candidate, Failure, Job, Outcome, Timing
@@ -36,6 +36,8 @@ FIRST, LAST = 0.2, 0.4
 """Seconds of timing for each candidate of the first measurement, of the noise, and of the last, of the best."""
 FINALISTS = 3
 PATIENCE = 40
+ELSEWHERE = 0.5
+"""Seconds until others are looked after again, who measure the last that is left."""
 MOST_LOST = 3
 """Measurements in a row that a device may lose."""
 
@@ -125,12 +127,17 @@ class Search:
                 _required(Failure(LOST, f"{lost} times in a row"))
 
     def sweep(self, end: float = float("inf")) -> str:
-        """Measures everything that is left."""
-        while (left := self.study.left()) and self.clock() < end:
+        """Measures everything that is left, also what other processes are at and do not come through with."""
+        while (left := self.study.left()) or not self.study.is_settled():
+            if self.clock() >= end:
+                return "time"
             self.study.guess(left[:BATCH])
-            self._measure(self._drawn(BATCH))
+            if drawn := self._drawn(BATCH):
+                self._measure(drawn)
+            else:
+                sleep(ELSEWHERE)
             self._report(self.study.trials())
-        return "time" if left else "swept"
+        return "swept"
 
     def confirm(self, stopped: str, before: Sequence[Trial] | None = None) -> Result:
         """Measures the best against the default, longer. With `before`, the trials before a sweep, also the best of

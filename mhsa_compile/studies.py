@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -26,7 +27,7 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.jobs import LOST, Failure, Outcome, Timing
 from mhsa_compile.sampler import CONFIG, Found, Sampler, Trial, found_in, plain, point_of
 from mhsa_compile.spaces import Point, Space
-from mhsa_compile.study_storage import Heart, named, quiet
+from mhsa_compile.study_storage import Heart, begin_beats, named, quiet
 
 _FOUND, _FAILED = "found", "failed"  # a trial's attributes, beside its config
 _ABOUT, _SOURCE = "about", "source"  # a study's
@@ -66,6 +67,7 @@ class Study:
         import optuna
 
         self.space = space
+        self._backend = storage
         self._url = str(storage.url)
         self._random = random.Random(seed)
         self._open: dict[int, int] = {}  # of draws that were not told: number -> id
@@ -122,6 +124,7 @@ class Study:
         from optuna.storages import fail_stale_trials
 
         with named(self._url), quiet():
+            begin_beats(self._backend, self._id)
             fail_stale_trials(self._study)
             while True:
                 trials = self._all()
@@ -141,6 +144,11 @@ class Study:
         while len(proposed) < count and (point := self._proposed(done, known | proposed.keys())) is not None:
             proposed[point] = None
         return list(proposed)
+
+    def is_settled(self) -> bool:
+        """Whether nothing waits or runs, here or elsewhere."""
+        with named(self._url):
+            return all(trial.state.is_finished() for trial in self._all())
 
     def left(self) -> list[Point]:
         """What was not drawn yet, in the space's order."""
@@ -220,10 +228,13 @@ class Study:
         return Drawn(number, point)
 
     def _finish(self, number: int, score: float | None = None) -> None:
+        """Nothing, where it was taken from this process, which was thought to be dead."""
+        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         state = TrialState.FAIL if score is None else None
-        self._study.tell(number, score, state=state, skip_if_finished=True)
+        with suppress(UpdateFinishedTrialError):
+            self._study.tell(number, score, state=state, skip_if_finished=True)
 
 
 def _said(outcome: Outcome, found: Found | None) -> tuple[str, Any]:
