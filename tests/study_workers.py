@@ -83,7 +83,7 @@ def die(log: Path) -> None:
 
 
 def main(*arguments: str) -> int:
-    study_storage.BEAT, study_storage.GRACE = 1, 2
+    study_storage.BEAT, study_storage.GRACE = 1, 5
     choices, children = space(), {}
     for folder, url in zip(arguments[::2], arguments[1::2], strict=True):
         for number, role in enumerate(ROLES):

@@ -41,7 +41,8 @@ def test_no_trial_is_lost_or_doubled(database: str, request: pytest.FixtureReque
     if database == POSTGRES:
         postgres.require()
     folder, url = request.getfixturevalue("finished")[database]
-    drawn = {role: [line.split(" ", 1) for line in (folder / role).open()] for role in study_workers.ROLES}
+    written = {role: (folder / role).read_text().splitlines() for role in study_workers.ROLES}
+    drawn = {role: [line.split(" ", 1) for line in lines] for role, lines in written.items()}
     numbers = [int(number) for lines in drawn.values() for number, _ in lines]
     assert len(set(numbers)) == len(numbers)
 
