@@ -89,6 +89,7 @@ def tune(
     profile = load_profile(target)
     file = records or profile.own_records()
     sources.require_compiler()
+    _read(storage or _database(file), results)
     settings = Settings(
         profile, file, storage or _database(file), study, threads, seconds, trials, seed, exhaustive
     )  # fmt: skip
@@ -138,6 +139,18 @@ def _check(on: str, out: Path | None, results: Path | None, plot: Path | None) -
         raise InputError("-o", "it with --on bundle", f"--on {on}", "Records go to --records.")
     if plot is not None:
         drawing.check_path(plot)
+
+
+def _read(storage: str, results: Path | None) -> None:
+    """What is given is looked at before the seconds that importing PyTorch and a source take. Raises InputError,
+    OutputError, BundleError and InstallationError."""
+    from mhsa_compile.study_storage import open_storage
+
+    if results is not None:
+        from mhsa_compile.results import read
+
+        read(results)
+    open_storage(storage)
 
 
 def _peers(against: str) -> tuple[str, ...]:

@@ -1,0 +1,75 @@
+"""Where one attention kernel overtakes the other: one pass over the keys for few queries (`cpu.decode`), or tiles of
+queries (`cpu.attention`), at 1 to 8 queries and several numbers of keys, both at their default configs.
+
+    python benchmarks/crossover.py --threads 1 --picture build/crossover.svg --json build/crossover.json
+
+Both are measured in turns by the same session as in `mhsa tune`, which chooses between them by what it finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from mhsa_compile import exercises, sessions, tuning_plots
+from mhsa_compile.jobs import Timing
+from mhsa_compile.kernels.cpu.decode import MOST_QUERIES
+from mhsa_compile.kernels.operations import AttentionOp, Placement
+from mhsa_compile.profile import detect
+from mhsa_compile.spaces import Space
+
+NAMES = ("cpu.decode", "cpu.attention")
+HEADS, KEY_HEADS, WIDTH = 16, 4, 128
+"""Of the workloads of the group decode."""
+
+
+def operation(L: int, S: int) -> AttentionOp:
+    places = [Placement(buffer, "heads", 0) for buffer in range(4)]
+    return AttentionOp(1, L, S, HEADS, KEY_HEADS, WIDTH, WIDTH, WIDTH**-0.5, None, None, *places)
+
+
+def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float | None:
+    """Time of the second kernel by that of the first, or None where one of them does not take the operation, or fails."""
+    profile = detect()
+    kernels = Space.of(op, profile).kernels
+    if not set(NAMES) <= kernels.keys():
+        return None
+    configs = {name: kernels[name].default(op, profile) for name in NAMES}
+    candidates = [exercises.candidate_of(op, kernels[name], configs[name], profile) for name in NAMES]
+    one, other = session.measure(exercises.job_of(op, {}), candidates, seconds)
+    if not isinstance(one, Timing) or not isinstance(other, Timing):
+        raise RuntimeError(
+            f"{op.q_length} queries, {op.kv_length} keys: {one if not isinstance(one, Timing) else other}"
+        )
+    return median(b / a for a, b in zip(one.samples_us, other.samples_us, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, nargs="+", default=[128, 512, 2048, 8192])
+    parser.add_argument("--queries", type=int, nargs="+", default=list(range(1, MOST_QUERIES + 1)))
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of timing for each kernel at each size")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args(arguments)
+    found: dict[int, dict[int, float]] = {}
+    with sessions.local(given.threads) as session:
+        for S in given.keys:
+            for L in given.queries:
+                if (found_ratio := ratio(session, operation(L, S), given.seconds)) is not None:
+                    found.setdefault(S, {})[L] = found_ratio
+                    print(f"S={S:5} L={L}: {NAMES[1]} takes {found_ratio:.2f} times as long as {NAMES[0]}", flush=True)
+        title = f"{HEADS} heads of {WIDTH}, {KEY_HEADS} of keys: float32, {session.threads} threads"
+    if given.json is not None:
+        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    if given.picture is not None:
+        tuning_plots.crossover(found, given.picture, NAMES, title)
+
+
+if __name__ == "__main__":
+    main()
