@@ -33,7 +33,7 @@ def operation(L: int, S: int) -> AttentionOp:
 
 
 def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float | None:
-    """Time of the second kernel by that of the first, or None where one of them does not take the operation, or fails."""
+    """Time of the second kernel by that of the first, or None where one does not take the operation, or fails."""
     profile = detect()
     kernels = Space.of(op, profile).kernels
     if not set(NAMES) <= kernels.keys():

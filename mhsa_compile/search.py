@@ -34,7 +34,7 @@ SECONDS = 0.08
 """Of timing for each candidate of a batch."""
 FIRST, LAST = 0.2, 0.4
 """Seconds of timing for each candidate of the first measurement, of the noise, and of the last, of the best."""
-FINALISTS = 3
+FINALISTS = 4
 PATIENCE = 40
 ELSEWHERE = 0.5
 """Seconds until others are looked after again, who measure the last that is left."""
