@@ -118,10 +118,14 @@ class Search:
                 return "trials"
             if self._is_exhausted(done):
                 return "no gain beyond the noise"
-            wanted = BATCH if trials is None else min(BATCH, trials - len(done))
+            others = 0 if trials is None else self.study.running_elsewhere()
+            wanted = BATCH if trials is None else min(BATCH, trials - len(done) - others)
             drawn = self._drawn(wanted)
-            if not drawn:
+            if not drawn and wanted > 0 and self.study.is_settled():
                 return "nothing left"
+            if not drawn:
+                sleep(ELSEWHERE)  # others are at the last ones, or died over them
+                continue
             lost = lost + 1 if self._measure(drawn) else 0
             if lost >= MOST_LOST:
                 _required(Failure(LOST, f"{lost} times in a row"))

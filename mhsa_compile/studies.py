@@ -121,11 +121,8 @@ class Study:
 
     def ask(self) -> Drawn | None:
         """What to measure next; None where everything was measured, or somebody is at it."""
-        from optuna.storages import fail_stale_trials
-
         with named(self._url), quiet():
-            begin_beats(self._backend, self._id)
-            fail_stale_trials(self._study)
+            self._take_from_the_dead()
             while True:
                 trials = self._all()
                 waits = any(trial.state.name == "WAITING" for trial in trials)
@@ -145,10 +142,24 @@ class Study:
             proposed[point] = None
         return list(proposed)
 
+    def _take_from_the_dead(self) -> None:
+        """What they were at waits again."""
+        from optuna.storages import fail_stale_trials
+
+        begin_beats(self._backend, self._id)
+        fail_stale_trials(self._study)
+
     def is_settled(self) -> bool:
         """Whether nothing waits or runs, here or elsewhere."""
         with named(self._url):
             return all(trial.state.is_finished() for trial in self._all())
+
+    def running_elsewhere(self) -> int:
+        """How many trials other living processes are at."""
+        with named(self._url), quiet():
+            self._take_from_the_dead()
+            running = {trial.number for trial in self._all() if trial.state.name == "RUNNING"}
+        return len(running - self._open.keys())
 
     def left(self) -> list[Point]:
         """What was not drawn yet, in the space's order."""
