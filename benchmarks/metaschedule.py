@@ -44,8 +44,6 @@ from mhsa_compile.workloads import Workload, choose
 
 BATCH = 64
 """Candidates that MetaSchedule measures at once, its own default; fewer where there is little time."""
-PATIENCE = 180.0
-"""Seconds for a build: its worker imports TVM's intrinsics first, which takes 20 s of CPU time."""
 DEFAULT, TUNED, META, UNTOUCHED = "ours, default", "ours, tuned", "MetaSchedule", "TVM untouched"
 
 
@@ -155,6 +153,14 @@ class _Deadline(meta_schedule.measure_callback.PyMeasureCallback):
             raise TimeoutError("the time for tuning is over")  # which TVM makes a RuntimeError of
 
 
+def build_alone(module: Any, target: Any, _: Any) -> Any:
+    """MetaSchedule's own build, but for an import of all intrinsics, which would cost each batch 20 s of CPU time."""
+    from tvm.driver import build
+    from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
+
+    return build(RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module), target=target)
+
+
 def tuned_by_metaschedule(
     block: tvm.IRModule, target: Any, options: argparse.Namespace, console: Console
 ) -> tuple[int, Callable[[np.ndarray], np.ndarray]]:
@@ -172,7 +178,7 @@ def tuned_by_metaschedule(
                 block, {}, target, folder,
                 max_trials_global=1 << 20,
                 num_trials_per_iter=int(min(BATCH, max(4, options.seconds // 10))),
-                builder=meta_schedule.builder.LocalBuilder(timeout_sec=PATIENCE),
+                builder=meta_schedule.builder.LocalBuilder(f_build=build_alone),
                 database=database,
                 cost_model="xgb" if find_spec("xgboost") else "random",
                 measure_callbacks=callbacks,
