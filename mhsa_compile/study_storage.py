@@ -173,6 +173,7 @@ class Heart:
 
     def _beat(self) -> None:
         import sqlalchemy.exc
+        from optuna.exceptions import StorageInternalError
 
         while not self._stopped.wait(BEAT):
             with self._lock:
@@ -180,5 +181,5 @@ class Heart:
             for trial_id in trials:
                 try:
                     self._storage.record_heartbeat(trial_id)
-                except sqlalchemy.exc.SQLAlchemyError:
+                except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError):
                     continue  # whoever needs the database says that it is gone

@@ -8,15 +8,17 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic, sleep
 
 import optuna
 import postgres
 import pytest
 import study_workers
 
+from mhsa_compile import study_storage
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.jobs import LOST
-from mhsa_compile.study_storage import open_storage
+from mhsa_compile.studies import Study
 
 SQLITE, POSTGRES = "sqlite", "postgresql"
 
@@ -46,7 +48,7 @@ def test_no_trial_is_lost_or_doubled(database: str, request: pytest.FixtureReque
     numbers = [int(number) for lines in drawn.values() for number, _ in lines]
     assert len(set(numbers)) == len(numbers)
 
-    storage = open_storage(url)
+    storage = study_storage.open_storage(url)
     trials = optuna.load_study(study_name=study_workers.STUDY, storage=storage).get_trials()
     storage.engine.dispose()
     assert all(trial.state.is_finished() for trial in trials)
@@ -66,8 +68,29 @@ def config_of(trial: optuna.trial.FrozenTrial) -> str:
     return " ".join((said["kernel"], *(f"{knob}={value}" for knob, value in said["knobs"])))
 
 
+def test_signs_of_life_outlast_a_database_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what is measured meanwhile would be taken for dead, once it is back."""
+    monkeypatch.setattr(study_storage, "BEAT", 0.01)
+    storage = study_storage.open_storage(f"sqlite:///{tmp_path / 'studies.db'}")
+    with Study(storage, study_workers.IDENTITY, study_workers.space()) as study:
+        assert study.ask()
+        beats = []
+
+        def record(trial_id: int) -> None:
+            beats.append(trial_id)
+            if len(beats) < 3:
+                raise optuna.exceptions.StorageInternalError("away")
+
+        monkeypatch.setattr(storage, "record_heartbeat", record)
+        end = monotonic() + 10
+        while len(beats) < 4 and monotonic() < end:
+            sleep(0.01)
+        assert len(beats) >= 4
+    storage.engine.dispose()
+
+
 def test_a_database_without_its_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(InstallationError, match=r"psycopg on this machine.* pip install psycopg\[binary\]") as caught:
-        open_storage("postgresql+psycopg://me:secret@127.0.0.1:9/none")
+        study_storage.open_storage("postgresql+psycopg://me:secret@127.0.0.1:9/none")
     assert "secret" not in str(caught.value)
