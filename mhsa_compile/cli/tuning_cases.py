@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mhsa_compile.serve import Address
 
 LOCAL, TRACKER, BUNDLE = "local", "tracker", "bundle"
-_DEFAULT_DIMS = {"B": 1, "L": 128}  # S is L unless given
+_DEFAULT_DIMS = {"B": 1, "L": 128, "C": 1024}  # S is L unless given
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,13 @@ def _default(
 ) -> tuple[Artifact, dict[str, float]]:
     """The artifact without records, and how its peers compare."""
     from mhsa_compile.bench import bench
+    from mhsa_compile.gain import returns_y_alone
     from mhsa_compile.pipeline import compile
 
     with output.stages() as stage:
         stage(f"compile {case.name}")
         artifact = compile(case.source, profile, dims=case.dims, weights=case.weights, records=())
-        if not peers:
+        if not peers or not returns_y_alone(artifact):  # which is all that peers return
             return artifact, {}
         stage(f"time {', '.join(peers)}")
         dims = _open(artifact, case.sizes)
