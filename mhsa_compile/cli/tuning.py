@@ -76,9 +76,9 @@ def tune(
 ) -> None:
     """Find the fastest config of each operation on a device, and write it down: `mhsa compile` reads that.
 
-    Dims that are not given stay symbolic, and are measured at B = 1, L = 128, S = L, C = 1024. What was measured is kept
-    in the studies' database: the same command goes on where it ended, also after a kill. Exit code 1 where the tuned
-    artifact is over its error budget.
+    Dims that are not given stay symbolic, and are measured at B = 1, L = 128, S = L, C = 1024. What was measured is
+    kept in the studies' database: the same command goes on where it ended, also after a kill. Exit code 1 where the
+    tuned artifact is over its error budget.
     """
     source, tracker = split(arguments or [], on)
     _check(on, out, results, plot)
