@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
@@ -26,11 +25,11 @@ from typing import Any
 import msgspec
 import tvm
 
-from mhsa_compile import __version__, record_files, rest, traces
+from mhsa_compile import installation, record_files, rest, traces
 from mhsa_compile.jobs import BUILD, Candidate, Job, Timing
 from mhsa_compile.leftovers import Task, candidate_of, job_of
 from mhsa_compile.profile import TargetProfile
-from mhsa_compile.records import Record, isa_of
+from mhsa_compile.records import Record, as_kept, isa_of
 from mhsa_compile.sampler import Found
 from mhsa_compile.search import BATCH, LAST, SECONDS, noise_of
 from mhsa_compile.sessions import Session
@@ -170,8 +169,8 @@ def _record(task: Task, found: Found, trace: str, profile: TargetProfile, sessio
         error_share=found.error_share,
         threads=session.threads,
         isa=isa_of(profile),
-        device=session.device,
-        versions={"mhsa-compile": __version__, "apache-tvm": version("apache-tvm")},
+        device=as_kept(session.device),
+        versions=installation.versions(),
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         trace=trace,
     )

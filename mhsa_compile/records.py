@@ -84,6 +84,12 @@ def isa_of(profile: TargetProfile) -> Isa:
     )
 
 
+def as_kept(device: Device) -> Device:
+    """A device without its list of features, long and apt to change with the system's kernel: a record's `isa` says
+    which of them its code may use."""
+    return msgspec.structs.replace(device, features=())
+
+
 def misfit(record: Record, profile: TargetProfile) -> str | None:
     """Why a record must not be used for a target, or None."""
     own, isa = isa_of(profile), record.isa

@@ -18,7 +18,7 @@ from mhsa_compile.jobs import Device
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.op_keys import key_of, kind_of, sized
 from mhsa_compile.profile import TargetProfile
-from mhsa_compile.records import Record, isa_of
+from mhsa_compile.records import Record, as_kept, isa_of
 from mhsa_compile.sampler import Found, Trial
 from mhsa_compile.search import Result
 from mhsa_compile.spaces import Space
@@ -189,7 +189,7 @@ def record_of(
         error_share=best.error_share,
         threads=threads,
         isa=isa_of(profile),
-        device=device,
+        device=as_kept(device),
         versions=versions,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
