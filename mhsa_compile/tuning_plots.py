@@ -32,7 +32,8 @@ def searches(reports: Mapping[str, Report], path: Path) -> None:
         )  # fmt: skip
         lowest = min((min(_best_so_far(op)) for _, op in ops), default=1.0)
         axes.set_ylim(min(0.8, lowest * 0.93), SLOWEST * 1.35)
-        ticks = [tick for tick in (0.125, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.5, 2, 3) if tick >= lowest * 0.93]
+        below = (0.125, 0.25, 0.5) if lowest < 0.5 else (0.5, 0.6, 0.7, 0.8, 0.9)
+        ticks = [tick for tick in (*below, 1, 1.5, 2, 3) if tick >= lowest * 0.93]
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_xlabel("trial")

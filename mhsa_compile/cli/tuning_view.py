@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mhsa_compile.bench_report import DISTURBED
 from mhsa_compile.cli import output
 
 if TYPE_CHECKING:
@@ -113,6 +114,10 @@ def show(name: str, report: Report, gain: Gain | None, peers: Mapping[str, float
     columns = ("operation", "sizes", "default µs>", "best µs>", "speedup>", "noise>", "config", "trials>", "failures")
     title = f"{name}: {report.trials} trials in {report.seconds:.0f} s, records in {records}"
     output.print_table(title, columns, map(_cells, report.ops))
+    if any(op.noise > DISTURBED for op in report.ops):
+        typer.echo(
+            "So much noise hides what there is to gain: something else was running. Tune again when it is quiet."
+        )
     for op in report.ops:
         if op.found_us is not None:
             typer.echo(
