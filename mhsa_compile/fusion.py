@@ -1,7 +1,7 @@
 """ONNX -> ONNX: finds what our kernels compute and writes it as one node each, of the domain `mhsa`.
 
-- A MatMul with a constant weight, and the Add of its bias, become a linear. Linears of one input whose outputs
-  only the nodes below read become one, side by side.
+- A MatMul with a constant weight, and the Add of its bias, become a linear; so does a Gemm, which has both. Linears of
+  one input whose outputs only the nodes below read become one, side by side.
 - An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
   the Reshape and Transpose around its 4-D form disappear.
 - The shape arithmetic that nobody needs any more disappears.
@@ -96,7 +96,8 @@ def _find_linears(graph: Graph) -> dict[str, Linear]:
     """Every projection with a constant weight, by the name of its output."""
     found = {}
     for node in graph.nodes:
-        linear = _matmul(graph, node) if node.op_type == "MatMul" else None
+        read = _FORMS.get(node.op_type)
+        linear = read(graph, node) if read is not None else None
         if linear is not None:
             found[linear.output] = linear
     return found
@@ -109,17 +110,9 @@ def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
     transpose = graph.producer(name, "Transpose")
     if transpose is not None and attributes(transpose).get("perm") == [1, 0]:
         name, transposed = transpose.input[0], False
-    weight = graph.shape(name) if name in graph.initializers else None
-    rank = len(graph.shape(x) or ())
-    if (
-        weight is None
-        or len(weight) != 2
-        or rank < 2
-        or graph.dtype(x) not in DTYPES
-        or graph.dtype(name) != graph.dtype(x)
-    ):
+    width = _width(graph, x, name, transposed)
+    if width is None:
         return None
-    width = int(weight[1 if transposed else 0] or 0)
     linear = Linear(x, name, None, transposed, width, node.output[0], [node])
     add = graph.only_consumer(node.output[0], "Add")
     if add is not None:
@@ -128,6 +121,33 @@ def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
             linear.bias, linear.output = bias, add.output[0]
             linear.nodes.append(add)
     return linear
+
+
+def _gemm(graph: Graph, node: onnx.NodeProto) -> Linear | None:
+    """x W + b of a constant W and b, neither scaled; x (rows, K)."""
+    stated = attributes(node)
+    if stated.get("transA", 0) or stated.get("alpha", 1.0) != 1 or stated.get("beta", 1.0) != 1:
+        return None
+    x, weight, *rest = node.input
+    transposed = not stated.get("transB", 0)
+    width = _width(graph, x, weight, transposed)
+    bias = rest[0] if rest and rest[0] else None
+    if width is None or (bias is not None and (bias not in graph.initializers or graph.shape(bias) != (width,))):
+        return None
+    return Linear(x, weight, bias, transposed, width, node.output[0], [node])
+
+
+_FORMS = {"MatMul": _matmul, "Gemm": _gemm}
+
+
+def _width(graph: Graph, x: str, weight: str, transposed: bool) -> int | None:
+    """How many features a constant matrix makes of rows x; None where that is no product of ours."""
+    shape = graph.shape(weight) if weight in graph.initializers else None
+    if shape is None or len(shape) != 2 or len(graph.shape(x) or ()) < 2:
+        return None
+    if graph.dtype(x) not in DTYPES or graph.dtype(weight) != graph.dtype(x):
+        return None
+    return int(shape[1 if transposed else 0] or 0)
 
 
 def _merge(graph: Graph, linears: dict[str, Linear], sites: list[Site]) -> None:

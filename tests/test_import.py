@@ -266,3 +266,35 @@ def test_linears(dtype: str) -> None:
 def test_eight_bits_need_a_linear() -> None:
     with pytest.raises(ModelError, match='weights: expected a model with a linear for "int8", got one without'):
         import_onnx(model(), int8_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "bias", "fused"),
+    [
+        ({}, (5,), True),
+        ({"transB": 1}, (5,), True),
+        ({"transB": 1}, None, True),
+        ({"alpha": 0.5}, (5,), False),
+        ({"transA": 1}, (5,), False),
+        ({}, (1, 5), False),
+    ],
+)
+def test_a_gemm_with_a_constant_weight_is_a_linear(attributes: dict[str, Any], bias: Any, fused: bool) -> None:
+    rng = np.random.default_rng(0)
+    shape = (5, 7) if attributes.get("transB") else (7, 5)
+    tensors = [numpy_helper.from_array(rng.random(shape, np.float32), "w")]
+    tensors += [] if bias is None else [numpy_helper.from_array(rng.random(bias, np.float32), "b")]
+    node = helper.make_node("Gemm", ["x", *(tensor.name for tensor in tensors)], ["y"], **attributes)
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
+        for name, dims in (("x", [7, 3] if attributes.get("transA") else ["N", 7]), ("y", [None, 5]))
+    )
+    graph = helper.make_graph([node], "g", [x], [y], tensors)
+    source = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    ops = list(import_onnx(source).ops.values())
+    if not fused:
+        assert ops == []
+        return
+    (op,) = ops
+    assert isinstance(op, LinearOp) and (op.in_features, op.widths) == (7, (5,))
+    assert (op.biased, op.transposed) == ((bias is not None,), ("transB" not in attributes,))
