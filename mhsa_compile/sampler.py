@@ -24,6 +24,13 @@ CONFIG = "config"
 _KERNEL = "kernel"
 
 
+def ratios(one: Timing, other: Timing) -> list[float]:
+    """Of their times, round by round; of the medians, where a company broke up and they shared no rounds."""
+    if len(one.samples_us) != len(other.samples_us):
+        return [median(one.samples_us) / median(other.samples_us)]
+    return [a / b for a, b in zip(one.samples_us, other.samples_us, strict=True)]
+
+
 class Found(msgspec.Struct, frozen=True):
     """What a trial measured: `score` is the median over the rounds of its time by the default's; the rest as in a
     record."""
@@ -36,9 +43,8 @@ class Found(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, timing: Timing, incumbent: Timing) -> Found:
-        pairs = zip(timing.samples_us, incumbent.samples_us, strict=True)
         return cls(
-            score=median(us / default_us for us, default_us in pairs),
+            score=median(ratios(timing, incumbent)),
             us=median(timing.samples_us),
             default_us=median(incumbent.samples_us),
             spread=spread(timing.samples_us) if len(timing.samples_us) > 1 else 0.0,

@@ -23,7 +23,7 @@ from time import monotonic, sleep
 
 from mhsa_compile.errors import BuildError, DeviceError
 from mhsa_compile.jobs import BUILD, LOST, Candidate, Failure, Job, Outcome, Timing
-from mhsa_compile.sampler import STARTUP, Found, Trial, found_in
+from mhsa_compile.sampler import STARTUP, Found, Trial, found_in, ratios
 from mhsa_compile.sessions import Session
 from mhsa_compile.spaces import Point, Space
 from mhsa_compile.studies import Drawn, Study
@@ -214,28 +214,24 @@ def chosen(
     clear = [default]
     for point, timing in timings.items():
         found[point] = Found.of(timing, incumbent)
-        if 1 - found[point].score > max(noise, _error(_ratios(timing, incumbent))):
+        if 1 - found[point].score > max(noise, _error(ratios(timing, incumbent))):
             clear.append(point)
     return min(clear, key=lambda point: found[point].score), found
 
 
 def noise_of(first: Timing, second: Timing) -> float:
     """The least difference that means something, as a share: from two measurements of one candidate in turns."""
-    ratios = _ratios(first, second)
-    return abs(median(ratios) - 1) + _error(ratios)
+    found = ratios(first, second)
+    return abs(median(found) - 1) + _error(found)
 
 
-def _ratios(one: Timing, other: Timing) -> list[float]:
-    return [a / b for a, b in zip(one.samples_us, other.samples_us, strict=True)]
-
-
-def _error(ratios: Sequence[float]) -> float:
+def _error(found: Sequence[float]) -> float:
     """Three standard errors of their median."""
-    if len(ratios) < 2:
+    if len(found) < 2:
         return 0.0
-    lower, _, upper = quantiles(ratios, n=4, method="inclusive")
+    lower, _, upper = quantiles(found, n=4, method="inclusive")
     # 1.25 standard deviations by the root of their number is a median's; the interquartile range is 1.35 of them.
-    return float(3 * 1.25 * (upper - lower) / 1.35 / len(ratios) ** 0.5)
+    return float(3 * 1.25 * (upper - lower) / 1.35 / len(found) ** 0.5)
 
 
 def failures_of(trials: Sequence[Trial]) -> dict[str, int]:

@@ -106,6 +106,10 @@ def test_the_score_is_by_rounds(storage, space: Space):
         study.tell(drawn, Timing(tuple(50 * r for r in rounds), 0.5), Timing(tuple(100 * r for r in rounds), 0.5))
         (trial,) = study.trials()
         assert trial.result.score == 0.5
+        again = study.ask()
+        assert again is not None
+        study.tell(again, Timing((50.0, 60.0, 70.0), 0.5), Timing((100.0, 80.0), 0.5))  # its company was broken up
+        assert study.trials()[-1].result.score == 60 / 90
 
 
 def test_two_workers_never_draw_the_same(storage, url: str, space: Space):
