@@ -1,4 +1,4 @@
-# make demo | test | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-models node-tests fuzz-operator fuzz-parity kill-tuning mask-pictures lint bench bench-all exp2-exhaustive wheel clean
+.PHONY: demo test test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -52,6 +52,9 @@ fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against f
 
 kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written, 200 while tuning: nothing is lost; 20 minutes
 	@$(BIN)/python tests/kill_campaign.py --kills 200 --tuning 200
+
+fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
+	@$(BIN)/python tests/fleet_campaign.py --json build/fleet.json
 
 mask-pictures: $(STAMP)  ## The pictures of docs/masks.md, again
 	@$(BIN)/python docs/mask_pictures.py
