@@ -152,7 +152,7 @@ _LEGALIZED = {
 
 def scheduled(function: Function, lanes: int) -> Function:
     """The function by the rules of this room, `lanes` to a vector; as it is where they do not know its form."""
-    if not function.attrs.get("s_tir", False):
+    if not function.attrs.get("s_tir", False) or not _is_tree_of_blocks(function):
         return function
     schedule = s_tir.Schedule(function)
     is_arithmetic = any(schedule.get(block).name_hint.startswith(_ARITHMETIC) for block in _blocks(schedule))
@@ -164,6 +164,12 @@ def scheduled(function: Function, lanes: int) -> Function:
             if rule(ruled, lanes):
                 return _in_parallel_if_large(ruled.mod["main"], size)
     return schedule.mod["main"]
+
+
+def _is_tree_of_blocks(function: Function) -> bool:
+    """Whether loops and blocks lie below a root, as in tensor expressions. TVM's CumSum is one block of plain code."""
+    body = function.body
+    return isinstance(body, s_tir.SBlockRealize) and str(body.block.name_hint) == "root"
 
 
 def _blocks(schedule: Schedule) -> list[Any]:
