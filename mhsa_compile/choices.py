@@ -9,7 +9,7 @@ from mhsa_compile.kernels.base import Kernel
 from mhsa_compile.kernels.operations import Op
 from mhsa_compile.op_keys import key_of, kind_of
 from mhsa_compile.profile import TargetProfile
-from mhsa_compile.records import Record, Shelf
+from mhsa_compile.records import Record, Shelf, is_of_default
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel], shelf: Shelf) 
         kernel = kernels.get(record.kernel)
         reason = f"no kernel {record.kernel} takes it" if kernel is None else kernel.unfit(op, profile, record.config)
         if kernel is not None and reason is None:
+            if is_of_default(record):  # of its own target: caches may give this one another
+                return Choice(willing[0], default, record, f"the default was the fastest there: {described(record)}")
             return Choice(kernel, dict(record.config), record, described(record))
         reasons.append(f"a record of {record.date} does not apply: {reason}")
     return Choice(willing[0], default, None, "; ".join(dict.fromkeys(reasons)))

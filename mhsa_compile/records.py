@@ -143,6 +143,11 @@ def identity(record: Record) -> bytes:
     return _ENCODER.encode((record.op, record.key, record.threads, record.isa, record.device))
 
 
+def is_of_default(record: Record) -> bool:
+    """Whether nothing was found that is faster than the default config."""
+    return record.median_us == record.default_us
+
+
 def share_of_default(record: Record) -> float:
     """Its time as a share of that of the default config: 0.8 is a fifth less."""
     return record.median_us / record.default_us

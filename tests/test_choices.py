@@ -100,6 +100,14 @@ def test_the_most_alike_device_comes_first():
     assert chosen(op, AVX512, emulated, other).record == other
 
 
+def test_where_the_default_was_the_fastest_it_is_this_targets_default():
+    op = linear()
+    config = {"rows": 2, "columns": 1, "block": 8, "depth": 16, "group": 2}
+    choice = chosen(op, AVX512, record(op, "cpu.linear", config, AVX512, default_us=10.0))
+    assert choice.config == chosen(op, AVX512).config != config
+    assert choice.record is not None and "the default was the fastest there" in choice.tuning
+
+
 def test_without_a_record_the_default_says_why():
     assert chosen(linear(), AVX512).tuning == "no record of this operation at these lengths"
 
