@@ -24,6 +24,8 @@ from mhsa_compile.timing import Call, interleave, spread, tasks, workers_apart
 from mhsa_compile.verify import random_inputs
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mhsa_compile.workloads import Workload
 
 INPUT_SETS = 4
@@ -104,15 +106,25 @@ def bench(
 
 def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
     """Its block or core, compiled for this machine at its sizes, or for any; weights are random."""
-    from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
     from mhsa_compile.pipeline import compile
 
+    return compile(module_of(workload), dims=None if symbolic else workload.dims)
+
+
+def module_of(workload: Workload) -> nn.Module:
+    """Its block or core in PyTorch; weights are random."""
+    from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
+
     module = MultiHeadAttention if workload.kind == "block" else ScaledDotProductAttention
-    return compile(module(workload.spec).eval(), dims=None if symbolic else workload.dims)
+    return module(workload.spec).eval()
+
+
+def returns_y_alone(artifact: Artifact) -> bool:
+    return bool((artifact.manifest.spec or {}).get("outputs", ["y"]) == ["y"])
 
 
 def _check_returns_y_alone(artifact: Artifact) -> None:
-    if (artifact.manifest.spec or {}).get("outputs", ["y"]) != ["y"]:
+    if not returns_y_alone(artifact):
         names = ", ".join(info.name for info in artifact.manifest.outputs)
         hint = "The others return nothing else: compile the same spec without outputs."
         raise InputError("artifact", "one that returns y alone", f"outputs {names}", hint)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,17 @@ def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
     target = tvm.target.Target(profile.tvm_config())
     with pass_context():
         executable = relax.build(scheduled.module, target, relax_pipeline=_pipeline())
-    executable.export_library(str(library), fcompile=linker(profile.link.triple))
+    executable.export_library(str(library), fcompile=_linker(profile.link.triple))
+
+
+def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
+    """PrimFuncs by name as a shared library of their own, without a VM. Raises BuildError with the linker's words."""
+    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
+    with pass_context(), tempfile.TemporaryDirectory(prefix="mhsa-") as folder:
+        compiled = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
+        path = Path(folder, "functions.so")
+        compiled.export_library(str(path), fcompile=_linker(profile.link.triple))
+        return path.read_bytes()
 
 
 def pass_context() -> Any:
@@ -63,7 +75,7 @@ def _order_shape_arithmetic(module: Any, _: Any) -> Any:
     return module
 
 
-def linker(triple: str) -> Any:
+def _linker(triple: str) -> Any:
     """`fcompile` of export_library: links object files into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:

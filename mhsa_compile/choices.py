@@ -40,18 +40,21 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel], shelf: Shelf) 
     default = willing[0].default(op, profile)
     if key is None:
         return Choice(willing[0], default, None, "nothing to tune")
-    records, refused = shelf.candidates(kind_of(op), key)
-    reasons = [refused] if refused else []
     kernels = {kernel.name: kernel for kernel in willing}
-    for record in records:
+
+    def use(record: Record) -> Kernel | str:
         kernel = kernels.get(record.kernel)
-        reason = f"no kernel {record.kernel} takes it" if kernel is None else kernel.unfit(op, profile, record.config)
-        if kernel is not None and reason is None:
-            if is_of_default(record):  # of its own target: caches may give this one another
-                return Choice(willing[0], default, record, f"the default was the fastest there: {described(record)}")
-            return Choice(kernel, dict(record.config), record, described(record))
-        reasons.append(f"a record of {record.date} does not apply: {reason}")
-    return Choice(willing[0], default, None, "; ".join(dict.fromkeys(reasons)))
+        if kernel is None:
+            return f"no kernel {record.kernel} takes it"
+        return kernel.unfit(op, profile, record.config) or kernel
+
+    found = shelf.first(kind_of(op), key, use)
+    if isinstance(found, str):
+        return Choice(willing[0], default, None, found)
+    record, kernel = found
+    if is_of_default(record):  # of its own target: caches may give this one another
+        return Choice(willing[0], default, record, f"the default was the fastest there: {described(record)}")
+    return Choice(kernel, dict(record.config), record, described(record))
 
 
 def described(record: Record) -> str:

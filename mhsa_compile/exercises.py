@@ -7,17 +7,14 @@ G key/value heads, E head dim, F value head dim.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
-import tvm
 from torch import Tensor
 
-from mhsa_compile.build import linker, pass_context
+from mhsa_compile import build
 from mhsa_compile.core import attend, to_numpy, to_torch
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.jobs import Array, Candidate, Job
@@ -61,14 +58,9 @@ def candidate_of(op: Op, kernel: Kernel, config: Config, profile: TargetProfile)
     """Emits, compiles and links one config. Raises BuildError."""
     try:
         emitted = kernel.emit(op, profile, config)
-        functions = {"run": emitted.run, "pack": emitted.pack}
-        stated = {name: f.with_attr("global_symbol", name) for name, f in functions.items() if f is not None}
-        with pass_context():
-            library = tvm.compile(tvm.IRModule(stated), target=tvm.target.Target(profile.tvm_config()))
-        with tempfile.TemporaryDirectory(prefix="mhsa-") as folder:
-            path = Path(folder, "candidate.so")
-            library.export_library(str(path), fcompile=linker(profile.link.triple))
-            return Candidate(path.read_bytes(), emitted.packed, emitted.constants)
+        packing = {} if emitted.pack is None else {"pack": emitted.pack}
+        code = build.library({"run": emitted.run, **packing}, profile)
+        return Candidate(code, emitted.packed, emitted.constants)
     except MhsaError:
         raise
     except Exception as error:  # whatever TVM's passes and LLVM trip over

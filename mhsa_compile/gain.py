@@ -8,15 +8,13 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
+from mhsa_compile.bench import INPUT_SETS, returns_y_alone
 from mhsa_compile.peers.base import Array, Arrays, Problem, to_list
 from mhsa_compile.timing import interleave, workers_apart
 from mhsa_compile.verify import random_inputs, verify
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
-
-SETS = 4
-"""Of inputs, through which calls go, so that none finds its own in the cache."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def gain(default: Artifact, tuned: Artifact, *, dims: Mapping[str, int], threads
     """Times both on the same random inputs, for `seconds` each."""
     from mhsa_compile.runtime import load
 
-    inputs = [random_inputs(tuned.manifest, dims, seed) for seed in range(SETS)]
+    inputs = [random_inputs(tuned.manifest, dims, seed) for seed in range(INPUT_SETS)]
     loaded = [load(artifact, threads=threads) for artifact in (default, tuned)]
     outputs = [to_list(attention(*inputs[0].values())) for attention in loaded]
     turns = [[partial(attention, *arrays.values()) for arrays in inputs] for attention in loaded]
@@ -48,10 +46,6 @@ def gain(default: Artifact, tuned: Artifact, *, dims: Mapping[str, int], threads
         error_share=_error_share(tuned, inputs[0], outputs[1]),
         rounds=len(tuned_times),
     )
-
-
-def returns_y_alone(artifact: Artifact) -> bool:
-    return bool((artifact.manifest.spec or {}).get("outputs", ["y"]) == ["y"])
 
 
 def _error_share(artifact: Artifact, inputs: Arrays, outputs: list[Array]) -> float:

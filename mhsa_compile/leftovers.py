@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
 
-from mhsa_compile import rest, traces
-from mhsa_compile.build import linker, pass_context
+from mhsa_compile import build, rest, traces
+from mhsa_compile.build import pass_context
 from mhsa_compile.jobs import Candidate, Job
 from mhsa_compile.parity import budget
 from mhsa_compile.profile import TargetProfile
@@ -111,9 +109,4 @@ def _evaluated(function: Function, inputs: list[Any], shape: tuple[int, ...], dt
 
 def candidate_of(function: Function, profile: TargetProfile) -> Candidate:
     """Compiles and links a scheduled function."""
-    with pass_context(), tempfile.TemporaryDirectory(prefix="mhsa-") as folder:
-        module = tvm.IRModule({"run": function.with_attr("global_symbol", "run")})
-        library = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
-        path = Path(folder, "candidate.so")
-        library.export_library(str(path), fcompile=linker(profile.link.triple))
-        return Candidate(path.read_bytes())
+    return Candidate(build.library({"run": function}, profile))

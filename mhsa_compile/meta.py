@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
@@ -29,10 +28,11 @@ from mhsa_compile import installation, record_files, rest, traces
 from mhsa_compile.jobs import BUILD, Candidate, Job, Timing
 from mhsa_compile.leftovers import Task, candidate_of, job_of
 from mhsa_compile.profile import TargetProfile
-from mhsa_compile.records import Record, as_kept, isa_of
+from mhsa_compile.records import Record
 from mhsa_compile.sampler import Found
 from mhsa_compile.search import BATCH, LAST, SECONDS, noise_of
 from mhsa_compile.sessions import Session
+from mhsa_compile.tuning import What, written
 
 SPACE = 1 << 20
 """Samples that MetaSchedule may draw: time or trials end a search before."""
@@ -102,7 +102,7 @@ def tune(
     best: tuple[float, str, Candidate] | None = None
     empty = 0
     while empty < REFUSED and monotonic() < end and (trials is None or tuned.trials < trials):
-        drawn = space.draw(min(BATCH, BATCH if trials is None else trials - tuned.trials))
+        drawn = space.draw(BATCH if trials is None else min(BATCH, trials - tuned.trials))
         built = _built(drawn, task, profile, tuned)
         empty = 0 if built else empty + 1
         if not built:
@@ -123,10 +123,13 @@ def _built(drawn: list[str], task: Task, profile: TargetProfile, tuned: Tuned) -
     built = []
     for trace in drawn:
         tuned.trials += 1
+        function = traces.applied(task.function, trace)
+        if isinstance(function, str):  # why the trace does not apply
+            tuned.failures[BUILD] += 1
+            continue
         try:
-            function = traces.applied(task.function, trace)
             built.append((trace, candidate_of(function, profile)))
-        except Exception:  # a trace that does not apply; whatever TVM's passes and LLVM trip over
+        except Exception:  # whatever TVM's passes and LLVM trip over
             tuned.failures[BUILD] += 1
     return built
 
@@ -152,28 +155,9 @@ def _confirmed(
     found = Found.of(outcomes[1], first)
     if found.score < 1 - tuned.noise:
         tuned.best_us = found.default_us * found.score
-        tuned.record = _record(tuned.task, found, best[1], profile, session)
+        what = What(traces.KIND, tuned.task.key, {}, traces.KIND, {}, best[1])
+        tuned.record = written(what, found, profile, session.threads, session.device, installation.versions())
     return tuned
-
-
-def _record(task: Task, found: Found, trace: str, profile: TargetProfile, session: Session) -> Record:
-    return Record(
-        op=traces.KIND,
-        key=task.key,
-        sizes={},
-        kernel=traces.KIND,
-        config={},
-        median_us=found.us,
-        spread=found.spread,
-        default_us=found.default_us,
-        error_share=found.error_share,
-        threads=session.threads,
-        isa=isa_of(profile),
-        device=as_kept(session.device),
-        versions=installation.versions(),
-        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        trace=trace,
-    )
 
 
 # ---- MetaSchedule

@@ -5,8 +5,8 @@ The schema, field by field: schedules/README.md. How they are kept: `record_file
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from mhsa_compile import installation
 from mhsa_compile.jobs import Device
 from mhsa_compile.profile import TargetProfile
 
+T = TypeVar("T")
 FORMAT = 1
 STEADY = 0.05
 """The largest spread of a record that is shipped: a machine that is quieter than this tells the choices apart."""
@@ -175,6 +176,18 @@ class Shelf:
         fitting = [record for record, reason in zip(found, reasons, strict=True) if reason is None]
         refused = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
         return sorted(fitting, key=self._distance), refused
+
+    def first(self, op: str, key: dict[str, Any], use: Callable[[Record], T | str]) -> tuple[Record, T] | str:
+        """The first of `candidates` that `use` makes something of, and that; or why there is none. `use` returns why
+        not as text."""
+        records, refused = self.candidates(op, key)
+        reasons = [refused] if refused else []
+        for record in records:
+            made = use(record)
+            if not isinstance(made, str):
+                return record, made
+            reasons.append(f"a record of {record.date} does not apply: {made}")
+        return "; ".join(dict.fromkeys(reasons))
 
     def knows(self, op: str, key: dict[str, Any] | None = None) -> bool:
         """Whether there are records of an operation, with this key or with any, fitting or not."""

@@ -79,14 +79,11 @@ def _tuned(name: str, function: Function, shelf: Shelf) -> tuple[Function | None
     key = traces.key_of(function)
     if not shelf.knows(traces.KIND, key):
         return None
-    records, refused = shelf.candidates(traces.KIND, key)
-    reasons = [refused] if refused else []
-    for record in records:
-        found = traces.applied(function, record.trace)
-        if not isinstance(found, str):
-            return found, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, described(record))
-        reasons.append(f"a record of {record.date} does not apply: {found}")
-    return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, "; ".join(dict.fromkeys(reasons)))
+    found = shelf.first(traces.KIND, key, lambda record: traces.applied(function, record.trace))
+    if isinstance(found, str):
+        return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, found)
+    record, made = found
+    return made, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, described(record))
 
 
 _NOTE = "a function of the operators below that no kernel claims"

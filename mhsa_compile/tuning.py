@@ -173,20 +173,41 @@ def _kernels() -> str:
     return f"{whole[:16]}, tvm {installation.installed_version('apache-tvm')}"
 
 
+@dataclass(frozen=True)
+class What:
+    """What a record is about; the fields as there."""
+
+    op: str
+    key: dict[str, Any]
+    sizes: dict[str, int]
+    kernel: str
+    config: dict[str, int]
+    trace: str = ""
+
+
 def record_of(
     subject: Subject, result: Result, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
 ) -> Record:
-    best = result.best
+    """Of an operation that a kernel of ours computes."""
+    what = What(subject.kind, subject.key, subject.sizes, result.point.kernel, result.point.config)
+    return written(what, result.best, profile, threads, device, versions)
+
+
+def written(
+    what: What, found: Found, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
+) -> Record:
+    """The record of what was found, as of now."""
     return Record(
-        op=subject.kind,
-        key=subject.key,
-        sizes=subject.sizes,
-        kernel=result.point.kernel,
-        config=result.point.config,
-        median_us=best.us,
-        spread=best.spread,
-        default_us=best.default_us,
-        error_share=best.error_share,
+        op=what.op,
+        key=what.key,
+        sizes=what.sizes,
+        kernel=what.kernel,
+        config=what.config,
+        trace=what.trace,
+        median_us=found.us,
+        spread=found.spread,
+        default_us=found.default_us,
+        error_share=found.error_share,
         threads=threads,
         isa=isa_of(profile),
         device=as_kept(device),

@@ -48,7 +48,7 @@ COMPILE_SIDE = [
     *("elementary", "traces", "rest", "schedule", "build", "pipeline"),
     *("limits", "accuracy", "timing", "peers", "bench_report", "bench"),
     *("exercises", "spaces", "study_storage", "sampler", "studies", "guesses", "search"),
-    *("leftovers", "meta", "tuning", "tune", "parcel", "gain"),
+    *("leftovers", "tuning", "meta", "tune", "parcel", "gain"),
     *("drawing", "plots", "mask_plots", "tuning_plots"),
     *("analysis", "integrations", "cli"),
 ]

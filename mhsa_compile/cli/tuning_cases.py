@@ -60,7 +60,7 @@ class Given:
         """One after another, since each has its weights. They are random where the source is a spec."""
         import torch
 
-        from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
+        from mhsa_compile.bench import module_of
         from mhsa_compile.workloads import choose
 
         torch.manual_seed(self.seed)
@@ -71,9 +71,8 @@ class Given:
             yield Case(str(self.source), sources.resolve(self.source, {}), dims, sizes, self.weights)
         for workload in choose(self.workloads):
             chosen = workload.at(self.dtype or workload.spec.dtype)
-            module = MultiHeadAttention if chosen.kind == "block" else ScaledDotProductAttention
             dims = {} if self.symbolic else chosen.dims
-            yield Case(chosen.name, module(chosen.spec).eval(), dims, chosen.dims, self.weights)
+            yield Case(chosen.name, module_of(chosen), dims, chosen.dims, self.weights)
 
 
 def split(arguments: list[str], on: str) -> tuple[Path | None, tuple[Address, str] | None]:

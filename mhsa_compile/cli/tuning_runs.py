@@ -134,8 +134,7 @@ def _default(
     case: Case, profile: TargetProfile, threads: int, peers: tuple[str, ...]
 ) -> tuple[Artifact, dict[str, float]]:
     """The artifact without records, and how its peers compare."""
-    from mhsa_compile.bench import bench
-    from mhsa_compile.gain import returns_y_alone
+    from mhsa_compile.bench import bench, returns_y_alone
     from mhsa_compile.pipeline import compile
 
     with output.stages() as stage:
