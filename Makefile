@@ -1,4 +1,4 @@
-# make demo | test | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-arm | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all exp2-exhaustive wheel clean
+.PHONY: demo test test-arm test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -26,6 +26,9 @@ demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, a
 
 test: $(STAMP)  ## The whole suite, two processes; the last line counts the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-arm: $(STAMP)  ## On an emulated ARM machine: the parity matrix, node tests, every target, an example, tuning; 15 minutes
+	@$(BIN)/python -m pytest -m arm -n 2 --dist worksteal
 
 node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
 	@$(BIN)/python tests/node_cases.py

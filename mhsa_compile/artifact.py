@@ -176,14 +176,14 @@ def check_cpu(manifest: Manifest) -> None:
         raise ArtifactError("artifact", "one compiled for a CPU", f"one for {target['family']}")
     architecture = target["tvm"]["mtriple"].partition("-")[0]
     if architecture != host.architecture():
-        raise ArtifactError("artifact", f"a {architecture} CPU, as it was compiled for one", host.architecture())
+        raise ArtifactError("artifact", f"a CPU of {architecture}, as it was compiled for one", host.architecture())
     needed = set(target["hardware"]["features"])
     if missing := needed - host.cpu_features():
         raise ArtifactError(
             "artifact",
             f"a CPU with {' '.join(sorted(needed))}, as it was compiled for one",
             f"{host.cpu_model()} without {' '.join(sorted(missing))}",
-            "Compile it for this machine: --target native.",
+            "Compile it for this machine: --target native here, or elsewhere another of `mhsa targets`.",
         )
 
 

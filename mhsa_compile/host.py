@@ -8,11 +8,25 @@ from __future__ import annotations
 
 import os
 import platform
+import struct
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
 _SPELLINGS = {"arm64": "aarch64", "amd64": "x86_64"}
+# Features of aarch64, bit by bit, as the auxiliary vector has them: AT_HWCAP and AT_HWCAP2, named as in /proc/cpuinfo
+# (arch/arm64/include/uapi/asm/hwcap.h and kernel/cpuinfo.c of Linux).
+_HWCAPS = {
+    16: """
+        fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3
+        sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs sb paca pacg
+    """,
+    26: """
+        dcpodp sve2 sveaes svepmull svebitperm svesha3 svesm4 flagm2 frint svei8mm svef32mm svef64mm svebf16 i8mm bf16
+        dgh rng bti mte
+    """,
+}
+_EMULATOR = "qemu-"  # how the names of QEMU's user-mode programs begin
 
 
 def architecture() -> str:
@@ -22,14 +36,29 @@ def architecture() -> str:
 
 
 def cpu_features(root: Path = ROOT) -> frozenset[str]:
-    """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM)."""
+    """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM).
+
+    On aarch64 they come from the auxiliary vector, from which Linux prints that file: an emulator shows a process the
+    right vector, and QEMU before 8.1 the file of the machine that it runs on.
+    """
+    if architecture() == "aarch64" and (found := _hwcap_features(root)):
+        return found
     cpu = _first_cpu(root)
     return frozenset((cpu.get("flags") or cpu.get("Features") or "").split())
+
+
+def emulated(root: Path = ROOT) -> bool:
+    """Whether QEMU's user mode runs this process, as far as it shows: by the name that the kernel has for the process,
+    or by a /proc/cpuinfo of another architecture."""
+    foreign = {"x86_64": "Features", "aarch64": "flags"}.get(architecture())
+    return foreign in _first_cpu(root) or _read(root / "proc/self/comm").startswith(_EMULATOR)
 
 
 def cpu_model(root: Path = ROOT) -> str:
     """The marketing name on x86; implementer and part number on ARM, which has no name there."""
     cpu = _first_cpu(root)
+    if emulated(root):
+        return f"an emulated {architecture()} CPU"
     if "model name" in cpu:
         return cpu["model name"]
     if "CPU part" in cpu:
@@ -86,6 +115,15 @@ def _quota(folder: Path) -> Iterator[float]:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
     if quota.isdigit() and period.isdigit() and int(period) > 0:  # unlimited is "max" in version 2, "-1" in version 1
         yield int(quota) / int(period)
+
+
+def _hwcap_features(root: Path) -> frozenset[str]:
+    try:
+        vector = dict(struct.iter_unpack("=QQ", (root / "proc/self/auxv").read_bytes()))
+    except (OSError, struct.error):
+        return frozenset()
+    said = ((vector.get(place, 0), names.split()) for place, names in _HWCAPS.items())
+    return frozenset(name for bits, names in said for bit, name in enumerate(names) if bits >> bit & 1)
 
 
 def _first_cpu(root: Path) -> dict[str, str]:

@@ -111,15 +111,28 @@ def profile_names() -> tuple[str, ...]:
 
 
 def load_profile(name_or_path: str | Path) -> TargetProfile:
-    """A profile by name, by the path of a .toml file, or detected ("native"). Raises TargetError."""
+    """A profile by name, with or without its architecture in front (aarch64-cortex-a76 is cortex-a76), by the path of a
+    .toml file, or detected ("native"). Raises TargetError."""
     if name_or_path == NATIVE:
         return detect()
     path = Path(name_or_path)
     if path.suffix != ".toml":
-        if name_or_path not in profile_names():
+        if (name := shipped_name(str(name_or_path))) is None:
             raise _unknown(str(name_or_path))
-        path = data.targets_folder() / f"{name_or_path}.toml"
+        path = _file(name)
     return _parse(path)
+
+
+def shipped_name(name: str) -> str | None:
+    """The name of the file in targets/ that a target's name means, None if there is none: aarch64-cortex-a76 is
+    cortex-a76."""
+    names = set(profile_names()) - {NATIVE}
+    architecture, _, rest = name.partition("-")
+    if name in names:
+        return name
+    if rest in names and _parse(_file(rest)).tvm.mtriple.partition("-")[0] == architecture:
+        return rest
+    return None
 
 
 def detect(root: Path = host.ROOT) -> TargetProfile:
@@ -152,6 +165,10 @@ def _level(architecture: str, features: frozenset[str]) -> tuple[str, frozenset[
     if architecture == "aarch64":
         return "generic", frozenset({"fp", "asimd"}) & features, 128, 32
     return "", frozenset(), 128, 32  # riscv64, ppc64le, ...: LLVM's baseline
+
+
+def _file(name: str) -> Path:
+    return data.targets_folder() / f"{name}.toml"
 
 
 def _unknown(name: str) -> TargetError:

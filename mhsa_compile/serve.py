@@ -42,17 +42,15 @@ Address = tuple[str, int]
 
 
 def this_device(emulated: bool = False) -> Device:
-    """What this machine is. An emulator that shows another architecture's /proc/cpuinfo is noticed."""
-    architecture, features = host.architecture(), host.cpu_features()
-    foreign = {"x86_64": "asimd", "aarch64": "sse2"}.get(architecture)
+    """What this machine is. `emulated` is for an emulator that `host.emulated` does not notice."""
     return Device(
         cpu=host.cpu_model(),
         cores=host.allowed_cpus(),
-        architecture=architecture,
+        architecture=host.architecture(),
         l1d_kib=host.cache_kib(1),
         l2_kib=host.cache_kib(2),
-        emulated=emulated or foreign in features,
-        features=tuple(sorted(features)),
+        emulated=emulated or host.emulated(),
+        features=tuple(sorted(host.cpu_features())),
     )
 
 

@@ -5,7 +5,7 @@ The parts are rooms of their own: `parity` for one run and its budget, `selfchec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ __all__ = [
     "check",
     "default_cases",
     "eager",
+    "judged",
     "max_error",
     "oracle",
     "random_inputs",
@@ -72,16 +73,27 @@ def verify(
     from mhsa_compile.runtime import load
 
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    model = onnx.load(opened.path / "model.onnx")
     compiled = load(opened, threads=threads)
 
     def run(inputs: Arrays) -> list[Array]:
         result = compiled(**inputs)
         return list(result) if isinstance(result, list | tuple) else [result]
 
-    chosen = (
-        [{**case, **whole_masks(opened.manifest, case)} for case in default_cases(model)] if cases is None else cases
-    )
-    int8 = opened.manifest.int8_weights
+    return judged(opened, run, cases=cases, seed=seed, self_checks=self_checks)
+
+
+def judged(
+    artifact: Artifact,
+    run: Callable[[Arrays], list[Array]],
+    *,
+    cases: Iterable[Mapping[str, int]] | None = None,
+    seed: int = 0,
+    self_checks: bool = True,
+) -> Verdict:
+    """`verify` of an artifact that runs elsewhere: `run` takes inputs by name, and returns all outputs in order."""
+    model = onnx.load(artifact.path / "model.onnx")
+    manifest = artifact.manifest
+    chosen = [{**case, **whole_masks(manifest, case)} for case in default_cases(model)] if cases is None else cases
+    int8 = manifest.int8_weights
     results = tuple(check(model, run, dims, seed + i, int8_weights=int8) for i, dims in enumerate(chosen))
-    return Verdict(results, selfcheck.self_checks(model, opened.manifest, run, seed) if self_checks else ())
+    return Verdict(results, selfcheck.self_checks(model, manifest, run, seed) if self_checks else ())

@@ -31,3 +31,14 @@ def torchlib_read_once() -> None:
     from torch.onnx._internal._lazy_import import onnxscript_apis
 
     onnxscript_apis.get_torchlib_ops = cache(onnxscript_apis.get_torchlib_ops)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many runs on the emulated ARM machine were held against float64, and the worst of them."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    noted = [value for report in reports for name, value in report.user_properties if name == "emulated run"]
+    if noted:
+        what, share = max(noted, key=lambda run: run[1])
+        within = sum(share <= 1 for _, share in noted)
+        terminalreporter.write_line(f"emulated aarch64: {within} of {len(noted)} runs within the error budget")
+        terminalreporter.write_line(f"the largest error / budget: {share:.3f}, {what}")

@@ -6,6 +6,7 @@ python tests/node_cases.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from onnx.backend.test.case import node
@@ -33,9 +34,18 @@ def cases() -> dict[str, TestCase]:
 def check(case: TestCase) -> None:
     """Compiles, loads and calls it, and compares as the backend suite does, to its tolerances."""
     compiled = mhsa.load(mhsa.compile(case.model))
+
+    def run(inputs: tuple[np.ndarray, ...]) -> Sequence[np.ndarray]:
+        results = compiled(*inputs)
+        return results if isinstance(results, tuple) else (results,)
+
+    compare(case, run)
+
+
+def compare(case: TestCase, run: Callable[[tuple[np.ndarray, ...]], Sequence[np.ndarray]]) -> None:
+    """`run` takes the case's inputs, and returns the outputs."""
     for inputs, expected in case.data_sets:
-        results = compiled(*map(np.asarray, inputs))
-        outputs = results if isinstance(results, tuple) else (results,)
+        outputs = run(tuple(map(np.asarray, inputs)))
         Runner.assert_similar_outputs(expected, outputs, case.rtol, case.atol)
 
 

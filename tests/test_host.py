@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,37 @@ def test_x86_features_and_model(tmp_path: Path) -> None:
     assert host.cpu_model(root) == "AMD EPYC 9R14"
 
 
+@pytest.fixture
+def on_aarch64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.platform, "machine", lambda: "aarch64")
+
+
+@pytest.mark.usefixtures("on_aarch64")
 def test_arm_features_and_model(tmp_path: Path) -> None:
     text = "processor\t: 0\nFeatures\t: fp asimd asimddp\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
     root = machine(tmp_path, {"proc/cpuinfo": text})
     assert host.cpu_features(root) == {"fp", "asimd", "asimddp"}
     assert host.cpu_model(root) == "implementer 0x41 part 0xd0c"
+    assert not host.emulated(root)
+
+
+@pytest.mark.usefixtures("on_aarch64")
+def test_an_emulator_is_noticed_and_asked_for_the_features(tmp_path: Path) -> None:
+    """QEMU 7.2 shows the file of the machine it runs on, and the right auxiliary vector: here of a Neoverse N1."""
+    root = machine(tmp_path, {"proc/cpuinfo": "model name\t: AMD EPYC\nflags\t: avx2 fma\n"})
+    (root / "proc/self").mkdir()
+    (root / "proc/self/auxv").write_bytes(struct.pack("=6Q", 16, 0x119FFB, 26, 1 << 13, 0, 0))
+    assert host.cpu_features(root) == {
+        "fp", "asimd", "aes", "pmull", "sha1", "sha2", "crc32", "atomics", "fphp", "asimdhp", "cpuid", "asimdrdm",
+        "lrcpc", "dcpop", "asimddp", "i8mm",
+    }  # fmt: skip
+    assert host.emulated(root)
+    assert host.cpu_model(root) == "an emulated aarch64 CPU"
+
+
+@pytest.mark.parametrize(("name", "emulated"), [("qemu-x86_64-st", True), ("python3", False)])
+def test_an_emulator_is_known_by_its_process(tmp_path: Path, name: str, emulated: bool) -> None:
+    assert host.emulated(machine(tmp_path, {"proc/self/comm": f"{name}\n"})) is emulated
 
 
 def test_data_caches_are_told_from_instruction_caches(tmp_path: Path) -> None:

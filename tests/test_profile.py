@@ -89,6 +89,14 @@ def test_left_out_hardware_is_a_modest_machine(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_name_may_have_its_architecture_in_front() -> None:
+    assert load_profile("aarch64-cortex-a76") == load_profile("cortex-a76")
+    assert load_profile("x86_64-znver4") == load_profile("znver4")
+    for name in ("x86_64-cortex-a76", "aarch64-native", "cortex-a76-"):
+        with pytest.raises(TargetError):
+            load_profile(name)
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [("znver5", "znver4"), ("x86_64_v3", "x86-64-v3"), ("neoverse-v3", "neoverse-v"), ("qqq", "mhsa targets")],

@@ -139,13 +139,12 @@ def check(
 
 def _shipped_target(name: str, found: Iterable[Record]) -> str:
     """The name, if records can be shipped for it. Raises RecordsError for one that is no file of targets/."""
-    from mhsa_compile.profile import NATIVE, load_profile, profile_names
+    from mhsa_compile.profile import NATIVE, load_profile, profile_names, shipped_name
     from mhsa_compile.records import misfit
 
-    names = [known for known in profile_names() if known != NATIVE]
-    if name in names:
-        return name
-    profiles = map(load_profile, names)
+    if (known := shipped_name(name)) is not None:
+        return known
+    profiles = map(load_profile, (known for known in profile_names() if known != NATIVE))
     fitting = [profile.name for profile in profiles if not any(misfit(record, profile) for record in found)]
     hint = f"State one, such as --target {fitting[-1]}: all of them fit {', '.join(fitting)}." if fitting else ""
     raise RecordsError("--target", "a target that is shipped", repr(name), hint or "`mhsa targets` lists them.")

@@ -1,0 +1,121 @@
+"""Artifacts that were compiled here, loaded and called on the emulated machine of `arm_machine`."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import arm_machine
+import msgspec
+import numpy as np
+
+from mhsa_compile.artifact import Artifact
+from mhsa_compile.profile import TargetProfile, load_profile
+from mhsa_compile.verify import Verdict
+
+PATIENCE = 240.0
+"""Seconds for one load or call."""
+CPUS = {"aarch64-generic": "cortex-a53", "neoverse-v1": "max", "neoverse-v2": "max"}
+"""What QEMU emulates for a target, where that is not the CPU of the target's name: the least that has it all."""
+
+PROPERTY = "emulated run"
+"""Of a test's report: (what ran, its error as a share of the budget)."""
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Refused(Exception):
+    """What a call or a load raised there: the error's name and words."""
+
+
+class There:
+    """A process on the emulated machine."""
+
+    def __init__(self, process: subprocess.Popen[bytes], asked: Connection) -> None:
+        self._process, self._asked = process, asked
+
+    def load(
+        self, artifact: Artifact | Path, weights: Arrays | None = None
+    ) -> Callable[[Arrays | tuple[Any, ...]], list[np.ndarray]]:
+        """Loads it there; what is returned calls it, inputs by name or by position. Raises Refused, as calls do."""
+        path = str(artifact.path if isinstance(artifact, Artifact) else artifact)
+        self._ask(path, None if weights is None else dict(weights), None)
+        return lambda inputs: self._ask(path, None, inputs if isinstance(inputs, tuple) else dict(inputs))
+
+    def _ask(self, *request: Any) -> Any:
+        self._asked.send(request)
+        try:
+            if not self._asked.poll(PATIENCE):
+                raise AssertionError(f"no answer from the emulated machine in {PATIENCE:g} s")
+            fine, answer = self._asked.recv()
+        except (EOFError, ConnectionError):
+            raise AssertionError(f"the emulated process died: exit code {self._process.wait()}") from None
+        if not fine:
+            raise Refused(answer)
+        return answer
+
+
+class Machines:
+    """A process on each emulated CPU that is asked for, started at first use."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._found: dict[str, There] = {}
+
+    def __getitem__(self, cpu: str) -> There:
+        if cpu not in self._found:
+            self._found[cpu] = self._open.enter_context(runs(cpu))
+        return self._found[cpu]
+
+    def close(self) -> None:
+        self._open.close()
+
+
+@contextmanager
+def runs(cpu: str = "max", threads: int = 1) -> Iterator[There]:
+    """A process there, until the block ends. `threads` is what its calls use."""
+    root = arm_machine.require()
+    here, other = socket.socketpair()
+    with here, other:
+        worker = arm_machine.command(root, Path(__file__).with_name("arm_worker.py"), other.fileno(), threads)
+        process = subprocess.Popen(
+            worker, env=arm_machine.environment(root, cpu), pass_fds=[other.fileno()], stdin=subprocess.DEVNULL
+        )
+        other.close()
+        with Connection(here.detach()) as asked:
+            try:
+                yield There(process, asked)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def note(record_property: Callable[[str, Any], None], name: str, verdict: Verdict) -> None:
+    """For the summary at the end of a test run (`conftest.py`)."""
+    for case in verdict.cases:
+        sizes = " ".join(f"{symbol}={size}" for symbol, size in case.dims.items())
+        record_property(PROPERTY, (f"{name}, {sizes}", float(case.ratio)))
+
+
+def emulable(target: str) -> TargetProfile:
+    """A target's profile, less what QEMU does not announce: QEMU 7.2 has no FEAT_LSE2 (unaligned atomics), which no
+    kernel uses."""
+    profile = load_profile(target)
+    if "uscat" not in profile.hardware.features:
+        return profile
+    features = tuple(feature for feature in profile.hardware.features if feature != "uscat")
+    return msgspec.structs.replace(
+        profile,
+        tvm=msgspec.structs.replace(profile.tvm, mattr=(*profile.tvm.mattr, "-lse2")),
+        hardware=msgspec.structs.replace(profile.hardware, features=features),
+    )
+
+
+def cpu_of(target: str) -> str:
+    """What QEMU calls the CPU that a target is tried on."""
+    return CPUS.get(target, target)

@@ -1,0 +1,69 @@
+"""On emulated ARM machines: the parity matrix, every target, and onnx's node tests. `make test-arm` runs these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import arm_runs
+import node_cases
+import pytest
+import torch
+from arm_runs import Machines
+from cases import PARITY, ParityCase
+
+import mhsa_compile as mhsa
+from mhsa_compile.profile import load_profile, profile_names
+from mhsa_compile.verify import judged
+
+pytestmark = pytest.mark.arm
+
+TARGETS = [
+    name for name in profile_names() if name != "native" and load_profile(name).tvm.mtriple.startswith("aarch64")
+]
+PLAIN, ALL = "neoverse-n1", "neoverse-v1"
+"""The matrix is compiled for the first; what is not float32 throughout for the second too, which has more of it."""
+MATRIX = [(case, PLAIN) for case in PARITY]
+MATRIX += [(case, ALL) for case in PARITY if case.spec.dtype != "float32" or case.weights]
+EVERYWHERE = ("causal-gqa", "bool-cross", "bf16-causal", "fp16-bool", "int8-cross-no-bias")
+"""Of the matrix, on every target."""
+SAMPLE = [(case, target) for case in PARITY for target in TARGETS if case.name in EVERYWHERE]
+NODES = node_cases.cases()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    found = Machines()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    dict.fromkeys([*MATRIX, *SAMPLE]),
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_parity(case: ParityCase, target: str, machines: Machines, record_property) -> None:
+    torch.manual_seed(7)
+    module = mhsa.MultiHeadAttention(case.spec).eval()
+    there = machines[arm_runs.cpu_of(target)]
+    for fixed, cases in case.builds:
+        artifact = mhsa.compile(module, arm_runs.emulable(target), dims=fixed, weights=case.weights)
+        verdict = judged(artifact, there.load(artifact), cases=cases, self_checks=False)
+        arm_runs.note(record_property, f"{case.name} on {target}", verdict)
+        worst = verdict.worst
+        assert verdict.ok, f"error {worst.error:.3g}, budget {worst.budget:.3g} at {worst.dims}"
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_node(name: str, machines: Machines) -> None:
+    """To onnx's own tolerances."""
+    case = NODES[name]
+    artifact = mhsa.compile(case.model, "aarch64-generic")
+    node_cases.compare(case, machines[arm_runs.cpu_of("aarch64-generic")].load(artifact))
+
+
+def test_every_target_of_the_architecture_is_tried() -> None:
+    assert {target for _, target in SAMPLE} == set(TARGETS) >= {
+        "aarch64-generic", "cortex-a53", "cortex-a72", "cortex-a76", "neoverse-n1", "neoverse-v1", "neoverse-v2",
+    }  # fmt: skip
+    assert len(SAMPLE) == len(TARGETS) * len(EVERYWHERE)
