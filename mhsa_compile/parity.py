@@ -29,6 +29,8 @@ Draw = tuple[Array, Array, Array]
 ENOUGH_VALUES = 1024
 """Of an output, for its largest error to say something about the code that made it."""
 MOST_DRAWS = 32
+DECIDING_VALUES, DECIDING_DRAWS = 1 << 16, 512
+"""Of an output that is a little over its budget: so many values, by so many draws at most, but MOST_DRAWS at least."""
 BEYOND_CHANCE = 2.0
 """Times the budget."""
 NEXT_DRAW = 1_000_003
@@ -80,7 +82,8 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
 
     The largest of a few errors is chance, ours and the yardstick's: one run in a hundred of right code is over its
     budget. So there are draws until every output has had ENOUGH_VALUES. Where one is then over its budget, but not by
-    more than chance does it, all MOST_DRAWS are made, and they decide: it is not drawn until it passes. What is
+    more than chance does it, more draws are made, and they decide: their number follows from the output's size, it is
+    not drawn until it passes. Small ones take many, as all values of a row share the error of its weights. What is
     compared are the largest errors of all draws: what is wrong stays wrong, in whichever draw.
     """
     draws = [draw(0)]
@@ -89,7 +92,8 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
     result = _judged(draws, dims)
     if result.ok or result.ratio > BEYOND_CHANCE:
         return result
-    draws += map(draw, range(len(draws), MOST_DRAWS))
+    deciding = max(MOST_DRAWS, min(DECIDING_DRAWS, DECIDING_VALUES // max(1, values)))
+    draws += map(draw, range(len(draws), deciding))
     return _judged(draws, dims)
 
 

@@ -12,7 +12,7 @@ from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
 
 from mhsa_compile import reference_attention
-from mhsa_compile.parity import MOST_DRAWS, CaseResult, judge
+from mhsa_compile.parity import DECIDING_VALUES, MOST_DRAWS, CaseResult, judge
 from mhsa_compile.verify import Verdict, budget, check, default_cases, eager, max_error, oracle, random_inputs
 
 NODE_TESTS = [case for case in node_cases._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
@@ -262,6 +262,7 @@ def test_few_numbers_are_drawn_several_times() -> None:
 def test_a_little_over_budget_is_drawn_again() -> None:
     """Until the yardstick's error is known; what is off by more than that stays wrong."""
     truth, turns = np.ones((40, 64)), []
+    assert truth.size * MOST_DRAWS > DECIDING_VALUES
 
     def off_by(error: float):
         def draw(turn: int):
@@ -275,3 +276,5 @@ def test_a_little_over_budget_is_drawn_again() -> None:
     assert off_by(0.0025).ok and len(turns) == MOST_DRAWS
     assert not off_by(0.0035).ok and len(turns) == MOST_DRAWS
     assert not off_by(0.1).ok and turns == [0]
+    truth = np.ones((16, 16))
+    assert not off_by(0.0035).ok and len(turns) == DECIDING_VALUES // truth.size
