@@ -156,11 +156,13 @@ def padded_batches(tokenizer: Tokenizer, sentences: list[str]) -> list[Batch]:
     return batches
 
 
-def with_compiled_attention(reference: BertModel, artifact: Artifact) -> BertModel:
+def with_compiled_attention(
+    reference: BertModel, artifact: Artifact, load: Callable[..., CompiledAttention] = mhsa.load
+) -> BertModel:
     """A copy of the model with compiled attention, and PyTorch set to as many threads."""
     ours = copy.deepcopy(reference)
     for layer in ours.encoder.layer:
-        compiled = mhsa.load(artifact, weights=weights(from_bert(layer.attention)))
+        compiled = load(artifact, weights=weights(from_bert(layer.attention)))
         torch.set_num_threads(compiled.threads)
         layer.attention = CompiledBertAttention(compiled, layer.attention.output.LayerNorm)
     return ours

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from mhsa_compile.artifact import Artifact
+from mhsa_compile.parity import CaseResult
 from mhsa_compile.profile import TargetProfile, load_profile
-from mhsa_compile.verify import Verdict
 
 PATIENCE = 240.0
 """Seconds for one load or call."""
@@ -43,12 +43,21 @@ class There:
         self, artifact: Artifact | Path, weights: Arrays | None = None
     ) -> Callable[[Arrays | tuple[Any, ...]], list[np.ndarray]]:
         """Loads it there; what is returned calls it, inputs by name or by position. Raises Refused, as calls do."""
-        path = str(artifact.path if isinstance(artifact, Artifact) else artifact)
-        self._ask(path, None if weights is None else dict(weights), None)
-        return lambda inputs: self._ask(path, None, inputs if isinstance(inputs, tuple) else dict(inputs))
+        path = artifact.path if isinstance(artifact, Artifact) else artifact
+        number = self._ask("load", str(path), None if weights is None else dict(weights))
 
-    def _ask(self, *request: Any) -> Any:
-        self._asked.send(request)
+        def call(inputs: Arrays | tuple[Any, ...]) -> list[np.ndarray]:
+            found: list[np.ndarray] = (
+                self._ask("call", number, inputs, {})
+                if isinstance(inputs, tuple)
+                else self._ask("call", number, (), dict(inputs))
+            )
+            return found
+
+        return call
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        self._asked.send((name, arguments))
         try:
             if not self._asked.poll(PATIENCE):
                 raise AssertionError(f"no answer from the emulated machine in {PATIENCE:g} s")
@@ -95,9 +104,9 @@ def runs(cpu: str = "max", threads: int = 1) -> Iterator[There]:
                 process.wait()
 
 
-def note(record_property: Callable[[str, Any], None], name: str, verdict: Verdict) -> None:
+def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseResult) -> None:
     """For the summary at the end of a test run (`conftest.py`)."""
-    for case in verdict.cases:
+    for case in cases:
         sizes = " ".join(f"{symbol}={size}" for symbol, size in case.dims.items())
         record_property(PROPERTY, (f"{name}, {sizes}", float(case.ratio)))
 

@@ -13,21 +13,24 @@ import mhsa_compile as mhsa
 
 
 def main() -> None:
-    asked = Connection(int(sys.argv[1]))
-    loaded: dict[str, Any] = {}
+    asked, threads = Connection(int(sys.argv[1])), int(sys.argv[2])
+    loaded: list[Any] = []
+
+    def load(path: str, weights: Any) -> int:
+        loaded.append(mhsa.load(path, weights=weights, threads=threads))
+        return len(loaded) - 1
+
+    def call(number: int, positional: tuple[Any, ...], by_name: dict[str, Any]) -> list[Any]:
+        results = loaded[number](*positional, **by_name)
+        return list(results) if isinstance(results, tuple) else [results]
+
     while True:
         try:
-            path, weights, inputs = asked.recv()
+            name, arguments = asked.recv()
         except EOFError:
             return
         try:
-            if inputs is None:
-                loaded[path] = mhsa.load(path, weights=weights, threads=int(sys.argv[2]))
-                answer: Any = None
-            else:
-                results = loaded[path](*inputs) if isinstance(inputs, tuple) else loaded[path](**inputs)
-                answer = list(results) if isinstance(results, tuple) else [results]
-            asked.send((True, answer))
+            asked.send((True, {"load": load, "call": call}[name](*arguments)))
         except Exception as error:
             asked.send((False, f"{type(error).__name__}: {error}"))
 

@@ -1,4 +1,4 @@
-"""On emulated ARM machines: the parity matrix, every target, and onnx's node tests. `make test-arm` runs these."""
+"""On emulated ARM machines: the parity matrix, every target, and onnx's node tests. `make test-arm`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_parity(case: ParityCase, target: str, machines: Machines, record_proper
     for fixed, cases in case.builds:
         artifact = mhsa.compile(module, arm_runs.emulable(target), dims=fixed, weights=case.weights)
         verdict = judged(artifact, there.load(artifact), cases=cases, self_checks=False)
-        arm_runs.note(record_property, f"{case.name} on {target}", verdict)
+        arm_runs.note(record_property, f"{case.name} on {target}", *verdict.cases)
         worst = verdict.worst
         assert verdict.ok, f"error {worst.error:.3g}, budget {worst.budget:.3g} at {worst.dims}"
 
