@@ -48,18 +48,21 @@ def last_level_cache() -> int:
 def multiply_adds(profile: TargetProfile, threads: int, dtype: str = "float32") -> Iterator[Probe]:
     """The rate of multiply-adds that `dtype` allows on this machine (`profile` must be its own).
 
-    float32 on vectors; bfloat16 on dot products where the CPU has them. Elsewhere, and for float16, which is storage
-    only, the arithmetic is that of float32, and so is the rate.
+    float32 on vectors; bfloat16 on matrix or dot products where the CPU has them. Elsewhere, and for float16, which is
+    storage only, the arithmetic is that of float32, and so is the rate.
     """
     lanes, accumulators = profile.vector_lanes("float32"), _accumulators(profile)
-    instruction = dot.available(profile, dtype) if dtype == "bfloat16" else None
+    instruction = None
+    if dtype == "bfloat16":
+        instruction = dot.matrix(profile, dtype) or dot.available(profile, dtype)
     if instruction is None:
         group, loop = 1, _compiled(profile, _fma_loop(lanes, accumulators))
         factors = tvm.runtime.tensor(np.array([0.999, 0.001], np.float32))  # a = a * 0.999 + 0.001 tends to 1, for ever
     else:
-        lanes, group = instruction.lanes, instruction.group
+        lanes, group = instruction.rows * instruction.lanes, instruction.group
+        accumulators //= instruction.rows
         loop = _compiled(profile, _dot_loop(instruction, accumulators))
-        factors = tvm.runtime.tensor(np.zeros(2, np.int32))
+        factors = tvm.runtime.tensor(np.zeros(2, instruction.word))
     sums = [tvm.runtime.tensor(np.zeros(lanes, np.float32)) for _ in range(threads)]
     with _together([partial(loop, factors, total, ROUNDS) for total in sums]) as run:
         yield Probe(run, 2 * group * ROUNDS * accumulators * lanes * threads)
@@ -123,17 +126,17 @@ def _fma_loop(lanes: int, accumulators: int) -> Expr:
 
 
 def _dot_loop(instruction: dot.Dot, accumulators: int) -> Expr:
-    """(factors (2,) of int32, total (lanes,), rounds): a = a + the products of the groups in both factors."""
-    lanes = instruction.lanes
+    """(factors (2,) of words, total (rows * lanes,), rounds): a = a + the products of the groups in both factors."""
+    lanes = instruction.rows * instruction.lanes
     with IRBuilder() as builder, T.prim_func():
         T.func_name("dot")
-        factors = argument("factors", [T.int64(2)], "int32")
+        factors = argument("factors", [T.int64(2)], instruction.word)
         total = argument("total", [T.int64(lanes)], "float32")
         rounds = T.arg("rounds", T.int64())
         with instruction.imported():
             tile = RegisterTile(accumulators, [(0, lanes)])
             tile.each(lambda row, _: constant(float(row), lanes))
-            left, right = (bind(splat(factors[i], lanes)) for i in range(2))
+            left, right = bind(splat(factors[0], instruction.rows)), bind(splat(factors[1], instruction.lanes))
             with T.serial(rounds):
                 tile.each(lambda row, column: instruction.accumulate(tile.get(row, column), left, right))
             store(total, [T.int64(0)], _sum(tile, accumulators), lanes)

@@ -27,10 +27,11 @@ _X86_LEVELS = (  # (LLVM's name, what it needs, vector bits, vector registers), 
     ("x86-64-v2", _V2, 128, 16),
     ("x86-64", frozenset[str](), 128, 16),
 )
-# Dot products that kernels ask for, on top of a level: as /proc/cpuinfo and as LLVM names them.
-_X86_DOTS = {
+# Narrow products that kernels ask for, on top of a level: as /proc/cpuinfo and as LLVM names them.
+_DOTS = {
     "x86-64-v4": {"avx512_bf16": "+avx512bf16", "avx512_vnni": "+avx512vnni"},
     "x86-64-v3": {"avx_vnni": "+avxvnni"},
+    "generic": {"asimddp": "+dotprod", "bf16": "+bf16", "i8mm": "+i8mm"},  # aarch64
 }
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -137,10 +138,10 @@ def shipped_name(name: str) -> str | None:
 
 def detect(root: Path = host.ROOT) -> TargetProfile:
     """The profile of this machine: code for the highest common level it has, so the artifact runs on its equals too,
-    and for the dot products that it has beyond that."""
+    and for the narrow products that it has beyond that."""
     architecture, present = host.architecture(), host.cpu_features(root)
     mcpu, features, vector_bits, vector_registers = _level(architecture, present)
-    dots = {feature: flag for feature, flag in _X86_DOTS.get(mcpu, {}).items() if feature in present}
+    dots = {feature: flag for feature, flag in _DOTS.get(mcpu, {}).items() if feature in present}
     glibc = ".2.17" if architecture in ("x86_64", "aarch64") else ""  # the oldest that both ship; others began later
     return TargetProfile(
         name=NATIVE,

@@ -17,63 +17,86 @@ from mhsa_compile import host
 from mhsa_compile.kernels.cpu import dot, vectors
 from mhsa_compile.profile import load_profile
 
-INSTRUCTIONS = {"bfloat16": r"vdpbf16ps\s+.*%zmm", "int8": r"vpdpbusd\s+.*%[yz]mm"}
-MCPU = {"avx512_bf16": "znver4", "avx512_vnni": "znver4", "avx_vnni": "alderlake"}
+INSTRUCTIONS = {  # by the feature, as assembly
+    ("avx512_bf16", 1): r"vdpbf16ps\s+.*%zmm",
+    ("avx512_vnni", 1): r"vpdpbusd\s+.*%zmm",
+    ("avx_vnni", 1): r"vpdpbusd\s+.*%ymm",
+    ("bf16", 1): r"bfdot\s+v\d+\.4s, v\d+\.8h, v\d+\.",
+    ("bf16", 2): r"bfmmla\s+v\d+\.4s, v\d+\.8h, v\d+\.8h",
+    ("asimddp", 1): r"sdot\s+v\d+\.4s, v\d+\.16b, v\d+\.4b\[0\]",
+    ("i8mm", 2): r"smmla\s+v\d+\.4s, v\d+\.16b, v\d+\.16b",
+}
+X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
+MACHINES = {  # by the feature: LLVM's triple, CPU
+    "avx512_bf16": (X86, "znver4"),
+    "avx512_vnni": (X86, "znver4"),
+    "avx_vnni": (X86, "alderlake"),
+    "bf16": (ARM, "neoverse-v1"),
+    "asimddp": (ARM, "neoverse-n1"),
+    "i8mm": (ARM, "neoverse-v1"),
+}
 
 
 def runs_here(feature: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(feature not in host.cpu_features(), reason=f"this CPU has no {feature}")
 
 
+def name_of(instruction: dot.Dot) -> str:
+    return f"{instruction.dtype}-{instruction.rows}x{instruction.lanes}-{instruction.feature}"
+
+
 def accumulating(instruction: dot.Dot, name: str) -> object:
-    """total (lanes,) += the products of every row of a and b (n, lanes)."""
+    """total (rows * lanes,) += the products of every row of a (n, rows) and b (n, lanes)."""
     n = tirx.Var("n", "int64")
+    rows, lanes = instruction.rows, instruction.lanes
     with IRBuilder() as ib, T.prim_func():
         T.func_name(name)
-        a, b = (vectors.argument(x, [n, T.int64(instruction.lanes)], "int32") for x in "ab")
-        total = vectors.argument("total", [T.int64(instruction.lanes)], instruction.accumulator)
+        a, b = (vectors.argument(x, [n, T.int64(size)], instruction.word) for x, size in (("a", rows), ("b", lanes)))
+        total = vectors.argument("total", [T.int64(rows * lanes)], instruction.accumulator)
         with instruction.imported(), T.serial(n) as i:
-            row, whole = [i, T.int64(0)], [T.int64(0)]
-            lanes = instruction.lanes
-            factors = (vectors.load(x, row, lanes) for x in (a, b))
-            vectors.store(total, whole, instruction.accumulate(vectors.load(total, whole, lanes), *factors), lanes)
+            at = [i, T.int64(0)]
+            sums = vectors.load(total, [T.int64(0)], rows * lanes)
+            sums = instruction.accumulate(sums, vectors.load(a, at, rows), vectors.load(b, at, lanes))
+            vectors.store(total, [T.int64(0)], sums, rows * lanes)
     return ib.get().with_attr("global_symbol", name)
 
 
 def library(instruction: dot.Dot, *names: str):
     module = tvm.IRModule({name: accumulating(instruction, name) for name in names})
-    target = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": MCPU[instruction.feature]}
-    return tvm.compile(module, target=tvm.target.Target(target))
+    triple, mcpu = MACHINES[instruction.feature]
+    return tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mtriple": triple, "mcpu": mcpu}))
 
 
 def factors(instruction: dot.Dot, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """(a, b) (33, lanes, group); small integers are exact in bfloat16, and so are their sums in float32."""
-    shape = (33, instruction.lanes, instruction.group)
+    """(a (33, rows, group), b (33, lanes, group)); small integers are exact in bfloat16, and their sums in float32."""
+    shapes = [(33, size, instruction.group) for size in (instruction.rows, instruction.lanes)]
     if instruction.dtype == "bfloat16":
-        return tuple(rng.integers(-200, 200, shape).astype(ml_dtypes.bfloat16) for _ in range(2))
-    return rng.integers(0, 256, shape).astype(np.uint8), rng.integers(-128, 128, shape).astype(np.int8)
+        return tuple(rng.integers(-200, 200, shape).astype(ml_dtypes.bfloat16) for shape in shapes)
+    first = np.uint8 if instruction.unsigned else np.int8
+    limits = np.iinfo(first)
+    a = rng.integers(limits.min, limits.max + 1, shapes[0]).astype(first)
+    return a, rng.integers(-128, 128, shapes[1]).astype(np.int8)
 
 
-@pytest.mark.parametrize(
-    "instruction", [pytest.param(d, id=f"{d.dtype}-{d.lanes}", marks=runs_here(d.feature)) for d in dot.DOTS]
-)
+@pytest.mark.parametrize("instruction", [pytest.param(d, id=name_of(d), marks=runs_here(d.feature)) for d in dot.DOTS])
 def test_two_functions_of_a_module_compute_it(instruction):
     """Both import the same text; what they are given is odd in every product."""
     built = library(instruction, "one", "two")
     rng = np.random.default_rng(3)
     for name in ("one", "two"):
         a, b = factors(instruction, rng)
-        expected = (a.astype(np.float64) * b.astype(np.float64)).sum(axis=(0, 2)) + 5
-        total = tvm.runtime.tensor(np.full(instruction.lanes, 5, instruction.accumulator))
-        words = [np.ascontiguousarray(x).view(np.int32).reshape(33, instruction.lanes) for x in (a, b)]
+        expected = np.einsum("nrg,nlg->rl", a.astype(np.float64), b.astype(np.float64)) + 5
+        total = tvm.runtime.tensor(np.full(expected.size, 5, instruction.accumulator))
+        words = [np.ascontiguousarray(x).view(instruction.word)[..., 0] for x in (a, b)]
         built[name](*map(tvm.runtime.tensor, words), total)
-        np.testing.assert_array_equal(total.numpy(), expected)
+        pairs = [total.numpy()] if instruction.rows == 1 else np.moveaxis(total.numpy().reshape(-1, 2, 2), 1, 0)
+        np.testing.assert_array_equal(np.reshape(pairs, expected.shape), expected)
 
 
-@pytest.mark.parametrize("instruction", dot.DOTS, ids=lambda d: f"{d.dtype}-{d.lanes}")
+@pytest.mark.parametrize("instruction", dot.DOTS, ids=name_of)
 def test_it_becomes_the_instruction_and_no_call(instruction):
     assembly = library(instruction, "run").mod.inspect_source("asm")
-    assert re.search(INSTRUCTIONS[instruction.dtype], assembly)
+    assert re.search(INSTRUCTIONS[instruction.feature, instruction.rows], assembly)
     assert instruction.function not in re.sub(r"\.asciz.*", "", assembly)
 
 
@@ -81,7 +104,11 @@ def test_available_asks_for_features_and_width():
     assert dot.available(load_profile("znver4"), "bfloat16").lanes == 16
     assert dot.available(load_profile("sapphirerapids"), "int8").feature == "avx512_vnni"
     assert dot.available(load_profile("x86-64-v4"), "bfloat16") is None
-    assert dot.available(load_profile("neoverse-n1"), "int8") is None
+    assert dot.available(load_profile("neoverse-n1"), "int8").feature == "asimddp"
+    assert dot.matrix(load_profile("neoverse-n1"), "int8") is None
+    assert dot.matrix(load_profile("neoverse-v1"), "int8").feature == "i8mm"
+    assert dot.matrix(load_profile("neoverse-v2"), "bfloat16").rows == 2
+    assert dot.matrix(load_profile("sapphirerapids"), "bfloat16") is None
     assert dot.available(load_profile("znver4"), "float16") is None
     narrow = vector_machine(256, 16, features=("avx512_bf16", "avx512_vnni", "avx_vnni"))
     assert dot.available(narrow, "bfloat16") is None

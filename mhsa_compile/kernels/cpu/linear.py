@@ -64,9 +64,10 @@ class LinearKernel:
         assert isinstance(op, LinearOp)
         fixed = [dim for dim in op.rows if isinstance(dim, int)]
         count = prod(fixed) if len(fixed) == len(op.rows) else 4096
-        float32_sums = format_of(op, profile, 1).terms == 1
+        format = format_of(op, profile, 1)
+        float32_sums, joined = format.terms == 1, format.joined
         return {
-            "rows": tuple(n for n in (1, 2, 4, 6, 8, 12) if n <= count),
+            "rows": tuple(n for n in (1, 2, 4, 6, 8, 12) if n <= max(count, joined) and n % joined == 0),
             "columns": (1, 2, 3, 4, 6),
             "block": tuple(n for n in (8, 16, 32, 64, 128, 256, 512) if n < 2 * count) or (8,),
             "depth": (16, 32, 64) if float32_sums else (32, 64, 96, 128),
@@ -74,39 +75,48 @@ class LinearKernel:
         }
 
     def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
-        reason = unknown_knobs(config, ("rows", "columns", "block", "depth", "group"))
-        return reason or unfit_tile(config["rows"], config["columns"], profile.hardware.vector_registers)
+        if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
+            return reason
+        assert isinstance(op, LinearOp)
+        joined, rows = format_of(op, profile, 1).joined, config["rows"]
+        if rows % joined:
+            return f"a tile of {rows} rows, where an instruction takes {joined} at once"
+        # So many rows of sums lie in one register, which then holds so many features fewer.
+        return unfit_tile(rows // joined, config["columns"] * joined, profile.hardware.vector_registers)
 
     def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that
         divide the usual lengths; a block of rows of x that the caches hold."""
         assert isinstance(op, LinearOp)
-        lanes = format_of(op, profile, 1).lanes
+        format = format_of(op, profile, 1)
+        lanes, joined = format.lanes, format.joined
         registers = profile.hardware.vector_registers
-        # Of sixteen registers all are used: eight sums are too few to hide the latency of two units.
-        room = max(tile_registers(registers), min(registers, 16))
+        # Of sixteen registers all are used: eight sums are too few to hide the latency of two units. The same goes for
+        # matrix products, of five cycles on four units.
+        room = max(tile_registers(registers), min(registers, 16)) if joined == 1 else registers
 
         def padded(columns: int) -> int:
             return -(-op.out_features // (columns * lanes)) * columns * lanes
 
-        fitting = [c for c in (2, 3, 4) if 2 * c < room] or [1]
+        fitting = [c for c in (2, 3, 4) if 2 * c * joined < room] or [1]
         least = min(map(padded, fitting))
-        rows, columns = register_tile(room, (1, 2, 4, 6, 8), [c for c in fitting if padded(c) == least])
+        lines, vectors_wide = register_tile(room, (1, 2, 4, 6, 8), [c * joined for c in fitting if padded(c) == least])
+        rows, columns = lines * joined, vectors_wide // joined
         format = format_of(op, profile, columns)
         # Where a third level feeds the rows (they ask for 2 bytes a cycle) they need not stay in L2, and the panels are
         # loaded less often. A core with a megabyte of L2 is taken to have that level.
         levels = 8 if profile.hardware.l2_kib > 512 else 1
-        block = max(1, levels * profile.hardware.l2_kib * 1024 // (4 * format.steps * rows))
+        block = max(1, levels * profile.hardware.l2_kib * 1024 // (format.step_bytes * format.steps * rows))
         cache = profile.hardware.l1d_kib * 1024
         if format.terms == 1:
             # Float32 sums: at most 64 terms in a row, and never all of few. PyTorch's library sums a single row of x in
             # many lanes, and a chain of 64 terms has more than twice its error one time in twenty.
             depth = max(16, min(64, -(-format.steps // 4)))
         else:  # only speed counts: half of the L1 cache
-            depth = max(32, min(128, cache // 2 // (4 * format.panel) // 32 * 32))
+            depth = max(32, min(128, cache // 2 // (format.step_bytes * format.panel) // 32 * 32))
         # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
-        rest = cache * 3 // 4 - 4 * depth * format.panel
-        group = rest // (4 * rows * (format.panel + depth))
+        rest = cache * 3 // 4 - format.step_bytes * depth * format.panel
+        group = rest // (rows * (4 * format.panel + format.step_bytes * depth))
         block, group = min(512, block), max(1, min(8, group))
         return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
 
@@ -118,7 +128,8 @@ class LinearKernel:
 
 @dataclass(frozen=True)
 class _Product:
-    """The buffers of the product, x and y seen as matrices, and the packed weights."""
+    """The buffers of the product, x and y seen as matrices, and the packed weights. `lines` are rows of x, or the pairs
+    of them that are multiplied together: tiles are made of these."""
 
     format: Format
     rows: Rows
@@ -126,10 +137,24 @@ class _Product:
     y: Expr
     columns: list[vectors.Chunk]
     count: Expr
+    lines: Expr
 
-    def multiply_add(self, total: Expr, a: Expr, b: Expr) -> Expr:
-        dot = self.format.dot
-        return dot.accumulate(total, a, b) if dot else total + a * b
+    def tile(self, lines: int) -> RegisterTile:
+        """Sums of zero."""
+        joined, dtype = self.format.joined, self.format.accumulator
+        tile = RegisterTile(lines, [(joined * first, joined * lanes) for first, lanes in self.columns], dtype)
+        zero = T.int32(0) if dtype == "int32" else T.float32(0)
+        tile.each(lambda _, column: splat(zero, tile.columns[column][1]))
+        return tile
+
+    def unzipped(self, sums: Expr) -> list[Expr]:
+        """Of each row of a line."""
+        return self.format.dot.unzipped(sums) if self.format.dot else [sums]
+
+    def row(self, line: Expr, number: int) -> Expr:
+        """Where row `number` of a line lies in x and y; the last one where there is no such row."""
+        joined = self.format.joined
+        return line if joined == 1 else settle(T.min(line * joined + number, self.count - 1))
 
     def weight(self, p: Expr, step: Expr, column: int) -> Expr:
         offset, lanes = self.columns[column]
@@ -175,7 +200,8 @@ def _linear(format: Format, cores: int, config: Config) -> Expr:
             with format.dot.imported() if format.dot else nullcontext():
                 rows = prepared(format, _flat(x, count, op.in_features), count, size)
                 columns = vectors.chunks(format.panel, format.lanes)
-                _tasks(_Product(format, rows, packed, _flat(y, count, op.pitch), columns, count), cores, config)
+                lines = settle(ceil_div(count, format.joined)) if format.joined > 1 else count
+                _tasks(_Product(format, rows, packed, _flat(y, count, op.pitch), columns, count, lines), cores, config)
     return builder.get()
 
 
@@ -190,9 +216,9 @@ def _tasks(task: _Product, cores: int, config: Config) -> None:
     The rows that fill no tile take a tile of half height, or one that reaches beyond the last row: there the last row
     is computed again, and written again with the same values.
     """
-    rows, panels = config["rows"], T.int64(task.format.panels)
-    rest = settle(T.truncmod(task.count, T.int64(rows)))
-    tiles = settle(T.truncdiv(task.count, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
+    rows, panels = config["rows"] // task.format.joined, T.int64(task.format.panels)
+    rest = settle(T.truncmod(task.lines, T.int64(rows)))
+    tiles = settle(T.truncdiv(task.lines, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
     has_half = settle(T.Select(T.And(rest > 0, rest <= rows // 2), T.int64(1), T.int64(0)))
     fair = cores // gcd(cores, task.format.panels)
     wanted = settle(ceil_div(ceil_div(tiles, config["block"]), fair) * fair)
@@ -208,10 +234,11 @@ def _tasks(task: _Product, cores: int, config: Config) -> None:
 
 def _task(task: _Product, config: Config, p: Expr, first: Expr, end: Expr, half: Expr) -> None:
     """Tiles first .. end of x, and the half tile after them if there is one, times panel p."""
-    rows, group, steps = config["rows"], config["group"], task.format.steps
+    rows, group, steps = config["rows"] // task.format.joined, config["group"], task.format.steps
     parts = -(-steps // config["depth"])
     depth = -(-steps // parts)
-    sums = _scratch((group * rows + rows // 2, task.format.panel), task.format.accumulator) if parts > 1 else None
+    shape = (group * rows + rows // 2, task.format.joined * task.format.panel)
+    sums = _scratch(shape, task.format.accumulator) if parts > 1 else None
     with T.serial(T.max(T.int64(1), ceil_div(end - first, group))) as g:
         begin = settle(first + g * group)
         full = settle(T.min(end - begin, T.int64(group)))
@@ -236,7 +263,7 @@ def _scratch(shape: tuple[int, int], dtype: str) -> Expr:
 class _Part:
     """Steps first .. end of K, part `number` of `count`.
 
-    `sums` (rows of a group, panel) holds those of the parts before, and is None where there is one part only.
+    `sums` (lines of a group, joined * panel) holds those of the parts before, and is None where there is one part only.
     """
 
     number: Expr
@@ -246,21 +273,19 @@ class _Part:
     sums: Expr | None
 
 
-def _tile(task: _Product, part: _Part, p: Expr, first_row: Expr, rows: int, place: Expr) -> None:
-    """y[first_row ..., panel p] = x[first_row ..., :] W^T + b, one part of the sum at a time.
+def _tile(task: _Product, part: _Part, p: Expr, first_line: Expr, lines: int, place: Expr) -> None:
+    """y[first_line ..., panel p] = x[first_line ..., :] W^T + b, one part of the sum at a time.
 
     A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up.
     """
-    at = [settle(T.min(first_row + r, task.count - 1)) for r in range(rows)]
-    columns = task.columns
-    tile = RegisterTile(rows, columns, task.format.accumulator)
-    zero = T.int32(0) if task.format.accumulator == "int32" else T.float32(0)
-    tile.each(lambda row, column: splat(zero, columns[column][1]))
+    at = [settle(T.min(first_line + r, task.lines - 1)) for r in range(lines)]
+    tile = task.tile(lines)
+    columns, dot = tile.columns, task.format.dot
     with T.serial(part.first, part.end) as step:
         tile.outer_product(
-            lambda row: task.rows.step(at[row], step),
+            lambda line: task.rows.step(at[line], step),
             lambda column: task.weight(p, step, column),
-            task.multiply_add,
+            dot.accumulate if dot else None,
         )
     if part.sums is None:
         _finish(task, tile, p, at)
@@ -269,7 +294,7 @@ def _tile(task: _Product, part: _Part, p: Expr, first_row: Expr, rows: int, plac
         tile.each(lambda row, c: tile.get(row, c) + load(part.sums, _at(place, row, columns[c]), columns[c][1]))
     with T.If(part.number < part.count - 1):
         with T.Then():
-            for row, c in product(range(rows), range(len(columns))):
+            for row, c in product(range(lines), range(len(columns))):
                 store(part.sums, _at(place, row, columns[c]), tile.get(row, c), columns[c][1])
         with T.Else():
             _finish(task, tile, p, at)
@@ -284,15 +309,19 @@ def _finish(task: _Product, tile: RegisterTile, p: Expr, at: list[Expr]) -> None
     in ever smaller parts."""
     columns, panel = task.columns, task.format.panel
     whole, rest = divmod(task.format.op.out_features, panel)
-    places = product(range(len(at)), range(len(columns)))
-    values = {(row, c): bind(task.result(tile.get(row, c), at[row], p, c)) for row, c in places}
+    rows = [[task.row(line, number) for number in range(task.format.joined)] for line in at]
+    values = [
+        (row, c, bind(task.result(sums, row, p, c)))
+        for line, c in product(range(len(at)), range(len(columns)))
+        for row, sums in zip(rows[line], task.unzipped(tile.get(line, c)), strict=True)
+    ]
     with T.If(p < whole):
         with T.Then():
-            for (row, c), value in values.items():
-                store_narrow(task.y, [at[row], p * panel + columns[c][0]], value, columns[c][1])
+            for row, c, value in values:
+                store_narrow(task.y, [row, p * panel + columns[c][0]], value, columns[c][1])
         with T.Else():
-            for (row, c), value in values.items():
+            for row, c, value in values:
                 offset, lanes = columns[c]
                 for first, size in vectors.chunks(min(lanes, max(0, rest - offset)), lanes):
                     piece = vectors.part(value, first, size, lanes)
-                    store_narrow(task.y, [at[row], T.int64(whole * panel + offset + first)], piece, size)
+                    store_narrow(task.y, [row, T.int64(whole * panel + offset + first)], piece, size)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mhsa_compile.kernels.cpu import dot
 from mhsa_compile.kernels.cpu.dot import Dot
+from mhsa_compile.kernels.cpu.vectors import DTYPE_BYTES
 from mhsa_compile.kernels.operations import LinearOp
 from mhsa_compile.profile import TargetProfile
 
@@ -14,8 +15,9 @@ from mhsa_compile.profile import TargetProfile
 class Format:
     """Weights are packed into P panels of `panel` output features, step by step along K: (P, steps, panel).
 
-    With a dot-product instruction a step is as many terms of the sum as the instruction takes, in one int32. Without
-    one it is a single term: x is float32, and so is what the weights are widened to when they are loaded.
+    With a dot-product instruction a step is as many terms of the sum as the instruction takes, in one word. Without
+    one it is a single term: x is float32, and so is what the weights are widened to when they are loaded. With a matrix
+    product, rows of x lie side by side, two and two, step by step: they are multiplied together.
     """
 
     op: LinearOp
@@ -26,6 +28,16 @@ class Format:
     @property
     def terms(self) -> int:
         return self.dot.group if self.dot else 1
+
+    @property
+    def joined(self) -> int:
+        """Rows of x that one instruction multiplies."""
+        return self.dot.rows if self.dot else 1
+
+    @property
+    def step_bytes(self) -> int:
+        """Of x, and of one feature of the weights where an instruction takes them as they are stored."""
+        return DTYPE_BYTES[self.dot.word] if self.dot else 4
 
     @property
     def steps(self) -> int:
@@ -47,13 +59,13 @@ class Format:
     def weight(self) -> str:
         """dtype of a step of the packed weights."""
         if self.dot:
-            return "int32"
+            return self.dot.word
         return "int8" if self.op.int8_weights else self.op.dtype
 
     @property
     def offset(self) -> bool:
         """Whether x is quantised to unsigned bytes, x + 128, so that 128 times the sum of the weights is too much."""
-        return self.op.int8_weights and self.dot is not None
+        return self.op.int8_weights and self.dot is not None and self.dot.unsigned
 
     @property
     def packed(self) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -66,5 +78,6 @@ class Format:
 
 def format_of(op: LinearOp, profile: TargetProfile, columns: int) -> Format:
     """The format with the fastest instruction that the target has for this operation."""
-    instruction = dot.available(profile, "int8" if op.int8_weights else op.dtype)
+    dtype = "int8" if op.int8_weights else op.dtype
+    instruction = dot.matrix(profile, dtype) or dot.available(profile, dtype)
     return Format(op, instruction, instruction.lanes if instruction else profile.vector_lanes("float32"), columns)

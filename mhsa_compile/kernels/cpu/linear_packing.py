@@ -101,15 +101,15 @@ def _write(place: _Place, feature: _Feature) -> None:
 
 
 def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
-    """Each step as one int32: `bits(k)` of its terms, the first lowest, zeros beyond K."""
+    """Each step as one word: `bits(k)` of its terms, the first lowest, zeros beyond K."""
     format = place.format
-    size = 32 // format.terms
+    size = 8 * format.step_bytes // format.terms
     with T.serial(T.int64(format.steps)) as step:
-        word = T.int32(0)
+        word = T.cast(T.int32(0), format.weight)
         for j in range(format.terms):
             k = settle(step * format.terms + j)
             term = T.if_then_else(k < format.op.in_features, bits(k), T.int32(0))
-            word = word | (term << T.int32(size * j))
+            word = word | (T.cast(term, format.weight) << T.cast(T.int32(size * j), format.weight))
         place.store_step(step, word)
 
 
@@ -138,6 +138,8 @@ def _write_int8(place: _Place, feature: _Feature) -> None:
             place.store_step(k, T.cast(whole(k), "int8"))
         return
     _write_steps(place, lambda k: whole(k) & T.int32(255))
+    if not format.offset:
+        return
     total = T.alloc_buffer((1,), "int32")
     store(total, [0], T.int32(0), 1)
     with T.serial(T.int64(format.op.in_features)) as k:

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.storage import load_wide, vector_type
-from mhsa_compile.kernels.cpu.vectors import Expr, constant, each_vector, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import Expr, ceil_div, constant, each_vector, load, settle, splat, store
 
 LARGEST = 127
 ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits
@@ -23,17 +23,29 @@ LEAST = 1e-30
 
 @dataclass(frozen=True)
 class Rows:
-    """(count, steps) of what a step multiplies, int32 or float32; for int8 also the scale of each row (count,)."""
+    """What steps multiply, (count, steps) int32 or float32; where rows are joined, (pairs of rows, 2 * steps) int64.
+    For int8 also the scale of each row (count,)."""
 
     format: Format
     data: Expr
     scales: Expr | None = None
 
-    def step(self, row: Expr, step: Expr) -> Expr:
-        terms = self.format.terms
-        if terms == 1:
-            return load(self.data, [row, step], 1)
-        return T.reinterpret("int32", load(self.data, [row, step * terms], terms))
+    def step(self, line: Expr, step: Expr) -> Expr:
+        """Of one row, or of a pair of them."""
+        format = self.format
+        if format.dot is None:
+            return load(self.data, [line, step], 1)
+        terms = format.joined * format.terms
+        return T.reinterpret(vector_type(format.dot.word, format.joined), load(self.data, [line, step * terms], terms))
+
+    def at(self, row: Expr, k: Expr) -> list[Expr]:
+        """Where term k of a row lies. (A vector of `lanes` terms begins at a multiple of that, so it is one step's.)"""
+        if self.format.joined == 1:
+            return [row, k]
+        terms = T.int64(self.format.terms)
+        step = T.truncdiv(k, terms)
+        place = step * 2 + T.truncmod(row, T.int64(2))
+        return [T.truncdiv(row, T.int64(2)), place * terms + T.truncmod(k, terms)]
 
 
 def prepared(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
@@ -47,41 +59,60 @@ def prepared(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
         return _quantised(format, x, count, size)
     if format.dot is None and op.dtype == "float32":
         return Rows(format, x)
-    if format.dot is not None and op.in_features % format.terms == 0:
+    if format.dot is not None and op.in_features % format.terms == 0 and format.joined == 1:
         return Rows(format, x)
     width = format.steps * format.terms
-    data = T.alloc_buffer((size, T.int64(width)), "uint16" if format.dot else "float32")
+    rows = Rows(format, _allocated(format, size, "uint16" if format.dot else "float32"))
+    with T.parallel(_whole(format, count)) as row:
+        source = settle(T.min(row, count - 1)) if format.joined > 1 else row
 
-    def copy(k: Expr, n: int) -> None:
-        narrow = T.reinterpret(vector_type("uint16", n), load(x, [row, k], n)) if format.dot else None
-        store(data, [row, k], load_wide(x, [row, k], n) if narrow is None else narrow, n)
+        def copy(k: Expr, n: int) -> None:
+            narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if format.dot else None
+            store(rows.data, rows.at(row, k), load_wide(x, [source, k], n) if narrow is None else narrow, n)
 
-    with T.parallel(count) as row:
         each_vector(op.in_features, format.lanes, copy)
         for k in range(op.in_features, width):
-            store(data, [row, T.int64(k)], T.uint16(0), 1)  # meets a weight of zero, and must not be NaN
-    return Rows(format, data)
+            store(rows.data, rows.at(row, T.int64(k)), T.uint16(0), 1)  # meets a weight of zero, and must not be NaN
+    return rows
+
+
+def _allocated(format: Format, size: Expr, dtype: str) -> Expr:
+    width = format.steps * format.terms
+    if format.joined == 1:
+        return T.alloc_buffer((size, T.int64(width)), dtype)
+    return T.alloc_buffer((T.truncdiv(size + 1, T.int64(2)), T.int64(2 * width)), dtype)
+
+
+def _whole(format: Format, count: Expr) -> Expr:
+    """Rows, with the last one twice where it would have no neighbour."""
+    return count if format.joined == 1 else settle(ceil_div(count, 2) * 2)
 
 
 def _quantised(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
-    """Each row by its own scale, max |x| / 127: bytes x + 128 for a dot product, else whole numbers in float32."""
+    """Each row by its own scale, max |x| / 127: bytes for a dot product (x + 128 where it takes them unsigned), else
+    whole numbers in float32."""
     K, width = format.op.in_features, format.steps * format.terms
-    data = T.alloc_buffer((size, T.int64(width)), "uint8" if format.dot else "float32")
     scales = T.alloc_buffer((size,), "float32")
-    with T.parallel(count) as row:
-        largest = settle(_largest(x, row, K, format.lanes), "float32")
-        store(scales, [row], largest / T.float32(LARGEST), 1)
+    rows = Rows(format, _allocated(format, size, "uint8" if format.dot else "float32"), scales)
+    with T.parallel(_whole(format, count)) as row:
+        source = settle(T.min(row, count - 1)) if format.joined > 1 else row
+        largest = settle(_largest(x, source, K, format.lanes), "float32")
+        store(scales, [source], largest / T.float32(LARGEST), 1)
         factor = quantising_factor(largest)
 
         def quantise(k: Expr, n: int) -> None:
-            whole = nearest(load_wide(x, [row, k], n), factor, n)
-            byte = T.cast((whole + splat(T.int32(128), n)) & splat(T.int32(255), n), vector_type("uint8", n))
-            store(data, [row, k], byte if format.dot else T.cast(whole, vector_type("float32", n)), n)
+            whole = nearest(load_wide(x, [source, k], n), factor, n)
+            if format.dot is None:
+                value = T.cast(whole, vector_type("float32", n))
+            else:
+                shifted = whole + splat(T.int32(128), n) if format.offset else whole
+                value = T.cast(shifted & splat(T.int32(255), n), vector_type("uint8", n))
+            store(rows.data, rows.at(row, k), value, n)
 
         each_vector(K, format.lanes, quantise)
         for k in range(K, width):
-            store(data, [row, T.int64(k)], T.uint8(0), 1)  # meets weights of zero: any byte would do
-    return Rows(format, data, scales)
+            store(rows.data, rows.at(row, T.int64(k)), T.uint8(0), 1)  # meets weights of zero: any byte would do
+    return rows
 
 
 def quantising_factor(largest: Expr) -> Expr:

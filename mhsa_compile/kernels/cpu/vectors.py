@@ -180,14 +180,19 @@ class RegisterTile:
         self,
         scalars: Callable[[int], Expr],
         vectors: Callable[[int], Expr],
-        multiply_add: Callable[[Expr, Expr, Expr], Expr] = lambda total, a, b: total + a * b,
+        multiply_add: Callable[[Expr, Expr, Expr], Expr] | None = None,
     ) -> None:
-        """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here."""
+        """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here. Where an instruction does
+        more than that it is `multiply_add(tile[r, c], scalars(r), vectors(c))`."""
         operands = [bind(vectors(column)) for column in range(len(self.columns))]
         for row in range(self.rows):
             scalar = bind(scalars(row))
             for column, (_, lanes) in enumerate(self.columns):
-                self.set(row, column, multiply_add(self.get(row, column), splat(scalar, lanes), operands[column]))
+                total, operand = self.get(row, column), operands[column]
+                if multiply_add is None:
+                    self.set(row, column, total + splat(scalar, lanes) * operand)
+                else:
+                    self.set(row, column, multiply_add(total, scalar, operand))
 
 
 def bind(value: Expr) -> Expr:

@@ -1,0 +1,79 @@
+"""The narrow products of aarch64 as LLVM IR: the one place that knows their intrinsics.
+
+Words are of 32 bits for the dot products (BFDOT, SDOT), and of 64 for the matrix products (BFMMLA, SMMLA), which
+multiply two rows of `a` with two of `b`: a vector of sums is [a0 b0, a0 b1, a1 b0, a1 b1]. Four words of `b` at a time
+make two such vectors. Source: Arm Architecture Reference Manual, DDI 0487.
+"""
+
+from __future__ import annotations
+
+
+def bfloat16_dot() -> tuple[str, str]:
+    """BFDOT: pairs of products, summed in float32; denormals are flushed to zero, rounding is to odd inside."""
+    intrinsic = "@llvm.aarch64.neon.bfdot.v4f32.v8bf16"
+    return _dot("mhsa_dot_bfloat16_4", intrinsic, "<4 x float>", "<8 x bfloat>")
+
+
+def int8_dot() -> tuple[str, str]:
+    """SDOT: four products of signed bytes, added to int32."""
+    return _dot("mhsa_dot_int8_4", "@llvm.aarch64.neon.sdot.v4i32.v16i8", "<4 x i32>", "<16 x i8>")
+
+
+def bfloat16_matrix() -> tuple[str, str]:
+    """BFMMLA: for each sum four products, two and two, rounded as BFDOT does."""
+    return _matrix("mhsa_matrix_bfloat16", "@llvm.aarch64.neon.bfmmla", "float", "<8 x bfloat>")
+
+
+def int8_matrix() -> tuple[str, str]:
+    """SMMLA: for each sum eight products of signed bytes."""
+    return _matrix("mhsa_matrix_int8", "@llvm.aarch64.neon.smmla.v4i32.v16i8", "i32", "<16 x i8>")
+
+
+def _dot(name: str, intrinsic: str, sums: str, narrow: str) -> tuple[str, str]:
+    """All lanes of %a are equal. The fences keep LLVM from loading it into all of them, since LD1R takes a slot of the
+    units that multiply: SDOT takes one lane. (For BFDOT, LLVM 22 finds that form only now and then.)"""
+    return (
+        name,
+        f"""
+declare {sums} {intrinsic}({sums}, {narrow}, {narrow})
+define {sums} @{name}({sums} %c, <4 x i32> %a, <4 x i32> %b) alwaysinline nounwind memory(none) {{
+  %s = extractelement <4 x i32> %a, i32 0
+  %f = bitcast i32 %s to float
+  %e = call float @llvm.arithmetic.fence.f32(float %f)
+  %v = insertelement <4 x float> poison, float %e, i32 0
+  %g = call <4 x float> @llvm.arithmetic.fence.v4f32(<4 x float> %v)
+  %w = bitcast <4 x float> %g to {sums}
+  %d = shufflevector {sums} %w, {sums} poison, <4 x i32> zeroinitializer
+  %x = bitcast {sums} %d to {narrow}
+  %y = bitcast <4 x i32> %b to {narrow}
+  %r = call {sums} {intrinsic}({sums} %c, {narrow} %y, {narrow} %x)
+  ret {sums} %r
+}}
+declare float @llvm.arithmetic.fence.f32(float)
+declare <4 x float> @llvm.arithmetic.fence.v4f32(<4 x float>)
+""",
+    )
+
+
+def _matrix(name: str, intrinsic: str, sum: str, narrow: str) -> tuple[str, str]:
+    sums, four = f"<8 x {sum}>", f"<4 x {sum}>"
+    low, high = (", ".join(f"i32 {i}" for i in range(first, first + 4)) for first in (0, 4))
+    return (
+        name,
+        f"""
+declare {four} {intrinsic}({four}, {narrow}, {narrow})
+define {sums} @{name}({sums} %c, <2 x i64> %a, <4 x i64> %b) alwaysinline nounwind memory(none) {{
+  %x = bitcast <2 x i64> %a to {narrow}
+  %b0 = shufflevector <4 x i64> %b, <4 x i64> poison, <2 x i32> <i32 0, i32 1>
+  %b1 = shufflevector <4 x i64> %b, <4 x i64> poison, <2 x i32> <i32 2, i32 3>
+  %y0 = bitcast <2 x i64> %b0 to {narrow}
+  %y1 = bitcast <2 x i64> %b1 to {narrow}
+  %c0 = shufflevector {sums} %c, {sums} poison, <4 x i32> <{low}>
+  %c1 = shufflevector {sums} %c, {sums} poison, <4 x i32> <{high}>
+  %r0 = call {four} {intrinsic}({four} %c0, {narrow} %x, {narrow} %y0)
+  %r1 = call {four} {intrinsic}({four} %c1, {narrow} %x, {narrow} %y1)
+  %r = shufflevector {four} %r0, {four} %r1, <8 x i32> <{low}, {high}>
+  ret {sums} %r
+}}
+""",
+    )
