@@ -171,14 +171,15 @@ def test_native_x86_takes_the_dot_products_of_its_level(
     assert found.hardware.features == tuple(sorted(found.hardware.features))
 
 
-@pytest.mark.parametrize("mcpu", profile._X86_DOTS)
+@pytest.mark.parametrize("mcpu", profile._DOTS)
 def test_llvm_needs_no_more_for_the_dot_products_than_is_stated(mcpu: str) -> None:
     tvm = pytest.importorskip("tvm")
     from tvm.target import codegen
 
-    level = next(level for level in profile._X86_LEVELS if level[0] == mcpu)[1]
-    dots = profile._X86_DOTS[mcpu]
-    config = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": list(dots.values())}
+    levels = {level[0]: ("x86_64", level[1]) for level in profile._X86_LEVELS}
+    architecture, level = {**levels, "generic": ("aarch64", {"fp", "asimd"})}[mcpu]
+    dots = profile._DOTS[mcpu]
+    config = {"kind": "llvm", "mtriple": f"{architecture}-linux-gnu", "mcpu": mcpu, "mattr": list(dots.values())}
     with tvm.target.Target(config) as target:
         used = {CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO}
     assert used <= level | dots.keys()
