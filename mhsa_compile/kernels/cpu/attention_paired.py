@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import dot_aarch64, vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
 from mhsa_compile.kernels.cpu.operands import score_factor
@@ -43,11 +43,14 @@ define <16 x i32> @mhsa_pair_bfloat16_16(<16 x float> %low, <16 x float> %high) 
 """
 
 
+_PAIRS = {16: _PAIR, 4: dot_aarch64.PAIR}  # by the lanes of the dot product
+
+
 def imported(dot: Dot) -> ExitStack:
     """Stands around the body of a PrimFunc that uses `PairedProducts`."""
     stack = ExitStack()
     stack.enter_context(dot.imported())
-    stack.enter_context(T.attr(0, "pragma_import_llvm", _PAIR))
+    stack.enter_context(T.attr(0, "pragma_import_llvm", _PAIRS[dot.lanes]))
     return stack
 
 
@@ -109,7 +112,7 @@ class PairedProducts:
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
         first, lanes = column
-        words = T.call_pure_extern(f"int32x{lanes}", "mhsa_pair_bfloat16_16", *weights)
+        words = T.call_pure_extern(f"int32x{lanes}", f"mhsa_pair_bfloat16_{lanes}", *weights)
         store(self.weights, [T.truncdiv(base + 2 * self.lead, T.int64(2)), T.int64(first)], words, lanes)
 
     def weight(self, key: Expr, query: Expr) -> Expr:

@@ -29,6 +29,19 @@ def int8_matrix() -> tuple[str, str]:
     return _matrix("mhsa_matrix_int8", "@llvm.aarch64.neon.smmla.v4i32.v16i8", "i32", "<16 x i8>")
 
 
+# Four vectors of float32 become two of int64, or two become one of int32: BFCVTN, then ZIP1 and ZIP2.
+PAIR = """
+define <4 x i32> @mhsa_pair_bfloat16_4(<4 x float> %low, <4 x float> %high) alwaysinline nounwind memory(none) {
+  %x = fptrunc <4 x float> %low to <4 x bfloat>
+  %y = fptrunc <4 x float> %high to <4 x bfloat>
+  %pairs = shufflevector <4 x bfloat> %x, <4 x bfloat> %y,
+    <8 x i32> <i32 0, i32 4, i32 1, i32 5, i32 2, i32 6, i32 3, i32 7>
+  %words = bitcast <8 x bfloat> %pairs to <4 x i32>
+  ret <4 x i32> %words
+}
+"""
+
+
 def _dot(name: str, intrinsic: str, sums: str, narrow: str) -> tuple[str, str]:
     """All lanes of %a are equal. The fences keep LLVM from loading it into all of them, since LD1R takes a slot of the
     units that multiply: SDOT takes one lane. (For BFDOT, LLVM 22 finds that form only now and then.)"""
