@@ -115,15 +115,20 @@ def _prepare(root: Path) -> None:
     launcher = root / "usr/bin/python"
     launcher.write_text(LAUNCHER)
     launcher.chmod(0o755)
-    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
-    kind = ["--python-version", PYTHON, "--implementation", "cp", "--only-binary", ":all:", *platforms]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", root / "site"]
-    constraints = ["--constraint", REPOSITORY / "constraints.txt"]
-    made = subprocess.run([*pip, *kind, *constraints, *_requirements()], capture_output=True, text=True)
-    if made.returncode:
-        raise Missing(f"no aarch64 machine: pip did not find its wheels ({made.stderr.strip()[-400:]})")
+    install(root / "site", _requirements())
     for compiler in (root / "site/tvm/lib").glob("libtvm_compiler*"):
         compiler.unlink()
+
+
+def install(folder: Path, requirements: list[str], *options: str) -> None:
+    """The aarch64 wheels of what is required, into a folder. Raises Missing."""
+    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
+    kind = ["--python-version", PYTHON, "--implementation", "cp", "--only-binary", ":all:", *platforms]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", folder]
+    constraints = ["--constraint", REPOSITORY / "constraints.txt"]
+    made = subprocess.run([*pip, *kind, *constraints, *options, *requirements], capture_output=True, text=True)
+    if made.returncode:
+        raise Missing(f"no aarch64 machine: pip did not find its wheels ({made.stderr.strip()[-400:]})")
 
 
 def _places() -> dict[str, tuple[str, str]]:
