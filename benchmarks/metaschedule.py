@@ -4,8 +4,9 @@
 
 The block is written in Relax operators (projections, softmax of the scaled products, output projection), its weights
 are constants, and it goes through TVM as its users would take it: LegalizeOps, fusion, `tune_relax` with evolutionary
-search on this machine, `compile_relax`. The cost model is XGBoost's where that is installed (pip install xgboost-cpu),
-else random. Then all are timed in turns in one process, on the same inputs, and held against float64.
+search on this machine, and the schedules of its database. The cost model is XGBoost's where that is installed
+(pip install xgboost-cpu), else random. Then all are timed in turns in one process, on the same inputs, and held
+against float64.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from tvm import relax
 from tvm.ir.utils import derived_object
+from tvm.relax.backend.cpu_generic.pipeline import dataflow_lower_passes, finalize_passes
 from tvm.s_tir import meta_schedule
 
 import mhsa_compile as mhsa
@@ -187,8 +189,16 @@ def tuned_by_metaschedule(
         except (RuntimeError, TimeoutError):
             if not deadline.is_over:
                 raise
-        executable = meta_schedule.relax_integration.compile_relax(database, block, target, None)
-    return deadline.trials, vm(executable)
+        return deadline.trials, vm(with_schedules(block, database, target))
+
+
+def with_schedules(block: tvm.IRModule, database: Any, target: Any) -> Any:
+    """The block compiled with what was found for it. `compile_relax` would fuse it once more, which leaves attributes
+    on the fused functions, and by these they are other functions than those that were tuned."""
+    with target, database, tvm.transform.PassContext(opt_level=3):
+        scheduled = relax.transform.MetaScheduleApplyDatabase(enable_warning=True)(block)
+        lowering = [*dataflow_lower_passes(target), *finalize_passes(target)]
+        return relax.build(scheduled, target, relax_pipeline=tvm.transform.Sequential(lowering))
 
 
 def vm(executable: Any) -> Callable[[np.ndarray], np.ndarray]:

@@ -28,6 +28,9 @@ from mhsa_compile.kernels.operations import (
 
 ANY = "any"
 """The bucket of a length that is symbolic: every size has to be served."""
+APART, FARTHEST = 4, 2048
+"""How many times shorter and longer the lengths are at which a record for every length is tried as well; no longer ones
+than the second number, which would take longer than the search."""
 Bucket = int | str
 _KINDS = {
     LinearOp: "linear",
@@ -66,6 +69,18 @@ def symbols(op: Op) -> frozenset[str]:
     elif isinstance(op, AttentionOp):
         dims = (op.batch, op.q_length, op.kv_length, *(op.mask.dims if op.mask else ()))
     return frozenset(dim for dim in dims if isinstance(dim, str))
+
+
+def elsewhere(op: Op, sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Sizes of the symbols, shorter and longer than these, for which a record of this operation would be used as well:
+    none where its lengths are fixed."""
+    if isinstance(op, LinearOp):
+        lengths = [dim for dim in op.rows if isinstance(dim, str)][-1:]
+    else:
+        assert isinstance(op, AttentionOp), "only operations with a key have records"
+        lengths = [dim for dim in (op.q_length, op.kv_length) if isinstance(dim, str)]
+    others = {dim: sizes[dim] // APART for dim in lengths}, {dim: sizes[dim] * APART for dim in lengths}
+    return [{**sizes, **own} for own in others if own and min(own.values()) > 0 and max(own.values()) <= FARTHEST]
 
 
 def sized(dim: Dim, sizes: Mapping[str, int]) -> int:

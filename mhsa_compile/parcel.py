@@ -20,10 +20,11 @@ from mhsa_compile.errors import BuildError, BundleError
 from mhsa_compile.guesses import first_guesses
 from mhsa_compile.jobs import Candidate, Failure, Outcome, Timing
 from mhsa_compile.kernels.operations import Op
+from mhsa_compile.op_keys import elsewhere
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.records import isa_of
 from mhsa_compile.results import Measured, Results
-from mhsa_compile.sampler import found_in, plain, point_of
+from mhsa_compile.sampler import Found, found_in, plain, point_of
 from mhsa_compile.search import FINALISTS, Result, chosen, noise_of
 from mhsa_compile.spaces import Point, Space
 from mhsa_compile.studies import Study, digest
@@ -60,9 +61,11 @@ def pack(
             with _study(storage, subject, space, profile, threads, request, source) as study:
                 candidates = _candidates(space, _points(study, request))
             labels = tuple(_label(point) for point in candidates)
-            job = exercises.job_of(subject.op, request.sizes, request.seed)
-            add(Task(_place(subject), job, (built(space, space.default), *candidates.values()), (labels[0], *labels)))
-            count += len(candidates)
+            everyone = built(space, space.default), *candidates.values()
+            for place, sizes in _places(subject, request):
+                job = exercises.job_of(subject.op, sizes, request.seed)
+                add(Task(place, job, everyone, (labels[0], *labels)))
+                count += len(candidates)
     return count
 
 
@@ -80,7 +83,7 @@ def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path
     for subject in subjects:
         space = Space.of(subject.op, profile)
         with _study(storage, subject, space, profile, found.order.threads, request, source) as study:
-            own = [measured for measured in found.measured if measured.task == _place(subject)]
+            own = [_of_task(found, place) for place, _ in _places(subject, request)]
             report.append(_unpacked(subject, study, own, profile, found, request))
     return Report(tuple(report), monotonic() - began)
 
@@ -90,9 +93,19 @@ def _word(source: str, request: Request) -> str:
     return f"{request.study or 'mhsa'}:{source[:20]}"
 
 
-def _place(subject: Subject) -> str:
-    sizes = " ".join(f"{name}={size}" for name, size in subject.sizes.items())
-    return f"{subject.kind} {sizes} ({digest(subject.key)[:8]})"
+def _places(subject: Subject, request: Request) -> list[tuple[str, Mapping[str, int]]]:
+    """(a word for the task, sizes of the symbols) of an operation: where it is to be fast, and if its lengths are
+    symbolic elsewhere, too."""
+
+    def word(sizes: Mapping[str, int]) -> str:
+        own = " ".join(f"{name}={size}" for name, size in tuning.measured_at(subject.op, sizes).items())
+        return f"{subject.kind} {own} ({digest(subject.key)[:8]})"
+
+    return [(word(sizes), sizes) for sizes in (request.sizes, *elsewhere(subject.op, request.sizes))]
+
+
+def _of_task(found: Results, place: str) -> dict[Point, Measured]:
+    return {point_of(msgspec.json.decode(one.label)): one for one in found.measured if one.task == place}
 
 
 def _label(point: Point) -> str:
@@ -142,10 +155,15 @@ def _check(found: Results, path: Path, word: str, profile: TargetProfile) -> Non
 
 
 def _unpacked(
-    subject: Subject, study: Study, own: list[Measured], profile: TargetProfile, found: Results, request: Request
+    subject: Subject,
+    study: Study,
+    own: list[dict[Point, Measured]],
+    profile: TargetProfile,
+    found: Results,
+    request: Request,
 ) -> Tuned:
-    space = study.space
-    pairs = {point_of(msgspec.json.decode(measured.label)): measured for measured in own}
+    """`own`: what was measured at the operation's sizes, and elsewhere."""
+    space, (pairs, *others) = study.space, own
     for point, measured in pairs.items():
         if isinstance(measured.incumbent, Timing):
             study.add(point, measured.outcome, measured.incumbent)
@@ -153,7 +171,8 @@ def _unpacked(
     if default is None or (both := _both(default)) is None:
         why = "it was not measured" if default is None else _why(default.outcome)
         return tuning.untuned(subject, space, study.name, f"the default config: {why}")
-    result = _best(space, *both, pairs, study)
+    lasting = {point: measured for point, measured in pairs.items() if all(_lasts(point, one) for one in others)}
+    result = _best(space, *both, lasting, study)
     versions = installation.versions()
     record = tuning.record_of(subject, result, profile, found.order.threads, found.device, versions)
     record_files.append(request.records, record)
@@ -164,6 +183,16 @@ def _both(measured: Measured) -> tuple[Timing, Timing] | None:
     """(the incumbent, the candidate), if both ran."""
     incumbent, outcome = measured.incumbent, measured.outcome
     return (incumbent, outcome) if isinstance(incumbent, Timing) and isinstance(outcome, Timing) else None
+
+
+def _lasts(point: Point, elsewhere: Mapping[Point, Measured]) -> bool:
+    """Whether a point is right, and no slower than the default, at lengths where that was to be measured."""
+    default = next(iter(elsewhere.values()), None)  # beside itself: it is the first of its task
+    if default is None or point not in elsewhere:
+        return False
+    its = elsewhere[point]
+    own, noise = _both(its), _both(default)
+    return own is not None and noise is not None and Found.of(own[1], own[0]).score <= 1 + noise_of(*noise)
 
 
 def _why(outcome: Outcome) -> str:

@@ -10,7 +10,7 @@ under the noise: PATIENCE trials in a row, guesses and random ones apart, lowere
 
 At the end the best few are measured against the default once more, for longer, since the best of many short
 measurements is one of the lucky ones. Where none of them gains more than the noise, and more than three standard errors
-of its own, the default is the best.
+of its own, the default is the best. What is to serve every length has to be no slower at other lengths, too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Result:
 
 @dataclass
 class Search:
-    """One operation on one device. Candidates are built once as long as they are among the best."""
+    """One operation on one device. `elsewhere` gives the same operation at other lengths, where those are symbolic."""
 
     space: Space
     job: Job
@@ -89,6 +89,7 @@ class Search:
     session: Session
     build: Build
     tell: Callable[[Progress], None] = lambda progress: None
+    elsewhere: Callable[[], Sequence[Job]] = tuple
     clock: Callable[[], float] = monotonic
     noise: float = 0.0
     default_us: float = 0.0
@@ -157,8 +158,16 @@ class Search:
         timings = dict(zip(candidates, outcomes[1:-1], strict=True))
         right = {point: timing for point, timing in timings.items() if isinstance(timing, Timing)}
         point, found = chosen(self.space.default, first, right, self.noise)
+        while point != self.space.default and not self._holds_elsewhere(candidates[point]):
+            del right[point]
+            point, _ = chosen(self.space.default, first, right, self.noise)
         swept = None if before is None else found.get(own[0] if own else self.space.default)
         return Result(point, found[point], self.noise, tuple(done), stopped, swept)
+
+    def _holds_elsewhere(self, candidate: Candidate) -> bool:
+        """Whether it is right, and no slower than the default, at the other lengths."""
+        company = [self.default, candidate, self.default]
+        return all(no_slower(*self.session.measure(job, company, LAST)) for job in self.elsewhere())
 
     def _finalists(self, done: Sequence[Trial]) -> list[Point]:
         """The best few, of those that may be faster than the default."""
@@ -217,6 +226,18 @@ def chosen(
         if 1 - found[point].score > max(noise, _error(ratios(timing, incumbent))):
             clear.append(point)
     return min(clear, key=lambda point: found[point].score), found
+
+
+def no_slower(first: Outcome, outcome: Outcome, again: Outcome) -> bool:
+    """Whether a candidate takes no longer than the default, which was measured before and after it, by more than their
+    noise. Raises DeviceError where the device went away."""
+    for one in (first, outcome, again):
+        if isinstance(one, Failure):
+            if one.reason == LOST:
+                _required(one)
+            return False
+    assert isinstance(first, Timing) and isinstance(outcome, Timing) and isinstance(again, Timing)
+    return Found.of(outcome, first).score <= 1 + noise_of(first, again)
 
 
 def noise_of(first: Timing, second: Timing) -> float:

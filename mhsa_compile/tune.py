@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from time import monotonic
 from typing import Any
 
 from mhsa_compile import exercises, installation, record_files, sessions, tuning
 from mhsa_compile.guesses import first_guesses
-from mhsa_compile.jobs import Candidate
+from mhsa_compile.jobs import Candidate, Job
 from mhsa_compile.kernels.operations import Op
+from mhsa_compile.op_keys import elsewhere
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.records import isa_of
 from mhsa_compile.search import FINALISTS, LAST, Progress, Search, Unmeasurable
@@ -115,8 +117,12 @@ class _Tuning:
             state.progress = progress
             self._say()
 
-        job = exercises.job_of(subject.op, self.request.sizes, self.request.seed)
-        return Search(space, job, study, self.session, lambda point: self.build(space, point), tell)
+        def job(sizes: Mapping[str, int]) -> Job:
+            return exercises.job_of(subject.op, sizes, self.request.seed)
+
+        here = self.request.sizes
+        others = cache(lambda: [job(sizes) for sizes in elsewhere(subject.op, here)])
+        return Search(space, job(here), study, self.session, lambda point: self.build(space, point), tell, others)
 
     def _end(self, waiting: list[tuple[State, Search]]) -> float:
         """When the search of the first must end, so that the others and its last measurement have their time."""

@@ -15,7 +15,7 @@ import msgspec
 
 from mhsa_compile import installation, kernels
 from mhsa_compile.jobs import Device
-from mhsa_compile.kernels.operations import LinearOp, Op
+from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op
 from mhsa_compile.op_keys import key_of, kind_of, sized
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.records import Record, as_kept, isa_of
@@ -130,16 +130,18 @@ def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[Subject
     for name, op in ops.items():
         key = key_of(op)
         if key is not None:
-            measured = _sizes(op, sizes)
+            measured = measured_at(op, sizes)
             place = digest([kind_of(op), key, measured])
             names = (*(found[place].names if place in found else ()), name)
             found[place] = Subject(names, op, key, measured)
     return list(found.values())
 
 
-def _sizes(op: Any, sizes: Mapping[str, int]) -> dict[str, int]:
+def measured_at(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
+    """An operation's own sizes, as its records state them."""
     if isinstance(op, LinearOp):
         return {"rows": prod(sized(dim, sizes) for dim in op.rows)}
+    assert isinstance(op, AttentionOp), "only operations with a key are measured"
     dims = {"B": op.batch, "L": op.q_length, "S": op.kv_length}
     return {name: sized(dim, sizes) for name, dim in dims.items()}
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import measured
+import msgspec
 import pytest
 from made_session import DEVICE, MadeSession, built
 
 from mhsa_compile import host, parcel, record_files, results, search, sessions, tuning_plots
 from mhsa_compile.errors import BuildError, BundleError, DeviceError
-from mhsa_compile.jobs import CRASH, LOST, WRONG, Candidate, Failure
+from mhsa_compile.jobs import CRASH, LOST, WRONG, Candidate, Failure, Job, Outcome, Timing
 from mhsa_compile.kernels.cpu.linear import LinearKernel
 from mhsa_compile.kernels.operations import LinearOp
 from mhsa_compile.profile import detect, load_profile
 from mhsa_compile.records import as_kept
+from mhsa_compile.results import Measured
 from mhsa_compile.search import BATCH
 from mhsa_compile.spaces import Point, Space
 from mhsa_compile.tune import tune
@@ -133,6 +136,73 @@ def test_a_bundle_is_written_measured_and_read(request_: Request, tmp_path: Path
     other = load_profile("neoverse-n1")
     with pytest.raises(BundleError, match="expected those of this target, got those of this one"):
         parcel.unpack(ops, other, request, found)
+
+
+SYMBOLIC = replace(OP, rows=("L",))
+ANY_DEFAULT = Space.of(SYMBOLIC, PROFILE).default
+
+
+@dataclass
+class _OtherwiseElsewhere(MadeSession):
+    """`elsewhere` is the time where the rows are not 12."""
+
+    elsewhere: Callable[[Point], float | Failure] = far
+    rows: list[int] = field(default_factory=list)
+
+    def measure(self, job: Job, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
+        self.rows.append(job.output[0][0])
+        here = MadeSession(self.time if self.rows[-1] == 12 else self.elsewhere)
+        return here.measure(job, candidates, seconds)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "is_kept"),
+    [
+        (far, True),
+        (lambda point: 100.0, True),
+        (lambda point: 100.0 if point == ANY_DEFAULT else 101.0, False),
+        (lambda point: 100.0 if point == ANY_DEFAULT else Failure(WRONG), False),
+        (lambda point: Failure(WRONG), False),  # nothing to compare with
+    ],
+)
+def test_a_record_for_every_length_is_no_slower_at_others(
+    request_: Request, elsewhere: Callable[[Point], float | Failure], is_kept: bool
+):
+    session = _OtherwiseElsewhere(far, elsewhere=elsewhere)
+    (op,) = tuned(replace(request_, sizes={"L": 12}, trials=16), session, a=SYMBOLIC).ops
+    assert (Point.of(op.kernel, op.config) != ANY_DEFAULT) == (op.speedup > 1) == is_kept
+    (record,) = record_files.read(request_.records).records
+    assert (record.config != ANY_DEFAULT.config) == is_kept and record.key["rows"] == "any"
+    assert (set(session.rows[:-2]) == {12} and session.rows[-2:] == [3, 48]) or not is_kept  # of the best alone
+
+
+def test_a_bundle_measures_symbolic_lengths_at_others(request_: Request, tmp_path: Path):
+    ops, request = {"a": SYMBOLIC}, replace(request_, sizes={"L": 12}, trials=2)
+    work, found = tmp_path / "work.zip", tmp_path / "results.json"
+    assert parcel.pack(ops, PROFILE, 1, "this one", request, work) == 3 * 2
+    came = results.measure(work, found)
+    tasks = list(dict.fromkeys(one.task for one in came.measured))
+    assert [task.split()[1] for task in tasks] == ["rows=12", "rows=3", "rows=48"]
+
+    def told(**times: float) -> str:
+        """What is recorded where the candidate takes so long at so many rows, and the default 100."""
+        default = came.measured[0].label
+
+        def changed(one: Measured) -> Measured:
+            us = 100.0 if one.label == default else times[one.task.split()[1].replace("=", "")]
+            timings = [Timing((time,) * 5, 0.5) for time in (us, 100.0)]
+            return msgspec.structs.replace(one, outcome=timings[0], incumbent=timings[1])
+
+        known = msgspec.structs.replace(came, measured=tuple(map(changed, came.measured)))
+        path, file = tmp_path / "told.json", tmp_path / f"{times}.jsonl"
+        path.write_bytes(msgspec.json.encode(known))
+        parcel.unpack(ops, PROFILE, replace(request, records=file), path)
+        (record,) = record_files.read(file).records
+        return "the default" if record.config == ANY_DEFAULT.config else "the other"
+
+    assert told(rows12=90, rows3=100, rows48=95) == "the other"
+    assert told(rows12=90, rows3=100, rows48=101) == "the default"
+    assert told(rows12=101, rows3=90, rows48=90) == "the default"
 
 
 def test_failures_are_counted_and_never_recorded(request_: Request):
