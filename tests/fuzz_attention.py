@@ -5,6 +5,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -117,6 +118,21 @@ def evaluated(op: AttentionOp, given: Operands, dtype: torch.dtype) -> np.ndarra
 
 def scores_of(op: AttentionOp, given: Operands, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return masked_scores(op, given.q, given.k, given.mask, given.lengths, given.slopes, dtype)
+
+
+def reordered(given: Operands, order: int) -> Operands:
+    """The same with the head dim in another order, which only changes how sums are rounded; 0 is as it is."""
+    E = given.q.shape[-1]
+    places = np.random.default_rng(order).permutation(E) if order else np.arange(E)
+    return replace(given, q=given.q[..., places], k=given.k[..., places])
+
+
+def farthest(truth: np.ndarray, found: Sequence[np.ndarray]) -> np.ndarray:
+    """Of several results, at each place the one that is farthest from the truth."""
+    every = np.stack(found)
+    with np.errstate(invalid="ignore"):
+        error = np.nan_to_num(np.abs(every.astype(np.float64) - truth), nan=0.0)
+    return np.take_along_axis(every, error.argmax(axis=0)[np.newaxis], axis=0)[0]
 
 
 def poison(op: AttentionOp, given: Operands) -> None:

@@ -6,6 +6,7 @@ dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,10 +20,12 @@ from fuzz_attention import (
     attention_op,
     draw_operands,
     evaluated,
+    farthest,
     output_rows,
     output_shape,
     placed,
     poison,
+    reordered,
     scores_of,
 )
 from fuzz_cases import MACHINES, AttentionCase, InsideCase, LinearCase, Outcome
@@ -38,6 +41,9 @@ from mhsa_compile.parity import Draw, judge
 from mhsa_compile.profile import TargetProfile, detect
 from mhsa_compile.reference import product_in_int8
 from mhsa_compile.softmax_parity import repeated
+
+ORDERS = 8
+"""In which PyTorch's sums are taken, where one may be luck."""
 
 
 def linear_outcome(case: LinearCase) -> Outcome:
@@ -84,19 +90,38 @@ def _linear_truth(
 def attention_outcome(case: AttentionCase) -> Outcome:
     op = attention_op(case)
     kernel, emitted, library = _built(op, profile(case.machine, case.cores))
-    rng = np.random.default_rng(case.seed)
 
-    def draw(number: int, sizes: tuple[int, int, int]) -> list[Draw]:
+    def draw(rng: np.random.Generator, number: int, orders: int) -> list[Draw]:
+        sizes = case.calls[number]
         operands = draw_operands(rng, op, sizes, case.magnitude, number)
-        truth, yardstick = (evaluated(op, operands, dtype) for dtype in (torch.float64, getattr(torch, op.dtype)))
+        truth = evaluated(op, operands, torch.float64)
+        narrow = getattr(torch, op.dtype)
+        yardstick = farthest(truth, [evaluated(op, reordered(operands, i), narrow) for i in range(orders)])
         if case.poison:
             poison(op, operands)
         y = tvm.runtime.tensor(_garbage(output_shape(op, sizes), case.dtype))
         library["run"](*map(tvm.runtime.tensor, [*placed(op, operands), *emitted.constants]), y)
         return [(truth, yardstick.astype(NUMPY[op.dtype]), output_rows(y.numpy(), op.output))]
 
-    shares = [judge(lambda turn, call=call: draw(*call), {}).ratio for call in enumerate(case.calls)]
+    shares = [_share(case, number, draw) for number in range(len(case.calls))]
     return Outcome(max(shares), len(shares), kernel.name, case.dtype, _features(case))
+
+
+def _share(case: AttentionCase, number: int, draw: Callable[[np.random.Generator, int, int], list[Draw]]) -> float:
+    """The error of a call as a share of its budget; `draw` has the number of the call, and in how many orders the sums
+    of the yardstick's products are taken.
+
+    Where scores are large nearly all the error, ours and PyTorch's, comes from the few rows in which two keys are
+    nearly equal, and either may be lucky there by any factor. So what is over its budget is held once more, the same
+    draws, against PyTorch's error in several orders of its sums: that says what it is in those rows.
+    """
+    share = 0.0
+    for orders in (1, ORDERS):
+        rng = np.random.default_rng((case.seed, number))
+        share = judge(lambda turn, rng=rng, orders=orders: draw(rng, number, orders), {}).ratio
+        if share <= 1:
+            break
+    return share
 
 
 def _features(case: AttentionCase) -> tuple[str, ...]:
@@ -113,14 +138,12 @@ def inside_outcome(case: InsideCase) -> Outcome:
     if wanted.weights:
         asked = WeightsOp(op, wanted.heads, wanted.rows)
     kernel, emitted, library = _built(asked, profile(given.machine, given.cores))
-    rng = np.random.default_rng(given.seed)
 
-    def draw(number: int, sizes: tuple[int, int, int]) -> list[Draw]:
-        operands = draw_operands(rng, op, sizes, given.magnitude, number)
+    def draw(rng: np.random.Generator, number: int, orders: int) -> list[Draw]:
+        operands = draw_operands(rng, op, given.calls[number], given.magnitude, number)
         truth, weights = _inside_truth(op, operands, wanted)
-        narrow, _ = scores_of(op, operands, getattr(torch, op.dtype))
-        sinks = None if operands.sinks is None else to_torch(operands.sinks)
-        yardstick = {name: to_numpy(tensor) for name, tensor in inside.of_rows(narrow, sinks, wanted).items()}
+        narrow = [_inside_eager(op, reordered(operands, order), wanted) for order in range(orders)]
+        yardstick = {name: farthest(truth[name], [one[name] for one in narrow]) for name in narrow[0]}
         if given.poison:
             poison(op, operands)
         dtypes = {"top_k_keys": "int64", "weights": op.dtype}
@@ -133,7 +156,7 @@ def inside_outcome(case: InsideCase) -> Outcome:
             truth["top_k_keys"], yardstick["top_k_keys"] = truth["top_k_weights"], yardstick["top_k_weights"]
         return [(truth[name], yardstick[name], found[name]) for name in truth]
 
-    shares = [judge(lambda turn, call=call: draw(*call), {}).ratio for call in enumerate(given.calls)]
+    shares = [_share(given, number, draw) for number in range(len(given.calls))]
     words = [word.partition("=")[0] for word in case.outputs]
     return Outcome(max(shares), len(shares), kernel.name, given.dtype, (*_features(given), *words))
 
@@ -149,6 +172,13 @@ def _inside_truth(op: AttentionOp, given: Operands, wanted: Inside) -> tuple[dic
     L, S = exact.shape[2:]
     every, _ = look(slice(0, L), Inside(weights=True))
     return reference_inside.collected(look, [slice(0, L)], L, S, wanted), every["weights"]
+
+
+def _inside_eager(op: AttentionOp, given: Operands, wanted: Inside) -> dict[str, np.ndarray]:
+    """What is wanted, by PyTorch at the dtype."""
+    scores, _ = scores_of(op, given, getattr(torch, op.dtype))
+    sinks = None if given.sinks is None else to_torch(given.sinks)
+    return {name: to_numpy(tensor) for name, tensor in inside.of_rows(scores, sinks, wanted).items()}
 
 
 def _weights_of(keys: np.ndarray, expected: np.ndarray, weights: np.ndarray) -> np.ndarray:
