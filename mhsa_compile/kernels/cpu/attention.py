@@ -7,20 +7,23 @@ algorithm; this file deals the tasks out and says where each operand lies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
+from mhsa_compile.kernels.cpu import attention_matrix, attention_paired
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
-from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, imported, pairs_fit
+from mhsa_compile.kernels.cpu.attention_matrix import MatrixProducts, words_fit
+from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
 from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operands, Products
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
-from mhsa_compile.kernels.cpu.dot import Dot, available
+from mhsa_compile.kernels.cpu.dot import Dot, available, matrix
 from mhsa_compile.kernels.cpu.operands import (
     HeadView,
     extra_arguments,
@@ -104,9 +107,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
     dim = Dims()
     batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     queries, lanes = config["queries"], profile.vector_lanes("float32")
-    dot = available(profile, op.dtype)
-    if not pairs_fit(op, dot, lanes, config["key_tile"]):
-        dot = None
+    dot = _instruction(op, profile, config["key_tile"])
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
@@ -118,7 +119,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
             y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
             tiles = settle(ceil_div(q_length, queries))
             total = settle(batch * T.int64(op.num_heads) * tiles)
-            with imported(dot) if dot else nullcontext(), T.parallel(total) as index:
+            with _imported(dot), T.parallel(total) as index:
 
                 def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
                     """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
@@ -150,6 +151,21 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
 
                 _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
+
+
+def _instruction(op: AttentionOp, profile: TargetProfile, key_tile: int) -> Dot | None:
+    """What multiplies this attention's 16-bit operands as they are, the fastest first, or None."""
+    lanes = profile.vector_lanes("float32")
+    if words_fit(op, wide := matrix(profile, op.dtype), lanes, key_tile):
+        return wide
+    return dot if pairs_fit(op, dot := available(profile, op.dtype), lanes, key_tile) else None
+
+
+def _imported(dot: Dot | None) -> AbstractContextManager[Any]:
+    """Stands around code that multiplies with `dot`."""
+    if dot is None:
+        return nullcontext()
+    return attention_paired.imported(dot) if dot.rows == 1 else attention_matrix.imported(dot)
 
 
 def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
@@ -212,7 +228,8 @@ def _emit_tile(
     if dot is None:
         products = Float32Products(operands, queries, keys, config["key_tile"], lanes)
     else:
-        products = PairedProducts(operands, queries, keys, config["key_tile"], dot)
+        kind = PairedProducts if dot.rows == 1 else MatrixProducts
+        products = kind(operands, queries, keys, config["key_tile"], dot)
     visibility = Visibility(
         op,
         queries=queries,

@@ -29,7 +29,7 @@ def int8_matrix() -> tuple[str, str]:
     return _matrix("mhsa_matrix_int8", "@llvm.aarch64.neon.smmla.v4i32.v16i8", "i32", "<16 x i8>")
 
 
-# Four vectors of float32 become two of int64, or two become one of int32: BFCVTN, then ZIP1 and ZIP2.
+# What products leave as float32 becomes factors: BFCVTN, then ZIP1 and ZIP2. Two vectors make pairs, four make words.
 PAIR = """
 define <4 x i32> @mhsa_pair_bfloat16_4(<4 x float> %low, <4 x float> %high) alwaysinline nounwind memory(none) {
   %x = fptrunc <4 x float> %low to <4 x bfloat>
@@ -40,6 +40,21 @@ define <4 x i32> @mhsa_pair_bfloat16_4(<4 x float> %low, <4 x float> %high) alwa
   ret <4 x i32> %words
 }
 """
+WORDS_NAME = "mhsa_words_bfloat16"
+WORDS = (
+    PAIR
+    + f"""
+define <4 x i64> @{WORDS_NAME}(<4 x float> %a, <4 x float> %b, <4 x float> %c, <4 x float> %d)
+    alwaysinline nounwind memory(none) {{
+  %low = call <4 x i32> @mhsa_pair_bfloat16_4(<4 x float> %a, <4 x float> %b)
+  %high = call <4 x i32> @mhsa_pair_bfloat16_4(<4 x float> %c, <4 x float> %d)
+  %both = shufflevector <4 x i32> %low, <4 x i32> %high,
+    <8 x i32> <i32 0, i32 4, i32 1, i32 5, i32 2, i32 6, i32 3, i32 7>
+  %words = bitcast <8 x i32> %both to <4 x i64>
+  ret <4 x i64> %words
+}}
+"""
+)
 
 
 def _dot(name: str, intrinsic: str, sums: str, narrow: str) -> tuple[str, str]:
