@@ -76,6 +76,8 @@ class AttentionKernel:
         assert isinstance(op, AttentionOp)
         # Of 32 registers 4 x 4 accumulators leave room for the exponentials beside them; of 16, 6 x 2 was the fastest.
         columns, key_tile = (4, 4) if profile.hardware.vector_registers >= 32 else (2, 6)
+        if (dot := _instruction(op, profile, key_tile)) and dot.rows > 1:
+            columns = 6  # two keys' rows of K are joined on their way, which costs less the more queries they meet
         queries = columns * profile.vector_lanes("float32")
         room = profile.hardware.l1d_kib * 1024 * 2 // 3 // (4 * (queries + op.v_head_dim))
         keys = min(512, max(32, room)) // key_tile * key_tile

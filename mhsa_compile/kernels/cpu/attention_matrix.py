@@ -58,6 +58,7 @@ class MatrixProducts:
 
     exp2_coefficients: Sequence[float] = vectors.EXP2_FOR_BFLOAT16
     keys_a_step = WORD
+    rows_at_once = 2
 
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op
@@ -72,29 +73,48 @@ class MatrixProducts:
         rows = self.operands.query_rows(0, self.queries)
         with T.serial(T.int64(self.operands.op.head_dim // WORD)) as e:
             for i, row in enumerate(rows):
-                store(self.q_t, [e, T.int64(i)], _word(load(query.buffer, query.at(row, e * WORD), WORD)), 1)
+                store(self.q_t, [e, T.int64(i)], _words(load(query.buffer, query.at(row, e * WORD), WORD), 1), 1)
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         op, key = self.operands.op, self.operands.key
         self.operands.prefetch(keys)
         sums = self._sums(tile)
 
-        def pair(line: int, e: Expr) -> Expr:
-            """The words of two keys."""
-            rows = keys[2 * line : 2 * line + 2]
-            words = [_word(load(key.buffer, key.at(row, e * WORD), WORD)) for row in rows]
-            return T.Shuffle(words, [T.int32(0), T.int32(1)])
+        def rows(line: int, e: Expr, words: int) -> list[Expr]:
+            """So many words of two keys, from e on: vectors of both keys' first, both keys' second."""
+            found = [
+                _words(load(key.buffer, key.at(row, e * WORD), words * WORD), words)
+                for row in keys[2 * line : 2 * line + 2]
+            ]
+            found = [bind(words) for words in found]
+            return [bind(T.Shuffle(found, [T.int32(i), T.int32(words + i)])) for i in range(words)]
+
+        def add(e: Expr, words: int) -> None:
+            pairs = [rows(line, e, words) for line in range(sums.rows)]
+            for i in range(words):
+                self._multiply(
+                    sums,
+                    lambda line: pairs[line][i],
+                    lambda c: load(self.q_t, [e + i, T.int64(tile.columns[c][0])], self.lanes),
+                )
 
         for i, (first, end) in enumerate(parts(op.head_dim // WORD, len(keys) // WORD)):
-            with T.serial(T.int64(first), T.int64(end)) as e:
-                sums.outer_product(
-                    lambda line: pair(line, e),
-                    lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], self.lanes),
-                    self.dot.accumulate,
-                )
+            twice = (end - first) // 2
+            with T.serial(T.int64(twice)) as turn:
+                add(settle(first + turn * 2), 2)
+            if (end - first) % 2:
+                add(T.int64(end - 1), 1)
             between(i)
         factor = constant(score_factor(op), self.lanes)
         self._each_row(sums, lambda r, c, part: tile.set(r, c, part * factor))
+
+    def _multiply(self, sums: RegisterTile, lines: Callable[[int], Expr], columns: Callable[[int], Expr]) -> None:
+        """sums[l, c] += lines(l) columns(c). Column by column: whole rows of columns would not fit beside the sums."""
+        factors = [bind(lines(line)) for line in range(sums.rows)]
+        for c in range(len(sums.columns)):
+            column = bind(columns(c))
+            for line, factor in enumerate(factors):
+                sums.set(line, c, self.dot.accumulate(sums.get(line, c), factor, column))
 
     def _sums(self, tile: RegisterTile) -> RegisterTile:
         """The tile two rows at a time, all zeros."""
@@ -154,10 +174,10 @@ class MatrixProducts:
         """A word of which these rows see one key is taken whole: the other ones' weights are zero."""
         sums = self._sums(tile)
         with T.serial(T.truncdiv(block.first, T.int64(WORD)), ceil_div(block.end, WORD)) as j:
-            sums.outer_product(
+            self._multiply(
+                sums,
                 lambda line: load(self.weights, [j + self.lead, base + 2 * line], 2),
                 lambda c: load(self.values, [j, T.int64(group[c][0])], self.lanes),
-                self.dot.accumulate,
             )
         self._each_row(sums, lambda r, c, part: tile.set(r, c, tile.get(r, c) + part))
 
@@ -166,8 +186,8 @@ class MatrixProducts:
         return load_wide(view.buffer, view.at(key, T.int64(column[0])), column[1])
 
 
-def _word(elements: Expr) -> Expr:
-    return T.reinterpret("int64", elements)
+def _words(elements: Expr, count: int) -> Expr:
+    return T.reinterpret(vector_type("int64", count), elements)
 
 
 def _element(words: Expr, place: Expr, lanes: int) -> Expr:

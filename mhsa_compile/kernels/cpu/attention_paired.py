@@ -70,6 +70,7 @@ class PairedProducts:
 
     exp2_coefficients: Sequence[float] = vectors.EXP2_FOR_BFLOAT16
     keys_a_step = 2
+    rows_at_once = 1
 
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op

@@ -84,6 +84,8 @@ class Products(Protocol):
     """As exact as the weights are kept."""
     keys_a_step: int
     """Keys whose weights are kept together, and that one step of P V takes."""
+    rows_at_once: int
+    """Rows that one instruction multiplies."""
 
     def pack_queries(self) -> None:
         """Brings the tile's Q^T into scratch."""
@@ -147,6 +149,7 @@ class Float32Products:
 
     exp2_coefficients: Sequence[float] = vectors.EXP2_COEFFICIENTS
     keys_a_step = 1
+    rows_at_once = 1
 
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int) -> None:
         op = operands.op

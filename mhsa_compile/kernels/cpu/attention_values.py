@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import CACHE_LINE
@@ -12,6 +14,7 @@ from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import (
     DTYPE_BYTES,
+    Chunk,
     Expr,
     RegisterTile,
     any_lane,
@@ -59,9 +62,8 @@ class Accumulator:
 
     def add(self, first_key: Expr, count: Expr) -> None:
         """accumulator += P V, a register tile of rows x columns at a time."""
-        rows, columns = self._value_tile()
-        for begin in range(0, len(self.value_columns), columns):
-            group = self.value_columns[begin : begin + columns]
+        rows, groups = self._value_tile()
+        for group in groups:
             with T.serial(T.int64(self.queries // rows)) as row_group:
                 base = settle(row_group * rows)
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
@@ -81,16 +83,22 @@ class Accumulator:
             with T.Else():
                 self.add(first_key, count)
 
-    def _value_tile(self) -> tuple[int, int]:
-        """(rows, columns in vectors) of P V's register tile: columns that leave the fewest over, and what fits.
+    def _value_tile(self) -> tuple[int, list[list[Chunk]]]:
+        """(rows of P V's register tile, its columns in vectors: those that leave the fewest over, and what fits).
 
         All rows are lanes of one column of queries: what is left out for one of them is left out for all.
         """
         wanted = len(self.value_columns)
+        if self.products.rows_at_once > 1:
+            # More sums than a quarter of the registers would leave room for: a matrix product takes five cycles.
+            count = -(-wanted // 6)
+            borders = [wanted * i // count for i in range(count + 1)]
+            return self.lanes, [self.value_columns[first:end] for first, end in pairwise(borders)]
         fewest = min(-wanted % columns for columns in (2, 3, 4))
         columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
         rows = [r for r in (1, 2, 4, 8) if self.lanes % r == 0]
-        return vectors.register_tile(vectors.tile_registers(self.registers), rows, columns)
+        tile_rows, width = vectors.register_tile(vectors.tile_registers(self.registers), rows, columns)
+        return tile_rows, [self.value_columns[first : first + width] for first in range(0, wanted, width)]
 
     def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:
         """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, otherwise 0."""
