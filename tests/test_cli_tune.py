@@ -10,6 +10,7 @@ import pytest
 from test_cli import mhsa
 
 from mhsa_compile import AttentionSpec, record_files, search
+from mhsa_compile.cli.tuning_cases import Given
 from mhsa_compile.export import export
 from mhsa_compile.model import ScaledDotProductAttention
 
@@ -46,6 +47,18 @@ def test_a_model_is_tuned_and_compiled_with_what_was_found(tmp_path: Path, monke
     assert (tmp_path / "records.studies.db").is_file() and plot.is_file()
 
 
+def test_lengths_around_are_tuned_too():
+    def dims(word: str) -> list[tuple[str, int, int]]:
+        given = Given(None, [word], None, {}, symbolic=False, around=True, weights=None, seed=0)
+        given.check()
+        cases = list(given.cases())
+        assert all(case.sizes == case.dims and case.dims["B"] == 1 for case in cases)
+        return [(case.name, case.dims["L"], case.dims["S"]) for case in cases]
+
+    assert dims("tiny") == [("tiny", 16, 16), ("tiny, half as long", 8, 8), ("tiny, twice as long", 32, 32)]
+    assert [lengths for _, *lengths in dims("decode512")] == [[1, 512], [1, 256], [1, 1024]]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -60,6 +73,7 @@ def test_a_model_is_tuned_and_compiled_with_what_was_found(tmp_path: Path, monke
         (["{spec}", "--on", "bundle"], "--on bundle: expected -o WORK.zip, or later --results RESULTS.json"),
         (["{spec}", "-o", "work.zip"], "-o: expected it with --on bundle"),
         (["{spec}", "--results", "none.json"], "results 'none.json': expected a file that can be read"),
+        (["{spec}", "--around"], "--around: expected lengths that are fixed, got symbolic ones. Give --length."),
         (["{spec}", "--plot", "search.txt"], "--plot: expected a file named"),
         (["{spec}", "--target", "z80"], "target: expected a known target"),
         (["{spec}", "--against", "nobody"], "expected"),

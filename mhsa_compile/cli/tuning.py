@@ -53,6 +53,7 @@ def tune(
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="The sizes are those to measure at; dims stay symbolic.")
     ] = False,
+    around: Annotated[bool, typer.Option("--around", help="Also tune at half the lengths, and at twice them.")] = False,
     dtype: Annotated[str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16.")] = None,
     weights: Annotated[Literal["int8"] | None, typer.Option("--weights", help="As of `mhsa compile`.")] = None,
     threads: options.Threads = None,
@@ -83,7 +84,7 @@ def tune(
     source, tracker = split(arguments or [], on)
     _check(on, out, results, plot)
     stated = options.stated_dims(batch, length, kv_length, capacity)
-    given = Given(source, workload or [], dtype, stated, symbolic, weights, seed)
+    given = Given(source, workload or [], dtype, stated, symbolic, around, weights, seed)
     given.check()
     peers = _peers(against)
     profile = load_profile(target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class Given:
     dtype: str | None
     stated: dict[str, int]
     symbolic: bool
+    around: bool
     weights: str | None
     seed: int
 
@@ -49,6 +50,9 @@ class Given:
             raise InputError("--workload", "it alone", "a source or dims beside it", hint)
         if self.dtype is not None and not self.workloads:
             raise InputError("--dtype", "it with --workload", f"{self.dtype!r} alone", "A source states its own dtype.")
+        if self.around and not self.workloads and (self.symbolic or not {"L", "S"} & self.stated.keys()):
+            hint = "Give --length. A record for symbolic lengths serves all of them."
+            raise InputError("--around", "lengths that are fixed", "symbolic ones", hint)
         if self.workloads:
             choose(self.workloads)
         elif self.source is None:
@@ -58,6 +62,12 @@ class Given:
 
     def cases(self) -> Iterator[Case]:
         """One after another, since each has its weights. They are random where the source is a spec."""
+        for case in self._given():
+            yield case
+            if self.around:
+                yield from _beside(case)
+
+    def _given(self) -> Iterator[Case]:
         import torch
 
         from mhsa_compile.bench import module_of
@@ -73,6 +83,15 @@ class Given:
             chosen = workload.at(self.dtype or workload.spec.dtype)
             dims = {} if self.symbolic else chosen.dims
             yield Case(chosen.name, module_of(chosen), dims, chosen.dims, self.weights)
+
+
+def _beside(case: Case) -> Iterator[Case]:
+    """The same at half the lengths, and at twice them: the buckets beside its own. A single query stays one."""
+    lengths = {name: size for name, size in case.dims.items() if name in ("L", "S", "C") and size > 1}
+    for words, halves in (("half as long", 1), ("twice as long", 4)):
+        other = {name: size * halves // 2 for name, size in lengths.items()}
+        if other:
+            yield replace(case, name=f"{case.name}, {words}", dims=case.dims | other, sizes=case.sizes | other)
 
 
 def split(arguments: list[str], on: str) -> tuple[Path | None, tuple[Address, str] | None]:
