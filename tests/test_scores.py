@@ -201,6 +201,22 @@ def test_uneven_caches_are_dealt_out_whole(count):
     check(DECODE, symbolic(op, "S"), cores(AVX512, count), *runs)
 
 
+def test_sums_of_equal_weights_are_exact():
+    """All scores are 0: all weights are one number, and each addition of it to a long sum is rounded the same way."""
+    op = operation(64, 256, B=4, sinks=True)
+    taken = operands(op, [])
+    taken["q"] = np.zeros_like(taken["q"])
+    taken["sinks"] = np.linspace(-2, 2, op.num_heads, dtype=np.float32)
+    y = np.full((op.batch, op.q_length, op.num_heads * op.v_head_dim), np.nan, np.float32)
+    emitted = ATTENTION.emit(op, detect(), ATTENTION.default(op, detect()))
+    given = [taken[name] for name in ("q", "k", "v", "sinks")]
+    y = call(compiled(emitted, detect())["run"], *given, *emitted.constants, y)
+    truth, eager = (
+        attention(op, *given[:3], None, sinks=given[3], dtype=dtype) for dtype in (torch.float64, torch.float32)
+    )
+    assert max_error(truth, y) <= budget(truth, eager.astype(np.float32), "float32")
+
+
 @pytest.mark.parametrize("kernel", [ATTENTION, DECODE], ids=["attention", "decode"])
 def test_sinks_and_caps_at_the_ends_of_the_range(kernel):
     """A sink may be far above or below all scores, and a score so large that its product overflows is at the cap."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
+from operator import add
 
 from tvm.tirx.script import builder as T
 
@@ -55,7 +57,7 @@ class Weights:
         self.query_columns = vectors.chunks(queries, lanes)
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
-        self.row_sum, self.block_sum, self.factors = (scratch((queries,)) for _ in range(3))
+        self.row_sum, self.block_sum, self.group_sum, self.factors = (scratch((queries,)) for _ in range(4))
         self.pending = scratch((key_tile, queries))  # scores of the group before
 
     def clear(self) -> None:
@@ -108,18 +110,25 @@ class Weights:
             store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.block_sum, at, lanes), lanes)
 
     def _weigh_pending(self, base: Expr, step: int) -> None:
-        """P^T = 2^(S^T - m) for some keys of the group that begins at `base`."""
+        """P^T = 2^(S^T - m) for some keys of the group that begins at `base`.
+
+        A group has a sum of its own: of a row of equal weights each addition to a long sum is rounded the same way.
+        """
         taken = self.products.keys_a_step
+        first, last = step == 0, (step + 1) * taken == self.key_tile
         for lane, lanes in self.query_columns:
             at = [T.int64(lane)]
-            reference, total = bind(load(self.reference, at, lanes)), load(self.block_sum, at, lanes)
+            reference = bind(load(self.reference, at, lanes))
             weights = []
             for r in range(step * taken, (step + 1) * taken):
                 score = load(self.pending, [T.int64(r), *at], lanes)
                 weights.append(bind(vectors.exp2(score - reference, lanes, self.products.exp2_coefficients)))
-                total = total + weights[-1]
             self.products.keep_weights(base + step * taken, (lane, lanes), weights)
-            store(self.block_sum, at, total, lanes)
+            total = reduce(add, weights if first else [load(self.group_sum, at, lanes), *weights])
+            if last:
+                store(self.block_sum, at, load(self.block_sum, at, lanes) + total, lanes)
+            else:
+                store(self.group_sum, at, total, lanes)
 
     def _largest(self, tile: RegisterTile, c: int) -> Expr:
         largest = tile.get(0, c)
