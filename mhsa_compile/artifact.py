@@ -18,6 +18,8 @@ import secrets
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +27,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from mhsa_compile import host
-from mhsa_compile.errors import ArtifactError, OutputError
+from mhsa_compile.errors import ArtifactError, MhsaError, OutputError
 
 FORMAT_VERSION = 3
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
@@ -155,17 +157,9 @@ class Artifact:
         Raises OutputError, and leaves what was there, where it cannot.
         """
         folder = Path(path).resolve()
-        check_place(folder, force)
-        staged = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        try:
-            staged.mkdir()
+        with replaced(folder, force) as staged:
             for name in (*self.manifest.files, MANIFEST):
                 shutil.copyfile(self.path / name, staged / name)
-            _move(staged, folder)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
         return Artifact(folder, self.manifest)
 
 
@@ -243,8 +237,28 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_place(folder: Path, force: bool) -> None:
-    """Whether an artifact may be saved as `folder`, before it is made. Raises OutputError."""
+@contextmanager
+def replaced(folder: Path, force: bool, mark: str = MANIFEST) -> Iterator[Path]:
+    """An empty folder that becomes `folder` when the block ends well; arguments and errors as `check_place`."""
+    check_place(folder, force, mark)
+    staged = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        staged.mkdir()
+        yield staged
+        _move(staged, folder)
+    except MhsaError:
+        raise
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def check_place(folder: Path, force: bool, mark: str = MANIFEST) -> None:
+    """Whether an artifact may be saved as `folder`, before it is made. Raises OutputError.
+
+    With `force` it may replace another: a folder that has the file `mark`, which an artifact or a bundle has.
+    """
     if not folder.parent.is_dir():
         raise OutputError(
             "output folder", "a place in a folder that exists", str(folder), f"Create {folder.parent} first."
@@ -255,8 +269,9 @@ def check_place(folder: Path, force: bool) -> None:
         next_step = "Choose another, or replace it: --force, or force=True."
         raise OutputError("output folder", "one that does not exist yet", str(folder), next_step)
     # What is replaced is deleted: nobody's project, only an artifact, whole or damaged, or an empty folder.
-    if not folder.is_dir() or not ((folder / MANIFEST).is_file() or not any(folder.iterdir())):
-        raise OutputError("output folder", "an artifact to replace", f"{str(folder)!r}, which holds something else")
+    if not folder.is_dir() or not ((folder / mark).is_file() or not any(folder.iterdir())):
+        what = "an artifact" if mark == MANIFEST else "a bundle"
+        raise OutputError("output folder", f"{what} to replace", f"{str(folder)!r}, which holds something else")
 
 
 def _move(staged: Path, folder: Path) -> None:

@@ -5,8 +5,6 @@ Zig's C compiler links for every target from any host, needs no system tool chai
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +13,11 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from mhsa_compile.errors import BuildError
+from mhsa_compile import zig
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.schedule import Scheduled
+
+_FLOAT16 = Path(__file__).with_name("float16.c")
 
 
 def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
@@ -79,10 +79,9 @@ def _linker(triple: str) -> Any:
     """`fcompile` of export_library: links object files into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
-        command = [sys.executable, "-m", "ziglang", "cc", "-target", triple, "-shared", "-fPIC", "-O1", "-s"]
-        done = subprocess.run([*command, "-o", output, *objects, *(options or [])], capture_output=True, text=True)
-        if done.returncode:
-            raise BuildError("linking", f"a shared library for {triple}", done.stderr.strip()[-2000:] or "no message")
+        added = [_FLOAT16] if triple.startswith("riscv") else []
+        words = ["-shared", "-fPIC", "-O1", "-s", "-o", output, *objects, *added, *(options or [])]
+        zig.run("cc", triple, words, "a shared library")
 
     link.output_format = "so"  # type: ignore[attr-defined]
     return link

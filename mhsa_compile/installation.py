@@ -24,8 +24,7 @@ def check_tvm_pair() -> None:
     Raises InstallationError.
     """
     found = {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
-    tvm, ffi = found.values()
-    if tvm == TESTED_TVM and ffi is not None and _FITTING_TVM_FFI.fullmatch(ffi):
+    if all(number is not None and fits(name, number) for name, number in found.items()):
         return
     raise InstallationError(
         "the TVM pair",
@@ -33,6 +32,11 @@ def check_tvm_pair() -> None:
         " with ".join(f"{name} {number or 'not installed'}" for name, number in found.items()),
         f"Run: pip install 'apache-tvm=={TESTED_TVM}' 'apache-tvm-ffi{TESTED_TVM_FFI}'",
     )
+
+
+def fits(name: str, number: str) -> bool:
+    """Whether a version of apache-tvm or apache-tvm-ffi is of the pair that was tested together."""
+    return number == TESTED_TVM if name == "apache-tvm" else _FITTING_TVM_FFI.fullmatch(number) is not None
 
 
 def require(*modules: str, extra: str) -> None:

@@ -79,19 +79,24 @@ def prepared() -> Path:
     """The machine's root, prepared if it is not yet there. Raises Missing."""
     if not any(map(shutil.which, QEMU)):
         raise Missing("no qemu-aarch64 on this machine: apt-get install qemu-user-static")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mhsa_compile")
-    cache.mkdir(parents=True, exist_ok=True)
-    root = cache / f"aarch64-{_recipe()}"
-    with (cache / "aarch64.lock").open("w") as lock:
+    root = cache() / f"aarch64-{_recipe()}"
+    with (cache() / "aarch64.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the suite has two processes
         if not root.is_dir():
-            staged = Path(tempfile.mkdtemp(prefix=".aarch64-", dir=cache))
+            staged = Path(tempfile.mkdtemp(prefix=".aarch64-", dir=cache()))
             try:
                 _prepare(staged)
                 staged.rename(root)
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
     return root
+
+
+def cache() -> Path:
+    """The user's folder for what is fetched and built once."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mhsa_compile")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _requirements() -> list[str]:
@@ -107,11 +112,7 @@ def _recipe() -> str:
 
 
 def _prepare(root: Path) -> None:
-    try:
-        for name, place in _places().items():
-            _unpack(_fetched(f"{MIRROR}/{place[0]}", place[1], name), root)
-    except OSError as error:
-        raise Missing(f"no aarch64 machine: {MIRROR} did not answer ({error})") from error
+    unpack_debian(root, RELEASE, "arm64", PACKAGES)
     launcher = root / "usr/bin/python"
     launcher.write_text(LAUNCHER)
     launcher.chmod(0o755)
@@ -131,16 +132,25 @@ def install(folder: Path, requirements: list[str], *options: str) -> None:
         raise Missing(f"no aarch64 machine: pip did not find its wheels ({made.stderr.strip()[-400:]})")
 
 
-def _places() -> dict[str, tuple[str, str]]:
+def unpack_debian(root: Path, release: str, architecture: str, packages: tuple[str, ...]) -> None:
+    """The programs and libraries of Debian's packages, into a folder. Raises Missing."""
+    try:
+        for name, place in _places(release, architecture, packages).items():
+            _unpack(_fetched(f"{MIRROR}/{place[0]}", place[1], name), root)
+    except OSError as error:
+        raise Missing(f"no {architecture} machine: {MIRROR} did not answer ({error})") from error
+
+
+def _places(release: str, architecture: str, packages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     """(path, sha256) of each package, by the release's index, which comes over TLS."""
-    index = lzma.decompress(_fetched(f"{MIRROR}/dists/{RELEASE}/main/binary-arm64/Packages.xz")).decode()
+    index = lzma.decompress(_fetched(f"{MIRROR}/dists/{release}/main/binary-{architecture}/Packages.xz")).decode()
     found = {}
     for paragraph in index.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and line[0] != " ")
-        if fields.get("Package") in PACKAGES:
+        if fields.get("Package") in packages:
             found[fields["Package"]] = fields["Filename"], fields["SHA256"]
-    if absent := set(PACKAGES) - found.keys():
-        raise Missing(f"no aarch64 machine: Debian {RELEASE} has no {' '.join(sorted(absent))}")
+    if absent := set(packages) - found.keys():
+        raise Missing(f"no {architecture} machine: Debian {release} has no {' '.join(sorted(absent))}")
     return found
 
 
@@ -148,7 +158,7 @@ def _fetched(url: str, digest: str | None = None, name: str = "") -> bytes:
     with urllib.request.urlopen(url, timeout=_PATIENCE) as answer:
         data: bytes = answer.read()
     if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise Missing(f"no aarch64 machine: {name} from {MIRROR} is not what the index promises")
+        raise Missing(f"{name} from {MIRROR} is not what the index promises")
     return data
 
 

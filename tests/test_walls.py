@@ -21,7 +21,19 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 # A room imports only from rooms before it.
 LIGHT = [
     *("errors", "spec_checks", "patterns", "positions", "outputs", "spec", "workloads", "masks", "host"),
-    *("installation", "data", "profile", "dims", "artifact", "tvm_runtime", "memory", "tensors", "kv_cache", "runtime"),
+    *(
+        "installation",
+        "zig",
+        "data",
+        "profile",
+        "dims",
+        "artifact",
+        "tvm_runtime",
+        "memory",
+        "tensors",
+        "kv_cache",
+        "runtime",
+    ),
     *(
         "jobs",
         "records",
@@ -33,6 +45,7 @@ LIGHT = [
         "sessions",
         "bundles",
         "results",
+        "standalone",
     ),
 ]
 COMPILE_SIDE = [

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from mhsa_compile.cli import (
     benching,
+    bundling,
     compiling,
     devices,
     diagnosing,
@@ -27,6 +28,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "run": running.run,
     "verify": running.verify,
     "bench": benching.bench,
+    "bundle": bundling.bundle,
     "serve": devices.serve,
     "measure": devices.measure,
     "tune": tuning.tune,

@@ -1,0 +1,15 @@
+// Of TVM's runtime what a compiled module calls: memory, threads, the virtual machine. One file, so that the headers are
+// read once.
+#include "src/runtime/cpu_device_api.cc"
+#include "src/runtime/device_api.cc"
+#include "src/runtime/logging.cc"
+#include "src/runtime/memory/memory_manager.cc"
+#include "src/runtime/module.cc"
+#include "src/runtime/tensor.cc"
+#include "src/runtime/thread_pool.cc"
+#include "src/runtime/threading_backend.cc"
+#include "src/runtime/vm/builtin.cc"
+#include "src/runtime/vm/bytecode.cc"
+#include "src/runtime/vm/executable.cc"
+#include "src/runtime/vm/vm.cc"
+#include "src/runtime/workspace_pool.cc"
