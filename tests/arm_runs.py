@@ -24,7 +24,7 @@ CPUS = {"aarch64-generic": "cortex-a53", "neoverse-v1": "max", "neoverse-v2": "m
 """What QEMU emulates for a target, where that is not the CPU of the target's name: the least that has it all."""
 
 PROPERTY = "emulated run"
-"""Of a test's report: (what ran, its error as a share of the budget)."""
+"""Of a test's report: (on which architecture, what ran, its error as a share of the budget)."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -104,11 +104,11 @@ def runs(cpu: str = "max", threads: int = 1) -> Iterator[There]:
                 process.wait()
 
 
-def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseResult) -> None:
+def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseResult, machine: str = "aarch64") -> None:
     """For the summary at the end of a test run (`conftest.py`)."""
     for case in cases:
         sizes = " ".join(f"{symbol}={size}" for symbol, size in case.dims.items())
-        record_property(PROPERTY, (f"{name}, {sizes}", float(case.ratio)))
+        record_property(PROPERTY, (machine, f"{name}, {sizes}", float(case.ratio)))
 
 
 def emulable(target: str) -> TargetProfile:

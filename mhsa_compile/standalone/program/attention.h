@@ -110,6 +110,10 @@ class Attention {
 
   // Refuses code for another CPU before it runs, in place of an illegal instruction in the middle.
   static void check_cpu(const Json& target) {
+    const std::string triple = at(at(target, "tvm").cast<Json>(), "mtriple").cast<ffi::String>();
+    const std::string architecture = triple.substr(0, triple.find('-'));
+    if (architecture != kArchitecture)
+      throw Error("artifact: expected a CPU of " + architecture + ", as it was compiled for one, got " + kArchitecture);
     const std::set<std::string> present = cpu_features();
     std::string needed, missing;
     for (const ffi::Any& word : at(at(target, "hardware").cast<Json>(), "features").cast<ffi::Array<ffi::Any>>()) {

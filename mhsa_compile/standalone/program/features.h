@@ -1,4 +1,4 @@
-// What this CPU has, in the words of /proc/cpuinfo, which are those of an artifact's manifest.
+// What this CPU is and has, in the words of LLVM and of /proc/cpuinfo, which are those of an artifact's manifest.
 #pragma once
 
 #include <sys/auxv.h>
@@ -9,6 +9,18 @@
 #include <string>
 
 namespace mhsa {
+
+#if defined(__x86_64__)
+constexpr const char* kArchitecture = "x86_64";
+#elif defined(__aarch64__)
+constexpr const char* kArchitecture = "aarch64";
+#elif defined(__arm__)
+constexpr const char* kArchitecture = "armv7";
+#elif defined(__riscv) && __riscv_xlen == 64
+constexpr const char* kArchitecture = "riscv64";
+#else
+#error "an architecture that nobody has tried"
+#endif
 
 #if defined(__aarch64__) || defined(__arm__)
 // From the auxiliary vector, bit by bit (arch/*/include/uapi/asm/hwcap.h of Linux): emulators show it rightly, and not
