@@ -79,7 +79,7 @@ def _linker(triple: str) -> Any:
     """`fcompile` of export_library: links object files into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
-        added = [_FLOAT16] if triple.startswith("riscv") else []
+        added = [str(_FLOAT16)] if triple.startswith("riscv") else []
         words = ["-shared", "-fPIC", "-O1", "-s", "-o", output, *objects, *added, *(options or [])]
         zig.run("cc", triple, words, "a shared library")
 

@@ -27,6 +27,9 @@ CPUINFO = {
 } | {same: same for same in ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512ifma", "avx512vbmi",
      "avx512vl", "bmi2", "cx16", "f16c", "fma", "gfni", "movbe", "popcnt", "sse4a", "ssse3", "xsave")}  # fmt: skip
 
+ARMV7 = {"neon": "neon", "vfp3": "vfpv3", "vfp4": "vfpv4"}
+REGISTERS = {"x86-64-v3": 16, "armv7-generic": 16, "riscv64-generic": 8}  # of 128 bits: 32 floats, there are no vectors
+
 MINIMAL = """family = "cpu"
 [tvm]
 kind = "llvm"
@@ -40,7 +43,7 @@ triple = "riscv64-linux-gnu"
 def test_every_promised_target_is_there() -> None:
     x86 = {"x86-64-v3", "x86-64-v4", "znver4", "sapphirerapids"}
     arm = {"aarch64-generic", "cortex-a53", "cortex-a72", "cortex-a76", "neoverse-n1", "neoverse-v1", "neoverse-v2"}
-    assert x86 | arm <= set(FILES)
+    assert x86 | arm | {"armv7-generic", "riscv64-generic"} <= set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -52,7 +55,8 @@ def test_llvm_knows_the_cpu_and_its_features_are_stated(name: str) -> None:
     stated = load_profile(name)
     with tvm.target.Target(stated.tvm_config()) as target:
         assert codegen.llvm_is_valid_cpu(stated.tvm.mcpu, stated.tvm.mtriple)
-        used = {CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO}
+        names = CPUINFO | ARMV7 if stated.tvm.mtriple.startswith("armv7") else CPUINFO
+        used = {names[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in names}
     assert used <= set(stated.hardware.features)
 
 
@@ -75,7 +79,7 @@ def test_lanes_follow_vector_width_and_dtype() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_registers_are_the_instruction_sets(name: str) -> None:
-    assert load_profile(name).hardware.vector_registers == (16 if name == "x86-64-v3" else 32)
+    assert load_profile(name).hardware.vector_registers == REGISTERS.get(name, 32)
 
 
 def test_left_out_hardware_is_a_modest_machine(tmp_path: Path) -> None:
