@@ -1,6 +1,6 @@
-"""Calls a compiled artifact, or a model in ONNX Runtime, so many times: what `arm_instructions.py` runs under QEMU.
+"""Calls a compiled artifact, or a model in another runtime, so many times: what `arm_instructions.py` runs under QEMU.
 
-python arm_calls.py artifact|onnxruntime PATH INPUTS.npz CALLS
+python arm_calls.py artifact|onnxruntime|litert PATH INPUTS.npz CALLS
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Callable
 import numpy as np
 
 
-def opened(runtime: str, path: str, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
-    if runtime == "artifact":
-        import mhsa_compile as mhsa
+def artifact(path: str, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
+    import mhsa_compile as mhsa
 
-        attention = mhsa.load(path, threads=1)
-        return lambda: attention(**inputs)
+    attention = mhsa.load(path, threads=1)
+    return lambda: attention(**inputs)
+
+
+def onnxruntime(path: str, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -26,8 +28,22 @@ def opened(runtime: str, path: str, inputs: dict[str, np.ndarray]) -> Callable[[
     return lambda: session.run(None, inputs)
 
 
+def litert(path: str, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
+    """XNNPACK computes all of it, or this fails."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    model = Interpreter(path, num_threads=1)
+    model.allocate_tensors()
+    assert model._get_ops_details()[-1]["op_name"] == "DELEGATE"
+    for entry in model.get_input_details():
+        model.set_tensor(entry["index"], inputs[entry["name"]])
+    return model.invoke
+
+
+RUNTIMES = {"artifact": artifact, "onnxruntime": onnxruntime, "litert": litert}
+
 if __name__ == "__main__":
     runtime, path, inputs, calls = sys.argv[1:]
-    call = opened(runtime, path, dict(np.load(inputs)))
+    call = RUNTIMES[runtime](path, dict(np.load(inputs)))
     for _ in range(int(calls)):
         call()

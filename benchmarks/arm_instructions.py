@@ -1,4 +1,4 @@
-"""Instructions that a call executes on an ARM CPU, counted under QEMU: ours, and ONNX Runtime's own build for aarch64.
+"""Instructions that a call executes on an ARM CPU, counted under QEMU: ours, ONNX Runtime's and XNNPACK's (in LiteRT).
 
     python benchmarks/arm_instructions.py [--workload NAME|GROUP ...] [--target neoverse-n1] [--json FILE]
 
@@ -12,7 +12,7 @@ It needs what `tests/arm_machine.py` does, and a QEMU of version 6 to 8 with plu
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import tflite_graph
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +43,8 @@ arm_machine = importlib.import_module("arm_machine")
 WORKLOADS = ("tiny", "base128", "vit197", "core384", "core512c", "decode2048")
 ENOUGH = 500_000_000
 """Multiply-adds that the second process does beyond those of the first: Python's start varies by a million."""
-ONNXRUNTIME = "onnxruntime"
+PEERS = ("onnxruntime", "ai-edge-litert==2.3.0")
+"""Their own wheels for aarch64."""
 # ONNX Runtime looks for its CPU there, and dies where it finds an x86 one: what QEMU before 8.1 shows.
 CPUINFO = """\
 processor\t: 0
@@ -91,9 +93,11 @@ class Counter:
         options = ["-plugin", f"file={self.folder / 'plugin.so'}", "-d", "plugin", "-D", log]
         program = [self.root / "usr/bin/python3.11", "-S", HERE / "arm_calls.py", runtime, path, inputs, str(calls)]
         environment = arm_machine.environment(self.root, self.cpu) | {"PYTHONHASHSEED": "0"}
-        environment["PYTHONPATH"] += f"{os.pathsep}{self.folder / ONNXRUNTIME}"
+        environment["PYTHONPATH"] += f"{os.pathsep}{self.folder / 'peers'}"
         environment["QEMU_LD_PREFIX"] = str(self.folder / "system")
-        subprocess.run([self.qemu, *options, *program], env=environment, check=True)
+        done = subprocess.run([self.qemu, *options, *program], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{runtime} failed under QEMU: {done.stderr}")
         _, instructions, multiplying = log.read_text().split()
         return int(instructions), int(multiplying)
 
@@ -137,7 +141,7 @@ def counter(cpu: str) -> Iterator[Counter]:
         folder = Path(name)
         compiler = [sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O2"]
         subprocess.run([*compiler, "-o", folder / "plugin.so", HERE / "count_instructions.c"], check=True)
-        arm_machine.install(folder / ONNXRUNTIME, [ONNXRUNTIME], "--no-deps")
+        arm_machine.install(folder / "peers", list(PEERS), "--no-deps")
         (folder / "system/proc").mkdir(parents=True)
         (folder / "system/proc/cpuinfo").write_text(CPUINFO)
         for part in ("lib", "usr"):
@@ -151,17 +155,29 @@ def counted(workload: Workload, target: str, ready: Counter) -> Iterator[Count]:
     problem = Problem(artifact, [arrays])
     spec, sizes = workload.spec, problem.sizes
     flops = spec.attention_flops(**sizes) + (0 if problem.is_core else spec.projection_flops(**sizes))
-    graph = (onnx_graph.fused_grouped if spec.num_kv_heads != spec.num_heads else onnx_graph.fused_multi_head)(problem)
-    model, ours, theirs = (ready.folder / name for name in ("model.onnx", "ours.npz", "theirs.npz"))
-    model.write_bytes(graph.SerializeToString())
-    np.savez(ours, **arrays)
-    np.savez(theirs, **onnx_graph.inputs(problem, arrays, [value.name for value in graph.graph.input]))
-    (attention,) = (node.op_type for node in graph.graph.node if node.op_type.endswith("Attention"))
-    for name, runtime, path, inputs in (
-        ("mhsa_compile", "artifact", artifact.path, ours),
-        (f"ONNX Runtime, {attention}", ONNXRUNTIME, model, theirs),
-    ):
+    for name, runtime, path, inputs in candidates(problem, ready.folder):
         yield Count(workload.name, name, *ready.count(runtime, path, inputs, flops // 2), flops // 2)
+
+
+def candidates(problem: Problem, folder: Path) -> Iterator[tuple[str, str, Path, Path]]:
+    """(name, runtime, model, inputs) of each, written into the folder."""
+    (arrays,) = problem.inputs
+    own, inputs = folder / "own.npz", folder / "onnx.npz"
+    np.savez(own, **arrays)
+    yield "mhsa_compile", "artifact", problem.artifact.path, own
+    groups = problem.spec.num_kv_heads != problem.spec.num_heads
+    graph = (onnx_graph.fused_grouped if groups else onnx_graph.fused_multi_head)(problem)
+    (folder / "model.onnx").write_bytes(graph.SerializeToString())
+    np.savez(inputs, **onnx_graph.inputs(problem, arrays, [value.name for value in graph.graph.input]))
+    (attention,) = (node.op_type for node in graph.graph.node if node.op_type.endswith("Attention"))
+    yield f"ONNX Runtime, {attention}", "onnxruntime", folder / "model.onnx", inputs
+    if tflite_graph.is_plain(problem):
+        place = folder / "peers/ai_edge_litert/schema_py_generated.py"
+        stated = importlib.util.spec_from_file_location("schema_py_generated", place)
+        schema = importlib.util.module_from_spec(stated)
+        stated.loader.exec_module(schema)
+        (folder / "model.tflite").write_bytes(tflite_graph.written(problem, schema))
+        yield "XNNPACK, in LiteRT", "litert", folder / "model.tflite", own
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from mhsa_compile.profile import TargetProfile, load_profile
 
 PATIENCE = 240.0
 """Seconds for one load or call."""
-CPUS = {"aarch64-generic": "cortex-a53", "neoverse-v1": "max", "neoverse-v2": "max"}
+SVE = {128: "max,sve-max-vq=1", 256: "max,sve-max-vq=2", 512: "max,sve-max-vq=4"}
+"""QEMU's CPU that has everything, by the bits of its SVE vectors."""
+CPUS = {"aarch64-generic": "cortex-a53", "neoverse-v1": SVE[256], "neoverse-v2": SVE[128]}
 """What QEMU emulates for a target, where that is not the CPU of the target's name: the least that has it all."""
 
 PROPERTY = "emulated run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import arm_runs
+import msgspec
 import node_cases
 import pytest
 import torch
@@ -52,6 +53,22 @@ def test_parity(case: ParityCase, target: str, machines: Machines, record_proper
         arm_runs.note(record_property, f"{case.name} on {target}", *verdict.cases)
         worst = verdict.worst
         assert verdict.ok, f"error {worst.error:.3g}, budget {worst.budget:.3g} at {worst.dims}"
+
+
+@pytest.mark.parametrize("bits", arm_runs.SVE)
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_sve(name: str, bits: int, machines: Machines, record_property) -> None:
+    """A target of SVE's, whose vectors are as wide as the machine's, and whose code LLVM may write in SVE."""
+    (case,) = (case for case in PARITY if case.name == name)
+    profile = arm_runs.emulable(ALL)
+    wide = msgspec.structs.replace(profile, hardware=msgspec.structs.replace(profile.hardware, vector_bits=bits))
+    torch.manual_seed(7)
+    module = mhsa.MultiHeadAttention(case.spec).eval()
+    artifact = mhsa.compile(module, wide, weights=case.weights)
+    run = machines[arm_runs.SVE[bits]].load(artifact)
+    verdict = judged(artifact, run, cases=case.builds[0][1], self_checks=False)
+    arm_runs.note(record_property, f"{name} on {ALL} with SVE of {bits} bits", *verdict.cases)
+    assert verdict.ok, verdict.worst
 
 
 @pytest.mark.parametrize("name", NODES)
