@@ -18,8 +18,8 @@ from mhsa_compile.artifact import Artifact
 from mhsa_compile.parity import CaseResult
 from mhsa_compile.profile import TargetProfile, load_profile
 
-PATIENCE = 240.0
-"""Seconds for one load or call."""
+PATIENCE = 900.0
+"""Seconds for one load or call, which take a few at most where nothing else runs."""
 SVE = {128: "max,sve-max-vq=1", 256: "max,sve-max-vq=2", 512: "max,sve-max-vq=4"}
 """QEMU's CPU that has everything, by the bits of its SVE vectors."""
 CPUS = {"aarch64-generic": "cortex-a53", "neoverse-v1": SVE[256], "neoverse-v2": SVE[128]}
@@ -58,10 +58,15 @@ class There:
 
         return call
 
+    @property
+    def died(self) -> bool:
+        return self._process.poll() is not None
+
     def _ask(self, name: str, *arguments: Any) -> Any:
         self._asked.send((name, arguments))
         try:
             if not self._asked.poll(PATIENCE):
+                self._process.kill()  # its answer would be taken for that of the next question
                 raise AssertionError(f"no answer from the emulated machine in {PATIENCE:g} s")
             fine, answer = self._asked.recv()
         except (EOFError, ConnectionError):
@@ -72,14 +77,14 @@ class There:
 
 
 class Machines:
-    """A process on each emulated CPU that is asked for, started at first use."""
+    """A process on each emulated CPU that is asked for, started at first use, and again where it has died."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
         self._found: dict[str, There] = {}
 
     def __getitem__(self, cpu: str) -> There:
-        if cpu not in self._found:
+        if cpu not in self._found or self._found[cpu].died:
             self._found[cpu] = self._open.enter_context(runs(cpu))
         return self._found[cpu]
 
