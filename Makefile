@@ -27,7 +27,7 @@ demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, a
 test: $(STAMP)  ## The whole suite, two processes; the last line counts the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-arm: $(STAMP)  ## On an emulated ARM machine: the parity matrix, node tests, every target, an example, tuning; 15 minutes
+test-arm: $(STAMP)  ## On an emulated ARM machine: the parity matrix, node tests, every target, an example, tuning; about 20 minutes
 	@$(BIN)/python -m pytest -m arm -n 2 --dist worksteal
 
 node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
