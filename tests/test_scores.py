@@ -201,14 +201,15 @@ def test_uneven_caches_are_dealt_out_whole(count):
     check(DECODE, symbolic(op, "S"), cores(AVX512, count), *runs)
 
 
-def test_sums_of_equal_weights_are_exact():
+@pytest.mark.parametrize(("kernel", "L", "F"), [(ATTENTION, 64, 40), (DECODE, 7, 1)], ids=["attention", "decode"])
+def test_sums_of_equal_weights_are_exact(kernel: Kernel, L: int, F: int):
     """All scores are 0: all weights are one number, and each addition of it to a long sum is rounded the same way."""
-    op = operation(64, 256, B=4, sinks=True)
+    op = operation(L, 256, B=64 // L + 3, G=4, F=F, sinks=True)
     taken = operands(op, [])
     taken["q"] = np.zeros_like(taken["q"])
     taken["sinks"] = np.linspace(-2, 2, op.num_heads, dtype=np.float32)
     y = np.full((op.batch, op.q_length, op.num_heads * op.v_head_dim), np.nan, np.float32)
-    emitted = ATTENTION.emit(op, detect(), ATTENTION.default(op, detect()))
+    emitted = kernel.emit(op, detect(), kernel.default(op, detect()))
     given = [taken[name] for name in ("q", "k", "v", "sinks")]
     y = call(compiled(emitted, detect())["run"], *given, *emitted.constants, y)
     truth, eager = (

@@ -21,11 +21,15 @@ from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode_terms import RowTerms
-from mhsa_compile.kernels.cpu.decode_values import LONGEST_SUM, MASKED, ValueSums
+from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode_work import Heads, Span
 from mhsa_compile.kernels.cpu.operands import mask_bias, score_factor
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
 from mhsa_compile.kernels.operations import AttentionOp
+
+LONGEST_SUM_OF_WEIGHTS = 16
+"""Vectors of weights that one float32 sum takes one after another. Of a row of equal weights each addition is rounded
+the same way: of 197 the error of such rows was four times PyTorch's."""
 
 
 class DecodeTask:
@@ -188,11 +192,11 @@ class DecodeTask:
             store(self.rescale, at, factor, lanes)
             store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
             groups = settle(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))
-            with T.serial(ceil_div(groups, LONGEST_SUM)) as part:
-                start = settle(part * LONGEST_SUM)
+            with T.serial(ceil_div(groups, LONGEST_SUM_OF_WEIGHTS)) as part:
+                start = settle(part * LONGEST_SUM_OF_WEIGHTS)
                 total = RegisterTile(1, [(0, lanes)])
                 total.fill(0.0)
-                with T.serial(start, settle(T.min(groups, start + LONGEST_SUM))) as index:
+                with T.serial(start, settle(T.min(groups, start + LONGEST_SUM_OF_WEIGHTS))) as index:
                     total.set(0, 0, total.get(0, 0) + self._weight(begin, index, vector, largest, masked))
                 store(self.row_sum, at, load(self.row_sum, at, lanes) + total.get(0, 0), lanes)
 
