@@ -82,6 +82,11 @@ class TargetProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise TargetError("dtype", " or ".join(_DTYPE_BITS), repr(dtype))
         return self.hardware.vector_bits // _DTYPE_BITS[dtype]
 
+    @property
+    def overwrites_summands(self) -> bool:
+        """Whether a vector multiply-add leaves its sum where one of its operands was, and only there (FMLA)."""
+        return self.tvm.mtriple.startswith("aarch64")
+
     def tvm_config(self) -> dict[str, Any]:
         """The argument of `tvm.target.Target`."""
         config = {**msgspec.to_builtins(self.tvm), "mattr": list(self.tvm.mattr)}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mhsa_compile import drawing, plots
-from mhsa_compile.cli import options, output, sources
+from mhsa_compile import data, drawing, plots
+from mhsa_compile.cli import options, output, predicting, sources
+from mhsa_compile.cli.tuning_cases import Given
 from mhsa_compile.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,6 +50,15 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the shares of the limit: .svg, .png or .pdf.")
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Run nothing: LLVM's model of the target's CPU on the inner loops.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="With --predict: a target's name, or a .toml file of your own.")
+    ] = None,
+    weights: Annotated[
+        Literal["int8"] | None, typer.Option("--weights", help="With --predict: as of `mhsa compile`.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Time a compiled attention against other runtimes: medians, ratios, and the share of this machine's limit.
@@ -56,10 +66,18 @@ def bench(
     The limit is the useful operations at the measured rate of multiply-adds, or the bytes at the measured rate of
     memory, whichever takes longer. Without a source: the workload base128. Without --batch, --length and --kv-length:
     what the artifact fixes, else B = 1, L = 128, S = L. What is not compiled yet is compiled for these sizes.
-    Exit code 1 where our own output is over its error budget.
+    Exit code 1 where our own output is over its error budget. With --predict nothing runs, so any target will do.
     """
-    peers = _peers(against)
     stated = options.stated_dims(batch, length, kv_length, capacity)
+    if predict:
+        words = workload or ([_DEFAULT_WORKLOAD] if source is None else [])
+        given = Given(source, words, dtype, stated, symbolic=False, weights=weights, seed=0)
+        return predicting.predict(given, target or data.NATIVE, json)
+    if target is not None or weights is not None:
+        option = "--target" if target is not None else "--weights"
+        hint = "What runs here is compiled for this machine; an artifact says the rest."
+        raise InputError(option, "it with --predict", "it alone", hint)
+    peers = _peers(against)
     _check_combination(source, workload, dtype, stated)
     if plot is not None:
         drawing.check_path(plot)

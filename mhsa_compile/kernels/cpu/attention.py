@@ -241,8 +241,16 @@ def _emit_tile(
         kv_length=operands.kv_length,
         mask=mask,
     )
-    registers = profile.hardware.vector_registers
-    AttentionTile(products, visibility, config, lanes=lanes, registers=registers, output=output, runs=runs).emit()
+    AttentionTile(
+        products,
+        visibility,
+        config,
+        lanes=lanes,
+        registers=profile.hardware.vector_registers,
+        overwrites_summands=profile.overwrites_summands,
+        output=output,
+        runs=runs,
+    ).emit()
 
 
 def _in_turn(turn: Expr, tiles: Expr) -> Expr:

@@ -53,6 +53,7 @@ class AttentionTile:
         *,
         lanes: int,
         registers: int,
+        overwrites_summands: bool,
         output: HeadView,
         runs: Runs | None,
     ) -> None:
@@ -60,7 +61,9 @@ class AttentionTile:
         self.queries, self.keys, self.key_tile = config["queries"], config["keys"], config["key_tile"]
         self.query_columns = vectors.chunks(self.queries, lanes)
         self.sums = Accumulator(products, visibility, self.queries, lanes, registers)
-        self.weights = Weights(products, visibility, self.queries, self.key_tile, lanes, self.sums.rescale)
+        self.weights = Weights(
+            products, visibility, self.queries, self.key_tile, lanes, self.sums.rescale, overwrites_summands
+        )
 
     def emit(self) -> None:
         self.products.pack_queries()

@@ -9,7 +9,7 @@ it moves the key from which the distances of ALiBi are counted; `attention_score
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 
@@ -37,6 +37,30 @@ RISE = 8.0
 2^RISE * S times the largest value: no more of float32's range than 2^RISE times as many keys would take."""
 
 
+class _Constants:
+    """The constants of exp2 in memory, for machines whose multiply-add overwrites its summand: a load is free there,
+    where a copy takes a slot of the units that multiply; and in registers they would push out sums of the products.
+
+    LLVM must not find out: there are as many equal rows as vectors in a group, and which one a vector reads follows
+    from the group's number.
+    """
+
+    def __init__(self, coefficients: Sequence[float], vectors_a_group: int, lanes: int) -> None:
+        self.values = [*coefficients, vectors.EXP2_SHIFT, vectors.EXP2_FLOOR]
+        self.rows, self.lanes = 1 << (vectors_a_group - 1).bit_length(), lanes
+        self.table = scratch((self.rows, len(self.values) * lanes))
+
+    def write(self) -> None:
+        with T.serial(T.int64(self.rows)) as row:
+            for i, value in enumerate(self.values):
+                store(self.table, [row, T.int64(i * self.lanes)], constant(value, self.lanes), self.lanes)
+
+    def of(self, group: Expr, number: int) -> Callable[[float, int], Expr]:
+        """`constant` for vector `number` of a group."""
+        row = settle((group + number) & T.int64(self.rows - 1))
+        return lambda value, lanes: load(self.table, [row, T.int64(self.values.index(value) * self.lanes)], lanes)
+
+
 class Weights:
     """Of `queries` rows and the keys of one block at a time, `key_tile` keys a group.
 
@@ -51,6 +75,7 @@ class Weights:
         key_tile: int,
         lanes: int,
         rescale: Callable[[Expr], None],
+        overwrites_summands: bool,
     ) -> None:
         self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
         self.scores = Scores(products.operands, visibility.place, queries, key_tile)
@@ -59,11 +84,15 @@ class Weights:
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
         self.row_sum, self.block_sum, self.group_sum, self.factors = (scratch((queries,)) for _ in range(4))
         self.pending = scratch((key_tile, queries))  # scores of the group before
+        count = key_tile * len(self.query_columns)
+        self.constants = _Constants(products.exp2_coefficients, count, lanes) if overwrites_summands else None
 
     def clear(self) -> None:
         """Rows have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of -inf is none: of
         any other reference its 1 is 2^-inf.)"""
         self.scores.prepare(self.query_columns)
+        if self.constants is not None:
+            self.constants.write()
         for first, lanes in self.query_columns:
             nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
             limit, reference, total = nothing, zero, zero
@@ -116,19 +145,27 @@ class Weights:
         """
         taken = self.products.keys_a_step
         first, last = step == 0, (step + 1) * taken == self.key_tile
-        for lane, lanes in self.query_columns:
+        group = None if self.constants is None else settle(T.truncdiv(base, T.int64(self.key_tile)) + 1)
+        for c, (lane, lanes) in enumerate(self.query_columns):
             at = [T.int64(lane)]
             reference = bind(load(self.reference, at, lanes))
             weights = []
             for r in range(step * taken, (step + 1) * taken):
                 score = load(self.pending, [T.int64(r), *at], lanes)
-                weights.append(bind(vectors.exp2(score - reference, lanes, self.products.exp2_coefficients)))
+                weights.append(bind(self._exp2(score - reference, lanes, group, r * len(self.query_columns) + c)))
             self.products.keep_weights(base + step * taken, (lane, lanes), weights)
             total = reduce(add, weights if first else [load(self.group_sum, at, lanes), *weights])
             if last:
                 store(self.block_sum, at, load(self.block_sum, at, lanes) + total, lanes)
             else:
                 store(self.group_sum, at, total, lanes)
+
+    def _exp2(self, x: Expr, lanes: int, group: Expr | None, number: int) -> Expr:
+        """Of vector `number` of a group."""
+        coefficients = self.products.exp2_coefficients
+        if self.constants is None:
+            return vectors.exp2(x, lanes, coefficients)
+        return vectors.exp2(x, lanes, coefficients, self.constants.of(group, number), vectors.maximum)
 
     def _largest(self, tile: RegisterTile, c: int) -> Expr:
         largest = tile.get(0, c)

@@ -211,6 +211,17 @@ def settle(value: Expr, dtype: str = "int64", lanes: int = 1) -> Expr:
     return bind(load(cell, [T.int64(0)], lanes))
 
 
+def _at_least(x: Expr, floor: Expr, lanes: int) -> Expr:
+    """The larger of the two; NaN where x is NaN."""
+    return T.Select(x < floor, floor, x)
+
+
+def maximum(x: Expr, floor: Expr, lanes: int) -> Expr:
+    """The same as one instruction, where there is one: on aarch64."""
+    return T.call_llvm_pure_intrin(f"float32x{lanes}" if lanes > 1 else "float32", "llvm.maximum", x, floor)
+
+
+EXP2_SHIFT, EXP2_FLOOR = 12582912.0 + 127.0, -127.0
 # 2^f on [-1/2, 1/2], minimax of degree 6 with relative error 2e-9 (test_vectors.py checks it against float64).
 EXP2_COEFFICIENTS = (
     1.0,
@@ -225,7 +236,13 @@ EXP2_COEFFICIENTS = (
 EXP2_FOR_BFLOAT16 = (0.9999280571937561, 0.6932609677314758, 0.2426111251115799, 0.0551716685295105)
 
 
-def exp2(x: Expr, lanes: int, coefficients: Sequence[float] = EXP2_COEFFICIENTS) -> Expr:
+def exp2(
+    x: Expr,
+    lanes: int,
+    coefficients: Sequence[float] = EXP2_COEFFICIENTS,
+    constant: Callable[[float, int], Expr] = constant,
+    at_least: Callable[[Expr, Expr, int], Expr] = _at_least,
+) -> Expr:
     """2^x for x < 127.5, NaN for NaN, exactly 0 below -127: no call, no branch.
 
     With the default coefficients the error is below 0.95 ulp wherever 2^x is a normal number (x >= -126), and below
@@ -234,21 +251,23 @@ def exp2(x: Expr, lanes: int, coefficients: Sequence[float] = EXP2_COEFFICIENTS)
     x = n + f with n the nearest integer. Adding 1.5 * 2^23 + 127 rounds to n and leaves n + 127 in the low bits of the
     sum, which, moved to the exponent's place, are 2^n. The sum goes through its bits because TVM's simplifier, taking
     floats for reals, would cancel (x + shift) - shift. The lower clamp is a select with x on the false side: a
-    comparison with NaN is false, and NaN must come through.
+    comparison with NaN is false, and NaN must come through. `constant` and `at_least` are how a machine does it best.
     """
     integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
-    shift, floor = constant(12582912.0 + 127.0, lanes), constant(-127.0, lanes)
+    shift, floor = constant(EXP2_SHIFT, lanes), constant(EXP2_FLOOR, lanes)
     x = settle(x, "float32", lanes)
-    x = settle(T.Select(x < floor, floor, x), "float32", lanes)
+    x = settle(at_least(x, floor, lanes), "float32", lanes)
     bits = settle(T.reinterpret(integer, x + shift), "int32", lanes)
     fraction = settle(x - (T.reinterpret(real, bits) - shift), "float32", lanes)
-    power = _polynomial(coefficients, fraction, lanes)
+    power = _polynomial(coefficients, fraction, lanes, constant)
     # Were the product contracted into whoever adds it up, it would be computed twice, on the busiest units.
     product = power * T.reinterpret(real, bits << splat(T.int32(23), lanes))
     return T.call_llvm_pure_intrin(real, "llvm.arithmetic.fence", product)
 
 
-def _polynomial(coefficients: Sequence[float], x: Expr, lanes: int) -> Expr:
+def _polynomial(
+    coefficients: Sequence[float], x: Expr, lanes: int, constant: Callable[[float, int], Expr] = constant
+) -> Expr:
     """c0 + c1 x + c2 x^2 + ... by Horner's rule."""
     value = constant(coefficients[-1], lanes)
     for coefficient in reversed(coefficients[:-1]):

@@ -1,0 +1,63 @@
+"""`mhsa bench --predict`: how fast a target's inner loops would be, by a model of its CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from mhsa_compile.cli import output, sources
+from mhsa_compile.cli.tuning_cases import Given
+
+if TYPE_CHECKING:
+    from mhsa_compile.predict import KernelReport, LoopReport, Prediction
+
+_NOTE = """A prediction, not a measurement: of the inner loops alone, with all data in the first-level cache. Attention
+also spends multiplication slots on its exponentials, between these loops. Tails are for what fills no whole tile."""
+
+
+def predict(given: Given, target: str, json: bool) -> None:
+    """Print it for each source or workload. Raises InputError, TargetError, InstallationError."""
+    from mhsa_compile import mca
+    from mhsa_compile.profile import load_profile
+
+    profile = load_profile(target)
+    given.check()
+    mca.find(profile)  # what is missing is said before PyTorch is loaded
+    sources.require_compiler()
+    from mhsa_compile import pipeline
+    from mhsa_compile.predict import predict as predict_ops
+
+    found: dict[str, Prediction] = {}
+    for case in given.cases():
+        with output.stages() as stage:
+            stage(f"predict {case.name}")
+            ops = pipeline.operations(case.source, dims=case.dims, weights=case.weights)
+            found[case.name] = predict_ops(ops, profile)
+        if not json:
+            _show(case.name, found[case.name])
+    if json:
+        output.print_json(found)
+    else:
+        typer.echo(_NOTE)
+
+
+def _show(name: str, prediction: Prediction) -> None:
+    title = f"{name} on {prediction.target}, predicted by {prediction.analyzer} with LLVM's model {prediction.model}"
+    columns = ("operations", "instruction", "sums>", "loops>", "cycles>", "of its slots>", "bytes each>", "spills>", "")
+    rows = [_cells(kernel, loop) for kernel in prediction.kernels for loop in kernel.loops]
+    output.print_table(title, columns, rows)
+
+
+def _cells(kernel: KernelReport, loop: LoopReport) -> tuple[str, ...]:
+    return (
+        ", ".join(kernel.ops) if loop is kernel.loops[0] else "",
+        f"{loop.multiplies} {loop.instruction}",
+        str(loop.sums),
+        str(loop.loops),
+        f"{loop.cycles:.1f}",
+        f"{loop.share:.1%}",
+        f"{loop.bytes:.1f}",
+        str(loop.spills),
+        "tail" if loop.tail else "",
+    )
