@@ -13,7 +13,7 @@ _MULTIPLIES = re.compile(r"(fmla|fmlal2?|bfmmla|bfdot|smmla|sdot|vfmadd\d+ps|vdp
 _JUMP = re.compile(r"(?:j\w+|b\.\w+|b|cbn?z\s+\w+,|tbn?z\s+\w+,\s*#?\w+,)\s+(\.L\w+)")
 _LABEL = re.compile(r"(\.LBB\w+):")
 _EXPONENTIAL = re.compile(r"(shl|vpslld)\b.*[#$]23\b")  # moves an exponent into its place: exp2, not a product
-_STACK = re.compile(r"\[(?:sp|x29)\b|\(%r[sb]p\b")
+_STACK = re.compile(r"\[sp\b|\(%r[sb]p\b")
 
 # What one load brings, in bytes: of aarch64 by the register's letter, or by the elements of a vector.
 _ARM_BYTES = {"q": 16, "d": 8, "s": 4, "h": 2, "b": 1}

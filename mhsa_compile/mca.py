@@ -19,8 +19,6 @@ from mhsa_compile.profile import TargetProfile
 PROGRAM, OLDEST, NEWEST = "llvm-mca", 17, 40
 """LLVM 17 is the first that has models of all of Neoverse N1, V1 and V2. Debian calls its versions llvm-mca-19, ..."""
 ITERATIONS = 200
-LIKE = {"cortex-a76": "neoverse-n1"}
-"""CPUs without a model of their own in LLVM, and the one of the same core. (LLVM would take Cortex-A57 for it.)"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def find(profile: TargetProfile) -> Analyzer:
         hint = "On Debian: apt-get install llvm-19. Elsewhere: the LLVM tools of your system."
         raise InstallationError(PROGRAM, f"that of LLVM {OLDEST} or later, whose models a prediction needs", got, hint)
     tvm, registers = profile.tvm, profile.hardware.vector_registers
-    cpu, attributes = LIKE.get(tvm.mcpu, tvm.mcpu), ",".join(tvm.mattr)
+    cpu, attributes = profile.hardware.modelled_as or tvm.mcpu, ",".join(tvm.mattr)
     return Analyzer(program, ".".join(map(str, version)), tvm.mtriple, cpu, attributes, registers)
 
 

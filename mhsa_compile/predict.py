@@ -72,7 +72,6 @@ class KernelReport:
 class Prediction:
     """`model` is what LLVM's model of the CPU calls itself, which may be that of a relative."""
 
-    target: str
     analyzer: str
     model: str
     kernels: tuple[KernelReport, ...]
@@ -95,7 +94,7 @@ def predict(ops: Mapping[str, Op], profile: TargetProfile) -> Prediction:
             kernels[kernels.index(alike)] = replace(alike, ops=(*alike.ops, name))
         else:
             kernels.append(report)
-    return Prediction(profile.name, f"llvm-mca {analyzer.version}", analyzer.model(), tuple(kernels))
+    return Prediction(f"llvm-mca {analyzer.version}", analyzer.model(), tuple(kernels))
 
 
 def assembly(emitted: Emitted, profile: TargetProfile) -> str:

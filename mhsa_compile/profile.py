@@ -55,6 +55,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     l1d_kib: Count = 32
     l2_kib: Count = 256
     features: tuple[str, ...] = ()
+    modelled_as: str = ""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -60,6 +60,7 @@ COMPILE_SIDE = [
     *("op_keys", "choices"),
     *("elementary", "traces", "rest", "schedule", "build", "pipeline"),
     *("limits", "accuracy", "timing", "peers", "bench_report", "bench"),
+    *("inner_loops", "mca", "predict"),
     *("exercises", "spaces", "study_storage", "sampler", "studies", "guesses", "search"),
     *("leftovers", "tuning", "meta", "tune", "parcel", "gain"),
     *("drawing", "plots", "mask_plots", "tuning_plots"),

@@ -35,15 +35,15 @@ def predict(given: Given, target: str, json: bool) -> None:
             ops = pipeline.operations(case.source, dims=case.dims, weights=case.weights)
             found[case.name] = predict_ops(ops, profile)
         if not json:
-            _show(case.name, found[case.name])
+            _show(f"{case.name} on {profile.name}", found[case.name])
     if json:
-        output.print_json(found)
+        output.print_json({"target": profile.name, "predictions": found})
     else:
         typer.echo(_NOTE)
 
 
-def _show(name: str, prediction: Prediction) -> None:
-    title = f"{name} on {prediction.target}, predicted by {prediction.analyzer} with LLVM's model {prediction.model}"
+def _show(what: str, prediction: Prediction) -> None:
+    title = f"{what}, predicted by {prediction.analyzer} with LLVM's model {prediction.model}"
     columns = ("operations", "instruction", "sums>", "loops>", "cycles>", "of its slots>", "bytes each>", "spills>", "")
     rows = [_cells(kernel, loop) for kernel in prediction.kernels for loop in kernel.loops]
     output.print_table(title, columns, rows)
