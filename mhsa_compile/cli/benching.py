@@ -71,7 +71,7 @@ def bench(
     stated = options.stated_dims(batch, length, kv_length, capacity)
     if predict:
         words = workload or ([_DEFAULT_WORKLOAD] if source is None else [])
-        given = Given(source, words, dtype, stated, symbolic=False, weights=weights, seed=0)
+        given = Given(source, words, dtype, stated, symbolic=False, around=False, weights=weights, seed=0)
         return predicting.predict(given, target or data.NATIVE, json)
     if target is not None or weights is not None:
         option = "--target" if target is not None else "--weights"
