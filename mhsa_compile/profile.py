@@ -33,6 +33,9 @@ _DOTS = {
     "x86-64-v3": {"avx_vnni": "+avxvnni"},
     "generic": {"asimddp": "+dotprod", "bf16": "+bf16", "i8mm": "+i8mm"},  # aarch64
 }
+_NEVER = {"aarch64": ("-balance-fp-ops",)}
+"""Of LLVM, by architecture: what makes wrong code. The pass that balances chains of multiply-adds between odd and even
+registers, on by default for the cortex-a53 and a57, gave linears with eight-bit weights wrong sums (LLVM 22)."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -90,7 +93,8 @@ class TargetProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def tvm_config(self) -> dict[str, Any]:
         """The argument of `tvm.target.Target`."""
-        config = {**msgspec.to_builtins(self.tvm), "mattr": list(self.tvm.mattr)}
+        never = _NEVER.get(self.tvm.mtriple.partition("-")[0], ())
+        config = {**msgspec.to_builtins(self.tvm), "mattr": [*self.tvm.mattr, *never]}
         return {key: value for key, value in config.items() if value}
 
     def records(self) -> list[Path]:

@@ -199,6 +199,13 @@ def test_native_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found.hardware.features == ("asimd", "fp")
 
 
+def test_what_makes_wrong_code_is_left_out() -> None:
+    """tests/test_arm_parity.py runs that code: int8-cross-no-bias on the cortex-a53."""
+    assert load_profile("cortex-a53").tvm_config()["mattr"] == ["-balance-fp-ops"]
+    assert "-balance-fp-ops" in load_profile("neoverse-v1").tvm_config()["mattr"]
+    assert "mattr" not in load_profile("x86-64-v4").tvm_config()
+
+
 def test_native_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = detected(monkeypatch, tmp_path, "riscv64", "")
     assert found.tvm_config() == {"kind": "llvm", "mtriple": "riscv64-linux-gnu"}
