@@ -15,7 +15,7 @@ from mhsa_compile.kernels.cpu import dot_aarch64, vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
 from mhsa_compile.kernels.cpu.operands import score_factor
-from mhsa_compile.kernels.cpu.storage import bfloat16_bits, load_wide, vector_type
+from mhsa_compile.kernels.cpu.storage import bfloat16_bits, vector_type
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
     Expr,
@@ -180,10 +180,6 @@ class MatrixProducts:
                 lambda c: load(self.values, [j, T.int64(group[c][0])], self.lanes),
             )
         self._each_row(sums, lambda r, c, part: tile.set(r, c, tile.get(r, c) + part))
-
-    def value(self, key: Expr, column: Chunk) -> Expr:
-        view = self.operands.value
-        return load_wide(view.buffer, view.at(key, T.int64(column[0])), column[1])
 
 
 def _words(elements: Expr, count: int) -> Expr:

@@ -15,7 +15,7 @@ from mhsa_compile.kernels.cpu import dot_aarch64, vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
 from mhsa_compile.kernels.cpu.operands import score_factor
-from mhsa_compile.kernels.cpu.storage import bfloat16_bits, load_wide, vector_type
+from mhsa_compile.kernels.cpu.storage import bfloat16_bits, vector_type
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
     Expr,
@@ -158,10 +158,6 @@ class PairedProducts:
                 lambda c: load(self.values, [pair, T.int64(group[c][0])], group[c][1]),
                 self.dot.accumulate,
             )
-
-    def value(self, key: Expr, column: Chunk) -> Expr:
-        view = self.operands.value
-        return load_wide(view.buffer, view.at(key, T.int64(column[0])), column[1])
 
 
 def _words(pairs: Expr, count: int) -> Expr:

@@ -56,6 +56,10 @@ class Operands:
         last = self.q_length - 1
         return [settle(T.min(self.first_query + (first + i), last)) for i in range(count)]
 
+    def value_row(self, key: Expr, column: Chunk) -> Expr:
+        """A vector of V's row `key`, as float32."""
+        return load_wide(self.value.buffer, self.value.at(key, T.int64(column[0])), column[1])
+
     def prefetch(self, keys: list[Expr]) -> None:
         """Asks for the rows of K that come after `keys`, and for the rows of V that P V will want of them.
 
@@ -119,10 +123,6 @@ class Products(Protocol):
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
         """tile[r, c] += P[base + r] V[:, group[c]], over the keys of the block that these rows see."""
-        ...
-
-    def value(self, key: Expr, column: Chunk) -> Expr:
-        """A vector of V's row `key`, as float32."""
         ...
 
 
@@ -219,7 +219,9 @@ class Float32Products:
             return
         with T.serial(count) as j:
             for first, lanes in vectors.chunks(self.operands.op.v_head_dim, self.lanes):
-                store(self.wide_values, [j, T.int64(first)], self.value(first_key + j, (first, lanes)), lanes)
+                store(
+                    self.wide_values, [j, T.int64(first)], self.operands.value_row(first_key + j, (first, lanes)), lanes
+                )
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
         with T.serial(block.first, block.end) as j:
@@ -228,10 +230,6 @@ class Float32Products:
                 first, lanes = group[c]
                 if self.wide_values is not None:
                     return load(self.wide_values, [j, T.int64(first)], lanes)
-                return self.value(block.first_key + j, group[c])
+                return self.operands.value_row(block.first_key + j, group[c])
 
             tile.outer_product(lambda r: self.weights[j + self.key_tile, base + r], row_of_values)
-
-    def value(self, key: Expr, column: Chunk) -> Expr:
-        view = self.operands.value
-        return load_wide(view.buffer, view.at(key, T.int64(column[0])), column[1])

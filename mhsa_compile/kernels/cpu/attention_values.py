@@ -108,7 +108,8 @@ class Accumulator:
         with T.serial(count) as j:
             sums.each(
                 lambda _, c: (
-                    sums.get(0, c) + zero_if_finite(self.products.value(first_key + j, columns[c]), columns[c][1])
+                    sums.get(0, c)
+                    + zero_if_finite(self.products.operands.value_row(first_key + j, columns[c]), columns[c][1])
                 )
             )
         found = T.bool(False)
@@ -125,7 +126,7 @@ class Accumulator:
                     weight = bind(self.products.weight(j, i))
                     for column in self.value_columns:
                         at, lanes = [i, T.int64(column[0])], column[1]
-                        value = self.products.value(first_key + j, column)
+                        value = self.products.operands.value_row(first_key + j, column)
                         old = load(self.accumulator, at, lanes)
                         store(self.accumulator, at, old + splat(weight, lanes) * value, lanes)
 
