@@ -20,7 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.profile import TargetProfile, detect
 
 STATED_ULP = 0.95
@@ -79,7 +79,7 @@ def compiled_exp2(profile: TargetProfile) -> Callable[[Any], Any]:
         x, y = (vectors.argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
         with T.serial(n) as i:
             at = [i, T.int64(0)]
-            vectors.store(y, at, vectors.exp2(vectors.load(x, at, lanes), lanes), lanes)
+            vectors.store(y, at, functions.exp2(vectors.load(x, at, lanes), lanes), lanes)
     module = tvm.IRModule({"run": builder.get().with_attr("global_symbol", "run")})
     run = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))["run"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tvm import tirx
 
-from mhsa_compile.kernels.cpu.vectors import EXP2_COEFFICIENTS, EXP2M1_COEFFICIENTS
+from mhsa_compile.kernels.cpu.functions import EXP2_COEFFICIENTS, EXP2M1_COEFFICIENTS
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 
@@ -60,7 +60,7 @@ def sigmoid(x: Expr) -> Expr:
 
 
 def tanh(x: Expr) -> Expr:
-    """tanh x with an error below 4 ulp, of small x too; how: `kernels.cpu.vectors.tanh`."""
+    """tanh x with an error below 4 ulp, of small x too; how: `kernels.cpu.functions.tanh`."""
 
     def of(x: Expr) -> Expr:
         y = tirx.abs(x) * _f32(2 / math.log(2))
@@ -74,7 +74,7 @@ def tanh(x: Expr) -> Expr:
 
 
 def _exp2(y: Expr) -> Expr:
-    """2^y for y <= 128, infinity included; 0 below -127. How: `kernels.cpu.vectors.exp2`."""
+    """2^y for y <= 128, infinity included; 0 below -127. How: `kernels.cpu.functions.exp2`."""
     floor = _f32(-127)
     return _let(
         tirx.Select(y < floor, floor, y),

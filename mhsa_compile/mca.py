@@ -91,5 +91,5 @@ def _register_only(multiply: str, total: int, registers: int) -> str:
     if "%" in multiply:
         size = max(re.findall(r"%([xyz])mm", multiply))
         return f"{mnemonic} %{size}mm{registers - 1}, %{size}mm{registers - 2}, %{size}mm{total}"
-    names = iter((f"v{total}", f"v{registers - 2}", f"v{registers - 1}"))
+    names = iter((f"v{total + 2}", "v0", "v1"))  # an element of 16 bits must be of the lower registers
     return re.sub(r"\bv\d+", lambda _: next(names), multiply)

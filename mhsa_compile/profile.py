@@ -15,7 +15,7 @@ from mhsa_compile.errors import TargetError
 
 NATIVE = data.NATIVE
 _KINDS = {"cpu": "llvm", "cuda": "cuda"}
-_DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8}
+_DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int16": 16, "int32": 32}
 
 # The x86-64 psABI's levels as /proc/cpuinfo names their features (pni is SSE3, abm is LZCNT).
 _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
@@ -90,6 +90,11 @@ class TargetProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def overwrites_summands(self) -> bool:
         """Whether a vector multiply-add leaves its sum where one of its operands was, and only there (FMLA)."""
         return self.tvm.mtriple.startswith("aarch64")
+
+    def elements_at_once(self, dtype: str) -> int:
+        """Factors that are best loaded together: where a multiplication takes one element of a vector by a whole vector
+        of others, as many as a vector holds; where it takes it from memory, one."""
+        return self.vector_lanes(dtype) if self.tvm.mtriple.startswith("aarch64") else 1
 
     def tvm_config(self) -> dict[str, Any]:
         """The argument of `tvm.target.Target`."""

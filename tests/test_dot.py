@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -23,7 +22,8 @@ INSTRUCTIONS = {  # by the feature, as assembly
     ("avx_vnni", 1): r"vpdpbusd\s+.*%ymm",
     ("bf16", 1): r"bfdot\s+v\d+\.4s, v\d+\.8h, v\d+\.",
     ("bf16", 2): r"bfmmla\s+v\d+\.4s, v\d+\.8h, v\d+\.8h",
-    ("asimddp", 1): r"sdot\s+v\d+\.4s, v\d+\.16b, v\d+\.4b\[0\]",
+    ("asimdfhm", 1): r"fmlal\s+v\d+\.4s, v\d+\.4h, v\d+\.4?h",
+    ("asimddp", 1): r"sdot\s+v\d+\.4s, v\d+\.16b, v\d+\.",
     ("i8mm", 2): r"smmla\s+v\d+\.4s, v\d+\.16b, v\d+\.16b",
 }
 X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
@@ -32,6 +32,7 @@ MACHINES = {  # by the feature: LLVM's triple, CPU
     "avx512_vnni": (X86, "znver4"),
     "avx_vnni": (X86, "alderlake"),
     "bf16": (ARM, "neoverse-v1"),
+    "asimdfhm": (ARM, "neoverse-v1"),
     "asimddp": (ARM, "neoverse-n1"),
     "i8mm": (ARM, "neoverse-v1"),
 }
@@ -70,8 +71,9 @@ def library(instruction: dot.Dot, *names: str):
 def factors(instruction: dot.Dot, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(a (33, rows, group), b (33, lanes, group)); small integers are exact in bfloat16, and their sums in float32."""
     shapes = [(33, size, instruction.group) for size in (instruction.rows, instruction.lanes)]
-    if instruction.dtype == "bfloat16":
-        return tuple(rng.integers(-200, 200, shape).astype(ml_dtypes.bfloat16) for shape in shapes)
+    if instruction.dtype != "int8":
+        dtype = np.dtype(instruction.dtype)
+        return tuple(rng.integers(-200, 200, shape).astype(dtype) for shape in shapes)
     first = np.uint8 if instruction.unsigned else np.int8
     limits = np.iinfo(first)
     a = rng.integers(limits.min, limits.max + 1, shapes[0]).astype(first)
@@ -110,6 +112,8 @@ def test_available_asks_for_features_and_width():
     assert dot.matrix(load_profile("neoverse-v2"), "bfloat16").rows == 2
     assert dot.matrix(load_profile("sapphirerapids"), "bfloat16") is None
     assert dot.available(load_profile("znver4"), "float16") is None
+    assert dot.available(load_profile("neoverse-n1"), "float16") is None
+    assert dot.available(load_profile("neoverse-v1"), "float16").group == 1
     narrow = vector_machine(256, 16, features=("avx512_bf16", "avx512_vnni", "avx_vnni"))
     assert dot.available(narrow, "bfloat16") is None
     assert dot.available(narrow, "int8").lanes == 8

@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions, vectors
 
 
 def elementwise(lanes: int, body) -> object:
@@ -29,20 +29,20 @@ def elementwise(lanes: int, body) -> object:
 @pytest.mark.parametrize("lanes", [1, 4, 8, 16])
 def test_exp2_is_within_two_roundings(lanes):
     x = -np.geomspace(1e-30, 126.4, 160_000, dtype=np.float32).reshape(-1, lanes)
-    y = call(elementwise(lanes, vectors.exp2), x, np.empty_like(x))
+    y = call(elementwise(lanes, functions.exp2), x, np.empty_like(x))
     relative = np.abs(y / np.exp2(x.astype(np.float64)) - 1)
     assert relative.max() < 2 * np.finfo(np.float32).eps
 
 
 def test_exp2_at_the_edges():
     x = np.array([[0, -1, -127, -128, -1e30, -np.inf, np.nan, -126]], np.float32)
-    y = call(elementwise(8, vectors.exp2), x, np.empty_like(x))[0]
+    y = call(elementwise(8, functions.exp2), x, np.empty_like(x))[0]
     assert y[:2].tolist() == [1, 0.5]
     assert y[2:6].tolist() == [0, 0, 0, 0]
     assert np.isnan(y[6])
     assert y[7] == np.float32(2.0**-126)
     payload = np.full((1, 8), 0x7FC00001, np.uint32).view(np.float32)  # a NaN whose payload must not become a number
-    assert np.isnan(call(elementwise(8, vectors.exp2), payload, np.empty_like(payload))).all()
+    assert np.isnan(call(elementwise(8, functions.exp2), payload, np.empty_like(payload))).all()
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 8, 16])
@@ -50,7 +50,7 @@ def test_tanh_is_within_four_units_of_its_last_place(lanes):
     """Down to the smallest normal number, and within 1.8 units where it is above one half."""
     x = np.concatenate([np.geomspace(2e-38, 10, 80_000), np.linspace(0.01, 12, 80_000)]).astype(np.float32)
     x = np.stack([x, -x], axis=-1).reshape(-1, lanes)
-    y = call(elementwise(lanes, vectors.tanh), x, np.empty_like(x))
+    y = call(elementwise(lanes, functions.tanh), x, np.empty_like(x))
     expected = np.tanh(x.astype(np.float64))
     units = np.abs(y - expected) / np.spacing(np.abs(expected).astype(np.float32))
     assert units.max() < 4
@@ -60,7 +60,7 @@ def test_tanh_is_within_four_units_of_its_last_place(lanes):
 
 def test_tanh_at_the_edges():
     x = np.array([[0.0, -0.0, np.inf, -np.inf, 3e38, -9.5, 1e-45, np.nan]], np.float32)
-    y = call(elementwise(8, vectors.tanh), x, np.empty_like(x))[0]
+    y = call(elementwise(8, functions.tanh), x, np.empty_like(x))[0]
     assert y[:7].tolist() == [0, 0, 1, -1, 1, -1, x[0, 6]] and np.isnan(y[7])
     assert np.signbit(y[:2]).tolist() == [False, True]
 

@@ -228,7 +228,9 @@ def _emit_tile(
     queries, keys = config["queries"], config["keys"]
     products: Products
     if dot is None:
-        products = Float32Products(operands, queries, keys, config["key_tile"], lanes)
+        products = Float32Products(
+            operands, queries, keys, config["key_tile"], lanes, run=profile.elements_at_once("float32")
+        )
     else:
         kind = PairedProducts if dot.rows == 1 else MatrixProducts
         products = kind(operands, queries, keys, config["key_tile"], dot)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import dot_aarch64, vectors
+from mhsa_compile.kernels.cpu import dot_aarch64, functions, vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
 from mhsa_compile.kernels.cpu.operands import score_factor
@@ -56,7 +56,7 @@ class MatrixProducts:
     weights ((key_tile + keys) / 4, queries) is P^T from row key_tile / 4 on, and values (keys / 4, F) is V.
     """
 
-    exp2_coefficients: Sequence[float] = vectors.EXP2_FOR_BFLOAT16
+    exp2_coefficients: Sequence[float] = functions.EXP2_FOR_BFLOAT16
     keys_a_step = WORD
     rows_at_once = 2
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import dot_aarch64, vectors
+from mhsa_compile.kernels.cpu import dot_aarch64, functions, vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
 from mhsa_compile.kernels.cpu.operands import score_factor
@@ -56,7 +56,7 @@ def imported(dot: Dot) -> ExitStack:
 
 def pairs_fit(op: AttentionOp, dot: Dot | None, lanes: int, key_tile: int) -> bool:
     """Whether `PairedProducts` can do it: whole pairs along E and the keys, whole vectors along F."""
-    if dot is None or op.dtype != dot.dtype or dot.lanes != lanes:
+    if dot is None or dot.group != 2 or op.dtype != dot.dtype or dot.lanes != lanes:
         return False
     return op.head_dim % 2 == 0 and op.v_head_dim % lanes == 0 and key_tile % 2 == 0
 
@@ -68,7 +68,7 @@ class PairedProducts:
     weights ((key_tile + keys) / 2, queries) is P^T from row key_tile / 2 on, and values (keys / 2, F) is V.
     """
 
-    exp2_coefficients: Sequence[float] = vectors.EXP2_FOR_BFLOAT16
+    exp2_coefficients: Sequence[float] = functions.EXP2_FOR_BFLOAT16
     keys_a_step = 2
     rows_at_once = 1
 

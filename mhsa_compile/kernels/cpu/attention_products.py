@@ -15,7 +15,7 @@ from typing import Protocol
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import CACHE_LINE
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.kernels.cpu.operands import HeadView, score_factor
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
@@ -25,6 +25,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     RegisterTile,
     bind,
     constant,
+    elements,
     load,
     prefetch,
     scratch,
@@ -126,9 +127,10 @@ class Products(Protocol):
         ...
 
 
-def parts(steps: int, count: int) -> list[tuple[int, int]]:
-    """`count` equal parts of a sum of `steps` terms, as (first, end); some are empty where there are fewer steps."""
-    borders = [steps * i // count for i in range(count + 1)]
+def parts(steps: int, count: int, run: int = 1) -> list[tuple[int, int]]:
+    """`count` equal parts of a sum of `steps` terms, as (first, end), in whole runs; some are empty where there are
+    fewer."""
+    borders = [min(steps, -(-steps // run) * i // count * run) for i in range(count + 1)]
     return list(itertools.pairwise(borders))
 
 
@@ -144,16 +146,17 @@ class Block:
 class Float32Products:
     """Both products in float32. K and V of 16 bits are widened on their way, a few rows at a time, into scratch.
 
+    A `run` of elements of K, and of weights, is loaded at once where a machine multiplies by each of them in place.
     q_t (E, queries) is Q^T times score_factor; weights (key_tile + keys, queries) is P^T from row key_tile on.
     """
 
-    exp2_coefficients: Sequence[float] = vectors.EXP2_COEFFICIENTS
+    exp2_coefficients: Sequence[float] = functions.EXP2_COEFFICIENTS
     keys_a_step = 1
     rows_at_once = 1
 
-    def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int) -> None:
+    def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int, *, run: int = 1) -> None:
         op = operands.op
-        self.operands, self.key_tile, self.lanes = operands, key_tile, lanes
+        self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
         self.query_columns = vectors.chunks(queries, lanes)
         self.q_t = scratch((op.head_dim, queries))
         self.weights = scratch((key_tile + keys, queries))
@@ -188,15 +191,21 @@ class Float32Products:
                     store(self.wide_keys, [T.int64(r), T.int64(first)], wide, lanes)
         tile.fill(0.0)
 
-        def element(r: int, e: Expr) -> Expr:
-            return key.buffer[tuple(key.at(keys[r], e))] if self.wide_keys is None else self.wide_keys[r, e]
+        def key_elements(r: int, e: Expr, count: int) -> list[Expr]:
+            if self.wide_keys is None:
+                return elements(load(key.buffer, key.at(keys[r], e), count), count)
+            return elements(load(self.wide_keys, [T.int64(r), e], count), count)
 
-        for i, (first, end) in enumerate(parts(head_dim, len(keys))):
-            with T.serial(T.int64(first), T.int64(end)) as e:
+        def multiply(e: Expr, count: int) -> None:
+            factors = [key_elements(r, e, count) for r in range(len(keys))]
+            for i in range(count):
                 tile.outer_product(
-                    lambda r: element(r, e),
-                    lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
+                    lambda r: factors[r][i],
+                    lambda c: load(self.q_t, [e + i, T.int64(tile.columns[c][0])], tile.columns[c][1]),
                 )
+
+        for i, (first, end) in enumerate(parts(head_dim, len(keys), self.run)):
+            vectors.each_run(T.int64(first), T.int64(end), self.run, multiply)
             between(i)
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
@@ -224,12 +233,19 @@ class Float32Products:
                 )
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
-        with T.serial(block.first, block.end) as j:
+        def values(j: Expr, c: int) -> Expr:
+            if self.wide_values is not None:
+                return load(self.wide_values, [j, T.int64(group[c][0])], group[c][1])
+            return self.operands.value_row(block.first_key + j, group[c])
 
-            def row_of_values(c: int) -> Expr:
-                first, lanes = group[c]
-                if self.wide_values is not None:
-                    return load(self.wide_values, [j, T.int64(first)], lanes)
-                return self.operands.value_row(block.first_key + j, group[c])
+        def multiply(first: Expr, keys: int) -> None:
+            for j in (first + i for i in range(keys)):
+                tile.outer_product(self._row_weights(j, base, tile.rows).__getitem__, lambda c: values(j, c))
 
-            tile.outer_product(lambda r: self.weights[j + self.key_tile, base + r], row_of_values)
+        vectors.each_run(block.first, block.end, self.run, multiply)
+
+    def _row_weights(self, j: Expr, base: Expr, rows: int) -> list[Expr]:
+        """P of the block's key j for `rows` queries."""
+        if self.run > 1:
+            return elements(load(self.weights, [j + self.key_tile, base], rows), rows)
+        return [self.weights[j + self.key_tile, base + r] for r in range(rows)]

@@ -15,7 +15,7 @@ from operator import add
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.kernels.cpu.attention_mask import Visibility
 from mhsa_compile.kernels.cpu.attention_products import Products
 from mhsa_compile.kernels.cpu.attention_scores import Scores
@@ -46,7 +46,7 @@ class _Constants:
     """
 
     def __init__(self, coefficients: Sequence[float], vectors_a_group: int, lanes: int) -> None:
-        self.values = [*coefficients, vectors.EXP2_SHIFT, vectors.EXP2_FLOOR]
+        self.values = [*coefficients, functions.EXP2_SHIFT, functions.EXP2_FLOOR]
         self.rows, self.lanes = 1 << (vectors_a_group - 1).bit_length(), lanes
         self.table = scratch((self.rows, len(self.values) * lanes))
 
@@ -164,8 +164,8 @@ class Weights:
         """Of vector `number` of a group."""
         coefficients = self.products.exp2_coefficients
         if self.constants is None:
-            return vectors.exp2(x, lanes, coefficients)
-        return vectors.exp2(x, lanes, coefficients, self.constants.of(group, number), vectors.maximum)
+            return functions.exp2(x, lanes, coefficients)
+        return functions.exp2(x, lanes, coefficients, self.constants.of(group, number), functions.maximum)
 
     def _largest(self, tile: RegisterTile, c: int) -> Expr:
         largest = tile.get(0, c)
@@ -201,7 +201,7 @@ class Weights:
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
         fall = old - reference if lost is None else old - reference - lost
-        factor = settle(vectors.exp2(fall, lanes), "float32", lanes)
+        factor = settle(functions.exp2(fall, lanes), "float32", lanes)
         store(self.factors, at, factor, lanes)
         for total in (self.row_sum, self.block_sum):
             store(total, at, load(total, at, lanes) * factor, lanes)

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.kernels.cpu.decode_parts import Shares, Splits
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.decode_task import DecodeTask, finite
@@ -235,7 +235,7 @@ class _Decode:
             whole = T.alloc_buffer((width,), "float32")
             each_vector(width, self.lanes, lambda at, n: store(whole, [at], constant(0.0, n), n))
             with T.serial(count) as s:
-                factor = bind(vectors.exp2(below_largest(first + s), 1))
+                factor = bind(functions.exp2(below_largest(first + s), 1))
                 T.buffer_store(total, total[0] + factor * self.statistics[first + s, T.int64(1), row], zero)
                 each_vector(width, self.lanes, lambda at, n: add(first + s, row, factor, at, n))
             self._write(head, row, total[0], lambda at, n: load(whole, [at], n))

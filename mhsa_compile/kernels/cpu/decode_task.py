@@ -18,7 +18,7 @@ import operator
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode_terms import RowTerms
 from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
@@ -188,7 +188,7 @@ class DecodeTask:
             store(self.row_max, at, largest, lanes)
             if masked:
                 largest = bind(finite(largest, lanes))
-            factor = bind(vectors.exp2(old - largest if lost is None else old - largest - lost, lanes))
+            factor = bind(functions.exp2(old - largest if lost is None else old - largest - lost, lanes))
             store(self.rescale, at, factor, lanes)
             store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
             groups = settle(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))
@@ -206,7 +206,7 @@ class DecodeTask:
         key = index * layout.keys_per_vector
         place = [layout.place(key, vector)]
         score = bind(load(self.scores, place, lanes))
-        weight = vectors.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
+        weight = functions.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
         if masked:
             weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
         weight = bind(weight)

@@ -20,8 +20,9 @@ from mhsa_compile.profile import TargetProfile
 
 @dataclass(frozen=True)
 class Dot:
-    """One instruction. A dot product (`rows` 1): accumulator[i] += sum over j < group of a[j] * b[i, j], i < lanes.
-    A matrix product (`rows` 2) does it for two rows of `a`; its accumulator holds both, and `unzipped` parts them.
+    """One instruction. A dot product (`rows` 1): accumulator[i] += sum over j < group of a[j] * b[i, j], i < lanes; of
+    `group` 1, a plain one. A matrix product (`rows` 2) does it for two rows of `a`; its accumulator holds both, and
+    `unzipped` parts them.
 
     dtype        of the factors
     accumulator  "float32", or "int32", which wraps around
@@ -29,7 +30,7 @@ class Dot:
     unsigned     for "int8": whether those of `a` are; those of `b` are signed
     """
 
-    dtype: Literal["bfloat16", "int8"]
+    dtype: Literal["bfloat16", "float16", "int8"]
     accumulator: Literal["float32", "int32"]
     group: int
     lanes: int
@@ -42,7 +43,7 @@ class Dot:
     @property
     def word(self) -> str:
         """dtype of a group of neighbours."""
-        return f"int{self.group * (16 if self.dtype == 'bfloat16' else 8)}"
+        return f"int{self.group * (8 if self.dtype == 'int8' else 16)}"
 
     def imported(self) -> AbstractContextManager[Any]:
         """Stands around the body of a PrimFunc that calls `accumulate`. Any number of PrimFuncs of a module may."""
@@ -117,6 +118,7 @@ DOTS = (
     Dot("int8", "int32", 4, 8, "avx_vnni", "mhsa_dot_int8_8", _int8_text(8), unsigned=True),
     Dot("bfloat16", "float32", 2, 4, "bf16", *dot_aarch64.bfloat16_dot()),
     Dot("bfloat16", "float32", 4, 4, "bf16", *dot_aarch64.bfloat16_matrix(), rows=2),
+    Dot("float16", "float32", 1, 4, "asimdfhm", *dot_aarch64.float16_products()),
     Dot("int8", "int32", 4, 4, "asimddp", *dot_aarch64.int8_dot()),
     Dot("int8", "int32", 8, 4, "i8mm", *dot_aarch64.int8_matrix(), rows=2),
 )

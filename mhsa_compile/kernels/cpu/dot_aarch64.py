@@ -1,8 +1,8 @@
 """The narrow products of aarch64 as LLVM IR: the one place that knows their intrinsics.
 
-Words are of 32 bits for the dot products (BFDOT, SDOT), and of 64 for the matrix products (BFMMLA, SMMLA), which
-multiply two rows of `a` with two of `b`: a vector of sums is [a0 b0, a0 b1, a1 b0, a1 b1]. Four words of `b` at a time
-make two such vectors. Source: Arm Architecture Reference Manual, DDI 0487.
+Words are of 16 bits for plain products (FMLAL), of 32 for dot products (BFDOT, SDOT), and of 64 for matrix products
+(BFMMLA, SMMLA), which multiply two rows of `a` with two of `b`: a vector of sums is [a0 b0, a0 b1, a1 b0, a1 b1]. Four
+words of `b` at a time make two such vectors. Source: Arm Architecture Reference Manual, DDI 0487.
 """
 
 from __future__ import annotations
@@ -27,6 +27,26 @@ def bfloat16_matrix() -> tuple[str, str]:
 def int8_matrix() -> tuple[str, str]:
     """SMMLA: for each sum eight products of signed bytes."""
     return _matrix("mhsa_matrix_int8", "@llvm.aarch64.neon.smmla.v4i32.v16i8", "i32", "<16 x i8>")
+
+
+def float16_products() -> tuple[str, str]:
+    """FMLAL: one product each, not rounded before it is added in float32. It takes the lower halves of its factors."""
+    name, intrinsic = "mhsa_product_float16_4", "@llvm.aarch64.neon.fmlal.v4f32.v8f16"
+    lower = ", ".join(f"i32 {i}" for i in (0, 1, 2, 3, *["poison"] * 4))
+    return (
+        name,
+        f"""
+declare <4 x float> {intrinsic}(<4 x float>, <8 x half>, <8 x half>)
+define <4 x float> @{name}(<4 x float> %c, <4 x i16> %a, <4 x i16> %b) alwaysinline nounwind memory(none) {{
+  %p = shufflevector <4 x i16> %a, <4 x i16> poison, <8 x i32> zeroinitializer
+  %q = shufflevector <4 x i16> %b, <4 x i16> poison, <8 x i32> <{lower}>
+  %x = bitcast <8 x i16> %p to <8 x half>
+  %y = bitcast <8 x i16> %q to <8 x half>
+  %r = call <4 x float> {intrinsic}(<4 x float> %c, <8 x half> %y, <8 x half> %x)
+  ret <4 x float> %r
+}}
+""",
+    )
 
 
 # What products leave as float32 becomes factors: BFCVTN, then ZIP1 and ZIP2. Two vectors make pairs, four make words.
@@ -58,27 +78,17 @@ define <4 x i64> @{WORDS_NAME}(<4 x float> %a, <4 x float> %b, <4 x float> %c, <
 
 
 def _dot(name: str, intrinsic: str, sums: str, narrow: str) -> tuple[str, str]:
-    """All lanes of %a are equal. The fences keep LLVM from loading it into all of them, since LD1R takes a slot of the
-    units that multiply: SDOT takes one lane. (For BFDOT, LLVM 22 finds that form only now and then.)"""
+    """All lanes of %a are equal: where they are one lane of a vector, LLVM takes that as it is."""
     return (
         name,
         f"""
 declare {sums} {intrinsic}({sums}, {narrow}, {narrow})
 define {sums} @{name}({sums} %c, <4 x i32> %a, <4 x i32> %b) alwaysinline nounwind memory(none) {{
-  %s = extractelement <4 x i32> %a, i32 0
-  %f = bitcast i32 %s to float
-  %e = call float @llvm.arithmetic.fence.f32(float %f)
-  %v = insertelement <4 x float> poison, float %e, i32 0
-  %g = call <4 x float> @llvm.arithmetic.fence.v4f32(<4 x float> %v)
-  %w = bitcast <4 x float> %g to {sums}
-  %d = shufflevector {sums} %w, {sums} poison, <4 x i32> zeroinitializer
-  %x = bitcast {sums} %d to {narrow}
+  %x = bitcast <4 x i32> %a to {narrow}
   %y = bitcast <4 x i32> %b to {narrow}
   %r = call {sums} {intrinsic}({sums} %c, {narrow} %y, {narrow} %x)
   ret {sums} %r
 }}
-declare float @llvm.arithmetic.fence.f32(float)
-declare <4 x float> @llvm.arithmetic.fence.v4f32(<4 x float>)
 """,
     )
 

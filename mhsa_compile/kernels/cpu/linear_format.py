@@ -17,13 +17,15 @@ class Format:
 
     With a dot-product instruction a step is as many terms of the sum as the instruction takes, in one word. Without
     one it is a single term: x is float32, and so is what the weights are widened to when they are loaded. With a matrix
-    product, rows of x lie side by side, two and two, step by step: they are multiplied together.
+    product, rows of x lie side by side, two and two, step by step: they are multiplied together. The terms of a row of
+    x for a `run` of steps are loaded at once.
     """
 
     op: LinearOp
     dot: Dot | None
     lanes: int
     columns: int
+    run: int = 1
 
     @property
     def terms(self) -> int:
@@ -80,4 +82,7 @@ def format_of(op: LinearOp, profile: TargetProfile, columns: int) -> Format:
     """The format with the fastest instruction that the target has for this operation."""
     dtype = "int8" if op.int8_weights else op.dtype
     instruction = dot.matrix(profile, dtype) or dot.available(profile, dtype)
-    return Format(op, instruction, instruction.lanes if instruction else profile.vector_lanes("float32"), columns)
+    if instruction is None:
+        return Format(op, None, profile.vector_lanes("float32"), columns, profile.elements_at_once("float32"))
+    run = profile.elements_at_once(instruction.word) if instruction.rows == 1 else 1  # two rows fill a vector
+    return Format(op, instruction, instruction.lanes, columns, run)

@@ -94,7 +94,7 @@ def _write(place: _Place, feature: _Feature) -> None:
     if format.op.int8_weights:
         _write_int8(place, feature)
     elif format.dot:
-        _write_steps(place, lambda k: _bfloat16_bits(feature, k))
+        _write_steps(place, lambda k: _bits(feature, k))
     else:
         with T.serial(T.int64(format.steps)) as k:
             place.store_step(k, feature.narrow(k, format.weight))
@@ -113,7 +113,7 @@ def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
         place.store_step(step, word)
 
 
-def _bfloat16_bits(feature: _Feature, k: Expr) -> Expr:
+def _bits(feature: _Feature, k: Expr) -> Expr:
     if feature.weight is None:
         return T.int32(0)
     return T.cast(T.reinterpret("uint16", load(feature.weight, feature.at(k), 1)), "int32")

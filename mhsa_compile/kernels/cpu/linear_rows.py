@@ -12,7 +12,17 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.storage import load_wide, vector_type
-from mhsa_compile.kernels.cpu.vectors import Expr, ceil_div, constant, each_vector, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import (
+    Expr,
+    ceil_div,
+    constant,
+    each_vector,
+    elements,
+    load,
+    settle,
+    splat,
+    store,
+)
 
 LARGEST = 127
 ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits
@@ -30,13 +40,15 @@ class Rows:
     data: Expr
     scales: Expr | None = None
 
-    def step(self, line: Expr, step: Expr) -> Expr:
-        """Of one row, or of a pair of them."""
+    def steps(self, line: Expr, first: Expr, count: int) -> list[Expr]:
+        """`count` of them, of one row, or of a pair of rows."""
         format = self.format
         if format.dot is None:
-            return load(self.data, [line, step], 1)
+            return elements(load(self.data, [line, first], count), count)
         terms = format.joined * format.terms
-        return T.reinterpret(vector_type(format.dot.word, format.joined), load(self.data, [line, step * terms], terms))
+        words = load(self.data, [line, first * terms], count * terms)
+        words = T.reinterpret(vector_type(format.dot.word, format.joined * count), words)
+        return elements(words, count)
 
     def at(self, row: Expr, k: Expr) -> list[Expr]:
         """Where term k of a row lies. (A vector of `lanes` terms begins at a multiple of that, so it is one step's.)"""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import Expr, argument, bind, constant, settle
 from mhsa_compile.kernels.operations import AttentionOp, MaskInput, Placement
@@ -138,4 +138,4 @@ def capped(op: AttentionOp, score: Expr, lanes: int) -> Expr:
     """A score in units of log2, within the softcap if there is one."""
     if not op.softcap:
         return score
-    return vectors.tanh(score, lanes) * constant(op.softcap * LOG2_E, lanes)
+    return functions.tanh(score, lanes) * constant(op.softcap * LOG2_E, lanes)

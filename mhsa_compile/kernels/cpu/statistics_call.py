@@ -61,7 +61,9 @@ class Call:
         queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
         products: Products
         if self.dot is None:
-            products = Float32Products(operands, queries, keys, key_tile, lanes)
+            products = Float32Products(
+                operands, queries, keys, key_tile, lanes, run=self.profile.elements_at_once("float32")
+            )
         else:
             products = PairedProducts(operands, queries, keys, key_tile, self.dot)
         visibility = Visibility(

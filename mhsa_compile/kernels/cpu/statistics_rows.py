@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
+from operator import add
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import vectors
+from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.kernels.cpu.attention_scores import Scores
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
@@ -38,11 +40,12 @@ RISE = 1.0
 """How far, in powers of two, a score may exceed its row's reference before that is raised. Less than in attention: far
 below the maximum the two terms of an entropy are as large as that distance, and their difference may be small."""
 LEAST = -127.0
-"""2^LEAST is 0 for `vectors.exp2`, and finite: 0 * -inf would not be a number."""
+"""2^LEAST is 0 for `functions.exp2`, and finite: 0 * -inf would not be a number."""
 
 
 class RowSums:
-    """m, Z and, `with_moments`, U of `queries` rows; sums go by block, so that their rounding does not grow with S.
+    """m, Z and, `with_moments`, U of `queries` rows. Sums go by block, so that their rounding does not grow with S, and
+    by group, as in `attention_weights`: a row of equal weights rounds each addition to a long sum the same way.
 
     `lower` is told what the scores of a column of queries have lost whenever their origins move.
     """
@@ -91,18 +94,17 @@ class RowSums:
         self._raise_where_exceeded(scores, first_key)
         for c, (first, lanes) in enumerate(self.columns):
             at = [T.int64(first)]
-            reference, total = bind(load(self.reference, at, lanes)), load(self.block_total, at, lanes)
-            moment = None if self.block_moment is None else load(self.block_moment, at, lanes)
+            reference = bind(load(self.reference, at, lanes))
+            weights, moments = [], []
             for r in range(self.key_tile):
                 distance = settle(scores.get(r, c) - reference, "float32", lanes)
                 least = constant(LEAST, lanes)
                 distance = settle(T.Select(distance < least, least, distance), "float32", lanes)
-                weight = bind(vectors.exp2(distance, lanes))
-                total = total + weight
-                moment = None if moment is None else moment + weight * distance
-            store(self.block_total, at, total, lanes)
-            if self.block_moment is not None:
-                store(self.block_moment, at, moment, lanes)
+                weights.append(bind(functions.exp2(distance, lanes)))
+                moments.append(weights[-1] * distance)
+            for block, terms in ((self.block_total, weights), (self.block_moment, moments)):
+                if block is not None:
+                    store(block, at, load(block, at, lanes) + reduce(add, terms), lanes)
 
     def end_block(self, first_key: Expr, count: Expr) -> None:
         for first, lanes in self.columns:
@@ -136,7 +138,7 @@ class RowSums:
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
         fall = old - reference if lost is None else old - reference - lost
-        factor = settle(vectors.exp2(fall, lanes), "float32", lanes)
+        factor = settle(functions.exp2(fall, lanes), "float32", lanes)
         shift = settle(T.Select(old == nothing, zero, fall), "float32", lanes)
         for total, moment in ((self.total, self.moment), (self.block_total, self.block_moment)):
             sum_so_far = settle(load(total, at, lanes), "float32", lanes)
@@ -155,7 +157,7 @@ class RowSums:
         """2^(s - m) / Z; NaN in all of a row that sees one."""
         first, lanes = column
         reference = load(self.reference, [T.int64(first)], lanes)
-        return settle(vectors.exp2(score - reference, lanes) * self._inverse(column), "float32", lanes)
+        return settle(functions.exp2(score - reference, lanes) * self._inverse(column), "float32", lanes)
 
     def lse(self, column: Chunk) -> Expr:
         first, lanes = column
@@ -164,7 +166,7 @@ class RowSums:
         reference = load(self.reference, at, lanes)
         if self.scores.op.slopes:
             reference = reference + self.scores.lack(column)
-        value = reference * constant(LN_2, lanes) + natural_log(total, lanes)
+        value = reference * constant(LN_2, lanes) + functions.natural_log(total, lanes)
         return T.Select(total == constant(0.0, lanes), constant(-math.inf, lanes), value)
 
     def entropy(self, column: Chunk) -> Expr:
@@ -173,7 +175,7 @@ class RowSums:
         assert self.moment is not None
         total = settle(load(self.total, at, lanes), "float32", lanes)
         moment = load(self.moment, at, lanes)
-        value = settle(natural_log(total, lanes) - constant(LN_2, lanes) * (moment / total), "float32", lanes)
+        value = settle(functions.natural_log(total, lanes) - constant(LN_2, lanes) * (moment / total), "float32", lanes)
         # Rounding may leave less than nothing; and what saw nothing is 0 / 0.
         return T.Select(T.Or(total == zero, value < zero), zero, value)
 
@@ -239,24 +241,3 @@ def largest_of(scores: RegisterTile, c: int, key_tile: int) -> Expr:
     for r in range(1, key_tile):
         largest = T.max(largest, scores.get(r, c))
     return largest
-
-
-def natural_log(x: Expr, lanes: int) -> Expr:
-    """ln x of positive normal numbers, NaN for NaN, within 2 ulp of the larger of |ln x| and 1: no call, no branch.
-
-    x = m 2^n with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh((m - 1) / (m + 1)), by its series, which leaves 2e-9.
-    """
-    integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
-    least = splat(T.int32(0x3F3504F3), lanes)  # the bits of sqrt(1/2)
-    bits = settle(T.reinterpret(integer, x) - least, "int32", lanes)
-    exponent = T.cast(bits >> splat(T.int32(23), lanes), real)
-    m = T.reinterpret(real, (bits & splat(T.int32(0x007FFFFF), lanes)) + least)
-    m = settle(m, "float32", lanes)
-    one = constant(1.0, lanes)
-    t = settle((m - one) / (m + one), "float32", lanes)
-    square = settle(t * t, "float32", lanes)
-    series = constant(2.0 / 9.0, lanes)
-    for n in (7, 5, 3, 1):
-        series = series * square + constant(2.0 / n, lanes)
-    value = exponent * constant(LN_2, lanes) + series * t
-    return T.Select(T.isnan(x), x, value)
