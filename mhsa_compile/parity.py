@@ -83,11 +83,12 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
     The largest of a few errors is chance, ours and the yardstick's: one run in a hundred of right code is over its
     budget. So there are draws until every output has had ENOUGH_VALUES. Where one is then over its budget, but not by
     more than chance does it, more draws are made, and they decide: their number follows from the output's size, it is
-    not drawn until it passes. Small ones take many, as all values of a row share the error of its weights. What is
-    compared are the largest errors of all draws: what is wrong stays wrong, in whichever draw.
+    not drawn until it passes. Small ones take many, as all values of a row share the error of its weights; and so do
+    those whose rows are all alike, since what is the same number has the same error. What is compared are the largest
+    errors of all draws: what is wrong stays wrong, in whichever draw.
     """
     draws = [draw(0)]
-    values = min(truth.size for truth, _, _ in draws[0])
+    values = min(_different(truth) for truth, _, _ in draws[0])
     draws += map(draw, range(1, min(MOST_DRAWS, -(-ENOUGH_VALUES // max(1, values)))))
     result = _judged(draws, dims)
     if result.ok or result.ratio > BEYOND_CHANCE:
@@ -95,6 +96,12 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
     deciding = max(MOST_DRAWS, min(DECIDING_DRAWS, DECIDING_VALUES // max(1, values)))
     draws += map(draw, range(len(draws), deciding))
     return _judged(draws, dims)
+
+
+def _different(values: Array) -> int:
+    """How many numbers there are among them, to float32's precision."""
+    with np.errstate(over="ignore"):
+        return int(np.unique(values.astype(np.float32)).size)
 
 
 def _judged(draws: Sequence[Sequence[Draw]], dims: Mapping[str, int]) -> CaseResult:

@@ -261,7 +261,7 @@ def test_few_numbers_are_drawn_several_times() -> None:
 
 def test_a_little_over_budget_is_drawn_again() -> None:
     """Until the yardstick's error is known; what is off by more than that stays wrong."""
-    truth, turns = np.ones((40, 64)), []
+    truth, turns = np.linspace(1, 1.5, 40 * 64), []
     assert truth.size * MOST_DRAWS > DECIDING_VALUES
 
     def off_by(error: float):
@@ -276,5 +276,7 @@ def test_a_little_over_budget_is_drawn_again() -> None:
     assert off_by(0.0025).ok and len(turns) == MOST_DRAWS
     assert not off_by(0.0035).ok and len(turns) == MOST_DRAWS
     assert not off_by(0.1).ok and turns == [0]
-    truth = np.ones((16, 16))
+    truth = np.linspace(1, 1.5, 16 * 16)
     assert not off_by(0.0035).ok and len(turns) == DECIDING_VALUES // truth.size
+    truth = np.ones((40, 64))  # one number, and so one error
+    assert off_by(0.0019).ok and len(turns) == MOST_DRAWS
