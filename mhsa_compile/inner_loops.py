@@ -13,6 +13,8 @@ _MULTIPLIES = re.compile(r"(fmla|fmlal2?|bfmmla|bfdot|smmla|sdot|vfmadd\d+ps|vdp
 _JUMP = re.compile(r"(?:j\w+|b\.\w+|b|cbn?z\s+\w+,|tbn?z\s+\w+,\s*#?\w+,)\s+(\.L\w+)")
 _LABEL = re.compile(r"(\.LBB\w+):")
 _EXPONENTIAL = re.compile(r"(shl|vpslld)\b.*[#$]23\b")  # moves an exponent into its place: exp2, not a product
+_ZEROING = re.compile(r"movi\b|v?p?xor")
+_REGISTER = re.compile(r"\b[vqdsh](\d+)\b|%[xyz]mm(\d+)")
 _STACK = re.compile(r"\[sp\b|\(%r[sb]p\b")
 
 # What one load brings, in bytes: of aarch64 by the register's letter, or by the elements of a vector.
@@ -44,6 +46,14 @@ class Loop:
         return len({re.findall(r"\bv\d+|%\w+", line)[0 if arm else -1] for line in self.multiplies})
 
     @property
+    def is_by_a_constant(self) -> bool:
+        """Whether all is multiplied by one vector that the loop does not load: a search for NaN, say, by zero."""
+        arm = not any("%" in line for line in self.multiplies)
+        factors = [_registers(line)[1:] if arm else _registers(line)[:-1] for line in self.multiplies]
+        others = [line for line in self.lines if line not in self.multiplies and not _ZEROING.match(line)]
+        return bool(set.intersection(*map(set, factors)).difference(*map(_registers, others)))
+
+    @property
     def spills(self) -> int:
         """Accesses to the stack."""
         return sum(bool(_STACK.search(line)) for line in self.lines)
@@ -59,7 +69,14 @@ def inner_loops(assembly: str) -> list[Loop]:
 
 
 def _is_product(loop: Loop) -> bool:
-    return len(loop.multiplies) >= FEWEST and not any(map(_EXPONENTIAL.match, loop.lines))
+    if len(loop.multiplies) < FEWEST or any(map(_EXPONENTIAL.match, loop.lines)):
+        return False
+    return not loop.is_by_a_constant
+
+
+def _registers(line: str) -> list[str]:
+    """The numbers of the vector registers of an instruction, in its order."""
+    return [first or second for first, second in _REGISTER.findall(line)]
 
 
 def _innermost(assembly: str) -> Iterator[tuple[str, ...]]:

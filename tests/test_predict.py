@@ -166,3 +166,11 @@ def test_a_loop_around_another_and_exponentials_are_no_products():
     around = ARM.replace("	b.ne	.LBB0_1\n", "	b.ne	.LBB0_1\n	b	.LBB0_0\n")
     assert len(inner_loops(".LBB0_0:\n" + around)) == 1
     assert not inner_loops(ARM.replace("	str	q9, [sp, #16]", "	shl	v9.4s, v9.4s, #23"))
+
+
+def test_a_sum_of_zeros_is_no_product():
+    """Values times zero are not a number where one of them is not: no factor is loaded but the values."""
+    zeros = "	movi	v3.2d, #0\n"
+    sums = "".join(f"	fmla	v{10 + i}.4s, v3.4s, v{i % 2}.4s\n" for i in range(8))
+    assert not inner_loops(f".LBB0_1:\n	ldp	q0, q1, [x1], #32\n{zeros}{sums}	b.ne	.LBB0_1\n")
+    assert inner_loops(f".LBB0_1:\n	ldp	q0, q1, [x1], #32\n	ldr	q3, [x2]\n{sums}	b.ne	.LBB0_1\n")

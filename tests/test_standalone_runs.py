@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,16 @@ def test_the_program_of_a_bundle_runs(there: Device) -> None:
     assert "y: float32 (1, 13, 66), sum " in done.stdout
 
 
+@pytest.mark.parametrize("there", ["this machine"], indirect=True)
+@pytest.mark.skipif(shutil.which("make") is None or shutil.which("c++") is None, reason="needs make and a C++ compiler")
+def test_its_makefile_takes_the_compiler_of_the_device(there: Device, tmp_path: Path) -> None:
+    copied = shutil.copytree(there.folder / "bundle", tmp_path / "bundle")
+    (copied / "attention").unlink()
+    subprocess.run(["make"], cwd=copied, check=True, capture_output=True)
+    done = subprocess.run([copied / "attention", "--dim", "L=13", "--repeat", "1"], capture_output=True, text=True)
+    assert done.returncode == 0 and "y: float32 (1, 13, 66), sum " in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("name", [*SPECS, INT8])
 def test_its_outputs_are_right(there: Device, name: str, record_property) -> None:
     artifact = there.compiled(name)
@@ -142,6 +153,9 @@ def test_it_says_what_it_expected_and_what_it_got(there: Device, tmp_path: Path)
     done = there.run("--inputs", tmp_path / "in.safetensors")
     assert done.returncode == 2
     assert "input x: expected float32 (B = 1, L = 5, 66), got float32 (1, 5, 67)" in done.stderr
+    save_file({"z": np.zeros((1, 5, 66), np.float32)}, tmp_path / "in.safetensors")
+    assert "--inputs: expected one of mask, x, got z\n" in there.run("--inputs", tmp_path / "in.safetensors").stderr
+    assert re.search(r"--dim: expected one of B, L, .*got T\n", there.run("--dim", "T=5").stderr)
     (tmp_path / "in.safetensors").write_bytes(b"no safetensors")
     assert "expected safetensors" in there.run("--inputs", tmp_path / "in.safetensors").stderr
     foreign = mhsa.compile(BLOCK, "aarch64-generic" if there.machine == "x86_64" else "x86-64-v3")

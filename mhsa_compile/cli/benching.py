@@ -77,7 +77,7 @@ def bench(
         option = "--target" if target is not None else "--weights"
         hint = "What runs here is compiled for this machine; an artifact says the rest."
         raise InputError(option, "it with --predict", "it alone", hint)
-    peers = _peers(against)
+    peers = options.peers(against)
     _check_combination(source, workload, dtype, stated)
     if plot is not None:
         drawing.check_path(plot)
@@ -108,14 +108,6 @@ def _check_combination(
         raise InputError("--workload", "it alone", "a source or dims beside it", hint)
     if dtype is not None and source is not None:
         raise InputError("--dtype", "it without a source", f"{dtype!r} beside one", "A source states its own dtype.")
-
-
-def _peers(against: str) -> tuple[str, ...]:
-    """Names, checked before anything is compiled."""
-    from mhsa_compile import peers
-
-    names = list(filter(None, map(str.strip, against.split(","))))
-    return tuple(peer.name for peer in (peers.PEERS if names == ["all"] else peers.find(names)))
 
 
 def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> tuple[Workload, ...]:

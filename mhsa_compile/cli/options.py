@@ -31,3 +31,11 @@ def stated_dims(
     """The dims that were given, by symbol."""
     given = {"B": batch, "L": length, "S": kv_length, "C": capacity}
     return {symbol: size for symbol, size in given.items() if size is not None}
+
+
+def peers(against: str) -> tuple[str, ...]:
+    """The names of --against, or of all peers for "all". Raises InputError, before anything is compiled."""
+    from mhsa_compile import peers
+
+    names = list(filter(None, map(str.strip, against.split(","))))
+    return tuple(peer.name for peer in (peers.PEERS if names == ["all"] else peers.find(names)))

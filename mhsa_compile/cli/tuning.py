@@ -67,7 +67,9 @@ def tune(
     study: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of the studies, instead of one that follows from what is tuned.")
     ] = None,
-    against: Annotated[str, typer.Option(help="Peers to show, separated by commas; an empty text is none.")] = "torch",
+    against: Annotated[
+        str, typer.Option(help="Peers to show, separated by commas, or all; an empty text is none.")
+    ] = "torch",
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="After the search measure all that is left, however long it takes.")
     ] = False,
@@ -86,7 +88,7 @@ def tune(
     stated = options.stated_dims(batch, length, kv_length, capacity)
     given = Given(source, workload or [], dtype, stated, symbolic, around, weights, seed)
     given.check()
-    peers = _peers(against)
+    peers = options.peers(against)
     profile = load_profile(target)
     file = records or profile.own_records()
     sources.require_compiler()
@@ -152,12 +154,6 @@ def _read(storage: str, results: Path | None) -> None:
 
         read(results)
     open_storage(storage)
-
-
-def _peers(against: str) -> tuple[str, ...]:
-    from mhsa_compile import peers
-
-    return tuple(peer.name for peer in peers.find(list(filter(None, map(str.strip, against.split(","))))))
 
 
 def _database(records: Path) -> str:

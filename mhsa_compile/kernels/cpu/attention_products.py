@@ -158,11 +158,14 @@ class Float32Products:
         op = operands.op
         self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
         self.query_columns = vectors.chunks(queries, lanes)
-        self.q_t = scratch((op.head_dim, queries))
         self.weights = scratch((key_tile + keys, queries))
-        narrow = op.dtype != "float32"
-        self.wide_keys = scratch((key_tile, op.head_dim)) if narrow else None
-        self.wide_values = scratch((keys, op.v_head_dim)) if narrow else None
+        shapes = [(op.head_dim, queries), (key_tile, op.head_dim), (keys, op.v_head_dim)]
+        self.wide_keys: Expr | None = None
+        self.wide_values: Expr | None = None
+        if op.dtype == "float32":
+            self.q_t = scratch(shapes[0])
+        else:
+            self.q_t, self.wide_keys, self.wide_values = vectors.side_by_side(shapes)
 
     def pack_queries(self) -> None:
         """q_t[e, i] = Q[i, e] * score_factor, a square of lanes x lanes at a time."""

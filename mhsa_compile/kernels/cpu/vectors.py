@@ -155,6 +155,17 @@ def scratch(shape: Sequence[int], dtype: str = "float32") -> Expr:
     return T.alloc_buffer((max(shape[0], REGISTER_BYTES // rest + 1), *shape[1:]), dtype)
 
 
+def side_by_side(shapes: Sequence[tuple[int, int]]) -> list[Expr]:
+    """Several arrays in one scratch, so that one pointer leads to all of them: in a large kernel each takes a register,
+    or is fetched from the stack in an inner loop."""
+    ends = list(itertools.accumulate(rows * columns for rows, columns in shapes))
+    data = scratch((1, ends[-1])).data
+    return [
+        T.decl_buffer(shape, "float32", data=data, elem_offset=T.int64(first))
+        for shape, first in zip(shapes, (0, *ends), strict=False)
+    ]
+
+
 class RegisterTile:
     """`rows` x `columns` of vectors that stay in registers.
 

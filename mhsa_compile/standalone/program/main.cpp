@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <set>
 
 #include "attention.h"
 
@@ -137,6 +138,25 @@ void report(const std::string& name, const tvm::ffi::Tensor& tensor) {
               mhsa::text_of(mhsa::shape_of(tensor)).c_str(), sum, least, most);
 }
 
+void require_known(const std::string& what, const std::string& name, const std::set<std::string>& known) {
+  if (known.count(name)) return;
+  std::string words;
+  for (const std::string& word : known) words += (words.empty() ? "" : ", ") + word;
+  throw mhsa::Error(what + ": expected one of " + (words.empty() ? "none" : words) + ", got " + name);
+}
+
+// A name that nobody asks for is a mistake, and its default would be used in silence.
+void check_names(const std::vector<mhsa::TensorInfo>& wanted, const mhsa::Tensors& given, const Sizes& sizes) {
+  std::set<std::string> names, dims;
+  for (const mhsa::TensorInfo& info : wanted) {
+    names.insert(info.name);
+    for (const std::string& dim : info.dims)
+      if (!mhsa::is_number(dim)) dims.insert(dim), dims.insert(dim.rfind("mask_", 0) == 0 ? dim.substr(5) : dim);
+  }
+  for (const auto& [name, tensor] : given) require_known("--inputs", name, names);
+  for (const auto& [dim, size] : sizes) require_known("--dim", dim, dims);
+}
+
 int run(const Options& options) {
   mhsa::Tensors weights;
   if (!options.weights.empty()) weights = mhsa::read_safetensors(options.weights);
@@ -144,6 +164,7 @@ int run(const Options& options) {
 
   mhsa::Tensors inputs;
   if (!options.inputs.empty()) inputs = mhsa::read_safetensors(options.inputs);
+  check_names(attention.inputs, inputs, options.dims);
   Sizes sizes = options.dims;
   for (const mhsa::TensorInfo& info : attention.inputs)
     if (inputs.count(info.name))
