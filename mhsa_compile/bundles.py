@@ -88,6 +88,7 @@ class _TaskEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     output: tuple[Shape, str]
     budget: float
     flops: int
+    sets: int
     candidates: tuple[_CandidateEntry, ...]
 
 
@@ -181,6 +182,7 @@ class Work:
             expected=arrays["expected"],
             budget=entry.budget,
             flops=entry.flops,
+            sets=entry.sets,
         )
 
     def candidate(self, number: int, which: int) -> Candidate:
@@ -223,6 +225,7 @@ def _entry(task: Task) -> _TaskEntry:
         output=task.job.output,
         budget=task.job.budget,
         flops=task.job.flops,
+        sets=task.job.sets,
         candidates=tuple(
             _CandidateEntry(label, candidate.packed, len(candidate.constants))
             for label, candidate in zip(task.labels, task.candidates, strict=True)

@@ -26,6 +26,8 @@ class Job:
     expected  what float64 has there
     budget    the largest error allowed there
     flops     useful operations of one call; 0 where nobody counts them
+    sets      of inputs that calls take in turn while they are timed: several for what in use reads its inputs from
+              memory, which over the same ones would read them from the caches
     """
 
     inputs: tuple[Array, ...]
@@ -35,6 +37,7 @@ class Job:
     expected: Array
     budget: float
     flops: int = 0
+    sets: int = 1
 
     def error_share(self, output: Array) -> float:
         """The largest error of an output as a share of the budget: above 1 is wrong; so are NaN and infinity, where

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from mhsa_compile.jobs import BUILD, CRASH, TIMEOUT, WRONG, Array, Candidate, Failure, Job, Timing
+from mhsa_compile.serve import SECONDS
 
 TURN = 0.004
 """Seconds of one candidate's calls that make one sample, after one call that does not count."""
@@ -44,7 +45,7 @@ def timings(remote: Any, job: Job, candidates: Sequence[Candidate], seconds: flo
     """
     end = perf_counter() + patience / 2
     device = remote.cpu(0)
-    inputs = [_sent(array, device) for array in job.inputs]
+    inputs = [[_sent(array, device) for array in job.inputs] for _ in range(job.sets)]
     weights = [_sent(array, device) for array in job.weights]
     runners = []
     for position, candidate in enumerate(candidates):
@@ -85,13 +86,14 @@ class _Runner:
 
     module: Any
     device: Any
-    arguments: list[Any]
+    arguments: list[list[Any]]
     share: float
     last: float
+    seconds: Any = None
 
     @classmethod
     def loaded(
-        cls, remote: Any, name: str, candidate: Candidate, sent: tuple[list[Any], list[Any]], job: Job
+        cls, remote: Any, name: str, candidate: Candidate, sent: tuple[list[list[Any]], list[Any]], job: Job
     ) -> _Runner:
         """Loads it, packs, runs it once over an output of NaN, and checks what it wrote."""
         device, (inputs, weights) = remote.cpu(0), sent
@@ -100,16 +102,16 @@ class _Runner:
         if packed:
             module["pack"](*weights, *packed)
         output = _sent(_nonsense(*job.output), device)
-        arguments = [*inputs, *packed, *(_sent(array, device) for array in candidate.constants), output]
-        runner = cls(module, device, arguments, 0.0, 0.0)
-        module["run"](*arguments)
+        own = [*packed, *(_sent(array, device) for array in candidate.constants), output]
+        runner = cls(module, device, [[*given, *own] for given in inputs], 0.0, 0.0, _clock(remote, job))
+        module["run"](*runner.arguments[0])
         runner.check(job)
         return runner
 
     def check(self, job: Job) -> None:
         """Looks at the output of the last call: of the first, and again of the last, since two threads may be at odds
         only now and then, and memory may have been written by the others."""
-        self.share = max(self.share, job.error_share(self.arguments[-1].numpy()))
+        self.share = max(self.share, job.error_share(self.arguments[0][-1].numpy()))
         if self.share > 1:
             raise Wrong(f"its error is {self.share:.3g} times the budget")
 
@@ -117,9 +119,24 @@ class _Runner:
         """The median seconds of a call. How many there are follows from the turn before."""
         slices = max(1, min(SLICES, int(TURN / self.last))) if self.last else 1
         number = max(1, round(TURN / slices / self.last)) if self.last else 1
-        timed = self.module.time_evaluator("run", self.device, number=number, repeat=slices)
-        self.last = max(median(timed(*self.arguments).results), 1e-8)
+        if self.seconds is None:
+            timed = self.module.time_evaluator("run", self.device, number=number, repeat=slices)
+            found = timed(*self.arguments[0]).results
+        else:
+            sets, flat = len(self.arguments), [argument for given in self.arguments for argument in given]
+            found = [self.seconds(self.module, max(number, sets), sets, *flat) for _ in range(slices)]
+        self.last = max(median(found), 1e-8)
         return self.last
+
+
+def _clock(remote: Any, job: Job) -> Any:
+    """The device's own, where inputs take turns and it has one: `mhsa serve` does, TVM's own server does not."""
+    if job.sets == 1:
+        return None
+    try:
+        return remote.get_function(SECONDS)
+    except AttributeError:
+        return None
 
 
 def _module(remote: Any, name: str, candidate: Candidate) -> Any:

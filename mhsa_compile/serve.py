@@ -4,7 +4,8 @@
     python -c 'from mhsa_compile.serve import child; child(2)'    # on a free port; ends with its stdin
 
 A candidate that crashes takes its fork along, one that hangs is ended by the server when its connection's time is up.
-Beside TVM's own functions a connection finds `mhsa.device`, which says what this machine is. Runtime dependencies only.
+Beside TVM's own functions a connection finds `mhsa.device`, which says what this machine is, and `mhsa.seconds`, a
+clock for calls whose inputs change. Runtime dependencies only.
 
 TVM's RPC asks for no password, and runs what it is sent: whoever reaches the port owns the account. So it is bound to
 loopback unless told otherwise, and belongs into trusted networks only.
@@ -22,7 +23,8 @@ import threading
 from contextlib import suppress
 from ipaddress import ip_address
 from itertools import cycle
-from typing import NoReturn
+from time import perf_counter
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -33,6 +35,8 @@ from mhsa_compile.jobs import Device
 LOOPBACK = "127.0.0.1"
 DEVICE = "mhsa.device"
 """The global function that returns `jobs.Device` as JSON."""
+SECONDS = "mhsa.seconds"
+"""The global function that is `seconds`."""
 ANSWER = 5.0
 """Seconds in which a tracker says that it is one."""
 _ENDS_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -52,6 +56,16 @@ def this_device(emulated: bool = False) -> Device:
         emulated=emulated or host.emulated(),
         features=tuple(sorted(host.cpu_features())),
     )
+
+
+def seconds(module: Any, calls: int, sets: int, *arguments: Any) -> float:
+    """Of a call of the module's `run`, over `calls` of them that take `sets` sets of arguments in turn."""
+    run, size = module["run"], len(arguments) // sets
+    given = [arguments[i * size : (i + 1) * size] for i in range(sets)]
+    begin = perf_counter()
+    for i in range(calls):
+        run(*given[i % sets])
+    return (perf_counter() - begin) / calls
 
 
 def bind(address: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -150,6 +164,7 @@ def _load(threads: int, emulated: bool) -> None:
     multiprocessing.set_start_method("fork", force=True)  # connections inherit what is registered here
     said = msgspec.json.encode(this_device(emulated)).decode()
     runtime.ffi.register_global_func(DEVICE, lambda: said, override=True)
+    runtime.ffi.register_global_func(SECONDS, seconds, override=True)
     os.register_at_fork(after_in_child=lambda: _prepare_fork(runtime, threads))
 
 

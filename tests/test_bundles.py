@@ -116,7 +116,9 @@ def test_what_was_interrupted_goes_on(work: Path, tmp_path: Path, monkeypatch: p
 def test_the_same_work_is_the_same_bundle(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     inputs = (rng.standard_normal((2, 3), np.float32).astype(ml_dtypes.bfloat16), np.array([[True, False]]))
-    job = Job(inputs, (np.arange(3), np.float32(2).reshape(())), ((2,), "bfloat16"), np.array([1]), np.zeros(1), 0.5)
+    job = Job(
+        inputs, (np.arange(3), np.float32(2).reshape(())), ((2,), "bfloat16"), np.array([1]), np.zeros(1), 0.5, sets=4
+    )
     constants = (rng.standard_normal(5).astype(ml_dtypes.bfloat16), np.arange(7, dtype=np.int8))
     task = Task("t", job, (Candidate(b"library", (((3, 5), "float32"),), constants),), ("default",))
     for name in ("one", "other"):
@@ -130,7 +132,7 @@ def test_the_same_work_is_the_same_bundle(tmp_path: Path) -> None:
     ):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
     assert (candidate.library, candidate.packed) == (b"library", (((3, 5), "float32"),))
-    assert (read.output, read.budget, read.flops) == (job.output, job.budget, job.flops)
+    assert (read.output, read.budget, read.flops, read.sets) == (job.output, job.budget, job.flops, 4)
 
 
 def test_another_device_is_refused_before_any_code_runs(

@@ -14,7 +14,7 @@ import measured
 import msgspec
 import pytest
 
-from mhsa_compile import host, measuring, sessions
+from mhsa_compile import host, measuring, serve, sessions
 from mhsa_compile.errors import DeviceError
 from mhsa_compile.exercises import candidate_of, job_of
 from mhsa_compile.jobs import BUILD, CRASH, LOST, TIMEOUT, WRONG, Candidate, Device, Failure, Job, Timing
@@ -44,6 +44,21 @@ def test_right_candidates_are_timed_in_the_same_rounds(session: Session) -> None
     assert isinstance(one, Timing) and isinstance(other, Timing)
     assert len(one.samples_us) == len(other.samples_us) >= 1
     assert 0 < one.error_share < 1 and min(one.samples_us) > 0
+
+
+def test_sets_of_inputs_take_turns() -> None:
+    """So that what reads them once reads them from where they lie, not from the caches."""
+    seen: list[tuple[str, ...]] = []
+    seconds = serve.seconds({"run": lambda *given: seen.append(given)}, 5, 2, "x0", "y0", "x1", "y1")
+    assert seen == [("x0", "y0"), ("x1", "y1"), ("x0", "y0"), ("x1", "y1"), ("x0", "y0")]
+    assert seconds > 0
+
+
+def test_several_sets_are_sent_and_judged(session: Session) -> None:
+    job = replace(measured.job(), sets=3)
+    one, wrong = session.measure(job, [measured.kernel(), measured.planted(measured.RIGHT, off_by=1e-3)], 0.02)
+    assert isinstance(one, Timing) and one.error_share < 1 and min(one.samples_us) > 0
+    assert isinstance(wrong, Failure) and wrong.reason == WRONG
 
 
 GOES_WRONG = {
