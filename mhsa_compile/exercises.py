@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile import build
+from mhsa_compile.bench import INPUT_SETS
 from mhsa_compile.core import attend, to_numpy, to_torch
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.jobs import Array, Candidate, Job
@@ -28,8 +29,6 @@ from mhsa_compile.reference import product_in_int8
 
 ROWS = 64
 """Rows of the output that are checked; the first and the last are among them."""
-SETS = 4
-"""Of inputs of a few queries, which read each key once: as many as a benchmark of the whole takes in turn."""
 MOST_SCORES = 1 << 23
 """Scores of the checked rows that are held at once, in each of two precisions: fewer rows where S is long."""
 
@@ -148,7 +147,8 @@ class _Attention:
             expected=expected.reshape(-1),
             budget=budget(expected, at(to_torch(q[:1, :1, :1]).dtype), op.dtype),
             flops=2 * (op.head_dim + op.v_head_dim) * op.num_heads * self._pairs(),
-            sets=SETS if self.L <= MOST_QUERIES else 1,
+            # A few queries read each key once; a benchmark of the whole takes as many sets in turn.
+            sets=INPUT_SETS if self.L <= MOST_QUERIES else 1,
         )
 
     def _roles(self) -> list[tuple[Placement, int, int, int]]:

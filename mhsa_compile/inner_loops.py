@@ -42,14 +42,12 @@ class Loop:
     @property
     def sums(self) -> int:
         """Registers that are added to: a tile's size."""
-        arm = not any("%" in line for line in self.multiplies)
-        return len({re.findall(r"\bv\d+|%\w+", line)[0 if arm else -1] for line in self.multiplies})
+        return len({total for total, *_ in map(_operands, self.multiplies)})
 
     @property
     def is_by_a_constant(self) -> bool:
         """Whether all is multiplied by one vector that the loop does not load: a search for NaN, say, by zero."""
-        arm = not any("%" in line for line in self.multiplies)
-        factors = [_registers(line)[1:] if arm else _registers(line)[:-1] for line in self.multiplies]
+        factors = [factors for _, *factors in map(_operands, self.multiplies)]
         others = [line for line in self.lines if line not in self.multiplies and not _ZEROING.match(line)]
         return bool(set.intersection(*map(set, factors)).difference(*map(_registers, others)))
 
@@ -77,6 +75,12 @@ def _is_product(loop: Loop) -> bool:
 def _registers(line: str) -> list[str]:
     """The numbers of the vector registers of an instruction, in its order."""
     return [first or second for first, second in _REGISTER.findall(line)]
+
+
+def _operands(multiply: str) -> list[str]:
+    """The register that is added to, then those of the factors. AT&T's order, with its %, has the sum last."""
+    registers = _registers(multiply)
+    return registers[::-1] if "%" in multiply else registers
 
 
 def _innermost(assembly: str) -> Iterator[tuple[str, ...]]:

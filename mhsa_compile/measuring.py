@@ -82,7 +82,8 @@ def _rounds(runners: Sequence[_Runner], seconds: float, end: float) -> list[list
 
 @dataclass
 class _Runner:
-    """A candidate on the device, that was right. `last` is the seconds a call of its last turn."""
+    """A candidate on the device, that was right. `arguments` are those of a call, for each set of inputs; `last` is the
+    seconds a call of its last turn, and `seconds` the device's clock for several sets, None where there is one."""
 
     module: Any
     device: Any
