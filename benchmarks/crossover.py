@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 from mhsa_compile import exercises, sessions, tuning_plots
-from mhsa_compile.jobs import Timing
+from mhsa_compile.jobs import Failure, Timing
 from mhsa_compile.kernels.cpu.decode import MOST_QUERIES
 from mhsa_compile.kernels.operations import AttentionOp, Placement
 from mhsa_compile.profile import detect
@@ -33,7 +33,8 @@ def operation(L: int, S: int) -> AttentionOp:
 
 
 def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float | None:
-    """Time of the second kernel by that of the first, or None where one does not take the operation, or fails."""
+    """Time of the second kernel by that of the first, or None where one does not take the operation, or fails: the gate
+    judges one draw, in which right code is over the error budget once in a few hundred."""
     profile = detect()
     kernels = Space.of(op, profile).kernels
     if not set(NAMES) <= kernels.keys():
@@ -41,11 +42,12 @@ def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float |
     configs = {name: kernels[name].default(op, profile) for name in NAMES}
     candidates = [exercises.candidate_of(op, kernels[name], configs[name], profile) for name in NAMES]
     one, other = session.measure(exercises.job_of(op, {}), candidates, seconds)
-    if not isinstance(one, Timing) or not isinstance(other, Timing):
-        raise RuntimeError(
-            f"{op.q_length} queries, {op.kv_length} keys: {one if not isinstance(one, Timing) else other}"
-        )
-    return median(b / a for a, b in zip(one.samples_us, other.samples_us, strict=True))
+    if isinstance(one, Timing) and isinstance(other, Timing):
+        return median(b / a for a, b in zip(one.samples_us, other.samples_us, strict=True))
+    for name, outcome in zip(NAMES, (one, other), strict=True):
+        if isinstance(outcome, Failure):
+            print(f"S={op.kv_length:5} L={op.q_length}: {name} {outcome.reason}: {outcome.detail}", flush=True)
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if (found_ratio := ratio(session, operation(L, S), given.seconds)) is not None:
                     found.setdefault(S, {})[L] = found_ratio
                     print(f"S={S:5} L={L}: {NAMES[1]} takes {found_ratio:.2f} times as long as {NAMES[0]}", flush=True)
-        title = f"{HEADS} heads of {WIDTH}, {KEY_HEADS} of keys: float32, {session.threads} threads"
+        title = f"{HEADS} heads of {WIDTH}, {KEY_HEADS} of keys: float32, threads: {session.threads}"
     if given.json is not None:
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     if given.picture is not None:

@@ -80,6 +80,7 @@ def bench(
     from mhsa_compile import accuracy, limits  # PyTorch, TVM
 
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    _check_family(opened)
     _check_returns_y_alone(opened)
     threads = host.allowed_cpus() if threads is None else threads
     inputs = [random_inputs(opened.manifest, dims, seed) for seed in range(INPUT_SETS)]
@@ -121,6 +122,12 @@ def module_of(workload: Workload) -> nn.Module:
 
 def returns_y_alone(artifact: Artifact) -> bool:
     return bool((artifact.manifest.spec or {}).get("outputs", ["y"]) == ["y"])
+
+
+def _check_family(artifact: Artifact) -> None:
+    if (family := artifact.manifest.target["family"]) != "cpu":
+        expected = "one for a CPU, whose clock times it"
+        raise InputError("artifact", expected, f"one for {family}", "benchmarks/gpu.py times GPUs, on one of them.")
 
 
 def _check_returns_y_alone(artifact: Artifact) -> None:

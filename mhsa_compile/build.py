@@ -5,37 +5,81 @@ Zig's C compiler links for every target from any host, needs no system tool chai
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tvm
 from tvm import relax
 
-from mhsa_compile import zig
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile import device_code, device_memory, empty_grids, zig
+from mhsa_compile.profile import CudaProfile, TargetProfile
 from mhsa_compile.schedule import Scheduled
 
 _FLOAT16 = Path(__file__).with_name("float16.c")
 
 
 def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
-    """Writes the shared library. Raises BuildError with the linker's words."""
-    target = tvm.target.Target(profile.tvm_config())
-    with pass_context():
-        executable = relax.build(scheduled.module, target, relax_pipeline=_pipeline())
-    executable.export_library(str(library), fcompile=_linker(profile.link.triple))
+    """Writes the shared library. Raises BuildError with the linker's words, and InstallationError."""
+    if isinstance(profile, CudaProfile):
+        executable = device_executable(scheduled, profile)
+    else:
+        with pass_context():
+            executable = relax.build(scheduled.module, _target(profile), relax_pipeline=_pipeline())
+    executable.export_library(str(library), fcompile=_linker(profile.link.triple), **_packing(profile))
+
+
+def device_executable(scheduled: Scheduled, profile: CudaProfile) -> Any:
+    """The executable for a GPU; its kernels are CUDA C++ still, whether there is a GPU here or not."""
+    inputs = len(scheduled.module["main"].params) - scheduled.packed
+    module = device_memory.from_caller(tvm.transform.Sequential(_planning())(scheduled.module), inputs)
+    module = empty_grids.guarded(module)
+    with _for_kernels():
+        return relax.build(module, _target(profile), relax_pipeline=tvm.transform.Sequential(_lowering()))
+
+
+def _target(profile: TargetProfile) -> Any:
+    return tvm.target.Target(profile.tvm_config())
+
+
+@contextmanager
+def _for_kernels() -> Iterator[None]:
+    """TVM compiles kernels itself where it finds a GPU; with this it leaves them to us there, too.
+
+    Not `pass_context`: schedules of TVM's for GPUs cut their shared memory to size by a pass that it leaves out.
+    """
+    name = "TVM_COMPILE_FORCE_FALLBACK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}):
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
     """PrimFuncs by name as a shared library of their own, without a VM. Raises BuildError with the linker's words."""
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
-    with pass_context(), tempfile.TemporaryDirectory(prefix="mhsa-") as folder:
-        compiled = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
+    on_gpu = isinstance(profile, CudaProfile)
+    with _for_kernels() if on_gpu else pass_context(), tempfile.TemporaryDirectory(prefix="mhsa-") as folder:
+        compiled = tvm.compile(module, target=_target(profile))
         path = Path(folder, "functions.so")
-        compiled.export_library(str(path), fcompile=_linker(profile.link.triple))
+        compiled.export_library(str(path), fcompile=_linker(profile.link.triple), **_packing(profile))
         return path.read_bytes()
+
+
+def _packing(profile: TargetProfile) -> dict[str, Any]:
+    """How export_library packs what is not for the CPU."""
+    if not isinstance(profile, CudaProfile):
+        return {}
+    return {"fpack_imports": device_code.packer(profile.tvm.arch, profile.tvm.mtriple)}
 
 
 def pass_context() -> Any:
@@ -48,21 +92,29 @@ def pass_context() -> Any:
 
 def _pipeline() -> Any:
     """From call_tir to the VM's instructions, in order."""
-    return tvm.transform.Sequential(
-        [
-            relax.transform.ToNonDataflow(),
-            relax.transform.RemovePurityChecking(),
-            relax.transform.CallTIRRewrite(),
-            relax.transform.StaticPlanBlockMemory(),
-            relax.transform.LowerAllocTensor(),
-            relax.transform.KillAfterLastUse(),
-            relax.transform.LowerRuntimeBuiltin(),
-            relax.transform.ComputePrimValue(),
-            relax.transform.VMShapeLower(),
-            tvm.transform.module_pass(_order_shape_arithmetic, opt_level=0),
-            relax.transform.AttachGlobalSymbol(),
-        ]
-    )
+    return tvm.transform.Sequential([*_planning(), *_lowering()])
+
+
+def _planning() -> list[Any]:
+    """Which array lies in which memory."""
+    return [
+        relax.transform.ToNonDataflow(),
+        relax.transform.RemovePurityChecking(),
+        relax.transform.CallTIRRewrite(),
+        relax.transform.StaticPlanBlockMemory(),
+    ]
+
+
+def _lowering() -> list[Any]:
+    return [
+        relax.transform.LowerAllocTensor(),
+        relax.transform.KillAfterLastUse(),
+        relax.transform.LowerRuntimeBuiltin(),
+        relax.transform.ComputePrimValue(),
+        relax.transform.VMShapeLower(),
+        tvm.transform.module_pass(_order_shape_arithmetic, opt_level=0),
+        relax.transform.AttachGlobalSymbol(),
+    ]
 
 
 def _order_shape_arithmetic(module: Any, _: Any) -> Any:

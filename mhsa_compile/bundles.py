@@ -79,6 +79,7 @@ class _CandidateEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: str
     packed: tuple[tuple[Shape, str], ...]
     constants: int
+    workspace: Shape = ()
 
 
 class _TaskEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,7 +190,9 @@ class Work:
         entry = self.tasks[number].candidates[which]
         arrays = self._arrays(_constants(number, which)) if entry.constants else {}
         library = self._bundle.read(_library(number, which))
-        return Candidate(library, entry.packed, _listed(arrays, "", entry.constants))
+        memory = "cuda" if self.order.isa.gpu else "cpu"
+        constants = _listed(arrays, "", entry.constants)
+        return Candidate(library, entry.packed, constants, entry.workspace, memory)
 
     def _arrays(self, name: str) -> dict[str, Array]:
         try:
@@ -227,7 +230,7 @@ def _entry(task: Task) -> _TaskEntry:
         flops=task.job.flops,
         sets=task.job.sets,
         candidates=tuple(
-            _CandidateEntry(label, candidate.packed, len(candidate.constants))
+            _CandidateEntry(label, candidate.packed, len(candidate.constants), candidate.workspace)
             for label, candidate in zip(task.labels, task.candidates, strict=True)
         ),
     )

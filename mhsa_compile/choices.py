@@ -62,5 +62,6 @@ def described(record: Record) -> str:
     sizes = " ".join(f"{name}={size}" for name, size in record.sizes.items())
     at = f" at {sizes}" if sizes else ""
     gain = record.default_us / record.median_us
-    where = f"{record.device.cpu}, {record.threads} threads{', emulated' if record.device.emulated else ''}"
+    threads = "" if record.isa.gpu else f", {record.threads} threads"
+    where = f"{record.device.name}{threads}{', emulated' if record.device.emulated else ''}"
     return f"{record.median_us:,.1f} us{at}, {gain:.2f} times as fast as the default ({where}, {record.date})"

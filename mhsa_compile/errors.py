@@ -9,7 +9,7 @@
     ├── OutputError          a place that cannot be written: it exists, the disk is full
     ├── RecordsError         a file of tuned records: foreign, newer, on a full disk
     ├── BundleError          work for a device, or its results: damaged, newer, of other work
-    ├── DeviceError          a device that is to measure: absent, lost, of another architecture
+    ├── DeviceError          a device that is to measure or to run: absent, lost, full, of another architecture
     ├── InstallationError    this environment: a missing extra, a TVM pair that would crash
     └── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
 
@@ -69,7 +69,7 @@ class BundleError(MhsaError, ValueError):
 
 
 class DeviceError(MhsaError, ConnectionError):
-    """What was to measure is not there, went away, or is not what the target says."""
+    """What was to measure or to run is not there, went away, is full, or is not what the target says."""
 
 
 class InstallationError(MhsaError, ImportError):

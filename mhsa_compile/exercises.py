@@ -62,7 +62,7 @@ def candidate_of(op: Op, kernel: Kernel, config: Config, profile: TargetProfile)
         emitted = kernel.emit(op, profile, config)
         packing = {} if emitted.pack is None else {"pack": emitted.pack}
         code = build.library({"run": emitted.run, **packing}, profile)
-        return Candidate(code, emitted.packed, emitted.constants)
+        return Candidate(code, emitted.packed, emitted.constants, emitted.workspace, profile.family)
     except MhsaError:
         raise
     except Exception as error:  # whatever TVM's passes and LLVM trip over

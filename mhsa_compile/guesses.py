@@ -8,7 +8,7 @@ from typing import Any
 
 from mhsa_compile.kernels.operations import Op
 from mhsa_compile.op_keys import key_of, kind_of
-from mhsa_compile.records import Record, isa_of
+from mhsa_compile.records import Isa, Record, isa_of
 from mhsa_compile.spaces import Point, Space
 
 MOST = 5
@@ -17,14 +17,19 @@ _LENGTHS = ("rows", "batch", "q_length", "kv_length")
 
 
 def first_guesses(space: Space, records: Iterable[Record]) -> list[Point]:
-    """Records of another ISA help only as guesses, and only within an architecture; each knob is moved to the nearest
-    choice of this space."""
+    """Records of another ISA help only as guesses, and only within an architecture, or from GPU to GPU; each knob is
+    moved to the nearest choice of this space."""
     op = space.op
     key, own = key_of(op) or {}, isa_of(space.profile)
-    near = [record for record in records if _is_alike(record, op) and record.isa.architecture == own.architecture]
+    near = [record for record in records if _is_alike(record, op) and _is_akin(record.isa, own)]
     near.sort(key=lambda record: (record.isa != own, *_distance(record.key, key), record.median_us / record.default_us))
     points = [space.default, *(space.nearest(record.kernel, record.config) for record in near)]
     return list(dict.fromkeys(point for point in points if point is not None))[:MOST]
+
+
+def _is_akin(isa: Isa, own: Isa) -> bool:
+    """Of one architecture, or both for GPUs."""
+    return bool(isa.gpu and own.gpu) or (isa.gpu == own.gpu and isa.architecture == own.architecture)
 
 
 def _is_alike(record: Record, op: Op) -> bool:

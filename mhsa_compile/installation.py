@@ -48,6 +48,12 @@ def require(*modules: str, extra: str) -> None:
         )
 
 
+def nvidia_folders() -> list[Path]:
+    """Where NVIDIA's packages for CUDA 13 put their files: lib/, include/."""
+    spec = find_spec("nvidia")
+    return [Path(folder, "cu13") for folder in (spec and spec.submodule_search_locations) or ()]
+
+
 def installed_version(distribution: str) -> str | None:
     """The version that pip installed, or None."""
     try:

@@ -56,12 +56,16 @@ class Candidate:
 
     library    the bytes of a shared library for the device, with `run` and perhaps `pack`
     packed     shape and dtype of each array that `pack` writes, after its weights; `run` takes them after its inputs
-    constants  what `run` takes after those; its output comes last
+    constants  what `run` takes after those; then comes its output
+    workspace  shape of a float32 array behind the output, for `run` to work in; none where it is empty
+    memory     where all of these arrays lie: "cpu", or "cuda" for a GPU's
     """
 
     library: bytes
     packed: tuple[tuple[tuple[int, ...], str], ...] = ()
     constants: tuple[Array, ...] = ()
+    workspace: tuple[int, ...] = ()
+    memory: str = "cpu"
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="timing"):
@@ -90,11 +94,20 @@ REASONS = (BUILD, CRASH, TIMEOUT, WRONG, LOST)
 """LOST is no fault of the candidate: the device, or the way to it, went away; it may be asked for again."""
 
 
+class GpuDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An NVIDIA GPU of a device's; `capability` is its compute capability, such as (9, 0)."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ran the candidates.
 
     cpu       the model's name, or what the device is known as
     emulated  whether an emulator ran them: its times say nothing about hardware
+    gpu       the one that code for a GPU runs on, None where there is none
     """
 
     cpu: str
@@ -104,3 +117,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     l2_kib: int | None = None
     emulated: bool = False
     features: tuple[str, ...] = ()
+    gpu: GpuDevice | None = None
+
+    @property
+    def name(self) -> str:
+        """Of what ran them, as far as it is known."""
+        return self.cpu if self.gpu is None else self.gpu.name

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mhsa_compile.artifact import Manifest
-from mhsa_compile.errors import InputError
+from mhsa_compile.device_tensors import torch_of_cuda
+from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.memory import aligned_zeros
 
 Array = np.ndarray[Any, Any]
@@ -24,16 +25,28 @@ class KVCache:
 
     key, value   (B, G, C, E) and (B, G, C, F), NumPy, of the spec's dtype; what lies behind the length means nothing
     length       int64 (B,): how many positions of each sequence are valid
+    device       where keys and values lie: "cpu"
 
     It belongs to a spec, not to an artifact: the prefill and the step of one layer share it. One call at a time.
     """
 
+    device = "cpu"
+    key: Any
+    value: Any
+
     def __init__(self, spec: Mapping[str, Any], batch: int, capacity: int) -> None:
         self.spec = dict(spec)
         shape = (batch, spec["num_kv_heads"], capacity)
-        self.key = aligned_zeros((*shape, spec["head_dim"]), spec["dtype"])
-        self.value = aligned_zeros((*shape, spec["v_head_dim"]), spec["dtype"])
+        self.key = self._zeros((*shape, spec["head_dim"]), spec["dtype"])
+        self.value = self._zeros((*shape, spec["v_head_dim"]), spec["dtype"])
         self._length = np.zeros(batch, np.int64)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return aligned_zeros(shape, dtype)
+
+    def inputs(self) -> dict[str, Any]:
+        """What a call takes of it, by the names of its inputs."""
+        return {"past_key": self.key, "past_value": self.value, "length": self.length}
 
     @property
     def batch(self) -> int:
@@ -69,12 +82,55 @@ class KVCache:
         self._length += count
 
     def __repr__(self) -> str:
-        dtype = self.key.dtype
-        return f"<KVCache batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {dtype}>"
+        said = f"batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {self.spec['dtype']}"
+        return f"<KVCache {said}{'' if self.device == 'cpu' else f', {self.device}'}>"
 
 
-def new_cache(manifest: Manifest, batch: int | None, capacity: int | None) -> KVCache:
-    """An empty cache for an artifact; what it has fixed need not be said. Raises InputError."""
+class DeviceKVCache(KVCache):
+    """The same in a GPU's memory, as tensors of PyTorch's. Both sides count what is valid, so that a call waits for
+    nothing; `truncate` and `reset` copy the host's count there."""
+
+    def __init__(self, spec: Mapping[str, Any], batch: int, capacity: int, device: str) -> None:
+        self._torch = torch_of_cuda()
+        if self._torch is None:
+            raise InstallationError(
+                "PyTorch",
+                "one for CUDA, imported: it holds the cache",
+                "none",
+                "Or pass past_key, past_value and length.",
+            )
+        self.device = device
+        super().__init__(spec, batch, capacity)
+        self._length_there = self._zeros((batch,), "int64")
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        with self._torch.inference_mode(False):  # what is made inside of it could not be written outside
+            return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.device)
+
+    def inputs(self) -> dict[str, Any]:
+        if self._torch.cuda.is_current_stream_capturing():
+            hint = "In a graph pass past_key, past_value and length themselves, and count: length += L."
+            raise InputError("cache", "a call that is not captured: the host counts, too", "one that is", hint)
+        return {"past_key": self.key, "past_value": self.value, "length": self._length_there}
+
+    def reset(self) -> None:
+        super().reset()
+        self._length_there.zero_()
+
+    def truncate(self, length: int | Sequence[int] | NDArray[np.integer]) -> None:
+        super().truncate(length)
+        self._length_there.copy_(self._torch.from_numpy(self._length))
+
+    def advance(self, count: int) -> None:
+        super().advance(count)
+        self._length_there += count
+
+
+def new_cache(manifest: Manifest, batch: int | None, capacity: int | None, device: str = "cpu") -> KVCache:
+    """An empty cache for an artifact; what it has fixed need not be said.
+
+    Raises InputError, and InstallationError where there is no PyTorch that could hold it on a GPU.
+    """
     spec = cached_spec(manifest)
     fixed = next(info.dims for info in manifest.inputs if info.name == "past_key")
     sizes = {}
@@ -89,7 +145,7 @@ def new_cache(manifest: Manifest, batch: int | None, capacity: int | None) -> KV
     if rope is not None and sizes["capacity"] > rope["max_length"]:
         expected = f"at most the spec's rope.max_length = {rope['max_length']}"
         raise InputError("capacity", expected, str(sizes["capacity"]), "Raise max_length, and compile again.")
-    return KVCache(spec, **sizes)
+    return KVCache(spec, **sizes) if device == "cpu" else DeviceKVCache(spec, **sizes, device=device)
 
 
 def cached_spec(manifest: Manifest) -> Mapping[str, Any]:
@@ -100,11 +156,14 @@ def cached_spec(manifest: Manifest) -> Mapping[str, Any]:
     return {name: value for name, value in manifest.spec.items() if name != "outputs"}
 
 
-def check_call(manifest: Manifest, cache: object, x: Any) -> KVCache:
+def check_call(manifest: Manifest, cache: object, x: Any, device: str = "cpu") -> KVCache:
     """Whether `cache` fits an artifact and has room for x (B, L, D), if x is of that rank. Raises InputError."""
     spec = cached_spec(manifest)
     if not isinstance(cache, KVCache):
         raise InputError("cache", "a KVCache", type(cache).__name__, "Make one: attention.new_cache(batch, capacity).")
+    if cache.device != device:
+        got, hint = f"one on {cache.device}", "Make one: attention.new_cache(batch, capacity)."
+        raise InputError("cache", f"one on {device}, where the artifact is loaded", got, hint)
     if cache.spec != spec:
         differing = [name for name in {**cache.spec, **spec} if cache.spec.get(name) != spec.get(name)]
         wanted, found = (", ".join(f"{name}={s.get(name)!r}" for name in differing) for s in (spec, cache.spec))

@@ -14,7 +14,7 @@ from mhsa_compile import build, rest, traces
 from mhsa_compile.build import pass_context
 from mhsa_compile.jobs import Candidate, Job
 from mhsa_compile.parity import budget
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 Function = Any  # a PrimFunc; TVM has no type stubs
 
@@ -34,7 +34,7 @@ class Task:
     reason: str = ""
 
 
-def tasks(module: Any, profile: TargetProfile) -> list[Task]:
+def tasks(module: Any, profile: CpuProfile) -> list[Task]:
     """Of an imported module: what is left for TVM, equal functions once."""
     found, exact = rest.primitives(module, profile), rest.primitives(module, profile, arithmetic=False)
     by_key: dict[str, Task] = {}
@@ -107,6 +107,6 @@ def _evaluated(function: Function, inputs: list[Any], shape: tuple[int, ...], dt
     return tensors[-1].numpy()
 
 
-def candidate_of(function: Function, profile: TargetProfile) -> Candidate:
+def candidate_of(function: Function, profile: CpuProfile) -> Candidate:
     """Compiles and links a scheduled function."""
     return Candidate(build.library({"run": function}, profile))

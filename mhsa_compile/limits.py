@@ -21,7 +21,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile import host
 from mhsa_compile.kernels.cpu import dot
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, argument, bind, constant, load, splat, store
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 ROUNDS = 1 << 20
 """About 4 ms on every machine that starts two FMAs a cycle: far above the cost of handing out work."""
@@ -45,7 +45,7 @@ def last_level_cache() -> int:
 
 
 @contextmanager
-def multiply_adds(profile: TargetProfile, threads: int, dtype: str = "float32") -> Iterator[Probe]:
+def multiply_adds(profile: CpuProfile, threads: int, dtype: str = "float32") -> Iterator[Probe]:
     """The rate of multiply-adds that `dtype` allows on this machine (`profile` must be its own).
 
     float32 on vectors; bfloat16 on matrix or dot products where the CPU has them. Elsewhere, and for float16, which is
@@ -69,7 +69,7 @@ def multiply_adds(profile: TargetProfile, threads: int, dtype: str = "float32") 
 
 
 @contextmanager
-def reading(profile: TargetProfile, threads: int, least_bytes: int | None = None) -> Iterator[Probe]:
+def reading(profile: CpuProfile, threads: int, least_bytes: int | None = None) -> Iterator[Probe]:
     """The rate at which so many threads read arrays that lie in memory, far larger than the last-level cache."""
     lanes, streams = profile.vector_lanes("float32"), 8
     total = TIMES_CACHE * last_level_cache() if least_bytes is None else least_bytes
@@ -98,13 +98,13 @@ def _together(calls: list[Callable[[], Any]]) -> Iterator[Callable[[], None]]:
         yield run
 
 
-def _compiled(profile: TargetProfile, function: Expr) -> Callable[..., None]:
+def _compiled(profile: CpuProfile, function: Expr) -> Callable[..., None]:
     module = tvm.IRModule({"limit": function.with_attr("global_symbol", "limit")})
     loop: Callable[..., None] = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))["limit"]
     return loop
 
 
-def _accumulators(profile: TargetProfile) -> int:
+def _accumulators(profile: CpuProfile) -> int:
     """Enough chains to hide the latency of every FMA unit (4 cycles x 2 units), with registers left for the factors."""
     return profile.hardware.vector_registers * 3 // 4
 

@@ -14,7 +14,7 @@ from functools import cache
 
 from mhsa_compile.errors import InstallationError, TargetError
 from mhsa_compile.inner_loops import Loop
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 PROGRAM, OLDEST, NEWEST = "llvm-mca", 17, 40
 """LLVM 17 is the first that has models of all of Neoverse N1, V1 and V2. Debian calls its versions llvm-mca-19, ..."""
@@ -65,7 +65,7 @@ def _said(analyzer: Analyzer, lines: tuple[str, ...]) -> str:
     return done.stdout
 
 
-def find(profile: TargetProfile) -> Analyzer:
+def find(profile: CpuProfile) -> Analyzer:
     """The newest llvm-mca on the path. Raises InstallationError."""
     names = (PROGRAM, *(f"{PROGRAM}-{version}" for version in range(OLDEST, NEWEST)))
     found = [(_version(path), path) for path in map(shutil.which, names) if path]

@@ -44,7 +44,7 @@ def timings(remote: Any, job: Job, candidates: Sequence[Candidate], seconds: flo
     that, after one at least. Raises Fault; RuntimeError where the job's arrays could not be sent.
     """
     end = perf_counter() + patience / 2
-    device = remote.cpu(0)
+    device = remote.device(candidates[0].memory, 0)
     inputs = [[_sent(array, device) for array in job.inputs] for _ in range(job.sets)]
     weights = [_sent(array, device) for array in job.weights]
     runners = []
@@ -88,6 +88,7 @@ class _Runner:
     module: Any
     device: Any
     arguments: list[list[Any]]
+    output: Any
     share: float
     last: float
     seconds: Any = None
@@ -97,14 +98,15 @@ class _Runner:
         cls, remote: Any, name: str, candidate: Candidate, sent: tuple[list[list[Any]], list[Any]], job: Job
     ) -> _Runner:
         """Loads it, packs, runs it once over an output of NaN, and checks what it wrote."""
-        device, (inputs, weights) = remote.cpu(0), sent
+        device, (inputs, weights) = remote.device(candidate.memory, 0), sent
         module = _module(remote, name, candidate)
         packed = [_empty(shape, dtype, device) for shape, dtype in candidate.packed]
         if packed:
             module["pack"](*weights, *packed)
         output = _sent(_nonsense(*job.output), device)
-        own = [*packed, *(_sent(array, device) for array in candidate.constants), output]
-        runner = cls(module, device, [[*given, *own] for given in inputs], 0.0, 0.0, _clock(remote, job))
+        room = [_empty(candidate.workspace, "float32", device)] if candidate.workspace else []
+        own = [*packed, *(_sent(array, device) for array in candidate.constants), output, *room]
+        runner = cls(module, device, [[*given, *own] for given in inputs], output, 0.0, 0.0, _clock(remote, job))
         module["run"](*runner.arguments[0])
         runner.check(job)
         return runner
@@ -112,7 +114,7 @@ class _Runner:
     def check(self, job: Job) -> None:
         """Looks at the output of the last call: of the first, and again of the last, since two threads may be at odds
         only now and then, and memory may have been written by the others."""
-        self.share = max(self.share, job.error_share(self.arguments[0][-1].numpy()))
+        self.share = max(self.share, job.error_share(self.output.numpy()))
         if self.share > 1:
             raise Wrong(f"its error is {self.share:.3g} times the budget")
 

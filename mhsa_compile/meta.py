@@ -27,7 +27,7 @@ import tvm
 from mhsa_compile import installation, record_files, rest, traces
 from mhsa_compile.jobs import BUILD, Candidate, Job, Timing
 from mhsa_compile.leftovers import Task, candidate_of, job_of
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 from mhsa_compile.records import Record
 from mhsa_compile.sampler import Found
 from mhsa_compile.search import BATCH, LAST, SECONDS, noise_of
@@ -60,7 +60,7 @@ class Tuned:
 
 def tune_all(
     found: list[Task],
-    profile: TargetProfile,
+    profile: CpuProfile,
     session: Session,
     seconds: float,
     records: Path,
@@ -86,7 +86,7 @@ def tune_all(
 
 def tune(
     task: Task,
-    profile: TargetProfile,
+    profile: CpuProfile,
     session: Session,
     seconds: float,
     trials: int | None = None,
@@ -118,7 +118,7 @@ def tune(
     return _confirmed(tuned, job, default, best, profile, session)
 
 
-def _built(drawn: list[str], task: Task, profile: TargetProfile, tuned: Tuned) -> list[tuple[str, Candidate]]:
+def _built(drawn: list[str], task: Task, profile: CpuProfile, tuned: Tuned) -> list[tuple[str, Candidate]]:
     """Those that can be built as `rest` would: from their trace."""
     built = []
     for trace in drawn:
@@ -139,7 +139,7 @@ def _confirmed(
     job: Job,
     default: Candidate,
     best: tuple[float, str, Candidate] | None,
-    profile: TargetProfile,
+    profile: CpuProfile,
     session: Session,
 ) -> Tuned:
     """Measures the best again, longer, with the default on both sides of it."""
@@ -166,7 +166,7 @@ def _confirmed(
 class _Space:
     """The schedules that MetaSchedule's rules for LLVM can make, drawn at random, without end."""
 
-    def __init__(self, task: Task, profile: TargetProfile, threads: int, seed: int) -> None:
+    def __init__(self, task: Task, profile: CpuProfile, threads: int, seed: int) -> None:
         from tvm.s_tir import meta_schedule
 
         module = tvm.IRModule({"main": traces.canonical(task.function).with_attr("global_symbol", "main")})

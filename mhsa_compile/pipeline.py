@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mhsa_compile import __version__, installation, record_files
+from mhsa_compile import __version__, cubin, installation, record_files
 from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
 from mhsa_compile.errors import InputError, MhsaError, OutputError
-from mhsa_compile.profile import TargetProfile, load_profile
+from mhsa_compile.profile import CudaProfile, TargetProfile, load_profile
 from mhsa_compile.records import Record, Shelf
 from mhsa_compile.sources import Source, read_source
 
@@ -57,6 +57,8 @@ def compile(
     """
     tell = progress or (lambda stage: None)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    if isinstance(profile, CudaProfile):
+        cubin.compiler()  # a missing one is said before the work
     shelf = Shelf(_records(records, profile), profile)
 
     read, canonical, imported = _front(source, dims, example_inputs, weights, tell)
@@ -163,12 +165,20 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
         semantics=tuple(semantics),
         spec=read.spec,
         target=msgspec.to_builtins(profile),
-        versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")},
+        versions=_versions(profile),
         ops=tuple(scheduled.reports),
         attention=canonical.blocks,
         limits=canonical.limits,
         files={},
     )
+
+
+def _versions(profile: TargetProfile) -> dict[str, str]:
+    found = {name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")}
+    if isinstance(profile, CudaProfile):
+        compiler, number = cubin.compiler()
+        found[compiler] = number
+    return found
 
 
 def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:

@@ -90,7 +90,7 @@ class _Plain:
         b, h, i, j = at
         score = self.capped(*at)
         if self.slopes is not None:
-            score = score + _exact(self.slopes[h]) * _exact(j - self._place(b, i))
+            score = score + _exact(self.slopes[h]) * tirx.Cast(EXACT, j - self._place(b, i))
         if self.mask is not None and self.mask.dtype != "bool":
             score = score + _exact(self.mask[masked_element(self.mask, *at)])
         return tirx.Select(self._sees(*at), score, _HIDDEN)

@@ -21,7 +21,7 @@ from mhsa_compile.kernels.base import Emitted
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op
 from mhsa_compile.mca import Analyzer
 from mhsa_compile.op_keys import kind_of
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 from mhsa_compile.records import Shelf
 
 
@@ -77,7 +77,7 @@ class Prediction:
     kernels: tuple[KernelReport, ...]
 
 
-def predict(ops: Mapping[str, Op], profile: TargetProfile) -> Prediction:
+def predict(ops: Mapping[str, Op], profile: CpuProfile) -> Prediction:
     """For the projections and attentions among `ops`. Raises InstallationError and TargetError."""
     analyzer = mca.find(profile)
     shelf = Shelf(record_files.gather(profile.records())[0], profile)
@@ -97,7 +97,7 @@ def predict(ops: Mapping[str, Op], profile: TargetProfile) -> Prediction:
     return Prediction(f"llvm-mca {analyzer.version}", analyzer.model(), tuple(kernels))
 
 
-def assembly(emitted: Emitted, profile: TargetProfile) -> str:
+def assembly(emitted: Emitted, profile: CpuProfile) -> str:
     """What LLVM makes of a kernel."""
     module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
     with pass_context():
@@ -105,7 +105,7 @@ def assembly(emitted: Emitted, profile: TargetProfile) -> str:
     return text
 
 
-def _loops(emitted: Emitted, profile: TargetProfile, analyzer: Analyzer) -> tuple[LoopReport, ...]:
+def _loops(emitted: Emitted, profile: CpuProfile, analyzer: Analyzer) -> tuple[LoopReport, ...]:
     """Alike are loops with as many multiplications of one kind, as many sums and bytes."""
     found: dict[tuple[Any, ...], list[Loop]] = {}
     for loop in inner_loops(assembly(emitted, profile)):

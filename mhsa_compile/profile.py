@@ -6,7 +6,7 @@ import difflib
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -14,7 +14,6 @@ from mhsa_compile import data, host
 from mhsa_compile.errors import TargetError
 
 NATIVE = data.NATIVE
-_KINDS = {"cpu": "llvm", "cuda": "cuda"}
 _DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int16": 16, "int32": 32}
 
 # The x86-64 psABI's levels as /proc/cpuinfo names their features (pni is SSE3, abm is LZCNT).
@@ -43,7 +42,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 class TvmTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What TVM's code generator is told."""
 
-    kind: Literal["llvm", "cuda"]
+    kind: Literal["llvm"]
     mtriple: str
     mcpu: str = ""
     mattr: tuple[str, ...] = ()
@@ -67,18 +66,67 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     triple: str
 
 
-class TargetProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One target. Everyone but `profile`, `data` and `cli` asks for capabilities, never for the name."""
+class CudaTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the code generators are told: `arch` for the kernels, `mtriple` for the code of the host that launches them.
+
+    arch  sm_80 runs on every GPU of compute capability 8.0 to 8.9; with an "a" behind, sm_90a, on that of 9.0 alone
+    """
+
+    kind: Literal["cuda"]
+    arch: Annotated[str, msgspec.Meta(pattern=r"^sm_[1-9][0-9]{1,2}a?$")]
+    mtriple: str
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability: (9, 0) of sm_90a."""
+        digits = self.arch.removeprefix("sm_").removesuffix("a")
+        return int(digits[:-1]), int(digits[-1])
+
+
+class CudaHardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts that kernels for a GPU shape themselves by, all of one multiprocessor but the number of these."""
+
+    multiprocessors: Count
+    shared_kib_per_block: Count
+    shared_kib_per_multiprocessor: Count
+    registers_per_multiprocessor: Count
+    threads_per_multiprocessor: Count
+    blocks_per_multiprocessor: Count
+    warp_lanes: Count = 32
+
+
+class _Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What targets of all families have. Everyone but `profile`, `data` and `cli` asks for capabilities, never for the
+    name."""
 
     name: str
-    family: Literal["cpu", "cuda"]
-    tvm: TvmTarget
-    hardware: Hardware
     link: Link
 
-    def __post_init__(self) -> None:
-        if self.tvm.kind != _KINDS[self.family]:
-            raise ValueError(f"tvm.kind {self.tvm.kind!r}, but family {self.family!r} needs {_KINDS[self.family]!r}")
+    def records(self) -> list[Path]:
+        """The files that hold tuned records of it: the user's own, then what is shipped. Raises InstallationError."""
+        return data.records_for(self.name)
+
+    def own_records(self) -> Path:
+        """Where tuning it leaves its records, unless another file is named."""
+        return data.own_records(self.name)
+
+    def to_toml(self) -> str:
+        """The text of a file that `load_profile` reads back; the file's name becomes the target's."""
+        tables = msgspec.to_builtins(self)
+        lines = [f"family = {json.dumps(tables['family'])}"]
+        for table in ("tvm", "hardware", "link"):
+            # JSON's strings, integers and lists of strings are TOML's too. What is empty is the default.
+            stated = ((key, value) for key, value in tables[table].items() if value not in ("", ()))
+            lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in stated)]
+        return "\n".join(lines) + "\n"
+
+
+class CpuProfile(_Profile, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="family", tag="cpu"):
+    """A CPU."""
+
+    family: ClassVar[str] = "cpu"
+    tvm: TvmTarget
+    hardware: Hardware
 
     def vector_lanes(self, dtype: str) -> int:
         """Elements of `dtype` in one vector register. Raises TargetError for a dtype without a fixed width."""
@@ -102,23 +150,56 @@ class TargetProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         config = {**msgspec.to_builtins(self.tvm), "mattr": [*self.tvm.mattr, *never]}
         return {key: value for key, value in config.items() if value}
 
-    def records(self) -> list[Path]:
-        """The files that hold tuned records of it: the user's own, then what is shipped. Raises InstallationError."""
-        return data.records_for(self.name)
 
-    def own_records(self) -> Path:
-        """Where tuning it leaves its records, unless another file is named."""
-        return data.own_records(self.name)
+class CudaProfile(_Profile, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="family", tag="cuda"):
+    """A GPU of NVIDIA's, and the CPU that launches its kernels."""
 
-    def to_toml(self) -> str:
-        """The text of a file that `load_profile` reads back; the file's name becomes the target's."""
-        tables = msgspec.to_builtins(self)
-        lines = [f"family = {json.dumps(tables['family'])}"]
-        for table in ("tvm", "hardware", "link"):
-            # JSON's strings, integers and lists of strings are TOML's too. What is empty is the default.
-            stated = ((key, value) for key, value in tables[table].items() if value not in ("", ()))
-            lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in stated)]
-        return "\n".join(lines) + "\n"
+    family: ClassVar[str] = "cuda"
+    tvm: CudaTarget
+    hardware: CudaHardware
+
+    def tvm_config(self) -> dict[str, Any]:
+        """The argument of `tvm.target.Target`. Schedules of TVM's own keep to the shared memory that every block has;
+        kernels that want more ask for it, up to `shared_kib_per_block`."""
+        return {
+            "kind": self.tvm.kind,
+            "arch": self.tvm.arch,
+            "max_shared_memory_per_block": _UNASKED_SHARED_BYTES,
+            "max_threads_per_block": _THREADS_PER_BLOCK,
+            "thread_warp_size": self.hardware.warp_lanes,
+            "host": {"kind": "llvm", "mtriple": self.tvm.mtriple},
+        }
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether warpgroups multiply, tiles are copied by an engine and registers go from role to role: what sm_90a
+        has and neither sm_90 nor anything later."""
+        return self.tvm.arch == "sm_90a"
+
+    def blocks_at_once(self, threads: int, registers: int, shared_bytes: int) -> int:
+        """How many blocks one multiprocessor holds at a time, 0 where it cannot hold one: blocks of `threads`, each
+        with so many `registers`, and of `shared_bytes` of shared memory.
+
+        The rules of the CUDA C++ Programming Guide, "Hardware Multithreading": registers are handed out to warps by
+        256, shared memory to blocks by 128 bytes, 1 KiB of it for the system.
+        """
+        hardware = self.hardware
+        warps = -(-threads // hardware.warp_lanes)
+        if threads > _THREADS_PER_BLOCK or shared_bytes > 1024 * hardware.shared_kib_per_block:
+            return 0
+        registers_of_warp = -(-registers * hardware.warp_lanes // 256) * 256
+        by_registers = hardware.registers_per_multiprocessor // (registers_of_warp * (-(-warps // 4) * 4))
+        by_threads = hardware.threads_per_multiprocessor // (warps * hardware.warp_lanes)
+        taken = 1024 + -(-shared_bytes // 128) * 128
+        by_shared = 1024 * hardware.shared_kib_per_multiprocessor // taken
+        return min(by_registers, by_threads, by_shared, hardware.blocks_per_multiprocessor)
+
+
+_UNASKED_SHARED_BYTES = 48 * 1024  # what a kernel may declare; beyond it the launch has to ask
+_THREADS_PER_BLOCK = 1024  # of every compute capability
+
+TargetProfile = CpuProfile | CudaProfile
+"""One target."""
 
 
 def profile_names() -> tuple[str, ...]:
@@ -151,16 +232,30 @@ def shipped_name(name: str) -> str | None:
     return None
 
 
-def detect(root: Path = host.ROOT) -> TargetProfile:
+def profile_of_gpu(capability: tuple[int, int]) -> CudaProfile | None:
+    """The latest target that a GPU of this compute capability runs, or None: code for 8.0 runs on 8.6, too."""
+    known = [found for name in profile_names() if isinstance(found := load_profile(name), CudaProfile)]
+    fitting = [p for p in known if p.tvm.capability[0] == capability[0] and p.tvm.capability <= capability]
+    return max(fitting, key=lambda p: p.tvm.capability, default=None)
+
+
+def load_cpu_profile(name_or_path: str | Path, what: str) -> CpuProfile:
+    """As `load_profile`, for `what` is done with CPUs only, such as "tuning". Raises TargetError."""
+    profile = load_profile(name_or_path)
+    if not isinstance(profile, CpuProfile):
+        raise TargetError("target", f"a CPU: {what} is for those so far", f"{str(name_or_path)!r}, a GPU")
+    return profile
+
+
+def detect(root: Path = host.ROOT) -> CpuProfile:
     """The profile of this machine: code for the highest common level it has, so the artifact runs on its equals too,
     and for the narrow products that it has beyond that."""
     architecture, present = host.architecture(), host.cpu_features(root)
     mcpu, features, vector_bits, vector_registers = _level(architecture, present)
     dots = {feature: flag for feature, flag in _DOTS.get(mcpu, {}).items() if feature in present}
     glibc = ".2.17" if architecture in ("x86_64", "aarch64") else ""  # the oldest that both ship; others began later
-    return TargetProfile(
+    return CpuProfile(
         name=NATIVE,
-        family="cpu",
         tvm=TvmTarget(kind="llvm", mtriple=f"{architecture}-linux-gnu", mcpu=mcpu, mattr=tuple(dots.values())),
         hardware=Hardware(
             cores=host.allowed_cpus(root),
@@ -198,7 +293,8 @@ def _parse(path: Path) -> TargetProfile:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
         if "name" in fields:
             raise ValueError("a key `name`: the file's name is the target's")
-        return msgspec.convert({"name": path.stem, **fields}, TargetProfile)
+        found: TargetProfile = msgspec.convert({"name": path.stem, **fields}, CpuProfile | CudaProfile)
+        return found
     except OSError as error:
         raise TargetError("target", "a readable .toml file", f"{str(path)!r} ({error.strerror})") from error
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError and msgspec.ValidationError are ValueErrors

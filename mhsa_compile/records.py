@@ -12,7 +12,7 @@ import msgspec
 
 from mhsa_compile import installation
 from mhsa_compile.jobs import Device
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CudaProfile, TargetProfile
 
 T = TypeVar("T")
 FORMAT = 1
@@ -26,12 +26,17 @@ Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d")]
 
 
 class Isa(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the code of a record was generated for: a record is never used for anything else."""
+    """What the code of a record was generated for: a record is never used for anything else.
+
+    Of code for a GPU, `gpu` is the architecture of its kernels, such as sm_90a, and `architecture` that of the host
+    that launches them, whose vectors nobody uses: they are 0.
+    """
 
     architecture: str
-    vector_bits: int
-    vector_registers: int
-    features: tuple[str, ...]  # that the code may use
+    vector_bits: int = 0
+    vector_registers: int = 0
+    features: tuple[str, ...] = ()  # that the code may use
+    gpu: str = ""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,19 +81,22 @@ def encoded(record: Record) -> bytes:
 
 
 def isa_of(profile: TargetProfile) -> Isa:
+    architecture = profile.tvm.mtriple.partition("-")[0]
+    if isinstance(profile, CudaProfile):
+        return Isa(architecture=architecture, gpu=profile.tvm.arch)
     hardware = profile.hardware
     return Isa(
-        architecture=profile.tvm.mtriple.partition("-")[0],
+        architecture=architecture,
         vector_bits=hardware.vector_bits,
         vector_registers=hardware.vector_registers,
         features=hardware.features,
     )
 
 
-def as_kept(device: Device) -> Device:
+def as_kept(device: Device, isa: Isa) -> Device:
     """A device without its list of features, long and apt to change with the system's kernel: a record's `isa` says
-    which of them its code may use."""
-    return msgspec.structs.replace(device, features=())
+    which of them its code may use. Without its GPU, where that took no part."""
+    return msgspec.structs.replace(device, features=(), gpu=device.gpu if isa.gpu else None)
 
 
 def misfit(record: Record, profile: TargetProfile) -> str | None:
@@ -96,6 +104,9 @@ def misfit(record: Record, profile: TargetProfile) -> str | None:
     own, isa = isa_of(profile), record.isa
     if record.error_share > 1:
         return "over the error budget"
+    if isa.gpu != own.gpu:
+        made, target = (f"{one.gpu}, a GPU" if one.gpu else "a CPU" for one in (isa, own))
+        return f"made for {made}, not {target}"
     if isa.architecture != own.architecture:
         return f"made for {isa.architecture}, not {own.architecture}"
     if (isa.vector_bits, isa.vector_registers) != (own.vector_bits, own.vector_registers):
@@ -196,6 +207,11 @@ class Shelf:
         return any(records[0].op == op for records in self._by_key.values())
 
     def _distance(self, record: Record) -> tuple[Any, ...]:
-        hardware, device = self.profile.hardware, record.device
+        device = record.device
+        if isinstance(self.profile, CudaProfile):  # no record of another family fits
+            multiprocessors = 0 if device.gpu is None else device.gpu.multiprocessors
+            unlike = abs(multiprocessors - self.profile.hardware.multiprocessors)
+            return (device.emulated, unlike, share_of_default(record))
+        hardware = self.profile.hardware
         caches = (device.l1d_kib, device.l2_kib) != (hardware.l1d_kib, hardware.l2_kib)
         return (device.emulated, caches, abs(record.threads - hardware.cores), share_of_default(record))

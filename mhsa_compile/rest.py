@@ -23,7 +23,7 @@ from mhsa_compile import elementary, traces
 from mhsa_compile.artifact import OpReport
 from mhsa_compile.choices import described
 from mhsa_compile.kernels.cpu.vectors import WORTH_SHARING
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile, TargetProfile
 from mhsa_compile.records import Shelf
 
 Expr = Any  # TVM has no type stubs
@@ -39,9 +39,9 @@ class Lowered:
     reports: list[OpReport]
 
 
-def lower(module: Any, profile: TargetProfile, shelf: Shelf) -> Lowered:
+def lower(module: Any, profile: CpuProfile, shelf: Shelf) -> Lowered:
     """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
-    lowered, lanes, reports = _legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
+    lowered, lanes, reports = legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
             tuned = _tuned(str(variable.name_hint), function, shelf)
@@ -51,16 +51,17 @@ def lower(module: Any, profile: TargetProfile, shelf: Shelf) -> Lowered:
     return Lowered(lowered, reports)
 
 
-def primitives(module: Any, profile: TargetProfile, *, arithmetic: bool = True) -> dict[str, Function]:
+def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> dict[str, Function]:
     """The PrimFuncs of what no kernel claims, not scheduled; without `arithmetic` as TVM alone would write them."""
-    lowered = _legalized(module, profile, _LEGALIZED if arithmetic else {})
+    lowered = legalized(module, profile, _LEGALIZED if arithmetic else {})
     return {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
 
 
-def _legalized(module: Any, profile: TargetProfile, legalized: dict[str, Any]) -> Any:
+def legalized(module: Any, profile: TargetProfile, given: dict[str, Any]) -> Any:
+    """Every operator as a PrimFunc, not scheduled; `given` says how some are lowered, by name."""
     passes = [
         relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
-        relax.transform.LegalizeOps(legalized),
+        relax.transform.LegalizeOps(given),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),

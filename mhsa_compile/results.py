@@ -51,8 +51,8 @@ def measure(
     Raises BundleError for a bundle or results that are damaged or do not belong together, DeviceError where this
     machine cannot run the code (before it runs any) or its process dies for good, and OutputError.
     """
-    device = serve.this_device()
     with Work.opened(Path(path)) as work:
+        device = serve.this_device(gpu=bool(work.order.isa.gpu))
         sessions.require(device, work.order.isa)
         if device.cores < work.order.threads:
             raise DeviceError(f"device {device.cpu!r}", f"{work.order.threads} CPUs, one a thread", str(device.cores))

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from mhsa_compile import host, kv_cache, tvm_runtime
+from mhsa_compile import gpus, host, kv_cache, tvm_runtime
 from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu
+from mhsa_compile.device_tensors import DeviceSignature, DeviceWeight
 from mhsa_compile.errors import InputError
 from mhsa_compile.kv_cache import KVCache
+from mhsa_compile.launches import Launches
 from mhsa_compile.outputs import together
 from mhsa_compile.positions import TABLES
 from mhsa_compile.tensors import Argument, Signature, Sizes
@@ -38,38 +42,59 @@ def load(
 
     path      the folder, or an Artifact; every byte is checked before any code is mapped
     weights   instead of the artifact's own: arrays by name, such as a state_dict, or a .safetensors file
-    device    "cpu", the one there is so far
-    threads   that a call uses; by default the CPUs that this process may use
+    device    "cpu", or of an artifact for GPUs "cuda:0", the default, "cuda:1" and so on
+    threads   that a call uses; by default the CPUs that this process may use. On a GPU there are none
 
-    Raises ArtifactError (damaged, of a newer format, for another CPU), InputError and InstallationError.
+    Raises ArtifactError (damaged, of a newer format, for another CPU or GPU), InputError, InstallationError and
+    DeviceError (no GPU, or too little memory on it).
     """
-    if device not in (None, "cpu"):
-        raise InputError("device", '"cpu"', repr(device))
-    threads = host.allowed_cpus() if threads is None else _checked(threads)
+    threads = threads if threads is None else _checked(threads)
     artifact = Artifact.open(path.path if isinstance(path, Artifact) else path)
-    check_cpu(artifact.manifest)
-    arrays = _weight_arrays(artifact, weights)
+    manifest = artifact.manifest
+    if manifest.target["family"] == gpus.FAMILY:
+        return _on_gpu(artifact, weights, device, threads)
+    if device not in (None, "cpu"):
+        next_step = "Compile it for a GPU: --target cuda-..., see `mhsa targets`."
+        raise InputError("device", '"cpu", as it was compiled for one', repr(device), next_step)
+    check_cpu(manifest)
+    arrays = _weight_arrays(artifact, weights, Argument)
     runtime = tvm_runtime.start()
-    library = runtime.library(artifact.path / MODULE, artifact.manifest.files[MODULE])
-    return CompiledAttention(artifact.manifest, _Threads(runtime, library, threads), arrays)
+    library = runtime.library(artifact.path / MODULE, manifest.files[MODULE])
+    signature = Signature(
+        manifest.inputs,
+        manifest.outputs,
+        aligned=manifest.has_fallbacks,
+        in_place=manifest.in_place,
+        limits=manifest.limits,
+    )
+    thread = _Threads(runtime, library, host.allowed_cpus() if threads is None else threads)
+    return CompiledAttention(manifest, signature, thread, arrays)
+
+
+def _on_gpu(artifact: Artifact, weights: Weights | None, device: str | None, threads: int | None) -> CompiledAttention:
+    """What is wrong with the machine is said before anything is loaded, and nothing is launched before all is well."""
+    if threads is not None:
+        raise InputError("threads", "None: a GPU computes", repr(threads))
+    manifest = artifact.manifest
+    gpu = gpus.chosen(manifest, device)
+    arrays = _weight_arrays(artifact, weights, partial(DeviceWeight, gpu))
+    library = tvm_runtime.start_cuda().library(artifact.path / MODULE, manifest.files[MODULE])
+    signature = DeviceSignature(manifest, gpu)
+    return CompiledAttention(manifest, signature, Launches(library, manifest, signature, gpu), arrays)
 
 
 class CompiledAttention:
     """A compiled function with its weights. Calls are safe from several threads at once; each uses its own workers."""
 
-    def __init__(self, manifest: Manifest, thread: _Threads, weights: list[Any]) -> None:
+    def __init__(
+        self, manifest: Manifest, signature: Signature, thread: _Threads | Launches, weights: list[Any]
+    ) -> None:
         self.manifest = manifest
-        self._signature = Signature(
-            manifest.inputs,
-            manifest.outputs,
-            aligned=manifest.has_fallbacks,
-            in_place=manifest.in_place,
-            limits=manifest.limits,
-        )
+        self._signature = signature
         self._thread = thread
         self._packed = thread.bind(weights)
 
-    def __call__(self, *inputs: Any, cache: Any = None, **by_name: Any) -> Any:
+    def __call__(self, *inputs: Any, cache: Any = None, stream: Any = None, **by_name: Any) -> Any:
         """The output, or a named tuple of them: torch tensors if any input is one, else NumPy arrays.
 
         Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
@@ -78,16 +103,22 @@ class CompiledAttention:
 
         cache   a KVCache of `new_cache`, in place of past_key, past_value and length: the keys and values of x
                 (B, L, D), for any L, are written behind its length, which then grows by L
+        stream  of a GPU, on which to run: PyTorch's, an object with __cuda_stream__, or a handle; by default PyTorch's
+                current one. Inputs in a GPU's memory must be contiguous, and are never copied
         """
+        if stream is not None:
+            with self._thread.on(stream):
+                return self(*inputs, cache=cache, **by_name)
         if cache is not None:
             return self._cached(cache, inputs, by_name)
         signature, thread = self._signature, self._thread
         arrays, sizes = signature.arrays(inputs, by_name)
         if 0 in sizes.values() and (results := signature.empty_results(arrays, sizes)) is not None:
             return results
-        thread.prepare(sizes)
         try:
-            returned = thread.vm.main(*arrays, *self._packed)
+            returned = thread.run(arrays, sizes, self._packed)
+        except InputError:
+            raise
         except RuntimeError as error:
             if (words := tvm_runtime.refusal(error)) is None:
                 raise
@@ -96,10 +127,26 @@ class CompiledAttention:
             raise InputError("inputs", "sizes that fit each other inside the model", str(error)) from error
         return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
 
+    def from_host(self, *inputs: Any, **by_name: Any) -> Any:
+        """As a call on NumPy arrays, wherever it runs: to a GPU they are copied, and its outputs back.
+
+        For checks and first steps: a program that cares for time keeps its tensors on the GPU. Raises InputError and
+        DeviceError.
+        """
+        signature, thread = self._signature, self._thread
+        if not isinstance(signature, DeviceSignature) or not isinstance(thread, Launches):
+            return self(*inputs, **by_name)
+        host = signature.host
+        arrays, sizes = host.arrays(inputs, by_name)
+        if 0 in sizes.values() and (results := host.empty_results(arrays, sizes)) is not None:
+            return results
+        outputs = thread.run_from_host(arrays, sizes, self._packed)
+        return host.results(outputs[0] if len(outputs) == 1 else outputs, arrays)
+
     def _cached(self, given: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         x: Any = inputs[0] if inputs else by_name.get("x")
-        cache = kv_cache.check_call(self.manifest, given, x)
-        outputs = self(*inputs, past_key=cache.key, past_value=cache.value, length=cache.length, **by_name)
+        cache = kv_cache.check_call(self.manifest, given, x, self.device)
+        outputs = self(*inputs, **cache.inputs(), **by_name)
         cache.advance(x.shape[1])
         named = zip(self.outputs, outputs, strict=True)
         kept = {info.name: value for info, value in named if info.name not in self.manifest.in_place}
@@ -111,7 +158,12 @@ class CompiledAttention:
         The artifacts of one spec share it, such as that of any L for prompts and that of L = 1 for steps. Raises
         InputError.
         """
-        return kv_cache.new_cache(self.manifest, batch, capacity)
+        return kv_cache.new_cache(self.manifest, batch, capacity, self.device)
+
+    @property
+    def device(self) -> str:
+        """Where it computes: "cpu", or "cuda:0" and the like."""
+        return self._signature.device
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
@@ -138,13 +190,19 @@ class _Threads(threading.local):
 
     def __init__(self, runtime: tvm_runtime.Runtime, library: tvm_runtime.Library, count: int) -> None:
         self.count = count
-        self.vm = library.new_vm()
+        self._vm = library.new_vm()
         self._runtime = runtime
         self._sizes: Sizes = {}
         runtime.use_threads(count)
 
-    def prepare(self, sizes: Sizes) -> None:
-        """To be called before each run."""
+    def run(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> Any:
+        self._prepare(sizes)
+        return self._vm.main(*arrays, *packed)
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        raise InputError("stream", "None: the artifact was compiled for a CPU", type(stream).__name__)
+
+    def _prepare(self, sizes: Sizes) -> None:
         self._runtime.ensure_threads(self.count)
         if sizes != self._sizes:
             # Buffers of the last sizes would never be used again, nor freed.
@@ -153,10 +211,10 @@ class _Threads(threading.local):
 
     def bind(self, weights: list[Any]) -> tuple[Any, ...]:
         """Packs the weights; all threads share the result."""
-        self.prepare({})
-        if self.vm.bind_weights is None:
+        self._prepare({})
+        if self._vm.bind_weights is None:
             return ()
-        return tuple(self.vm.bind_weights(*map(self._runtime.ffi.from_dlpack, weights)))
+        return tuple(self._vm.bind_weights(*map(self._runtime.ffi.from_dlpack, weights)))
 
 
 def _checked(threads: int) -> int:
@@ -165,7 +223,7 @@ def _checked(threads: int) -> int:
     return threads
 
 
-def _weight_arrays(artifact: Artifact, weights: Weights | None) -> list[Any]:
+def _weight_arrays(artifact: Artifact, weights: Weights | None, make: Callable[..., Argument]) -> list[Any]:
     """In the manifest's order, checked. Raises InputError."""
     infos = artifact.manifest.weights
     if weights is None and not infos:
@@ -182,7 +240,7 @@ def _weight_arrays(artifact: Artifact, weights: Weights | None) -> list[Any]:
         )
     if extra := sorted(found.keys() - names):
         raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
-    return [Argument(info, "weight", {}, artifact.manifest.has_fallbacks).ready(found[info.name], {}) for info in infos]
+    return [make(info, "weight", {}, artifact.manifest.has_fallbacks).ready(found[info.name], {}) for info in infos]
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ as `fallback`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from mhsa_compile import plain_attention, plain_linear, rest, rest_cuda
 from mhsa_compile.artifact import OpReport
 from mhsa_compile.choices import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
@@ -32,20 +34,20 @@ from mhsa_compile.kernels.operations import (
     WeightsOp,
 )
 from mhsa_compile.op_keys import kind_of
-from mhsa_compile.plain_attention import emit as emit_plain
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CudaProfile, TargetProfile
 from mhsa_compile.records import Shelf
-from mhsa_compile.rest import lower
 
 MAIN, BIND = "main", "bind_weights"
 
 
 @dataclass
 class Scheduled:
-    """What `build` compiles. `weights` are the initializers in the order `bind_weights` takes them."""
+    """What `build` compiles. `weights` are the initializers in the order `bind_weights` takes them; `packed` is how
+    many parameters of main it makes of them, after the inputs."""
 
     module: Any
     weights: list[str]
+    packed: int
     reports: list[OpReport]
     aligned: list[int]  # inputs that a call writes into, and TVM's own code reads
 
@@ -65,29 +67,37 @@ def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Schedu
     """
     chosen = {name: _choose(name, op, profile, shelf) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Chosen)}
-    plain = {n: op for n, op in imported.ops.items() if n not in choices and isinstance(op, AttentionOp | ScoresOp)}
+    plain = {name: op for name, op in imported.ops.items() if name not in choices}
     fallbacks = _fallbacks(imported.module["main"])
     written = _written_out(imported.module, plain) if plain else imported.module
-    lowered = lower(written, profile, shelf)
-    rest = lowered.module
-    builder = relax.BlockBuilder(rest)
+    others, reports = _lowered(written, profile, shelf)
+    builder = relax.BlockBuilder(others)
     run = {name: builder.add_func(c.emitted.run, f"{kind_of(c.op)}_{name}") for name, c in choices.items()}
-    main, packed, passed = _rewrite_main(imported, rest, choices, run)
-    builder.update_func(rest.get_global_var(MAIN), main)
+    main, packed, passed = _rewrite_main(imported, others, choices, run)
+    builder.update_func(others.get_global_var(MAIN), main)
     if packed or passed:
         _add_bind_function(builder, imported, choices, packed, passed)
-    reports = [_report(name, imported.ops[name], choice) for name, choice in chosen.items()]
+    reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
     aligned = _read_by_tvm(written["main"], imported.ops)
-    return Scheduled(builder.get(), list(imported.weights.values()), [*reports, *lowered.reports, *fallbacks], aligned)
+    bound = sum(map(len, packed.values())) + len(passed)
+    return Scheduled(builder.get(), list(imported.weights.values()), bound, reports, aligned)
+
+
+def _lowered(module: Any, profile: TargetProfile, shelf: Shelf) -> tuple[Any, list[OpReport]]:
+    """(what no kernel claims as scheduled PrimFuncs, a row for each of which there are tuned records)."""
+    if isinstance(profile, CudaProfile):
+        return rest_cuda.lower(module, profile), []
+    lowered = rest.lower(module, profile, shelf)
+    return lowered.module, lowered.reports
 
 
 def _choose(name: str, op: Op, profile: TargetProfile, shelf: Shelf) -> _Chosen | str:
-    """A kernel and its config, or why no kernel takes an attention, which is then written out in TVM's operators."""
+    """A kernel and its config, or why no kernel takes what can be written out in TVM's operators instead."""
     willing, reasons = willing_kernels(op, profile)
     if willing:
         choice = choose(op, profile, willing, shelf)
         return _Chosen(name, op, choice, choice.kernel.emit(op, profile, choice.config))
-    if isinstance(op, AttentionOp | ScoresOp):
+    if _plain_form(op) is not None:
         return "; ".join(reasons) or "no kernel is made for it"
     raise ModelError(f"operation {name}", f"a {kind_of(op)} that a kernel can do", "; ".join(reasons) or "no kernel")
 
@@ -134,7 +144,14 @@ def _described_band(band: Band | None) -> str:
     return f", window {band.left}, {band.right}, {band.alignment}"
 
 
-def _written_out(module: Any, plain: dict[str, AttentionOp | ScoresOp]) -> Any:
+def _plain_form(op: Op) -> Callable[[Any, Any, list[Any]], Any] | None:
+    """What writes an operation out in TVM's operators."""
+    if isinstance(op, AttentionOp | ScoresOp):
+        return plain_attention.emit
+    return plain_linear.emit if isinstance(op, LinearOp) and not op.int8_weights else None
+
+
+def _written_out(module: Any, plain: dict[str, Op]) -> Any:
     """The module with its `plain` operations in TVM's own."""
 
     @mutator
@@ -143,7 +160,9 @@ def _written_out(module: Any, plain: dict[str, AttentionOp | ScoresOp]) -> Any:
             name = str(call.args[0].global_symbol) if call.op == tvm.ir.Op.get("relax.call_dps_packed") else ""
             if name not in plain:
                 return super().visit_call_(call)
-            return emit_plain(self.builder_, plain[name], [self.visit_expr(value) for value in call.args[1].fields])
+            form = _plain_form(plain[name])
+            assert form is not None  # _choose saw to it
+            return form(self.builder_, plain[name], [self.visit_expr(value) for value in call.args[1].fields])
 
     rewrite = Rewrite(module)
     rewrite.builder_.update_func(module.get_global_var(MAIN), rewrite.visit_expr(module[MAIN]))
@@ -172,10 +191,10 @@ def _read_by_tvm(main: Any, ops: dict[str, Op]) -> list[int]:
 
 
 def _rewrite_main(
-    imported: Imported, rest: Any, choices: dict[str, _Chosen], run: dict[str, Any]
+    imported: Imported, others: Any, choices: dict[str, _Chosen], run: dict[str, Any]
 ) -> tuple[Any, dict[str, list[Any]], list[Any]]:
     """(main with kernels for its operations, the packed weights of each, the weights it takes as they are)."""
-    main = rest[MAIN]
+    main = others[MAIN]
     packed = {
         name: [
             relax.Var(f"{name}_packed_{i}", relax.TensorType(shape, dtype))
@@ -200,9 +219,12 @@ def _rewrite_main(
             if isinstance(op, ScatterOp) and op.in_place:
                 return relax.op.call_tir_inplace(run[name], inputs, 0, call.ty_args[0])
             made = call.ty_args[0]
+            if workspace := choices[name].emitted.workspace:  # one more array, planned like those between operations
+                both = relax.call_tir(run[name], inputs, [made, relax.TensorType(workspace, "float32")])
+                return relax.TupleGetItem(self.builder_.emit(both), 0)
             return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
 
-    body = Rewrite(rest).visit_expr(main.body)
+    body = Rewrite(others).visit_expr(main.body)
     inputs = [p for p in main.params if p.name not in imported.weights]
     used = set(relax.analysis.free_vars(body))
     passed = [p for p in main.params if p.name in imported.weights and p in used]

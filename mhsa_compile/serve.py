@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from mhsa_compile import host, tvm_runtime
-from mhsa_compile.errors import DeviceError
-from mhsa_compile.jobs import Device
+from mhsa_compile import gpus, host, tvm_runtime
+from mhsa_compile.errors import DeviceError, InstallationError
+from mhsa_compile.jobs import Device, GpuDevice
 
 LOOPBACK = "127.0.0.1"
 DEVICE = "mhsa.device"
@@ -45,8 +45,11 @@ _LOG = logging.getLogger("mhsa.serve")
 Address = tuple[str, int]
 
 
-def this_device(emulated: bool = False) -> Device:
-    """What this machine is. `emulated` is for an emulator that `host.emulated` does not notice."""
+def this_device(emulated: bool = False, *, gpu: bool = False) -> Device:
+    """What this machine is. `emulated` is for an emulator that `host.emulated` does not notice.
+
+    `gpu` also asks for its first GPU, and so starts the driver, which a process that forks must not do before that.
+    """
     return Device(
         cpu=host.cpu_model(),
         cores=host.allowed_cpus(),
@@ -55,17 +58,33 @@ def this_device(emulated: bool = False) -> Device:
         l2_kib=host.cache_kib(2),
         emulated=emulated or host.emulated(),
         features=tuple(sorted(host.cpu_features())),
+        gpu=_gpu() if gpu else None,
     )
+
+
+def _gpu() -> GpuDevice | None:
+    found = gpus.first()
+    if found is None:
+        return None
+    return GpuDevice(name=found.name, capability=found.capability, multiprocessors=found.multiprocessors)
 
 
 def seconds(module: Any, calls: int, sets: int, *arguments: Any) -> float:
     """Of a call of the module's `run`, over `calls` of them that take `sets` sets of arguments in turn."""
     run, size = module["run"], len(arguments) // sets
     given = [arguments[i * size : (i + 1) * size] for i in range(sets)]
+    _wait(arguments[-1].device)
     begin = perf_counter()
     for i in range(calls):
         run(*given[i % sets])
+    _wait(arguments[-1].device)
     return (perf_counter() - begin) / calls
+
+
+def _wait(device: Any) -> None:
+    """A GPU is only sent its calls."""
+    if device.type == gpus.FAMILY:
+        tvm_runtime.start_cuda().wait(device.index)
 
 
 def bind(address: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -162,10 +181,21 @@ def _load(threads: int, emulated: bool) -> None:
     import multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)  # connections inherit what is registered here
-    said = msgspec.json.encode(this_device(emulated)).decode()
-    runtime.ffi.register_global_func(DEVICE, lambda: said, override=True)
+    runtime.ffi.register_global_func(DEVICE, lambda: _said(emulated), override=True)
     runtime.ffi.register_global_func(SECONDS, seconds, override=True)
     os.register_at_fork(after_in_child=lambda: _prepare_fork(runtime, threads))
+
+
+def _said(emulated: bool) -> str:
+    """In a connection's fork. What is loaded there may have kernels for a GPU, if there is one."""
+    found = this_device(emulated, gpu=True)
+    if found.gpu is not None:
+        try:
+            tvm_runtime.start_cuda()
+        except InstallationError as error:
+            _LOG.warning("%s", error)
+            found = msgspec.structs.replace(found, gpu=None)
+    return msgspec.json.encode(found).decode()
 
 
 def _prepare_fork(runtime: tvm_runtime.Runtime, threads: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from mhsa_compile import connections, host, measuring, serve
+from mhsa_compile import connections, gpus, host, measuring, serve
 from mhsa_compile.connections import Child, Tracker, Way
 from mhsa_compile.errors import DeviceError, OutputError
 from mhsa_compile.jobs import LOST, TIMEOUT, Candidate, Device, Failure, Job, Outcome, Timing
@@ -80,6 +80,8 @@ def local(threads: int | None = None, *, patience: float = PATIENCE) -> Iterator
 
 def require(device: Device, isa: Isa) -> None:
     """Raises DeviceError unless the device can run code made for an ISA, as far as it says."""
+    if isa.gpu:
+        _require_gpu(device, isa.gpu)
     if device.architecture == UNKNOWN:
         return
     if device.architecture != isa.architecture:
@@ -89,6 +91,17 @@ def require(device: Device, isa: Isa) -> None:
         expected = f"one with {' '.join(sorted(isa.features))}"
         hint = "Choose a target without them, or another device."
         raise DeviceError(f"device {device.cpu!r}", expected, f"one without {' '.join(missing)}", hint)
+
+
+def _require_gpu(device: Device, arch: str) -> None:
+    what, gpu = f"device {device.cpu!r}", device.gpu
+    expected = f"one with a GPU of compute capability {gpus.capabilities(arch)}, for {arch}"
+    if gpu is None:
+        hint = "Tune where there is one, by --on tracker or --on bundle. `mhsa doctor` shows what the driver says."
+        raise DeviceError(what, expected, "none that says so", hint)
+    if not gpus.runs(arch, gpu.capability):
+        hint = "Choose the target of this GPU: `mhsa targets` lists them."
+        raise DeviceError(what, expected, f"{gpu.name}, of {'.'.join(map(str, gpu.capability))}", hint)
 
 
 class RpcSession:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class Argument:
             self._check_dtype(array)
         if self.info.broadcast is not None:
             array = self._broadcast(array, self.info.broadcast, sizes)
-        elif array.ndim != len(self.info.dims) or not _fit(self.info.dims, array.shape, sizes):
+        elif array.ndim != len(self.info.dims) or not fits(self.info.dims, array.shape, sizes):
             raise self._wrong_shape(array, sizes)
         if self._written:
             self._check_writable(array)
@@ -120,7 +120,7 @@ class Argument:
         wanted = [size_of(dim, sizes) for dim in full]
         if self.info.pads and wanted[-1] is not None:
             wanted[-1] = min(wanted[-1], mask.shape[-1])
-        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, wanted) and _fit(dims, mask.shape, sizes)):
+        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, wanted) and fits(dims, mask.shape, sizes)):
             raise self._wrong_shape(given, sizes)
         return mask
 
@@ -161,6 +161,8 @@ class Argument:
 class Signature:
     """The inputs and outputs of a compiled function. `in_place`: output -> the input that a call turns into it."""
 
+    device = "cpu"
+
     def __init__(
         self,
         inputs: Sequence[TensorInfo],
@@ -169,6 +171,7 @@ class Signature:
         aligned: bool = False,
         in_place: Mapping[str, str] | None = None,
         limits: Mapping[str, int] | None = None,
+        make: Callable[..., Argument] = Argument,
     ) -> None:
         self._limits = dict(limits or {})
         # What broadcasts or has bounds is checked last, against sizes that the others bring.
@@ -184,7 +187,7 @@ class Signature:
         pairs = {} if in_place is None else in_place
         self.in_place = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
         written = set(self.in_place.values())
-        self._arguments = [Argument(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
+        self._arguments = [make(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
         self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
     def values(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Sequence[Any]:
@@ -245,12 +248,13 @@ class Signature:
         shapes = [[size for size in found if size is not None] for found in sizes_of]
         if shapes != sizes_of or not all(0 in shape for shape in shapes):
             return None
-        torch = sys.modules["torch"] if any(map(is_torch, arrays)) else None
-        results = [
-            np.empty(shape, info.dtype) if torch is None else torch.empty(shape, dtype=getattr(torch, info.dtype))
-            for shape, info in zip(shapes, self._outputs, strict=True)
-        ]
+        of_torch = any(map(is_torch, arrays))
+        results = [self._empty(shape, info.dtype, of_torch) for shape, info in zip(shapes, self._outputs, strict=True)]
         return results[0] if len(results) == 1 else self._together(results)
+
+    def _empty(self, shape: Sequence[int], dtype: str, of_torch: bool) -> Any:
+        torch = sys.modules["torch"] if of_torch else None
+        return np.empty(shape, dtype) if torch is None else torch.empty(shape, dtype=getattr(torch, dtype))
 
     def _arrange(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> list[Any]:
         names = ", ".join(self._names)
@@ -268,7 +272,7 @@ class Signature:
         return [values.get(name) for name in self._names]
 
 
-def _fit(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
+def fits(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
     """Whether `shape` agrees with the fixed dims and with `sizes`, to which it adds the new symbols."""
     for dim, size in zip(dims, shape, strict=True):
         if size != (dim if isinstance(dim, int) else sizes.setdefault(dim, size)):

@@ -199,6 +199,7 @@ def written(
     what: What, found: Found, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
 ) -> Record:
     """The record of what was found, as of now."""
+    isa = isa_of(profile)
     return Record(
         op=what.op,
         key=what.key,
@@ -211,8 +212,8 @@ def written(
         default_us=found.default_us,
         error_share=found.error_share,
         threads=threads,
-        isa=isa_of(profile),
-        device=as_kept(device),
+        isa=isa,
+        device=as_kept(device, isa),
         versions=versions,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )

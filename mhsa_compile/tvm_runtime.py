@@ -22,8 +22,8 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from itertools import cycle, islice
@@ -33,20 +33,23 @@ from typing import Any
 from mhsa_compile import host, installation
 from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
 
-_CPU, _POOLED = 1, 2  # DLPack's device type; the VM's kind of memory allocator
+_CPU, _CUDA, _POOLED = 1, 2, 2  # DLPack's device types; the VM's kind of memory allocator
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")
 """How often an idle worker yields its CPU before it sleeps, unless the environment says otherwise: about 0.4 ms, enough
 from one parallel loop to the next. TVM's own 300,000 took 0.12 s of CPU time after every call, which other libraries'
 threads then lacked (docs/threads.md)."""
+_CUDART = "libcudart.so.13"
 _SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
 
 
 @dataclass(frozen=True)
 class Vm:
-    """The functions of a compiled module, for one thread."""
+    """The functions of a compiled module, for one thread. `plan` is there on a GPU: see `device_memory`."""
 
     main: Callable[..., Any]
     bind_weights: Callable[..., Any] | None
+    plan: Callable[..., Any] | None
+    instrument: Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ class Library:
 
     module: Any
 
-    def new_vm(self) -> Vm:
+    def new_vm(self, gpu: int | None = None) -> Vm:
+        """On the CPU, or on a GPU with the CPU as its host."""
         vm = self.module["vm_load_executable"]()
-        vm["vm_initialization"](_CPU, 0, _POOLED)
-        binds = vm.implements_function("bind_weights")
-        return Vm(vm["main"], vm["bind_weights"] if binds else None)
+        device = () if gpu is None else (_CUDA, gpu, _POOLED)
+        vm["vm_initialization"](*device, _CPU, 0, _POOLED)
+        bind, plan = (vm[name] if vm.implements_function(name) else None for name in ("bind_weights", "plan"))
+        return Vm(vm["main"], bind, plan, vm["set_instrument"])
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,37 @@ class Runtime:
     _pool_threads: Callable[[], int]
     release_memory: Callable[[], None]
     _view: Callable[[Any, Any, Any, int], Any]
+    _allocate: Callable[[Any, Any, Any, None], Any]
+    _copy: Callable[[Any, Any], None]
+    _wait: Callable[[Any, int], None]
+
+    def empty(self, shape: Sequence[int], dtype: str, gpu: int) -> Any:
+        """A tensor of TVM's in a GPU's memory. Freeing it waits for the GPU."""
+        device = self.ffi.device("cuda", gpu)
+        return self._allocate(self.ffi.Shape(tuple(shape)), self.ffi.dtype(dtype), device, None)
+
+    def on_gpu(self, arrays: Sequence[Any], gpu: int) -> list[Any]:
+        """Tensors of TVM's with the same contents in a GPU's memory; those that lie there stay where they are."""
+        found = []
+        for tensor in map(self.ffi.from_dlpack, arrays):
+            if tensor.device.type == "cpu":
+                copy = self.empty(tensor.shape, str(tensor.dtype), gpu)
+                self._copy(tensor, copy)
+                tensor = copy
+            found.append(tensor)
+        self.wait(gpu)
+        return found
+
+    def to_host(self, tensor: Any) -> Any:
+        """A tensor of TVM's in the host's memory with the contents of one in a GPU's."""
+        copy = self._allocate(tensor.shape, tensor.dtype, self.ffi.device("cpu", 0), None)
+        self._copy(tensor, copy)
+        self.wait(tensor.device.index)
+        return copy
+
+    def wait(self, gpu: int) -> None:
+        """Until the GPU has done what its default stream holds."""
+        self._wait(self.ffi.device("cuda", gpu), 0)
 
     def reinterpreted(self, array: Any, dtype: str) -> Any:
         """A tensor of TVM's over the memory of `array`, whose elements are of the same size as those of `dtype`.
@@ -129,7 +165,7 @@ def start() -> Runtime:
     os.environ.setdefault(*_SPINS)  # read when the first pool starts
     with _hidden_torch():
         import tvm_ffi
-    _load_library()
+    ctypes.CDLL(str(_library("libtvm_runtime.so")), ctypes.RTLD_GLOBAL)
     function = tvm_ffi.get_global_func
     return Runtime(
         ffi=tvm_ffi,
@@ -139,7 +175,36 @@ def start() -> Runtime:
         _pool_threads=function("runtime.NumThreads"),
         release_memory=function("vm.builtin.memory_manager.clear"),
         _view=function("runtime.TVMTensorCreateView"),
+        _allocate=function("runtime.TVMTensorAllocWithScope"),
+        _copy=function("runtime.TVMTensorCopyFromTo"),
+        _wait=function("runtime.Device_StreamSync"),
     )
+
+
+@functools.cache
+def start_cuda() -> Runtime:
+    """With the part for NVIDIA's GPUs, which needs the driver and CUDA's runtime. Raises InstallationError."""
+    runtime = start()
+    try:
+        _load_cudart()
+        ctypes.CDLL(str(_library("libtvm_runtime_cuda.so")))
+    except OSError as error:
+        next_step = "Run: pip install --force-reinstall apache-tvm"
+        raise InstallationError("apache-tvm", "its runtime for CUDA", str(error), next_step) from error
+    return runtime
+
+
+def _load_cudart() -> None:
+    """CUDA's runtime, by the name by which TVM's part asks for it: the one that is there already (PyTorch brings it),
+    the system's, or that of NVIDIA's package."""
+    with suppress(OSError):
+        ctypes.CDLL(_CUDART, ctypes.RTLD_GLOBAL)
+        return
+    for folder in installation.nvidia_folders():
+        if (path := folder / "lib" / _CUDART).is_file():
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+            return
+    raise InstallationError("CUDA's runtime", _CUDART, "none", "Run: pip install 'mhsa-compile[cuda]'")
 
 
 def refusal(error: RuntimeError) -> str | None:
@@ -148,17 +213,14 @@ def refusal(error: RuntimeError) -> str | None:
     return str(found.message) if found is not None and found.kind == CALL_REFUSED else None
 
 
-def _load_library() -> None:
-    """libtvm_runtime.so, found without importing `tvm`, whose import loads the compiler (and works after this, too)."""
+def _library(name: str) -> Path:
+    """A library of TVM's, found without importing `tvm`: that loads the compiler (and works after this, too)."""
     spec = importlib.util.find_spec("tvm")
-    folders = (spec and spec.submodule_search_locations) or ()
-    for folder in folders:
-        path = Path(folder, "lib", "libtvm_runtime.so")
-        if path.is_file():
-            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-            return
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(folder, "lib", name)).is_file():
+            return path
     raise InstallationError(
-        "apache-tvm", "lib/libtvm_runtime.so in its package", "none", "Run: pip install --force-reinstall apache-tvm"
+        "apache-tvm", f"lib/{name} in its package", "none", "Run: pip install --force-reinstall apache-tvm"
     )
 
 

@@ -76,7 +76,7 @@ def verify(
     compiled = load(opened, threads=threads)
 
     def run(inputs: Arrays) -> list[Array]:
-        result = compiled(**inputs)
+        result = compiled.from_host(**inputs)
         return list(result) if isinstance(result, list | tuple) else [result]
 
     return judged(opened, run, cases=cases, seed=seed, self_checks=self_checks)

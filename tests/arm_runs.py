@@ -13,6 +13,7 @@ from typing import Any
 import arm_machine
 import msgspec
 import numpy as np
+import runs_noted
 
 from mhsa_compile.artifact import Artifact
 from mhsa_compile.parity import CaseResult
@@ -24,9 +25,6 @@ SVE = {128: "max,sve-max-vq=1", 256: "max,sve-max-vq=2", 512: "max,sve-max-vq=4"
 """QEMU's CPU that has everything, by the bits of its SVE vectors."""
 CPUS = {"aarch64-generic": "cortex-a53", "neoverse-v1": SVE[256], "neoverse-v2": SVE[128]}
 """What QEMU emulates for a target, where that is not the CPU of the target's name: the least that has it all."""
-
-PROPERTY = "emulated run"
-"""Of a test's report: (on which architecture, what ran, its error as a share of the budget)."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -113,9 +111,7 @@ def runs(cpu: str = "max", threads: int = 1) -> Iterator[There]:
 
 def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseResult, machine: str = "aarch64") -> None:
     """For the summary at the end of a test run (`conftest.py`)."""
-    for case in cases:
-        sizes = " ".join(f"{symbol}={size}" for symbol, size in case.dims.items())
-        record_property(PROPERTY, (machine, f"{name}, {sizes}", float(case.ratio)))
+    runs_noted.note(record_property, name, *cases, machine=f"emulated {machine}")
 
 
 def emulable(target: str) -> TargetProfile:

@@ -33,13 +33,19 @@ def torchlib_read_once() -> None:
     onnxscript_apis.get_torchlib_ops = cache(onnxscript_apis.get_torchlib_ops)
 
 
+@pytest.fixture(scope="session")
+def cuda_compiler() -> None:
+    """For tests that compile CUDA C++: they are skipped where nothing can, and fail in CI."""
+    import cuda_compiler
+
+    cuda_compiler.require()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many runs on emulated machines were held against float64, and the worst of them."""
+    """How many runs on emulated machines and on GPUs were held against float64, and the worst of them."""
+    import runs_noted
+
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
-    noted = [value for report in reports for name, value in report.user_properties if name == "emulated run"]
-    for machine in dict.fromkeys(machine for machine, _, _ in noted):
-        runs = [(what, share) for where, what, share in noted if where == machine]
-        what, share = max(runs, key=lambda run: run[1])
-        within = sum(share <= 1 for _, share in runs)
-        terminalreporter.write_line(f"emulated {machine}: {within} of {len(runs)} runs within the error budget")
-        terminalreporter.write_line(f"the largest error / budget: {share:.3f}, {what}")
+    noted = [value for report in reports for name, value in report.user_properties if name == runs_noted.PROPERTY]
+    for line in runs_noted.summary(noted):
+        terminalreporter.write_line(line)

@@ -109,7 +109,7 @@ def _mask(rng: np.random.Generator, op: AttentionOp, sizes: tuple[int, int, int]
     visible.reshape(-1, shape[-1])[3::7] = False
     if op.mask.dtype == "bool":
         return visible
-    return np.where(visible, rng.standard_normal(shape), -np.inf).astype(NUMPY[op.dtype])
+    return np.where(visible, rng.standard_normal(shape), -np.inf).astype(NUMPY[op.mask.dtype])
 
 
 def evaluated(op: AttentionOp, given: Operands, dtype: torch.dtype) -> np.ndarray:

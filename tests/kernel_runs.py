@@ -13,30 +13,28 @@ from mhsa_compile.build import pass_context
 from mhsa_compile.core import to_torch
 from mhsa_compile.kernels.base import Emitted
 from mhsa_compile.kernels.operations import AttentionOp
-from mhsa_compile.profile import Hardware, Link, TargetProfile, TvmTarget
+from mhsa_compile.profile import CpuProfile, Hardware, Link, TvmTarget
 
 
-def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features: tuple[str, ...] = ()) -> TargetProfile:
+def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features: tuple[str, ...] = ()) -> CpuProfile:
     """A made-up machine: LLVM splits vectors that the real one does not have, so any width runs anywhere."""
     hardware = Hardware(vector_bits=bits, vector_registers=registers, features=features)
     target = TvmTarget(kind="llvm", mtriple="x86_64-linux-gnu", mcpu=mcpu)
-    return TargetProfile(
-        name="made-up", family="cpu", tvm=target, hardware=hardware, link=Link(triple="x86_64-linux-gnu")
-    )
+    return CpuProfile(name="made-up", tvm=target, hardware=hardware, link=Link(triple="x86_64-linux-gnu"))
 
 
-def compiled(emitted: Emitted, profile: TargetProfile) -> Any:
+def compiled(emitted: Emitted, profile: CpuProfile) -> Any:
     functions = {"run": emitted.run, "pack": emitted.pack}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items() if f is not None})
     return _build(module, profile)
 
 
-def assembly(emitted: Emitted, profile: TargetProfile) -> str:
+def assembly(emitted: Emitted, profile: CpuProfile) -> str:
     module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
     return _build(module, profile).mod.inspect_source("asm")
 
 
-def _build(module: tvm.IRModule, profile: TargetProfile) -> Any:
+def _build(module: tvm.IRModule, profile: CpuProfile) -> Any:
     with pass_context():
         return tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))
 

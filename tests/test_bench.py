@@ -12,6 +12,7 @@ import pytest
 
 import mhsa_compile as mhsa
 from mhsa_compile import accuracy, drawing, peers, plots
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.bench import INPUT_SETS, _floor, bench, compile_workload
 from mhsa_compile.bench_report import Floor, Report, Row
 from mhsa_compile.errors import InputError, OutputError
@@ -48,6 +49,13 @@ def test_a_report_has_a_row_for_everyone(report):
             assert row.share_of_peak == pytest.approx(row.gflops / report.peak_gflops)
             assert row.share_of_limit == pytest.approx(report.floor.us / row.median_us)
             assert 0 <= row.error_share < peers.base.WRONG
+
+
+def test_an_artifact_for_a_gpu_is_timed_elsewhere(artifact):
+    target = {**artifact.manifest.target, "family": "cuda"}
+    of_gpu = Artifact(artifact.path, msgspec.structs.replace(artifact.manifest, target=target))
+    with pytest.raises(InputError, match=r"artifact: expected one for a CPU.*got one for cuda\. benchmarks/gpu\.py"):
+        bench(of_gpu, dims={"L": 7})
 
 
 def test_the_floor_counts_visible_pairs_and_each_byte_once(report):

@@ -141,7 +141,7 @@ def test_another_device_is_refused_before_any_code_runs(
     own, out = serve.this_device(), tmp_path / "results.json"
 
     def refused(said: str, **changes: object) -> None:
-        monkeypatch.setattr(serve, "this_device", lambda: msgspec.structs.replace(own, **changes))
+        monkeypatch.setattr(serve, "this_device", lambda gpu: msgspec.structs.replace(own, **changes))
         with no_session(), pytest.raises(DeviceError, match=said):
             results.measure(work, out)
         assert not out.exists()

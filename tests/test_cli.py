@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from made_up_gpus import B200, H200, MadeUp
 from onnx import TensorProto, helper
 from records_made import made
 from typer.testing import CliRunner, Result
 
-from mhsa_compile import __version__, host, installation, profile, record_files
+from mhsa_compile import __version__, gpus, host, installation, profile, record_files
 from mhsa_compile.artifact import TensorInfo
-from mhsa_compile.cli import app, arrays
+from mhsa_compile.cli import app, arrays, diagnosing
+from mhsa_compile.errors import InstallationError
 
 COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "records list", "records merge",
             "records promote", "records check")  # fmt: skip
@@ -98,6 +100,31 @@ def test_doctor_finds_this_machine_well() -> None:
     assert findings["TVM pair"]["status"] == findings["TVM loads"]["status"] == "ok"
     assert findings["CPUs"]["found"].startswith(str(host.allowed_cpus()))
     assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
+
+
+DRIVERS: dict[str, tuple[MadeUp | None, dict[str, tuple[str, str]]]] = {
+    "none": (None, {"GPU": ("ok", "none: no library")}),
+    "one": (MadeUp([H200]), {"NVIDIA driver": ("ok", "CUDA 13.0"),
+                             "cuda:3": ("ok", "compute capability 9.0: compile with --target cuda-sm90a")}),
+    "an older one": (MadeUp([H200], cuda=(12, 8)), {"NVIDIA driver": ("warn", "CUDA 12.8")}),
+    "of a GPU without a target": (MadeUp([B200]), {"cuda:4": ("ok", "10.0: no target is for it")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("driver", "expected"), DRIVERS.values(), ids=DRIVERS.keys())
+def test_doctor_says_what_gpus_there_are(
+    monkeypatch: pytest.MonkeyPatch, driver: MadeUp | None, expected: dict[str, tuple[str, str]]
+) -> None:
+    def answer() -> MadeUp:
+        if driver is None:
+            raise InstallationError("NVIDIA driver", "libcuda.so.1", "no library")
+        return driver
+
+    monkeypatch.setattr(gpus, "driver", answer)
+    findings = {finding.check: finding for finding in diagnosing._gpus()}
+    assert findings.keys() >= expected.keys()
+    for check, (status, found) in expected.items():
+        assert findings[check].status == status and found in findings[check].found
 
 
 def test_doctor_refuses_the_wrong_pair_before_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:

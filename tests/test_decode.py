@@ -64,7 +64,7 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("shape", [(1, 3, 3, 7, 40), (1, 4, 1, 64, 80), (3, 6, 2, 40, 7), (1, 8, 1, 20, 64)])
+@pytest.mark.parametrize("shape", [(1, 3, 3, 7, 40), (1, 4, 1, 64, 80), (3, 6, 2, 40, 7), (12, 3, 1, 20, 24)])
 def test_every_size_on_every_machine(name, shape):
     op = decode(*shape, layout="rows" if shape[0] == 1 else "heads")
     function = library(op, machine(name))
@@ -133,7 +133,7 @@ def test_keys_outside_the_band_do_not_leak():
     close(run(function, op, q, k, v), expected)
 
 
-@pytest.mark.parametrize("L", [1, 9], ids=["decode", "attention"])
+@pytest.mark.parametrize("L", [1, 13], ids=["decode", "attention"])
 def test_a_hidden_value_in_a_column_of_its_own_does_not_leak(L):
     """17 columns are a vector and one lane, whose products with zero the simplifier would leave out."""
     op, profile = decode(L=L, F=17, mask=MaskInput("bool", (1, 1, 1, "S"))), machine()
@@ -178,8 +178,11 @@ def test_narrow_storage_is_computed_in_float32(dtype):
 def test_what_it_refuses_says_why():
     profile, kernel = machine(), DecodeKernel()
     assert "symbolic" in kernel.applies(replace(decode(), q_length="L"), profile)
-    assert "9" in kernel.applies(decode(L=9), profile)
-    assert "64" in kernel.applies(decode(L=8, H=16, G=2), profile)
+    assert "13" in kernel.applies(decode(L=13), profile)
+    narrow = vector_machine(512, 32, features=("avx512_bf16",))
+    assert "at most 8 queries" in kernel.applies(decode(L=9, dtype="bfloat16"), narrow)
+    assert kernel.applies(decode(L=9), narrow) is kernel.applies(decode(L=9, dtype="bfloat16"), profile) is None
+    assert "128" in kernel.applies(decode(L=8, H=32, G=2), profile)
     visible = np.ones((1, 1, 8), bool)
     assert "constant" in kernel.applies(replace(decode(), kv_length=8, static_mask=StaticMask(visible)), profile)
     assert [type(k).__name__ for k in KERNELS["cpu"]].index("DecodeKernel") < len(KERNELS["cpu"]) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,6 +20,18 @@ RTOL = 4e-6  # of the largest value: float32 sums of up to 200 terms
 @pytest.fixture(params=MACHINES, scope="module")
 def profile(request):
     return vector_machine(*MACHINES[request.param])
+
+
+def half(**choices):
+    """Every other pairing of a machine with the choices: each of these runs on two machines, and each machine has each
+    value of each choice."""
+    combined = [
+        (machine, *(values[i] for values, i in zip(choices.values(), places, strict=True)))
+        for m, machine in enumerate(MACHINES)
+        for places in product(*(range(len(values)) for values in choices.values()))
+        if (m + sum(places)) % 2 == 0
+    ]
+    return pytest.mark.parametrize(("profile", *choices), combined, indirect=["profile"], ids=str)
 
 
 def self_attention(H=3, E=20, F=12, **fields) -> AttentionOp:
@@ -47,19 +60,18 @@ def close(actual: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(actual - expected).max() <= RTOL * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("length", [1, 7, 33, 197])
-def test_self_attention_reads_its_heads_in_one_buffer(profile, length):
+def test_self_attention_reads_its_heads_in_one_buffer(profile):
     op, kernel = self_attention(), AttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
-    rng = np.random.default_rng(length)
-    x = rng.standard_normal((2, length, op.query.width), np.float32)
-    y = call(library["run"], x, np.full((2, length, 36), np.nan, np.float32))
-    q, k, v = (heads(part, 3) for part in np.split(x, [60, 120], axis=-1))
-    close(y, attention(op, q, k, v, None))
+    for length in (1, 7, 33, 197):
+        rng = np.random.default_rng(length)
+        x = rng.standard_normal((2, length, op.query.width), np.float32)
+        y = call(library["run"], x, np.full((2, length, 36), np.nan, np.float32))
+        q, k, v = (heads(part, 3) for part in np.split(x, [60, 120], axis=-1))
+        close(y, attention(op, q, k, v, None))
 
 
-@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("layout", ["rows", "heads"])
+@half(layout=["rows", "heads"], causal=["top_left", "bottom_right"])
 def test_causal_attention_in_both_layouts(profile, layout, causal):
     op, kernel = split_attention(layout=layout, band=Band(None, 0, causal)), AttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
@@ -73,8 +85,7 @@ def test_causal_attention_in_both_layouts(profile, layout, causal):
         close(y.transpose(0, 2, 1, 3).reshape(B, L, -1) if layout == "heads" else y, expected)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "float32"])
-@pytest.mark.parametrize("shape", [(2, 4, 37, 131), (1, 1, 37, 131), (2, 1, 1, 131), (1, 4, 1, 1)])
+@half(shape=[(2, 4, 37, 131), (1, 1, 37, 131), (2, 1, 1, 131), (1, 4, 1, 1)], dtype=["bool", "float32"])
 def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
     """One of the masked keys holds NaN and Inf, and some queries see no key at all."""
     names = tuple(1 if size == 1 else name for size, name in zip(shape, "BHLS", strict=True))

@@ -12,9 +12,10 @@ import pytest
 
 from mhsa_compile import data, host, profile
 from mhsa_compile.errors import TargetError
-from mhsa_compile.profile import TargetProfile, load_profile, profile_names
+from mhsa_compile.profile import CpuProfile, CudaProfile, TargetProfile, load_cpu_profile, load_profile, profile_names
 
-FILES = [name for name in profile_names() if name != profile.NATIVE]
+FILES = [name for name in profile_names() if isinstance(load_profile(name), CpuProfile) and name != profile.NATIVE]
+GPUS = [name for name in profile_names() if isinstance(load_profile(name), CudaProfile)]
 # LLVM's features of arithmetic and vectors, where /proc/cpuinfo names them otherwise; the rest keep their name.
 CPUINFO = {
     "amx-bf16": "amx_bf16", "amx-int8": "amx_int8", "amx-tile": "amx_tile", "avx512bf16": "avx512_bf16",
@@ -38,6 +39,21 @@ mtriple = "riscv64-linux-gnu"
 [link]
 triple = "riscv64-linux-gnu"
 """
+MINIMAL_GPU = """family = "cuda"
+[tvm]
+kind = "cuda"
+arch = "sm_90a"
+mtriple = "x86_64-linux-gnu"
+[hardware]
+multiprocessors = 132
+shared_kib_per_block = 227
+shared_kib_per_multiprocessor = 228
+registers_per_multiprocessor = 65536
+threads_per_multiprocessor = 2048
+blocks_per_multiprocessor = 32
+[link]
+triple = "x86_64-linux-gnu"
+"""
 
 
 def test_every_promised_target_is_there() -> None:
@@ -58,6 +74,50 @@ def test_llvm_knows_the_cpu_and_its_features_are_stated(name: str) -> None:
         names = CPUINFO | ARMV7 if stated.tvm.mtriple.startswith("armv7") else CPUINFO
         used = {names[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in names}
     assert used <= set(stated.hardware.features)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_tvm_takes_a_gpu(name: str) -> None:
+    tvm = pytest.importorskip("tvm")
+
+    stated = load_profile(name)
+    assert isinstance(stated, CudaProfile)
+    target = tvm.target.Target(stated.tvm_config())
+    assert str(target.attrs["arch"]) == stated.tvm.arch
+    assert str(target.host.attrs["mtriple"]) == stated.tvm.mtriple
+
+
+# By hand: (threads, registers of each, bytes of shared memory) -> blocks at once.
+BLOCKS = {
+    "cuda-sm80": [((128, 128, 0), 4), ((256, 64, 48 * 1024), 3), ((1024, 32, 0), 2), ((128, 32, 163 * 1024), 1),
+                  ((128, 255, 0), 2), ((128, 32, 164 * 1024), 0)],
+    "cuda-sm86": [((128, 32, 0), 12), ((32, 32, 0), 16), ((1024, 32, 0), 1), ((128, 32, 99 * 1024), 1),
+                  ((256, 128, 40 * 1024), 2)],
+    "cuda-sm90a": [((384, 168, 227 * 1024), 1), ((128, 168, 100 * 1024), 2), ((1025, 32, 0), 0), ((512, 128, 0), 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_at_once(name: str) -> None:
+    stated = load_profile(name)
+    assert isinstance(stated, CudaProfile)
+    assert [stated.blocks_at_once(*block) for block, _ in BLOCKS[name]] == [blocks for _, blocks in BLOCKS[name]]
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"),
+    [((7, 5), None), ((8, 0), "cuda-sm80"), ((8, 6), "cuda-sm86"), ((8, 9), "cuda-sm86"), ((9, 0), "cuda-sm90a"),
+     ((10, 0), None)],
+)  # fmt: skip
+def test_the_best_target_of_a_gpu(capability: tuple[int, int], target: str | None) -> None:
+    found = profile.profile_of_gpu(capability)
+    assert (found and found.name) == target
+
+
+def test_what_is_for_cpus_refuses_a_gpu() -> None:
+    with pytest.raises(TargetError, match="a CPU: tuning is for those so far, got 'cuda-sm80', a GPU"):
+        load_cpu_profile("cuda-sm80", "tuning")
+    assert load_cpu_profile("znver4", "tuning") == load_profile("znver4")
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -119,7 +179,12 @@ BROKEN = {
     "zero": (MINIMAL.replace("[hardware]", "[hardware]\nvector_registers = 0"), "vector_registers"),
     "odd width": (MINIMAL.replace("[hardware]", "[hardware]\nvector_bits = 100"), "vector_bits"),
     "family": (MINIMAL.replace('"cpu"', '"gpu"'), "gpu"),
-    "family and kind": (MINIMAL.replace('"cpu"', '"cuda"'), "tvm.kind 'llvm'"),
+    "family and kind": (MINIMAL.replace('"cpu"', '"cuda"'), "tvm.kind"),
+    "a CPU's facts of a GPU": (MINIMAL_GPU.replace("[hardware]", "[hardware]\nl1d_kib = 4"), "l1d_kib"),
+    "a GPU's facts of a CPU": (MINIMAL.replace("[hardware]", "[hardware]\nmultiprocessors = 4"), "multiprocessors"),
+    "no architecture": (MINIMAL_GPU.replace('arch = "sm_90a"', ""), "arch"),
+    "no such architecture": (MINIMAL_GPU.replace("sm_90a", "sm_hopper"), "tvm.arch"),
+    "no family": (MINIMAL.replace('family = "cpu"', ""), "family"),
     "a name of its own": ('name = "mine"\n' + MINIMAL, "name"),
     "not TOML": ("family = ", "Invalid value"),
     "not text": ("\xff", "utf-8"),
@@ -218,9 +283,10 @@ def test_native_runs_here() -> None:
 
 
 def test_a_profile_survives_the_manifest() -> None:
-    original = load_profile("sapphirerapids")
-    manifest: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(original)))
-    assert msgspec.convert(manifest, TargetProfile) == original
+    for name in ("sapphirerapids", "cuda-sm90a"):
+        original = load_profile(name)
+        manifest: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(original)))
+        assert msgspec.convert(manifest, TargetProfile) == original
 
 
 def test_data_folders() -> None:

@@ -50,15 +50,20 @@ def test_shell_blocks_hold_only_programs_that_are_checked() -> None:
     assert programs == {"make", "mhsa", "pip"}
 
 
-COMMAND_LINE = "## From the command line"
-"""The part whose commands need nothing of the parts before it: it is run by itself, beside them."""
+ON_A_GPU, COMMAND_LINE = "### On an NVIDIA GPU", "## From the command line"
+"""The parts that need nothing of those before them: each is run by itself, beside them."""
 
 
-def parts() -> tuple[list[Block], list[Block]]:
-    """Blocks up to the command line's, and its own."""
-    begin = README.read_text(encoding="utf-8").partition(COMMAND_LINE)[0].count("\n")
-    before = [block for block in blocks() if block.line < begin]
-    return before, list(blocks())[len(before) :]
+def parts() -> tuple[list[Block], list[Block], list[Block]]:
+    """Blocks up to the GPU's, its own, and the command line's."""
+    text = README.read_text(encoding="utf-8")
+    gpu, command_line = (text.partition(title)[0].count("\n") for title in (ON_A_GPU, COMMAND_LINE))
+    found = list(blocks())
+    return (
+        [block for block in found if block.line < gpu],
+        [block for block in found if gpu < block.line < command_line],
+        [block for block in found if block.line > command_line],
+    )
 
 
 @pytest.mark.filterwarnings(
@@ -81,11 +86,33 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for block in parts()[1]:
+    for block in parts()[2]:
         assert block.language == "sh"
         run_mhsa(block)
     made = {path.stem for path in tmp_path.glob("*.mhsa")}
     assert made == {"base", "window", "long", "int8", "step", "inside", "arm"}
+
+
+@pytest.mark.usefixtures("cuda_compiler")
+def test_what_is_for_gpus_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (compiling, _) = parts()[1]
+    run_mhsa(compiling)
+    assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"gpu"}
+
+
+def test_what_is_for_gpus_runs_here_with_a_cpu_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import mhsa_compile
+
+    monkeypatch.chdir(tmp_path)
+    (compiling, calling) = parts()[1]
+    assert calling.code.count("cuda:0") == 3 and compiling.code.count(" --target cuda-sm90a") == 1
+    run_mhsa(compiling._replace(code=compiling.code.replace(" --target cuda-sm90a", "")))
+    names: dict[str, Any] = {"mhsa": mhsa_compile, "torch": torch}
+    exec(calling.code.replace("cuda:0", "cpu"), names)
+    assert names["attended"].shape == names["copied"].shape == (2, 1024, 512)
 
 
 def run_mhsa(block: Block) -> None:
@@ -100,7 +127,9 @@ def run_mhsa(block: Block) -> None:
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {words[1] for words in shell_commands("make")} | set(re.findall(r"`make (\w+)`", README.read_text("utf-8")))
+    named = {words[1] for words in shell_commands("make")} | set(
+        re.findall(r"`make ([\w-]+)`", README.read_text("utf-8"))
+    )
     assert {"demo", "test"} <= named
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
 
@@ -118,7 +147,9 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
     "page",
     [
         "README.md",
+        "benchmarks/README.md",
         "docs/architecture.md",
+        "docs/gpu.md",
         "docs/masks.md",
         "docs/performance.md",
         "docs/tuning.md",

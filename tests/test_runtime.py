@@ -90,7 +90,7 @@ def test_bad_threads(artifact: Artifact, threads: object) -> None:
 
 
 def test_a_device_that_is_not_there(artifact: Artifact) -> None:
-    with pytest.raises(InputError, match="device: expected \"cpu\", got 'cuda'"):
+    with pytest.raises(InputError, match="device: expected \"cpu\", as it was compiled for one, got 'cuda'"):
         load(artifact, device="cuda")
 
 

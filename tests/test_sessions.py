@@ -12,7 +12,9 @@ from typing import Any
 
 import measured
 import msgspec
+import numpy as np
 import pytest
+import tvm
 
 from mhsa_compile import host, measuring, serve, sessions
 from mhsa_compile.errors import DeviceError
@@ -48,9 +50,11 @@ def test_right_candidates_are_timed_in_the_same_rounds(session: Session) -> None
 
 def test_sets_of_inputs_take_turns() -> None:
     """So that what reads them once reads them from where they lie, not from the caches."""
-    seen: list[tuple[str, ...]] = []
-    seconds = serve.seconds({"run": lambda *given: seen.append(given)}, 5, 2, "x0", "y0", "x1", "y1")
-    assert seen == [("x0", "y0"), ("x1", "y1"), ("x0", "y0"), ("x1", "y1"), ("x0", "y0")]
+    seen: list[tuple[int, ...]] = []
+    arrays = [tvm.runtime.tensor(np.full(1, i)) for i in range(4)]
+    run = {"run": lambda *given: seen.append(tuple(int(array.numpy()[0]) for array in given))}
+    seconds = serve.seconds(run, 5, 2, *arrays)
+    assert seen == [(0, 1), (2, 3), (0, 1), (2, 3), (0, 1)]
     assert seconds > 0
 
 

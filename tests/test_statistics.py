@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -105,16 +106,27 @@ def run(emitted: Emitted, library: Any, inputs: Sequence[Array], outputs: Sequen
     return [tensor.numpy() for tensor in tensors[-len(outputs) :]]
 
 
+Run = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # (inputs, outputs to be filled) -> what is in them
+
+
+def asked_of(op: AttentionOp, wanted: Inside) -> list[StatisticsOp | WeightsOp]:
+    weights = [WeightsOp(op, wanted.heads, wanted.rows)] if wanted.weights else []
+    return [StatisticsOp(op, wanted.lse, wanted.entropy, wanted.top_k), *weights]
+
+
 def check(
     op: AttentionOp, profile: TargetProfile, shapes: Sequence[tuple[int, int, int]], wanted: Inside = SUMS
 ) -> None:
-    """What is wanted, by kernels compiled once, at every shape: within twice PyTorch's error and a rounding step."""
-    asked: list[tuple[Any, Any]] = [
-        (StatisticsKernel(), StatisticsOp(op, wanted.lse, wanted.entropy, wanted.top_k)),
-        *([(WeightsKernel(), WeightsOp(op, wanted.heads, wanted.rows))] if wanted.weights else []),
-    ]
-    emitted = [kernel.emit(o, profile, kernel.default(o, profile)) for kernel, o in asked]
-    libraries = [compiled(one, profile) for one in emitted]
+    """What is wanted, by kernels compiled once, at every shape."""
+    runs: list[Run] = []
+    for kernel, asked in zip((StatisticsKernel(), WeightsKernel()), asked_of(op, wanted), strict=False):
+        emitted = kernel.emit(asked, profile, kernel.default(asked, profile))
+        runs.append(partial(run, emitted, compiled(emitted, profile)))
+    compare(op, runs, shapes, wanted)
+
+
+def compare(op: AttentionOp, runs: Sequence[Run], shapes: Sequence[tuple[int, int, int]], wanted: Inside) -> None:
+    """What the runs of `asked_of` give, at every shape: within twice PyTorch's error and a rounding step."""
     for B, L, S in shapes:
         inputs = [*operands(op, B, L, S), *masks(op, B, L, S), *extras(op, B, S)]
         exact, sinks = (None if t is None else t.numpy() for t in scores(op, inputs, torch.float64))
@@ -131,10 +143,10 @@ def check(
         rows = (B, op.num_heads, L)
         outputs = [np.full(rows, np.nan, np.float32) for _ in "le"]
         outputs += [np.full((*rows, wanted.top_k), np.nan, np.float32), np.full((*rows, wanted.top_k), -7, np.int64)]
-        found = run(emitted[0], libraries[0], inputs, outputs)
+        found = runs[0](inputs, outputs)
         if wanted.weights:
             filled = np.full(expected["weights"].shape, np.nan, DTYPES[op.dtype])
-            found += run(emitted[1], libraries[1], inputs, [filled])
+            found += runs[1](inputs, [filled])
         actual = dict(zip(wanted.names, found, strict=True))
         for name in actual.keys() - {"top_k_keys"}:
             allowed = budget(whole[name], yardstick[name], str(yardstick[name].dtype))

@@ -92,7 +92,7 @@ def measure(
         for task in tasks
     )
     columns = ("operation", "candidates>", "failed>", "default us>", "best us>", "speedup>")
-    output.print_table(f"{found.device.cpu}, {found.order.threads} threads: {out}", columns, rows)
+    output.print_table(f"{found.device.name}, {found.order.threads} threads: {out}", columns, rows)
 
 
 def _last(found: Results) -> str:

@@ -95,6 +95,29 @@ def _cpu() -> Iterator[Finding]:
     yield Finding("CPUs", "ok", f"{allowed} allowed of {present}: the threads a call gets by default")
 
 
+def _gpus() -> Iterator[Finding]:
+    """None is no fault: most artifacts are for CPUs."""
+    from mhsa_compile import gpus
+    from mhsa_compile.errors import DeviceError
+    from mhsa_compile.profile import profile_of_gpu
+
+    try:
+        driver = gpus.driver()
+        found = [driver.gpu(index) for index in range(driver.count)]
+    except (InstallationError, DeviceError) as error:
+        yield Finding("GPU", "ok", f"none: {error.got}")
+        return
+    old = driver.cuda[0] < gpus.OLDEST_CUDA
+    advice = f"Artifacts for GPUs need a driver for CUDA {gpus.OLDEST_CUDA}.0 or later." if old else ""
+    runs = f"CUDA {driver.cuda[0]}.{driver.cuda[1]}"
+    yield Finding("NVIDIA driver", "warn" if old else "ok", runs, advice)
+    for gpu in found:
+        target = profile_of_gpu(gpu.capability)
+        runs = "no target is for it" if target is None else f"compile with --target {target.name}"
+        capability = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        yield Finding(str(gpu), "ok", f"{gpu.name}, {capability}: {runs}")
+
+
 def _cache_folder() -> Iterator[Finding]:
     """Zig links there; nothing else is cached."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -116,5 +139,6 @@ _CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "TVM": _tvm,
     "packages": _packages,
     "CPU": _cpu,
+    "GPU": _gpus,
     "cache folder": _cache_folder,
 }

@@ -13,7 +13,7 @@ from mhsa_compile.errors import OutputError, TargetError
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
-    from mhsa_compile.profile import TargetProfile
+    from mhsa_compile.profile import CpuProfile
 
 
 def inspect(artifact: options.ArtifactFolder, *, json: options.Json = False) -> None:
@@ -74,7 +74,7 @@ def targets(
     name = profile.NATIVE if detect else name
     if name is not None:
         found = profile.load_profile(name)
-        text = (_findings(found) if name == profile.NATIVE else "") + found.to_toml()
+        text = (_findings(profile.detect()) if name == profile.NATIVE else "") + found.to_toml()
         if out is not None:
             _save(text, out)
         output.print_json(found) if json else typer.echo(text, nl=False)
@@ -85,13 +85,20 @@ def targets(
     if json:
         output.print_json(profiles)
         return
-    columns = ("target", "family", "triple", "CPU", "vector bits>", "registers>", "L1d KiB>", "L2 KiB>", "cores>")
+    columns = ("target", "triple", "CPU", "vector bits>", "registers>", "L1d KiB>", "L2 KiB>", "cores>")
     rows = (
-        (p.name, p.family, p.tvm.mtriple, p.tvm.mcpu, p.hardware.vector_bits, p.hardware.vector_registers,
-         p.hardware.l1d_kib, p.hardware.l2_kib, p.hardware.cores)
-        for p in profiles
+        (p.name, p.tvm.mtriple, p.tvm.mcpu, p.hardware.vector_bits, p.hardware.vector_registers, p.hardware.l1d_kib,
+         p.hardware.l2_kib, p.hardware.cores)
+        for p in profiles if isinstance(p, profile.CpuProfile)
     )  # fmt: skip
-    output.print_table("Targets", columns, rows)
+    output.print_table("CPUs", columns, rows)
+    gpu_columns = ("target", "host", "architecture", "multiprocessors>", "shared KiB a block>", "threads at once>")
+    gpus = (
+        (p.name, p.tvm.mtriple, p.tvm.arch, p.hardware.multiprocessors, p.hardware.shared_kib_per_block,
+         p.hardware.threads_per_multiprocessor)
+        for p in profiles if isinstance(p, profile.CudaProfile)
+    )  # fmt: skip
+    output.print_table("GPUs", gpu_columns, gpus)
 
 
 def _save(text: str, out: Path) -> None:
@@ -105,7 +112,7 @@ def _save(text: str, out: Path) -> None:
         raise OutputError("-o", "a file that is not there yet", repr(str(out)), "Choose another name.") from None
 
 
-def _findings(profile: TargetProfile) -> str:
+def _findings(profile: CpuProfile) -> str:
     """What was detected and is no field, as a comment."""
     threads = f"{host.allowed_cpus()} threads for this process, {host.threads_per_core()} a core"
     return f"# {host.cpu_model()}: {profile.vector_lanes('float32')} float32 a vector; {threads}.\n"

@@ -19,9 +19,9 @@ also spends multiplication slots on its exponentials, between these loops. Tails
 def predict(given: Given, target: str, json: bool) -> None:
     """Print it for each source or workload. Raises InputError, TargetError, InstallationError."""
     from mhsa_compile import mca
-    from mhsa_compile.profile import load_profile
+    from mhsa_compile.profile import load_cpu_profile
 
-    profile = load_profile(target)
+    profile = load_cpu_profile(target, "predicting")
     given.check()
     mca.find(profile)  # what is missing is said before PyTorch is loaded
     sources.require_compiler()

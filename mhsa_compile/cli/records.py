@@ -169,7 +169,7 @@ def _show(title: str, last: str, rows: Iterable[tuple[Record, Any]]) -> None:
     columns = ("operation", "lengths", "kernel", "config", "us>", "vs default>", "threads>", "device", "date", last)
     cells = (
         (_operation(r), _lengths(r), r.kernel, output.assignments(r.config), f"{r.median_us:,.2f}",
-         f"{1 / share_of_default(r):.2f} x", r.threads, f"{r.device.cpu}{', emulated' if r.device.emulated else ''}",
+         f"{1 / share_of_default(r):.2f} x", r.threads, f"{r.device.name}{', emulated' if r.device.emulated else ''}",
          r.date[:10], more)
         for r, more in rows
     )  # fmt: skip

@@ -37,7 +37,7 @@ def run(
     attention = load(artifact, threads=threads)
     arguments = arrays.complete(given, attention.inputs, options.stated_dims(batch, length, kv_length, capacity), seed)
     started = time.perf_counter()
-    result = attention(**arguments)
+    result = attention.from_host(**arguments)
     seconds = time.perf_counter() - started
     values = result if isinstance(result, (tuple, list)) else (result,)
     outputs = {info.name: value for info, value in zip(attention.outputs, values, strict=True)}

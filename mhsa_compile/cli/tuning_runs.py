@@ -55,11 +55,15 @@ class Settings:
     seed: int
     exhaustive: bool
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.profile.family == "cuda"
+
     def session(self, tracker: tuple[Address, str] | None) -> AbstractContextManager[Session]:
         from mhsa_compile import sessions
 
         if tracker is None:
-            return sessions.local(self.threads)
+            return sessions.local(1 if self.on_gpu else self.threads)
         (host, port), key = tracker
         return sessions.tracker(host, port, key)
 
@@ -89,10 +93,14 @@ def operations(case: Case) -> dict[str, Op]:
 def search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> Outcome:
     """Records from a session; `peers` are shown beside what it finds."""
     from mhsa_compile import leftovers, meta, pipeline
+    from mhsa_compile.profile import CpuProfile
     from mhsa_compile.tune import tune
 
     profile, request = settings.profile, settings.request(case)
     imported = pipeline.imported(case.source, dims=case.dims, weights=case.weights)
+    if not isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
+        with tuning_view.live(case.name, settings.seconds, peers) as watch:
+            return Outcome(tune(imported.ops, profile, session, request, watch=watch), None, peers)
     left = leftovers.tasks(imported.module, profile)
     for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in left) else 0.0
     request = replace(request, seconds=settings.seconds - for_rest)
@@ -107,7 +115,10 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
 
 
 def search_here(case: Case, settings: Settings, session: Session, peers: tuple[str, ...]) -> Outcome:
-    """On this machine, where the whole artifact can be timed, too: before with its peers, and afterwards."""
+    """On this machine, where the whole artifact can be timed, too: before with its peers, and afterwards. A GPU's are
+    timed by `make bench-gpu`."""
+    if settings.on_gpu:
+        return search(case, settings, session, {})
     default, ratios = _default(case, settings.profile, session.threads, peers)
     outcome = search(case, settings, session, ratios)
     return replace(outcome, gain=_gain(case, settings, default, session.threads))
@@ -116,9 +127,10 @@ def search_here(case: Case, settings: Settings, session: Session, peers: tuple[s
 def write_bundle(case: Case, settings: Settings, path: Path) -> int:
     """Returns how many candidates it holds."""
     from mhsa_compile import parcel
+    from mhsa_compile.profile import CudaProfile
 
     profile = settings.profile
-    threads = settings.threads or profile.hardware.cores
+    threads = 1 if isinstance(profile, CudaProfile) else settings.threads or profile.hardware.cores
     with output.stages() as stage:
         stage(f"import {case.name}")
         return parcel.pack(operations(case), profile, threads, profile.name, settings.request(case), path, stage)

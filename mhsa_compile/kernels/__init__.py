@@ -11,6 +11,19 @@ from mhsa_compile.kernels.cpu.rope import RotaryKernel
 from mhsa_compile.kernels.cpu.scatter import ScatterKernel
 from mhsa_compile.kernels.cpu.statistics import StatisticsKernel
 from mhsa_compile.kernels.cpu.weights import WeightsKernel
+from mhsa_compile.kernels.cuda import (
+    attention,
+    attention_float32,
+    decode,
+    hopper,
+    linear,
+    linear_hopper,
+    present,
+    rope,
+    scatter,
+    statistics,
+    weights,
+)
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cpu": (
@@ -22,5 +35,19 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
         RotaryKernel(),
         ScatterKernel(),
         PresentKernel(),
-    )
+    ),
+    "cuda": (
+        linear_hopper.HopperLinearKernel(),
+        linear.LinearKernel(),
+        linear.Float32LinearKernel(),
+        decode.DecodeKernel(),
+        hopper.HopperAttentionKernel(),
+        attention.AttentionKernel(),
+        attention_float32.AttentionFloat32Kernel(),
+        statistics.StatisticsKernel(),
+        weights.WeightsKernel(),
+        rope.RotaryKernel(),
+        scatter.ScatterKernel(),
+        present.PresentKernel(),
+    ),
 }

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from mhsa_compile.kernels.operations import Op
-from mhsa_compile.profile import TargetProfile
 
 Config = Mapping[str, int]
 CACHE_LINE = 64  # bytes, on every machine here
@@ -22,13 +21,19 @@ class Emitted:
     """The code of one operation: `run`, and for operations with weights the `pack` that prepares them at load.
 
     `run` takes the inputs, then the packed weights, then the `constants`, then the output (none where the operation is
-    in place). `pack` takes the weights (and biases), then its outputs, of `packed`: the shape and dtype of each.
+    in place), then the workspace, where it has one: float32 of this shape, to write in and read from during the call.
+    `pack` takes the weights (and biases), then its outputs, of `packed`: the shape and dtype of each.
     """
 
     run: PrimFunc
     pack: PrimFunc | None = None
     packed: tuple[tuple[tuple[int, ...], str], ...] = ()
     constants: tuple[np.ndarray[Any, Any], ...] = ()
+    workspace: tuple[int, ...] = ()
+
+
+Profile = Any
+"""The profile of the kernel's own family: a CpuProfile or a CudaProfile."""
 
 
 class Kernel(Protocol):
@@ -36,33 +41,33 @@ class Kernel(Protocol):
 
     name: str
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None: ...
+    def applies(self, op: Op, profile: Profile) -> str | None: ...
 
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: Op, profile: Profile) -> dict[str, tuple[int, ...]]:
         """The choices of each knob, for a tuner."""
         ...
 
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+    def default(self, op: Op, profile: Profile) -> dict[str, int]:
         """A config that is good without tuning."""
         ...
 
-    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+    def unfit(self, op: Op, profile: Profile, config: Config) -> str | None:
         """Why nothing can be emitted for a config, or None: asked of what a tuner draws, and of what a record says."""
         ...
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted: ...
+    def emit(self, op: Op, profile: Profile, config: Config) -> Emitted: ...
 
 
 class Fixed:
     """The part of a kernel that has no knobs: nothing to choose, and one config."""
 
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: Op, profile: Profile) -> dict[str, tuple[int, ...]]:
         return {}
 
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+    def default(self, op: Op, profile: Profile) -> dict[str, int]:
         return {}
 
-    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+    def unfit(self, op: Op, profile: Profile, config: Config) -> str | None:
         return unknown_knobs(config, ())
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mhsa_compile import zig
 from mhsa_compile.artifact import MANIFEST, Artifact, check_place, replaced
+from mhsa_compile.errors import InputError
 from mhsa_compile.standalone import runtimes, texts
 from mhsa_compile.standalone.texts import MAIN
 
@@ -69,6 +70,8 @@ def bundle(
     """
     folder = Path(path).resolve()
     check_folder(folder, force)
+    if (family := artifact.manifest.target["family"]) != "cpu":
+        raise InputError("artifact", "one for a CPU: bundles are for those so far", f"one for {family}")
     found = runtimes.find(artifact.manifest, runtime, progress)
     headers = runtimes.package_folder("tvm_ffi") / "include"
     triple = artifact.manifest.target["link"]["triple"]

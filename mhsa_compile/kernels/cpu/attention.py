@@ -35,7 +35,7 @@ from mhsa_compile.kernels.cpu.operands import (
 )
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, ceil_div, settle
 from mhsa_compile.kernels.operations import AttentionOp, Band, Op
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
 class AttentionKernel:
@@ -43,18 +43,16 @@ class AttentionKernel:
 
     name = "cpu.attention"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, AttentionOp):
             return "not an attention"
-        if profile.family != "cpu":
-            return f"made for CPUs, not for {profile.family}"
         if op.softmax != "float32":
             return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         return unfit_softcap(op)
 
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")
         return {
             "queries": tuple(lanes * n for n in (1, 2, 3, 4, 6)),
@@ -62,7 +60,7 @@ class AttentionKernel:
             "keys": (24, 48, 60, 64, 72, 96, 120, 128, 192, 256, 384),
         }
 
-    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("queries", "key_tile", "keys")):
             return reason
         queries, key_tile, keys = config["queries"], config["key_tile"], config["keys"]
@@ -71,7 +69,7 @@ class AttentionKernel:
         columns = -(-queries // profile.vector_lanes("float32"))
         return unfit_tile(key_tile, columns, profile.hardware.vector_registers)
 
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the fewest loads a product; a block of keys whose P^T and V fill two thirds of L1."""
         assert isinstance(op, AttentionOp)
         # Of 32 registers 4 x 4 accumulators leave room for the exponentials beside them; of 16, 6 x 2 was the fastest.
@@ -83,13 +81,13 @@ class AttentionKernel:
         keys = min(512, max(32, room)) // key_tile * key_tile
         return {"queries": queries, "key_tile": key_tile, "keys": keys}
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, AttentionOp)
         op, planned = planned_apart(op, profile, config)
         return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
 
 
-def planned_apart(op: AttentionOp, profile: TargetProfile, config: Config) -> tuple[AttentionOp, Plan | None]:
+def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, Plan | None]:
     """(What is left to the kernel, the plan of a static mask and of as much of the band as it holds.)"""
     if op.static_mask is None:
         return op, None
@@ -105,7 +103,7 @@ def _divided(op: AttentionOp) -> tuple[Band | None, Band | None]:
     return None if late else op.band, op.band if late or op.slopes else None
 
 
-def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned: Plan | None) -> Expr:
+def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
     dim = Dims()
     batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     queries, lanes = config["queries"], profile.vector_lanes("float32")
@@ -155,7 +153,7 @@ def _attention(op: AttentionOp, profile: TargetProfile, config: Config, planned:
     return builder.get()
 
 
-def _instruction(op: AttentionOp, profile: TargetProfile, key_tile: int) -> Dot | None:
+def _instruction(op: AttentionOp, profile: CpuProfile, key_tile: int) -> Dot | None:
     """What multiplies this attention's 16-bit operands as they are, the fastest first, or None."""
     lanes = profile.vector_lanes("float32")
     if words_fit(op, wide := matrix(profile, op.dtype), lanes, key_tile):
@@ -217,7 +215,7 @@ def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Calla
 
 def _emit_tile(
     operands: Operands,
-    profile: TargetProfile,
+    profile: CpuProfile,
     config: Config,
     output: HeadView,
     mask: MaskReader | None,

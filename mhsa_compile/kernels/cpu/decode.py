@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
-from mhsa_compile.kernels.cpu import functions, vectors
+from mhsa_compile.kernels.cpu import dot, functions, vectors
 from mhsa_compile.kernels.cpu.decode_parts import Shares, Splits
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.decode_task import DecodeTask, finite
@@ -33,9 +33,12 @@ from mhsa_compile.kernels.cpu.operands import (
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, constant, load, settle, splat, store
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
-MOST_QUERIES, MOST_ROWS = 8, 32
+MOST_QUERIES, MOST_ROWS = 12, 96
+MOST_QUERIES_BESIDE_DOT = 8
+"""Where `cpu.attention` overtakes it, or is about to: `benchmarks/crossover.py` shows both. Earlier in a dtype whose
+products of pairs the CPU adds at once, as tiles of queries are made of those, and this kernel is not."""
 LEAST_PARALLEL = 1 << 16
 """Keys and values (elements) below which waking threads takes longer than the work."""
 
@@ -45,23 +48,22 @@ class DecodeKernel:
 
     name = "cpu.decode"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, AttentionOp):
             return "not an attention"
-        if profile.family != "cpu":
-            return f"made for CPUs, not for {profile.family}"
         if not isinstance(op.q_length, int):
             return f"the query length {op.q_length!r} is symbolic; this kernel is for a fixed one"
-        rows = _rows(op)
-        if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
-            return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
+        has_dot = dot.available(profile, op.dtype) or dot.matrix(profile, op.dtype)
+        rows, most = _rows(op), MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES
+        if op.q_length > most or rows > MOST_ROWS:
+            return f"for at most {most} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
         if op.softmax != "float32":
             return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None:
             return "no constant masks"
         return unfit_softcap(op)
 
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {
             "keys": (32, 64, 128, 256, 512, 1024),
             "value_rows": (1, 2, 3, 4, 6, 8),
@@ -69,12 +71,12 @@ class DecodeKernel:
             "least_keys": (64, 128, 256, 512),
         }
 
-    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("keys", "value_rows", "value_columns", "least_keys")):
             return reason
         return unfit_tile(config["value_rows"], config["value_columns"], profile.hardware.vector_registers)
 
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
         assert isinstance(op, AttentionOp)
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
@@ -82,12 +84,12 @@ class DecodeKernel:
         keys = profile.hardware.l2_kib * 1024 // 4 // (vectors.DTYPE_BYTES[op.dtype] * op.v_head_dim)
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, AttentionOp)
         return Emitted(run=_decode(op, profile, config))
 
 
-def _decode(op: AttentionOp, profile: TargetProfile, config: Config) -> Expr:
+def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     assert isinstance(op.q_length, int)
     dim = Dims()
     batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
@@ -153,7 +155,7 @@ class _Decode:
     def __init__(
         self,
         op: AttentionOp,
-        profile: TargetProfile,
+        profile: CpuProfile,
         config: Config,
         inputs: dict[int, Expr],
         mask: Expr | None,

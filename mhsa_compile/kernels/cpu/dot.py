@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu import dot_aarch64
 from mhsa_compile.kernels.cpu.vectors import Expr, splat
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Dot:
         return [T.Shuffle([accumulator], [T.int32(i) for i in row]) for row in places]
 
 
-def available(profile: TargetProfile, dtype: str) -> Dot | None:
+def available(profile: CpuProfile, dtype: str) -> Dot | None:
     """The widest dot product of `dtype` on this target, or None."""
     return max(_usable(profile, dtype, 1), key=lambda dot: dot.lanes, default=None)
 
 
-def matrix(profile: TargetProfile, dtype: str) -> Dot | None:
+def matrix(profile: CpuProfile, dtype: str) -> Dot | None:
     """The matrix product of `dtype` on this target, or None."""
     return next(iter(_usable(profile, dtype, 2)), None)
 
 
-def _usable(profile: TargetProfile, dtype: str, rows: int) -> list[Dot]:
+def _usable(profile: CpuProfile, dtype: str, rows: int) -> list[Dot]:
     width, features = profile.vector_lanes("float32"), profile.hardware.features
     return [
         dot

@@ -31,7 +31,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     tile_registers,
 )
 from mhsa_compile.kernels.operations import LinearOp, Op
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
 
@@ -41,16 +41,14 @@ class LinearKernel:
 
     name = "cpu.linear"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, LinearOp):
             return "not a linear projection"
-        if profile.family != "cpu":
-            return f"made for CPUs, not for {profile.family}"
         if op.int8_weights and op.in_features > MOST_INT8_TERMS:
             return f"sums of int8 products up to {MOST_INT8_TERMS} terms, not {op.in_features}"
         return None
 
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         assert isinstance(op, LinearOp)
         fixed = [dim for dim in op.rows if isinstance(dim, int)]
         count = prod(fixed) if len(fixed) == len(op.rows) else 4096
@@ -64,7 +62,7 @@ class LinearKernel:
             "group": (1, 2, 4, 8),
         }
 
-    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
             return reason
         assert isinstance(op, LinearOp)
@@ -74,7 +72,7 @@ class LinearKernel:
         # So many rows of sums lie in one register, which then holds so many features fewer.
         return unfit_tile(rows // joined, config["columns"] * joined, profile.hardware.vector_registers)
 
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that
         divide the usual lengths; a block of rows of x that the caches hold."""
         assert isinstance(op, LinearOp)
@@ -110,7 +108,7 @@ class LinearKernel:
         block, group = min(512, block), max(1, min(8, group))
         return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, LinearOp)
         format = format_of(op, profile, config["columns"])
         return Emitted(_linear(format, profile.hardware.cores, config), pack(format), format.packed)

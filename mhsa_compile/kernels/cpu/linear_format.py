@@ -8,7 +8,7 @@ from mhsa_compile.kernels.cpu import dot
 from mhsa_compile.kernels.cpu.dot import Dot
 from mhsa_compile.kernels.cpu.vectors import DTYPE_BYTES
 from mhsa_compile.kernels.operations import LinearOp
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Format:
         return (((self.panels, self.steps, self.panel), self.weight), (each, "float32"), *scales, *offsets)
 
 
-def format_of(op: LinearOp, profile: TargetProfile, columns: int) -> Format:
+def format_of(op: LinearOp, profile: CpuProfile, columns: int) -> Format:
     """The format with the fastest instruction that the target has for this operation."""
     dtype = "int8" if op.int8_weights else op.dtype
     instruction = dot.matrix(profile, dtype) or dot.available(profile, dtype)

@@ -25,7 +25,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
 )
 from mhsa_compile.kernels.operations import Op, PresentOp
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 ROWS = 64  # of a task: some KiB, which hide what it takes to begin one
 
@@ -35,12 +35,10 @@ class PresentKernel(Fixed):
 
     name = "cpu.present"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        if not isinstance(op, PresentOp):
-            return "not a present"
-        return None if profile.family == "cpu" else f"made for CPUs, not for {profile.family}"
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
+        return None if isinstance(op, PresentOp) else "not a present"
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, PresentOp)
         return Emitted(_present(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
 

@@ -18,7 +18,7 @@ from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, each_task, each_vector, load, settle, store
 from mhsa_compile.kernels.operations import Op, RotaryOp
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
 class RotaryKernel(Fixed):
@@ -26,14 +26,12 @@ class RotaryKernel(Fixed):
 
     name = "cpu.rope"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, RotaryOp):
             return "not a rotary embedding"
-        if profile.family != "cpu":
-            return f"made for CPUs, not for {profile.family}"
         return None
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, RotaryOp)
         return Emitted(_rope(op, profile.vector_lanes("float32")))
 

@@ -29,7 +29,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
 )
 from mhsa_compile.kernels.operations import Op, ScatterOp
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
 class ScatterKernel(Fixed):
@@ -37,16 +37,14 @@ class ScatterKernel(Fixed):
 
     name = "cpu.scatter"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, ScatterOp):
             return "not a scatter"
-        if profile.family != "cpu":
-            return f"made for CPUs, not for {profile.family}"
         if op.dtype not in DTYPE_BYTES:
             return f"no elements of {op.dtype}"
         return None
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, ScatterOp)
         return Emitted(_scatter(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
 
@@ -58,13 +56,13 @@ def _scatter(op: ScatterOp, lanes: int) -> Expr:
             T.func_name("scatter")
             T.func_attr({"tirx.noalias": True})
             cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
-            update = argument("update", _update_shape(op, dim), op.dtype)
+            update = argument("update", update_shape(op, dim), op.dtype)
             indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
             result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
-            folded = _folded(cache, op)
-            written = folded if op.in_place else _folded(result, op)
-            rows = update if op.update is not None else _folded(update, op)
-            task = _Scatter(op, folded, rows, indices, written, lanes)
+            seen = folded(cache, op)
+            written = seen if op.in_place else folded(result, op)
+            rows = update if op.update is not None else folded(update, op)
+            task = _Scatter(op, seen, rows, indices, written, lanes)
             task.check()
             if op.in_place:
                 task.write_rows()
@@ -73,18 +71,18 @@ def _scatter(op: ScatterOp, lanes: int) -> Expr:
     return builder.get()
 
 
-def _update_shape(op: ScatterOp, dim: Dims) -> list[Expr]:
+def update_shape(op: ScatterOp, dim: Dims) -> list[Expr]:
     if op.update is not None:
         return [dim(op.cache[0]), dim(op.length), T.int64(op.update.width)]
     return [dim(op.length if i == op.axis else size) for i, size in enumerate(op.cache)]
 
 
-def _folded(buffer: Expr, op: ScatterOp) -> Expr:
+def folded(buffer: Expr, op: ScatterOp) -> Expr:
     """A buffer of the cache's rank as (batch, heads, rows, row)."""
     shape = list(buffer.shape)
     heads, row = (math.prod(part, start=T.int64(1)) for part in (shape[1 : op.axis], shape[op.axis + 1 :]))
-    folded = [shape[0], heads, shape[op.axis], row]
-    return T.decl_buffer(folded, op.dtype, data=buffer.data, align=DTYPE_BYTES[op.dtype])
+    sizes = [shape[0], heads, shape[op.axis], row]
+    return T.decl_buffer(sizes, op.dtype, data=buffer.data, align=DTYPE_BYTES[op.dtype])
 
 
 @dataclass(frozen=True)

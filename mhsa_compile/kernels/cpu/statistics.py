@@ -26,7 +26,7 @@ from mhsa_compile.kernels.cpu.statistics_rows import Candidates, RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.vectors import Expr, argument, ceil_div, load, scratch, settle, store
 from mhsa_compile.kernels.operations import Op, StatisticsOp
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
 class StatisticsKernel:
@@ -34,30 +34,30 @@ class StatisticsKernel:
 
     name = "cpu.statistics"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, StatisticsOp):
-            return "not statistics of a softmax"
+            return "not a softmax's statistics"
         return AttentionKernel().applies(op.attention, profile)
 
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         assert isinstance(op, StatisticsOp)
         return AttentionKernel().space(op.attention, profile)
 
-    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
         assert isinstance(op, StatisticsOp)
         return AttentionKernel().unfit(op.attention, profile, config)
 
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
         return default_config(profile)
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, StatisticsOp)
         attention, planned = planned_apart(op.attention, profile, config)
         run = _statistics(replace(op, attention=attention), profile, config, planned)
         return Emitted(run, constants=planned.arrays if planned else ())
 
 
-def _statistics(op: StatisticsOp, profile: TargetProfile, config: Config, planned: Plan | None) -> Expr:
+def _statistics(op: StatisticsOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
     def body() -> None:
         attention = op.attention
         call, _ = call_arguments(attention, profile, config)

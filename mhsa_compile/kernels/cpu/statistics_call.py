@@ -17,10 +17,10 @@ from mhsa_compile.kernels.cpu.dot import Dot, available
 from mhsa_compile.kernels.cpu.operands import Extras, extra_arguments, head_view, input_arguments, mask_reader
 from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, settle
 from mhsa_compile.kernels.operations import AttentionOp
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
-def default_config(profile: TargetProfile) -> dict[str, int]:
+def default_config(profile: CpuProfile) -> dict[str, int]:
     """Two columns of queries: a last tile wastes little. Scores leave some registers to their exponentials."""
     key_tile = 8 if profile.hardware.vector_registers >= 32 else 4
     return {"queries": 2 * profile.vector_lanes("float32"), "key_tile": key_tile, "keys": 256}
@@ -31,7 +31,7 @@ class Call:
     """The arguments of a call, and the sizes they state."""
 
     op: AttentionOp
-    profile: TargetProfile
+    profile: CpuProfile
     config: Config
     batch: Expr
     q_length: Expr
@@ -81,7 +81,7 @@ class Call:
         return None if self.mask is None else partial(mask_reader(self.mask, b), h)
 
 
-def call_arguments(op: AttentionOp, profile: TargetProfile, config: Config) -> tuple[Call, Dims]:
+def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[Call, Dims]:
     """The arguments that an attention and what looks into it have in common."""
     dim = Dims()
     batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)

@@ -27,7 +27,7 @@ from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.statistics_weights import WeightsWriter
 from mhsa_compile.kernels.cpu.vectors import Expr, argument, ceil_div, settle, store
 from mhsa_compile.kernels.operations import MaskInput, Op, WeightsOp
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import CpuProfile
 
 
 class WeightsKernel:
@@ -35,25 +35,25 @@ class WeightsKernel:
 
     name = "cpu.weights"
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, WeightsOp):
-            return "not weights of a softmax"
+            return "not a softmax's weights"
         return AttentionKernel().applies(op.attention, profile)
 
-    def space(self, op: Op, profile: TargetProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         assert isinstance(op, WeightsOp)
         return AttentionKernel().space(op.attention, profile)
 
-    def unfit(self, op: Op, profile: TargetProfile, config: Config) -> str | None:
+    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
         assert isinstance(op, WeightsOp)
         return AttentionKernel().unfit(op.attention, profile, config)
 
-    def default(self, op: Op, profile: TargetProfile) -> dict[str, int]:
+    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
         assert isinstance(op, WeightsOp)
         # A chosen row is a task of its own, with one query in one lane: its neighbours are not wanted.
         return default_config(profile) | ({} if op.rows is None else {"queries": 1})
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, WeightsOp)
         heads = np.array(range(op.attention.num_heads) if op.heads is None else op.heads, np.int32)
         if op.rows is None:
@@ -76,7 +76,7 @@ def _rows_of(visible: np.ndarray[Any, Any], rows: tuple[int, ...]) -> np.ndarray
     return chosen
 
 
-def _weights(op: WeightsOp, profile: TargetProfile, config: Config, planned: Plan | None) -> Expr:
+def _weights(op: WeightsOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
     """All rows of the chosen heads."""
 
     def body() -> None:
@@ -103,7 +103,7 @@ def _weights(op: WeightsOp, profile: TargetProfile, config: Config, planned: Pla
     return function("weights", body)
 
 
-def _chosen_weights(op: WeightsOp, profile: TargetProfile, config: Config) -> Expr:
+def _chosen_weights(op: WeightsOp, profile: CpuProfile, config: Config) -> Expr:
     """Chosen rows: one task each."""
     assert op.rows is not None
     attention, visible = op.attention, op.attention.static_mask

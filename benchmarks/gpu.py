@@ -1,0 +1,141 @@
+"""Attention on an NVIDIA GPU: this project against PyTorch's SDPA backends, FlexAttention, FlashAttention where it is
+installed, and whole blocks against torch.compile. `make bench-gpu`; without a GPU it says so, and ends.
+
+    python benchmarks/gpu.py [--workload NAME|GROUP ...] [--against PEER ...] [--json FILE] [--text FILE]
+    python benchmarks/gpu.py --read FILE            # the table again, of what was measured
+
+How it is timed: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from datetime import date
+from pathlib import Path
+
+import msgspec
+
+import mhsa_compile as mhsa
+from mhsa_compile import gpu_bench
+from mhsa_compile.errors import DeviceError, MhsaError
+from mhsa_compile.gpu_bench.cases import WORKLOADS, choose
+from mhsa_compile.gpu_bench.figures import Figures, Machine, Result
+from mhsa_compile.gpu_bench.table import text
+from mhsa_compile.installation import installed_version
+from mhsa_compile.profile import CudaProfile, profile_of_gpu
+from mhsa_compile.spec_checks import DTYPES
+from mhsa_compile.workloads import Workload
+
+PACKAGES = ("apache-tvm", "torch", "triton", "nvidia-cudnn-cu13", "flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = parse(words)
+    try:
+        figures = read(options.read) if options.read else measured(options)
+    except MhsaError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text(figures), end="")
+    if options.text:
+        options.text.write_text(text(figures), encoding="utf-8")
+    return 0 if figures.ok else 1
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
+    names = ", ".join(workload.name for workload in WORKLOADS)
+    parser.add_argument("--workload", nargs="+", default=["all"], metavar="NAME", help=f"names or groups: {names}")
+    parser.add_argument("--against", nargs="*", default=["all"], metavar="PEER", help="by default all")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of every workload")
+    parser.add_argument("--device", default="cuda:0", metavar="cuda:N")
+    parser.add_argument("--target", help="by default the latest that the GPU runs")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of the GPU's, for each candidate (default: 0.5)")
+    parser.add_argument("--eager", action="store_true", help="call by call, with the host's share; else CUDA graphs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, with device, versions and date")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take the figures from this JSON, measure nothing")
+    return parser.parse_args(words)
+
+
+def read(path: Path) -> Figures:
+    return msgspec.json.decode(path.read_bytes(), type=Figures)
+
+
+def written(figures: Figures) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(figures), indent=2)
+
+
+def measured(options: argparse.Namespace) -> Figures:
+    """Raises MhsaError where there is no GPU, or none that a target is for. The JSON grows with each workload."""
+    workloads = [workload.at(options.dtype) for workload in choose(options.workload)]
+    machine = gpu_bench.require_gpu(options.device)
+    asked = gpu_bench.Options(
+        target=options.target or _target(machine),
+        device=options.device,
+        against=tuple(options.against),
+        seconds=options.seconds,
+        graphs=not options.eager,
+    )
+    versions = {"mhsa-compile": mhsa.__version__, **{name: installed_version(name) for name in PACKAGES}}
+    figures = Figures(machine, versions, date.today(), options.seconds)
+
+    def note(workload: Workload, outcome: Result | str) -> None:
+        if isinstance(outcome, Result):
+            figures.results.append(outcome)
+        else:
+            figures.failed[workload.name] = outcome
+        print(f"{workload.name}: {'measured' if isinstance(outcome, Result) else outcome}", file=sys.stderr)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_bytes(written(figures))
+
+    in_turn(workloads, asked, note)
+    return figures
+
+
+def _target(machine: Machine) -> CudaProfile:
+    if (found := profile_of_gpu(machine.capability)) is None:
+        capability = f"compute capability {machine.capability[0]}.{machine.capability[1]}"
+        raise DeviceError("device", "a GPU that a target is for", f"{machine.name}, of {capability}", "Name --target.")
+    return found
+
+
+def in_turn(
+    workloads: Sequence[Workload],
+    options: gpu_bench.Options,
+    note: Callable[[Workload, Result | str], None],
+    new_pool: Callable[[], Executor] = lambda: ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")),
+) -> None:
+    """Each workload in the process of the last one, and after a failure in a new one: a kernel that dies takes the GPU
+    away from its process."""
+    pool: Executor | None = None
+    for workload in workloads:
+        pool = pool or new_pool()
+        try:
+            outcome = pool.submit(attempt, workload, options).result()
+        except BrokenProcessPool as error:
+            outcome = str(error)
+        note(workload, outcome)
+        if isinstance(outcome, str):
+            pool.shutdown()
+            pool = None
+    if pool is not None:
+        pool.shutdown()
+
+
+def attempt(workload: Workload, options: gpu_bench.Options) -> Result | str:
+    """In the child process: what was found, or in words why nothing was. Whatever it is, the others go on."""
+    try:
+        return gpu_bench.measure(workload, options)
+    except Exception as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

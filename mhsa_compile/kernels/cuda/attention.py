@@ -1,0 +1,103 @@
+"""Attention of 16-bit types on the tensor cores of NVIDIA GPUs from sm_80 on, by mma.sync.
+
+A block of four warps is one tile of query rows of one head. `attention_tile` holds its arithmetic, and its docstring
+the algorithm; `attention_launch` deals the blocks out and says where each operand lies.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.cpu.operands import unfit_softcap
+from mhsa_compile.kernels.cuda.attention_launch import attention
+from mhsa_compile.kernels.cuda.attention_plan import planned_apart
+from mhsa_compile.kernels.cuda.attention_scores import QUICK_SOFTCAP
+from mhsa_compile.kernels.cuda.attention_tile import WARPS, AttentionBlock, Shape
+from mhsa_compile.kernels.cuda.operands import unfit_widths
+from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.profile import CudaProfile
+
+KNOBS = ("queries", "keys", "stages")
+REGISTERS = 255  # of a thread, on every GPU
+MOST_KEYS = 128
+"""Of a tile, where a warp has 16 rows: scores in 64 registers. Half as many with twice the rows."""
+BESIDE_TILES = 55
+"""Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc and NVRTC 13.0). What
+`_registers` adds for a ring of several stages, lengths, bits and masks was found the same way."""
+
+
+class AttentionKernel:
+    """FlashAttention-2 by mma.sync."""
+
+    name = "cuda.attention"
+
+    def applies(self, op: Op, profile: CudaProfile) -> str | None:
+        if not isinstance(op, AttentionOp):
+            return "not an attention"
+        if op.dtype not in ("bfloat16", "float16"):
+            return f"of 16-bit types, not {op.dtype}"
+        if op.softmax != "float32":
+            return f"its softmax is float32, not {op.softmax}"
+        if op.static_mask is not None and op.mask is not None:
+            return "a static mask or one that the call brings, not both"
+        return unfit_widths(op) or unfit_softcap(op)
+
+    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+        return {"queries": (64, 128), "keys": (16, 32, 48, 64, 96, 128), "stages": (1, 2, 3)}
+
+    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
+        """Two blocks are to share a multiprocessor, so that one multiplies while the other waits or takes exponentials.
+        With 128 rows, each piece of K and V that comes out of shared memory is multiplied by twice as many queries;
+        with 64, there are blocks for more multiprocessors."""
+        assert isinstance(op, AttentionOp)
+        sizes = [(queries, keys, 1) for queries in (128, 64) for keys in (64, 32)]
+        for config in (dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes):
+            shape = shape_of(op, config)
+            together = profile.blocks_at_once(shape.threads, REGISTERS, shape.shared_bytes)
+            fills = shape.queries == 64 or _blocks(op, shape) >= profile.hardware.multiprocessors
+            if self.unfit(op, profile, config) is None and together >= 2 and fills:
+                return config
+        return dict(zip(KNOBS, (64, 16, 1), strict=True))
+
+    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
+        assert isinstance(op, AttentionOp)
+        if reason := unknown_knobs(config, KNOBS):
+            return reason
+        if config["queries"] % (16 * WARPS) or config["keys"] % 16:
+            return f"queries in multiples of {16 * WARPS} and keys of 16, not {dict(config)}"
+        shape, available = shape_of(op, config), profile.hardware.shared_kib_per_block * 1024
+        if shape.shared_bytes > available:
+            return f"{shape.shared_bytes} bytes of shared memory of {available}"
+        if shape.row_tiles * shape.keys > MOST_KEYS:
+            return f"{shape.keys} keys, where {shape.queries} rows go with {MOST_KEYS // shape.row_tiles} at most"
+        if (needed := _registers(op, shape)) > REGISTERS:
+            return f"{needed} registers of {REGISTERS}"
+        return None
+
+    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
+        assert isinstance(op, AttentionOp)
+        op, planned = planned_apart(op, config["queries"], config["keys"])
+        constants = planned.arrays if planned else ()
+        return Emitted(attention(op, shape_of(op, config), planned, AttentionBlock), constants=constants)
+
+
+def shape_of(op: AttentionOp, config: Config) -> Shape:
+    """The sizes of a block."""
+    return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+
+def _registers(op: AttentionOp, shape: Shape) -> int:
+    """What a thread needs so that nothing spills."""
+    needed = shape.tile_registers + BESIDE_TILES + (9 if shape.stages > 1 else 0)
+    if op.mask is not None and op.mask.dtype != "bool":
+        return needed + shape.row_tiles * (shape.keys // 2 + 16)
+    needed += 24 if op.mask is not None or op.static_mask is not None or op.lengths else 0
+    return needed + (40 if op.softcap > QUICK_SOFTCAP else 4 if op.softcap else 0)
+
+
+def _blocks(op: AttentionOp, shape: Shape) -> float:
+    """How many there are, if the batch and the queries are known; else many."""
+    if isinstance(op.batch, str) or isinstance(op.q_length, str):
+        return math.inf
+    return op.batch * op.num_heads * -(-op.q_length // shape.queries)

@@ -1,0 +1,102 @@
+"""The launch of an attention: which rows of which head a block has, what they see, and where each operand lies."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cpu.operands import input_arguments, placed_shape
+from mhsa_compile.kernels.cpu.vectors import Dims, argument
+from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
+from mhsa_compile.kernels.cuda.attention_plan import Plan, plan_arguments, visits_of
+from mhsa_compile.kernels.cuda.attention_scores import Scores
+from mhsa_compile.kernels.cuda.cells import Cells
+from mhsa_compile.kernels.cuda.operands import elements, extra_arguments, mask_reader
+from mhsa_compile.kernels.cuda.ring import Element
+from mhsa_compile.kernels.cuda.warp import Expr, Place, settle
+from mhsa_compile.kernels.operations import AttentionOp
+
+
+class Shape(Protocol):
+    """The sizes of a block."""
+
+    @property
+    def queries(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+
+class Block(Protocol):
+    """One block of queries of one head: its `operands` are elements of Q, K, V and Y."""
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        shape: Any,
+        place: Place,
+        operands: tuple[Element, Element, Element, Element],
+        visibility: Visibility,
+        scores: Scores,
+    ) -> None: ...
+
+    @staticmethod
+    def layout(shape: Any, place: Place, first: Expr) -> tuple[Rows, Cells]:
+        """Which of the rows from `first` on a thread has, and which of a tile's keys."""
+        ...
+
+    def emit(self) -> None: ...
+
+
+def attention(op: AttentionOp, shape: Shape, planned: Plan | None, block_type: type[Block]) -> Expr:
+    """The kernel: a block for each `shape.queries` rows of each head."""
+    dim = Dims()
+    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("attention")
+            T.func_attr({"tirx.noalias": True})
+            inputs = input_arguments(op, batch, q_length, kv_length)
+            mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
+            extras = extra_arguments(op, batch)
+            views = None if planned is None else plan_arguments(planned)
+            y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+            tiles = T.truncdiv(q_length + (shape.queries - 1), T.int64(shape.queries))
+            blocks = batch * T.int64(op.num_heads) * tiles
+            with (
+                T.launch_thread("blockIdx.x", blocks) as block,
+                T.launch_thread("threadIdx.x", shape.threads) as thread,
+            ):
+                # 1. Which rows of which head: a block's neighbours share its K and V.
+                turn, head = (settle(f(T.cast(block, "int64"), tiles), "int64") for f in (T.truncmod, T.truncdiv))
+                b, h = (settle(f(head, T.int64(op.num_heads)), "int64") for f in (T.truncdiv, T.truncmod))
+                g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)), "int64")
+                visits = None
+                if views is not None:
+                    turn, visits = visits_of(views, turn, tiles, h)
+                elif op.band is not None:
+                    turn = settle(tiles - 1 - turn, "int64")  # long rows of a causal head first
+                place = Place(thread)
+                rows, cells = block_type.layout(shape, place, settle(T.cast(turn * shape.queries, "int32")))
+                # 2. What they see, and what their scores are.
+                visibility = Visibility(
+                    op,
+                    cells,
+                    rows,
+                    q_length=settle(T.cast(q_length, "int32")),
+                    kv_length=extras.keys(b, kv_length),
+                    mask=None if mask is None else mask_reader(mask, b, h),
+                    visits=visits,
+                )
+                scores = Scores(op, visibility, extras.sink(h), extras.slope(h))
+                # 3. The block.
+                operands = (
+                    elements(inputs[op.query.buffer], op.query, op.head_dim, b, h),
+                    elements(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+                    elements(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+                    elements(y, op.output, op.v_head_dim, b, h),
+                )
+                block_type(op, shape, place, operands, visibility, scores).emit()
+    return builder.get()

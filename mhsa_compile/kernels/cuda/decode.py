@@ -1,0 +1,142 @@
+"""Attention of one or few queries on NVIDIA GPUs from sm_80 on, as a language model's next token asks for it: bound by
+memory.
+
+All rows that share a key head, those of its query heads and of all queries, are computed together, so every key and
+value is read once. Blocks fill the GPU once; `decode_shares` deals the keys out to them, `decode_block` is the work of
+one. A second launch, `decode_combine`, puts together what several blocks had of a head.
+"""
+
+from __future__ import annotations
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.cpu.operands import input_arguments, placed_shape, unfit_softcap
+from mhsa_compile.kernels.cpu.vectors import Dims, argument
+from mhsa_compile.kernels.cuda import decode_combine
+from mhsa_compile.kernels.cuda.decode_block import Arrays, DecodeBlock
+from mhsa_compile.kernels.cuda.decode_shape import Shape
+from mhsa_compile.kernels.cuda.decode_shares import Shares
+from mhsa_compile.kernels.cuda.operands import extra_arguments, unfit_widths
+from mhsa_compile.kernels.cuda.warp import Expr, Place, at_once, settle
+from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.profile import CudaProfile
+
+KNOBS = ("keys", "stages", "warps", "blocks")
+MOST_QUERIES, MOST_ROWS = 8, 32
+MOST_REGISTERS = 255  # of a thread, on every GPU
+
+
+class DecodeKernel:
+    """Few queries against many keys. A config: `warps` a block, each with a ring of `stages` tiles of `keys` keys, and
+    the `blocks` that a multiprocessor is given."""
+
+    name = "cuda.decode"
+
+    def applies(self, op: Op, profile: CudaProfile) -> str | None:
+        if not isinstance(op, AttentionOp):
+            return "not an attention"
+        if not isinstance(op.q_length, int):
+            return f"the query length {op.q_length!r} is symbolic; this kernel is for a fixed one"
+        rows = _rows(op)
+        if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
+            return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
+        if op.softmax != "float32":
+            return f"its softmax is float32, not {op.softmax}"
+        if op.static_mask is not None:
+            return "no constant masks"
+        if reason := unfit_widths(op) or unfit_softcap(op):
+            return reason
+        if not self._fitting(op, profile):
+            return f"{rows} rows of {op.v_head_dim} columns are more than a block has room for"
+        return None
+
+    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+        return {"keys": (8, 16, 32), "stages": (2, 3, 4), "warps": (2, 4, 8), "blocks": (1, 2, 3, 4, 6)}
+
+    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
+        assert isinstance(op, AttentionOp)
+        return self._fitting(op, profile)[0]
+
+    def _fitting(self, op: AttentionOp, profile: CudaProfile) -> list[dict[str, int]]:
+        """Configs that fit, the preferred one first: two blocks a multiprocessor, so that one reads while the other
+        puts its results together, and three tiles for each warp."""
+        keys = 8 if op.dtype == "float32" else 16
+        preferred = ((keys, 3, 4, 2), (keys, 2, 4, 2), (keys, 3, 4, 1), (keys, 2, 4, 1), (keys, 2, 2, 1))
+        configs = [dict(zip(KNOBS, sizes, strict=True)) for sizes in preferred]
+        return [config for config in configs if self.unfit(op, profile, config) is None]
+
+    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
+        assert isinstance(op, AttentionOp)
+        if reason := unknown_knobs(config, KNOBS):
+            return reason
+        if config["keys"] not in ((8, 16, 32) if op.dtype == "float32" else (16, 32)) or config["stages"] < 2:
+            return f"16 or 32 keys, in float32 also 8, and from 2 stages on, not {dict(config)}"
+        shape = _shape(op, config)
+        blocks, hardware = config["blocks"], profile.hardware
+        registers = min(MOST_REGISTERS, hardware.registers_per_multiprocessor // (shape.threads * blocks) // 8 * 8)
+        if shape.thread_registers > registers:
+            return f"{shape.thread_registers} registers of {registers}"
+        if profile.blocks_at_once(shape.threads, registers, shape.shared_bytes) < blocks:
+            return f"{shape.shared_bytes} bytes of shared memory for each of {blocks} blocks a multiprocessor"
+        return None
+
+    def shared_bytes(self, op: AttentionOp, config: Config) -> int:
+        """What a block takes of shared memory."""
+        return _shape(op, config).shared_bytes
+
+    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
+        assert isinstance(op, AttentionOp)
+        shape, count = _shape(op, config), config["blocks"] * profile.hardware.multiprocessors
+        return Emitted(
+            _decode(op, shape, config["blocks"], count), workspace=(2 * count, shape.rows, shape.result_pitch)
+        )
+
+
+def _rows(op: AttentionOp) -> int:
+    """Query rows that share a key head."""
+    assert isinstance(op.q_length, int)
+    return op.q_length * (op.num_heads // op.num_kv_heads)
+
+
+def _shape(op: AttentionOp, config: Config) -> Shape:
+    keys, stages, warps = (config[knob] for knob in KNOBS[:3])
+    terms = sum((op.band is not None, op.mask is not None, op.softcap > 0, op.sinks, op.slopes))
+    hides_values = op.mask is not None or (op.band is not None and op.q_length != 1)
+    return Shape(_rows(op), keys, stages, warps, op.head_dim, op.v_head_dim, op.dtype, terms, hides_values)
+
+
+def _decode(op: AttentionOp, shape: Shape, blocks: int, count: int) -> Expr:
+    assert isinstance(op.q_length, int)
+    dim = Dims()
+    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("decode")
+            T.func_attr({"tirx.noalias": True})
+            inputs = input_arguments(op, batch, q_length, kv_length)
+            mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
+            extras = extra_arguments(op, batch)
+            y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+            slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
+            arrays = Arrays(inputs, mask, extras, y, argument("workspace", slots, "float32"))
+
+            def shares(lane: Expr) -> Shares:
+                return Shares(op, batch, kv_length, extras, lane, piece=shape.piece, count=count)
+
+            with (
+                T.launch_thread("blockIdx.x", T.int64(count)) as block,
+                T.launch_thread("threadIdx.x", shape.threads) as thread,
+                at_once(blocks),
+            ):
+                place = Place(thread)
+                DecodeBlock(op, shape, place, settle(block), shares(place.lane), arrays).emit()
+            with (
+                T.launch_thread("blockIdx.x", T.int64(count * shape.rows)) as block,
+                T.launch_thread("threadIdx.x", decode_combine.THREADS) as thread,
+            ):
+                share, row = (settle(f(T.cast(block, "int32"), T.int32(shape.rows))) for f in (T.truncdiv, T.truncmod))
+                lane = settle(T.truncmod(thread, T.int32(32)))
+                decode_combine.combine(op, shape, thread, share, row, shares(lane), arrays)
+    return builder.get()

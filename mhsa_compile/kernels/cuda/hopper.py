@@ -1,0 +1,102 @@
+"""Attention of 16-bit types on Hopper: products of whole warpgroups (wgmma) on tiles that the copy engine brings.
+
+A block is one warpgroup that copies and two or three that compute, 64 rows of queries each. `hopper_roles` deals the
+roles out, `hopper_consumer` holds the arithmetic, and its docstring the algorithm; `hopper_schedule` says which block
+computes what. This file says what the kernel takes and which sizes fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.cpu.operands import unfit_softcap
+from mhsa_compile.kernels.cuda.attention_plan import planned_apart
+from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, Shape
+from mhsa_compile.kernels.cuda.hopper_roles import attention
+from mhsa_compile.kernels.cuda.operands import unfit_widths
+from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.profile import CudaProfile
+
+KNOBS = ("consumers", "keys", "stages")
+KEYS = (128, 112, 96, 80, 64, 48, 32)
+_BESIDE = {2: 44, 3: 36}
+"""Registers of a thread beside its tiles: addresses, statistics, what the compiler needs in between. This and the two
+below by what nvcc 13.0 made of kernels: with a few less, it spilt."""
+_MASK = 64
+"""For the elements of a mask that the call brings, and their addresses; and one for each of half the scores."""
+_BITS = 12
+"""For the bits of a constant mask."""
+_WORTH_THREE = 96
+"""Keys of a tile from which three warpgroups are better than two: they share K and V, but have fewer registers."""
+
+
+class HopperAttentionKernel:
+    """FlashAttention-3 for 16-bit types."""
+
+    name = "cuda.attention_hopper"
+
+    def applies(self, op: Op, profile: CudaProfile) -> str | None:
+        if not isinstance(op, AttentionOp):
+            return "not an attention"
+        if not profile.has_wgmma:
+            return "made for GPUs whose warpgroups multiply"
+        if op.dtype not in ("bfloat16", "float16"):
+            return f"of 16-bit types, not {op.dtype}"
+        if op.softmax != "float32":
+            return f"its softmax is float32, not {op.softmax}"
+        if op.static_mask is not None and op.mask is not None:
+            return "a static mask or one that the call brings, not both"
+        if reason := unfit_widths(op) or unfit_softcap(op):
+            return reason
+        if next(self._fitting(op, profile), None) is None:
+            return f"no tile of keys fits the registers and shared memory beside heads of {op.head_dim, op.v_head_dim}"
+        return None
+
+    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+        return {"consumers": (2, 3), "keys": (*KEYS, 144, 160, 176), "stages": (2, 3, 4)}
+
+    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
+        assert isinstance(op, AttentionOp)
+        return next(self._fitting(op, profile))
+
+    def _fitting(self, op: AttentionOp, profile: CudaProfile) -> Iterator[dict[str, int]]:
+        """Configs that fit, the best first: tiles of many keys, up to 128, since a wider one computes more that a band
+        hides."""
+        for consumers in (3, 2):
+            for keys in KEYS:
+                config = dict(zip(KNOBS, (consumers, keys, 2), strict=True))
+                is_worth_it = consumers == 2 or keys >= _WORTH_THREE
+                if is_worth_it and self.unfit(op, profile, config) is None:
+                    yield config
+
+    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
+        assert isinstance(op, AttentionOp)
+        if reason := unknown_knobs(config, KNOBS):
+            return reason
+        if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:
+            return f"two or three consumers, and keys in multiples of 16 up to 256, not {dict(config)}"
+        if config["stages"] < 2:  # the values of one tile are waited for before those of the last are given back
+            return "a ring of two tiles at least"
+        shape, available = _shape(op, config), profile.hardware.shared_kib_per_block * 1024
+        if shape.shared_bytes > available:
+            return f"{shape.shared_bytes} bytes of shared memory of {available}"
+        needed, held = _registers(op, shape), REGISTERS[shape.consumers][1]
+        return f"{needed} registers of {held}" if needed > held else None
+
+    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
+        assert isinstance(op, AttentionOp)
+        shape = _shape(op, config)
+        op, planned = planned_apart(op, shape.queries, shape.keys)
+        constants = planned.arrays if planned else ()
+        return Emitted(attention(op, shape, planned, profile.hardware.multiprocessors), constants=constants)
+
+
+def _shape(op: AttentionOp, config: Config) -> Shape:
+    return Shape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+
+def _registers(op: AttentionOp, shape: Shape) -> int:
+    """What a thread that computes needs so that nothing spills."""
+    masks = (_MASK + shape.keys // 4 if op.mask is not None else 0) + (_BITS if op.static_mask is not None else 0)
+    return shape.tile_registers + _BESIDE[shape.consumers] + masks

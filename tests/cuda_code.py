@@ -1,0 +1,109 @@
+"""Kernels compiled for GPUs where there is none: CUDA C++ by TVM, machine code by nvcc or NVRTC, and what is in it."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from mhsa_compile import cubin
+from mhsa_compile.kernels.base import Emitted
+
+NVCC = shutil.which("nvcc")
+OPCODES = {
+    **{0x23C: "HMMA", 0x83B: "LDSM", 0xFAE: "LDGSTS", 0x308: "MUFU", 0x983: "LDL", 0x387: "STL", 0xB1D: "BAR"},
+    **{0x223: "FFMA"},
+    **{0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9C5: "WARPGROUP.ARRIVE", 0x5B4: "UTMALDG", 0x3B5: "UTMASTG"},
+    **{0x9C8: "USETMAXREG"},
+}
+"""The lowest 12 bits of an instruction, which has 128 of them from sm_70 on; as nvdisasm names them, with which counts
+were compared."""
+_WAITS = 1 << 47
+"""Of an instruction WARPGROUP: not ARRIVE, but DEPBAR, which waits for products."""
+_REGISTERS, _FRAME, _WORDS = 0x2F, 0x11, 4
+"""In the notes of a cubin (.nv.info): what a function needs; and that a note is of 32-bit words."""
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Of the kernels of a source: the most registers that a thread has, the most bytes of local memory, and the
+    instructions of OPCODES by name, in order; and what ptxas said, where nvcc was there to pass it on."""
+
+    registers: int
+    stack: int
+    order: tuple[str, ...]
+    said: str
+
+    @property
+    def instructions(self) -> Counter[str]:
+        return Counter(self.order)
+
+    @property
+    def spilled(self) -> int:
+        """Accesses of local memory."""
+        return self.instructions["LDL"] + self.instructions["STL"]
+
+
+def source(emitted: Emitted, arch: str) -> tuple[str, str]:
+    """(CUDA C++, LLVM's code of the host that launches it)."""
+    module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
+    host = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
+    with tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}):  # as `build.device_executable`
+        built = tvm.compile(module, target=tvm.target.Target({"kind": "cuda", "arch": arch}, host=host))
+    return built.mod.imports[0].inspect_source(), built.mod.inspect_source("ll")
+
+
+def machine_code(text: str, arch: str, folder: Path) -> MachineCode:
+    """Compiles CUDA C++; what is compiled and what comes of it stays in the folder. Raises CalledProcessError and, by
+    NVRTC, BuildError."""
+    (folder / "kernel.cu").write_text(text)
+    said = ""
+    if NVCC is not None:
+        words = [NVCC, "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", "-o", "kernel.cubin", "kernel.cu"]
+        said = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stderr
+    else:
+        (folder / "kernel.cubin").write_bytes(cubin.compiled(text, arch))
+    elf = (folder / "kernel.cubin").read_bytes()
+    notes = list(_notes(elf))
+    return MachineCode(
+        registers=max(value for attribute, value in notes if attribute == _REGISTERS),
+        stack=max(value for attribute, value in notes if attribute == _FRAME),
+        order=tuple(_instructions(elf)),
+        said=said,
+    )
+
+
+def _instructions(elf: bytes) -> Iterator[str]:
+    for section, code in _sections(elf):
+        if section.startswith(b".text."):
+            for (word,) in struct.iter_unpack("<Q8x", code):
+                if name := OPCODES.get(word & 0xFFF):
+                    yield "WARPGROUP.DEPBAR" if name == "WARPGROUP.ARRIVE" and word & _WAITS else name
+
+
+def _notes(elf: bytes) -> Iterator[tuple[int, int]]:
+    """(attribute, value) of every function."""
+    notes = next(content for name, content in _sections(elf) if name == b".nv.info")
+    at = 0
+    while at < len(notes):
+        form, attribute, size = struct.unpack_from("<BBH", notes, at)
+        if form == _WORDS and size == 8:
+            yield attribute, struct.unpack_from("<I", notes, at + 8)[0]
+        at += 4 + (size if form == _WORDS else 0)
+
+
+def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(name, content) of the sections of a 64-bit ELF file."""
+    (table,), (size, count, names_at) = struct.unpack_from("<Q", elf, 40), struct.unpack_from("<HHH", elf, 58)
+    headers: list[Any] = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    names = headers[names_at][4]
+    for name, _, _, _, offset, length in headers:
+        first = names + name
+        yield elf[first : elf.index(b"\0", first)], elf[offset : offset + length]

@@ -1,0 +1,70 @@
+"""This machine's NVIDIA GPU, for tests: whether there is one, the target that it takes, arrays there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from mhsa_compile import gpus
+from mhsa_compile.errors import MhsaError
+from mhsa_compile.profile import profile_of_gpu
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def _missing() -> str | None:
+    """Why no test can run on a GPU here, in the words of whoever found out first."""
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is made for CPUs: install the one for CUDA"
+    try:
+        count = gpus.driver().count
+    except MhsaError as error:
+        return str(error)
+    return None if count and torch.cuda.is_available() else "there is no NVIDIA GPU here that PyTorch can use"
+
+
+_WHY = _missing()
+marks = [pytest.mark.gpu, pytest.mark.skipif(_WHY is not None, reason=_WHY or "")]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two NVIDIA GPUs here")
+
+
+@cache
+def target() -> str:
+    """The target of this machine's first GPU: the latest that it runs."""
+    gpu = gpus.driver().gpu(0)
+    found = profile_of_gpu(gpu.capability)
+    if found is None:
+        pytest.skip(f"no target for {gpu.name}, of compute capability {gpu.capability[0]}.{gpu.capability[1]}")
+    return found.name
+
+
+def there(array: np.ndarray) -> torch.Tensor:
+    """A copy on the GPU."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16).cuda()
+    return torch.from_numpy(np.array(array)).cuda()
+
+
+def back(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.cpu().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.cpu().numpy()
+
+
+def through(attention: Any) -> Callable[[Arrays | tuple[np.ndarray, ...]], list[np.ndarray]]:
+    """Calls of a loaded artifact with arrays of the host, inputs by name or by position; all outputs in order."""
+
+    def run(inputs: Arrays | tuple[np.ndarray, ...]) -> list[np.ndarray]:
+        if isinstance(inputs, tuple):
+            found = attention(*map(there, inputs))
+        else:
+            found = attention(**{name: there(array) for name, array in inputs.items()})
+        return [back(one) for one in (found if isinstance(found, tuple) else (found,))]
+
+    return run

@@ -1,0 +1,194 @@
+"""Memories of the SIMT interpreter: bytes that know where they end and, where threads share them, who touched each of
+them since the last barrier.
+
+Every access is of some bytes in a row for each lane, from an offset that is a multiple of their number, as a GPU has
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+WARP = 32
+_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # to move so many bytes at once
+_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "bool": np.dtype(np.bool_)}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return _DTYPES.get(name) or np.dtype(name)
+
+
+class SimtError(AssertionError):
+    """What no run on a GPU may do: an access out of bounds, a race, a barrier that some threads do not reach."""
+
+
+class Lanes:
+    """The threads that run in lockstep: `blocks` x `threads`, of which `active` (None: all) execute what is next."""
+
+    def __init__(self, blocks: int, threads: int) -> None:
+        self.blocks, self.threads = blocks, threads
+        self.count, self.warps = blocks * threads, -(-threads // WARP)
+        self.block, self.thread = (a.ravel() for a in np.indices((blocks, threads), np.int32))
+        self.active: Array | None = None
+
+    def chosen(self, *arrays: Array) -> list[Array]:
+        """What the active lanes hold of arrays (N, ...)."""
+        return list(arrays) if self.active is None else [array[self.active] for array in arrays]
+
+    def whole(self, group: int, what: str) -> Array:
+        """Which groups of so many neighbours take part in `what`, (groups,); all of a group or none."""
+        if self.active is None:
+            return np.ones(-(-self.count // group), np.bool_)
+        members = self.active.reshape(-1, group)
+        if (members.any(axis=1) != members.all(axis=1)).any():
+            raise SimtError(f"{what}: some threads of a group of {group} do not reach it")
+        return members.all(axis=1)
+
+
+class Memory:
+    """Rows of bytes: one of global memory, one for each block of shared memory."""
+
+    def __init__(self, name: str, data: Array) -> None:
+        self.name, self.data = name, data  # (rows, bytes) uint8, contiguous
+
+    def row(self, lanes: Lanes) -> Array | int:
+        return 0
+
+    def read(self, lanes: Lanes, offset: Array, size: int) -> Array:
+        """`size` bytes from each lane's offset (N,) on -> (N, size); those of lanes that are not active say nothing."""
+        at = self._units(lanes, offset, size)
+        self.note_read(lanes, offset, size)
+        return self.data.view(_UNITS[size]).reshape(-1)[at][:, None].view(np.uint8)
+
+    def write(self, lanes: Lanes, offset: Array, values: Array) -> None:
+        """Each active lane's bytes (N, size), from its offset on."""
+        size = values.shape[1]
+        at = self._units(lanes, offset, size)
+        self.note_write(lanes, offset, values)
+        at, values = lanes.chosen(at, np.ascontiguousarray(values).view(_UNITS[size])[:, 0])
+        self.data.view(_UNITS[size]).reshape(-1)[at] = values
+
+    def _units(self, lanes: Lanes, offset: Array, size: int) -> Array:
+        """The number of each lane's unit of `size` bytes among all; 0 where a lane that is not active is outside."""
+        length = self.data.shape[1]
+        wrong = (offset < 0) | (offset > length - size) | (offset % size != 0)
+        if wrong.any():
+            if lanes.active is None or (wrong & lanes.active).any():
+                worst = int(offset[wrong if lanes.active is None else wrong & lanes.active][0])
+                raise SimtError(f"{self.name}: {size} bytes from byte {worst} on, of {length}")
+            offset = np.where(wrong, 0, offset)
+        return (offset + self.row(lanes) * np.int64(length)) // size
+
+    def note_read(self, lanes: Lanes, offset: Array, size: int) -> None: ...
+
+    def note_write(self, lanes: Lanes, offset: Array, values: Array) -> None: ...
+
+
+class GlobalMemory(Memory):
+    """One argument of the call: of any length, so its bytes are moved one by one."""
+
+    def __init__(self, name: str, array: Array) -> None:
+        if not array.flags.c_contiguous:
+            raise SimtError(f"{name}: arguments are contiguous")
+        super().__init__(name, array.reshape(-1).view(np.uint8)[np.newaxis])
+
+    def read(self, lanes: Lanes, offset: Array, size: int) -> Array:
+        first = self._units(lanes, offset, size) * size
+        if self.data.shape[1] < size:  # nobody reads
+            return np.zeros((offset.size, size), np.uint8)
+        return self.data[0][first[:, np.newaxis] + np.arange(size)]
+
+    def write(self, lanes: Lanes, offset: Array, values: Array) -> None:
+        size = values.shape[1]
+        first, values = lanes.chosen(self._units(lanes, offset, size) * size, values)
+        self.data[0][first[:, np.newaxis] + np.arange(size)] = values
+
+
+CELL = 2
+"""Bytes that shared memory tells apart when it looks for races: two threads never share an element of 16 bits."""
+NOBODY, MANY = -1, -2
+
+
+class SharedMemory(Memory):
+    """One row for each block. It begins as garbage, all bits set: NaN in every float.
+
+    Of each cell it knows who wrote it, and who read it, since the block's last barrier: a thread's number, or
+    `threads` + w once warp w has synchronised (then it may touch what its threads touched, other warps may not). What
+    several threads of warp w have read until then is `threads` + warps + w.
+    """
+
+    def __init__(self, name: str, lanes: Lanes, size: int) -> None:
+        size = -(-size // 16) * 16
+        super().__init__(name, np.full((lanes.blocks, size), 0xFF, np.uint8))
+        self.cells = size // CELL
+        self.writer, self.reader, self._mark = (np.full(lanes.blocks * self.cells, NOBODY, np.int32) for _ in range(3))
+
+    def row(self, lanes: Lanes) -> Array | int:
+        return lanes.block
+
+    def block_barrier(self, blocks: Array) -> None:
+        for touched in (self.writer, self.reader):
+            touched.reshape(-1, self.cells)[blocks] = NOBODY
+
+    def warp_barrier(self, lanes: Lanes, warps: Array) -> None:
+        """What the threads of these warps, (blocks * warps,) bool, touched is their warps' now."""
+        for touched in (self.writer, self.reader):
+            cells = touched.reshape(-1, self.cells)
+            block, cell = np.nonzero(cells >= 0)
+            before = cells[block, cell]
+            number = before - lanes.threads
+            warp = np.where(number < 0, before // WARP, number % lanes.warps)
+            synced = warps.reshape(lanes.blocks, -1)[block, warp]
+            cells[block[synced], cell[synced]] = lanes.threads + warp[synced]
+
+    def note_read(self, lanes: Lanes, offset: Array, size: int) -> None:
+        cell, thread = self._touched(lanes, offset, size)
+        self._refuse(lanes, self.writer[cell], thread, "reads what another thread wrote")
+        before, warp = self.reader[cell], thread // WARP
+        free = (before == NOBODY) | self._own(lanes, before, thread)
+        several = lanes.threads + lanes.warps + warp
+        same_warp = (before == several) | ((before < lanes.threads) & (before // WARP == warp))
+        self.reader[cell] = np.where(free, thread, np.where(same_warp, several, MANY))
+        self._mark[cell] = thread
+        shared, other = self._mark[cell] != thread, self._mark[cell] // WARP != warp
+        mine = shared & (self.reader[cell] != MANY)
+        self.reader[cell[mine]] = several[mine]
+        self.reader[cell[other]] = MANY
+
+    def note_write(self, lanes: Lanes, offset: Array, values: Array) -> None:
+        cell, thread = self._touched(lanes, offset, values.shape[1])
+        (new,) = lanes.chosen(np.ascontiguousarray(values).view(np.uint16))
+        new = new.ravel()
+        # The same bits written twice are no race: whoever comes last, they are what is found there.
+        changed = (self.data.view(np.uint16).reshape(-1)[cell] != new) | (self.writer[cell] == NOBODY)
+        cell, thread, new = cell[changed], thread[changed], new[changed]
+        self._refuse(lanes, self.writer[cell], thread, "overwrites what another thread wrote")
+        self._refuse(lanes, self.reader[cell], thread, "overwrites what another thread read")
+        self.writer[cell] = thread
+        self._mark[cell] = new
+        if (self._mark[cell] != new).any():
+            raise SimtError(f"{self.name}: two threads write one place at once")
+
+    def _touched(self, lanes: Lanes, offset: Array, size: int) -> tuple[Array, Array]:
+        """(the number of every cell that the active lanes touch, the thread that does)."""
+        if size < CELL:
+            raise SimtError(f"{self.name}: elements of shared memory have {CELL} bytes at least")
+        offset, block, thread = lanes.chosen(offset, lanes.block, lanes.thread)
+        first = block * np.int64(self.cells) + offset // CELL
+        count = size // CELL
+        return (first[:, None] + np.arange(count)).ravel(), np.repeat(thread, count)
+
+    def _own(self, lanes: Lanes, touched: Array, thread: Array) -> Array:
+        return (touched == thread) | (touched == lanes.threads + thread // WARP)
+
+    def _refuse(self, lanes: Lanes, touched: Array, thread: Array, what: str) -> None:
+        wrong = (touched != NOBODY) & ~self._own(lanes, touched, thread)
+        if wrong.any():
+            t, other = int(thread[wrong][0]), int(touched[wrong][0])
+            number = other - lanes.threads
+            by = "several" if other == MANY else f"{other}" if number < 0 else f"warp {number % lanes.warps}"
+            raise SimtError(f"{self.name}: thread {t} {what} ({by}), and no barrier in between")
