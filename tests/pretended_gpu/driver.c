@@ -4,6 +4,7 @@
 // It refuses what CUDA refuses: code that is none, kernels that the code does not have, grids without blocks, blocks that
 // are too large, shared memory that nobody asked for. What happens is noted, a line each, for tests to read.
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -33,6 +34,7 @@ typedef struct {
 
 static char notes[1 << 20];
 static size_t noted;
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;  // calls come from several threads at once
 static char failing[256];
 static int failing_code;
 static void* libraries[256];
@@ -41,7 +43,12 @@ static int library_count;
 void pretended_note(const char* format, ...) {
     va_list words;
     va_start(words, format);
-    if (noted + 512 < sizeof notes) noted += vsnprintf(notes + noted, 512, format, words);
+    pthread_mutex_lock(&noting);
+    if (noted + 512 < sizeof notes) {
+        vsnprintf(notes + noted, 512, format, words);
+        noted += strlen(notes + noted);
+    }
+    pthread_mutex_unlock(&noting);
     va_end(words);
 }
 

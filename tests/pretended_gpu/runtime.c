@@ -8,7 +8,7 @@ int pretended_attribute(int* value, int which);
 
 enum { OK = 0, DEVICES = 2 };
 static _Thread_local int current;
-static uintptr_t streams = 1000;
+static _Atomic uintptr_t streams = 1000;
 
 int cudaGetDeviceCount(int* count) { return *count = DEVICES, OK; }
 
