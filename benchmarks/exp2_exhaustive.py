@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.profile import TargetProfile, detect
 
@@ -76,7 +77,7 @@ def compiled_exp2(profile: TargetProfile) -> Callable[[Any], Any]:
     n = tirx.Var("n", "int64")
     with IRBuilder() as builder, T.prim_func():
         T.func_name("run")
-        x, y = (vectors.argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
+        x, y = (argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
         with T.serial(n) as i:
             at = [i, T.int64(0)]
             vectors.store(y, at, functions.exp2(vectors.load(x, at, lanes), lanes), lanes)

@@ -19,8 +19,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile import host
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cpu import dot
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, argument, bind, constant, load, splat, store
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, splat, store
 from mhsa_compile.profile import CpuProfile
 
 ROUNDS = 1 << 20

@@ -13,6 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile import host
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cpu import dot, vectors
 from mhsa_compile.profile import load_profile
 
@@ -52,8 +53,8 @@ def accumulating(instruction: dot.Dot, name: str) -> object:
     rows, lanes = instruction.rows, instruction.lanes
     with IRBuilder() as ib, T.prim_func():
         T.func_name(name)
-        a, b = (vectors.argument(x, [n, T.int64(size)], instruction.word) for x, size in (("a", rows), ("b", lanes)))
-        total = vectors.argument("total", [T.int64(rows * lanes)], instruction.accumulator)
+        a, b = (argument(x, [n, T.int64(size)], instruction.word) for x, size in (("a", rows), ("b", lanes)))
+        total = argument("total", [T.int64(rows * lanes)], instruction.accumulator)
         with instruction.imported(), T.serial(n) as i:
             at = [i, T.int64(0)]
             sums = vectors.load(total, [T.int64(0)], rows * lanes)

@@ -12,7 +12,7 @@ from simt_wgmma import Descriptor, accumulators, fragments, left_operand
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.vectors import argument
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cuda import hopper_words as words
 from mhsa_compile.kernels.cuda.hopper_tiles import SwizzledTiles, Tensor
 from mhsa_compile.kernels.cuda.warp import Expr, barrier, put, registers, settle, store

@@ -18,10 +18,11 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile import inside
 from mhsa_compile.core import to_numpy, to_torch
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.base import Emitted
 from mhsa_compile.kernels.cpu.functions import natural_log
 from mhsa_compile.kernels.cpu.statistics import StatisticsKernel
-from mhsa_compile.kernels.cpu.vectors import argument, load, store
+from mhsa_compile.kernels.cpu.vectors import load, store
 from mhsa_compile.kernels.cpu.weights import WeightsKernel
 from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement, StaticMask, StatisticsOp, WeightsOp
 from mhsa_compile.outputs import Inside

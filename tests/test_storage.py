@@ -10,7 +10,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu import storage, vectors
+from mhsa_compile.kernels.arguments import argument
+from mhsa_compile.kernels.cpu import storage
 
 NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # its bits; below them lie the finite values, in order
@@ -29,8 +30,8 @@ def converted(machine: tuple[str, int], source: str, target: str, values: np.nda
     n = tirx.Var("n", "int64")
     with IRBuilder() as ib, T.prim_func():
         T.func_name("run")
-        x = vectors.argument("x", [n, T.int64(lanes)], source)
-        y = vectors.argument("y", [n, T.int64(lanes)], target)
+        x = argument("x", [n, T.int64(lanes)], source)
+        y = argument("y", [n, T.int64(lanes)], target)
         with T.serial(n) as i:
             at = [i, T.int64(0)]
             storage.store_narrow(y, at, storage.load_wide(x, at, lanes), lanes)

@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cpu import functions, vectors
 
 
@@ -18,7 +19,7 @@ def elementwise(lanes: int, body) -> object:
     n = tirx.Var("n", "int64")
     with IRBuilder() as ib, T.prim_func():
         T.func_name("run")
-        x, y = (vectors.argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
+        x, y = (argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
         with T.serial(n) as i:
             at = [i, T.int64(0)]
             vectors.store(y, at, body(vectors.load(x, at, lanes), lanes), lanes)
@@ -69,7 +70,7 @@ def test_tanh_at_the_edges():
 def test_transpose(lanes):
     with IRBuilder() as ib, T.prim_func():
         T.func_name("run")
-        x, y = (vectors.argument(name, [T.int64(lanes), T.int64(lanes)], "float32") for name in ("x", "y"))
+        x, y = (argument(name, [T.int64(lanes), T.int64(lanes)], "float32") for name in ("x", "y"))
         rows = [vectors.load(x, [T.int64(i), T.int64(0)], lanes) for i in range(lanes)]
         for i, column in enumerate(vectors.transpose(rows)):
             vectors.store(y, [T.int64(i), T.int64(0)], column, lanes)

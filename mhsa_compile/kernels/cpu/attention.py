@@ -15,6 +15,7 @@ from typing import Any
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu import attention_matrix, attention_paired
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
@@ -24,17 +25,11 @@ from mhsa_compile.kernels.cpu.attention_plan import Plan, plan
 from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operands, Products
 from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
 from mhsa_compile.kernels.cpu.dot import Dot, available, matrix
-from mhsa_compile.kernels.cpu.operands import (
-    HeadView,
-    extra_arguments,
-    head_view,
-    input_arguments,
-    mask_reader,
-    placed_shape,
-    unfit_softcap,
-)
-from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, ceil_div, settle
+from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
+from mhsa_compile.kernels.cpu.vectors import Expr, settle
+from mhsa_compile.kernels.operands import HeadView, attention_arguments, head_view
 from mhsa_compile.kernels.operations import AttentionOp, Band, Op
+from mhsa_compile.kernels.scores import unfit_softcap
 from mhsa_compile.profile import CpuProfile
 
 
@@ -104,19 +99,16 @@ def _divided(op: AttentionOp) -> tuple[Band | None, Band | None]:
 
 
 def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
-    dim = Dims()
-    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     queries, lanes = config["queries"], profile.vector_lanes("float32")
     dot = _instruction(op, profile, config["key_tile"])
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            inputs = input_arguments(op, batch, q_length, kv_length)
-            mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
-            extras = extra_arguments(op, batch)
+            given = attention_arguments(op, Extras)
             views = None if planned is None else plan_arguments(planned)
-            y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+            y = given.output()
+            batch, q_length, inputs, extras = given.batch, given.q_length, given.inputs, given.extras
             tiles = settle(ceil_div(q_length, queries))
             total = settle(batch * T.int64(op.num_heads) * tiles)
             with _imported(dot), T.parallel(total) as index:
@@ -138,13 +130,13 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Pl
                     value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
                     first_query=first_query,
                     q_length=q_length,
-                    kv_length=extras.keys(b, kv_length),
+                    kv_length=extras.keys(b, given.kv_length),
                     next_query=(head_view(q, op.query, op.head_dim, next_b, next_h), next_first),
                     sink=extras.sink(h),
                     slope=extras.slope(h),
                 )
                 output = head_view(y, op.output, op.v_head_dim, b, h)
-                reader = None if mask is None else partial(mask_reader(mask, b), h)
+                reader = None if given.mask is None else partial(mask_reader(given.mask, b), h)
 
                 def tile(width: int) -> None:
                     _emit_tile(operands, profile, {**config, "queries": width}, output, reader, runs, dot)

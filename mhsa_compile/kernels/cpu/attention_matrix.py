@@ -11,17 +11,16 @@ from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.cpu import dot_aarch64, functions, vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
-from mhsa_compile.kernels.cpu.operands import score_factor
 from mhsa_compile.kernels.cpu.storage import bfloat16_bits, vector_type
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
     Expr,
     RegisterTile,
     bind,
-    ceil_div,
     constant,
     load,
     scratch,
@@ -30,6 +29,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
 )
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.scores import score_factor
 
 WORD = 4  # elements in an int64
 

@@ -14,7 +14,6 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu import dot_aarch64, functions, vectors
 from mhsa_compile.kernels.cpu.attention_products import Block, Operands, parts
 from mhsa_compile.kernels.cpu.dot import Dot
-from mhsa_compile.kernels.cpu.operands import score_factor
 from mhsa_compile.kernels.cpu.storage import bfloat16_bits, vector_type
 from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
@@ -29,6 +28,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
 )
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.scores import score_factor
 
 # Two vectors of float32 become one of int32: the first in the lower halves, the second in the upper ones.
 _INTERLEAVE = ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32))

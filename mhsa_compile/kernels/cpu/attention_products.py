@@ -14,12 +14,11 @@ from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.kernels.cpu import functions, vectors
-from mhsa_compile.kernels.cpu.operands import HeadView, score_factor
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
-    DTYPE_BYTES,
     Chunk,
     Expr,
     RegisterTile,
@@ -32,7 +31,9 @@ from mhsa_compile.kernels.cpu.vectors import (
     settle,
     store,
 )
+from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.scores import score_factor
 
 
 @dataclass(frozen=True)

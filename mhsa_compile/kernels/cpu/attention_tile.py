@@ -22,14 +22,15 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_mask import Bits, Visibility
 from mhsa_compile.kernels.cpu.attention_products import Products
 from mhsa_compile.kernels.cpu.attention_values import Accumulator
 from mhsa_compile.kernels.cpu.attention_weights import Weights
-from mhsa_compile.kernels.cpu.operands import HeadView
-from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, ceil_div, settle
+from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, settle
+from mhsa_compile.kernels.operands import HeadView
 
 
 @dataclass(frozen=True)

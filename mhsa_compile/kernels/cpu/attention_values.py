@@ -6,14 +6,13 @@ from itertools import pairwise
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_mask import Visibility
 from mhsa_compile.kernels.cpu.attention_products import Block, Products
-from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import (
-    DTYPE_BYTES,
     Chunk,
     Expr,
     RegisterTile,
@@ -28,6 +27,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
     zero_if_finite,
 )
+from mhsa_compile.kernels.operands import HeadView
 
 
 class Accumulator:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu import dot, functions, vectors
 from mhsa_compile.kernels.cpu.decode_parts import Shares, Splits
@@ -20,19 +21,12 @@ from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
 from mhsa_compile.kernels.cpu.decode_task import DecodeTask, finite
 from mhsa_compile.kernels.cpu.decode_values import each_vector
 from mhsa_compile.kernels.cpu.decode_work import Heads, Part
-from mhsa_compile.kernels.cpu.operands import (
-    Extras,
-    HeadView,
-    extra_arguments,
-    head_view,
-    input_arguments,
-    mask_reader,
-    placed_shape,
-    unfit_softcap,
-)
+from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
 from mhsa_compile.kernels.cpu.storage import store_narrow
-from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.vectors import Expr, bind, constant, load, settle, splat, store
+from mhsa_compile.kernels.operands import AttentionArguments, HeadView, attention_arguments, head_view
 from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.scores import unfit_softcap
 from mhsa_compile.profile import CpuProfile
 
 MOST_QUERIES, MOST_ROWS = 12, 96
@@ -81,7 +75,7 @@ class DecodeKernel:
         assert isinstance(op, AttentionOp)
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
         rows, columns = _value_tile(_rows(op), columns, profile.hardware.vector_registers)
-        keys = profile.hardware.l2_kib * 1024 // 4 // (vectors.DTYPE_BYTES[op.dtype] * op.v_head_dim)
+        keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.dtype] * op.v_head_dim)
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
     def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
@@ -91,19 +85,15 @@ class DecodeKernel:
 
 def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     assert isinstance(op.q_length, int)
-    dim = Dims()
-    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     with IRBuilder() as builder, T.prim_func():
         T.func_name("decode")
         T.func_attr({"tirx.noalias": True})
-        inputs = input_arguments(op, batch, q_length, kv_length)
-        mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
-        extras = extra_arguments(op, batch)
-        y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+        given = attention_arguments(op, Extras)
+        y = given.output()
         layout = ScoreLayout(_rows(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
         sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
-        deal = Shares(op, batch, kv_length, extras, **sizes) if op.lengths else Splits(op, batch, kv_length, **sizes)
-        emitter = _Decode(op, profile, config, inputs, mask, extras, y, deal.parts)
+        deal = Shares(given, **sizes) if op.lengths else Splits(op, given.batch, given.kv_length, **sizes)
+        emitter = _Decode(profile, config, given, y, deal.parts)
         loop = T.serial if _is_small(op) else T.parallel
         with loop(deal.tasks) as task:
             deal.each_part(task, emitter.attend)
@@ -153,18 +143,11 @@ class _Decode:
     """
 
     def __init__(
-        self,
-        op: AttentionOp,
-        profile: CpuProfile,
-        config: Config,
-        inputs: dict[int, Expr],
-        mask: Expr | None,
-        extras: Extras,
-        y: Expr,
-        parts: Expr,
+        self, profile: CpuProfile, config: Config, given: AttentionArguments[Extras], y: Expr, parts: Expr
     ) -> None:
+        op = given.op
         self.op, self.config = op, config
-        self.inputs, self.mask, self.extras, self.y = inputs, mask, extras, y
+        self.inputs, self.mask, self.extras, self.y = given.inputs, given.mask, given.extras, y
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = _rows(op)

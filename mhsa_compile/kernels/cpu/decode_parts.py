@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.cpu.decode_work import Part, Span, span_of
 from mhsa_compile.kernels.cpu.operands import Extras
-from mhsa_compile.kernels.cpu.vectors import Expr, bind, ceil_div, settle
+from mhsa_compile.kernels.cpu.vectors import Expr, bind, settle
+from mhsa_compile.kernels.operands import AttentionArguments
 from mhsa_compile.kernels.operations import AttentionOp
 
 
@@ -76,17 +78,15 @@ class Shares:
     share of the pieces, whatever heads they belong to, so the time follows the keys that there are. A share may begin
     and end within a head."""
 
-    def __init__(
-        self, op: AttentionOp, batch: Expr, kv_length: Expr, extras: Extras, *, least_keys: int, group: int, cores: int
-    ) -> None:
-        self.op, self.batch, self.kv_length, self.extras = op, batch, kv_length, extras
+    def __init__(self, given: AttentionArguments[Extras], *, least_keys: int, group: int, cores: int) -> None:
+        self.op, self.batch, self.kv_length, self.extras = given.op, given.batch, given.kv_length, given.extras
         self.piece = T.int64(-(-least_keys // group) * group)
         total = T.alloc_buffer((1,), "int64")
         T.buffer_store(total, T.int64(0), [T.int64(0)])
         self._each_entry(lambda entry: T.buffer_store(total, self._end(entry), [T.int64(0)]))
         self.total = settle(total[0])
         self.tasks = T.int64(cores)
-        self.parts = batch * op.num_kv_heads + cores
+        self.parts = self.batch * self.op.num_kv_heads + cores
 
     def each_part(self, share: Expr, body: Callable[[Part], None]) -> None:
         """Share i's part of head j is number i + j: from part to part, one of them goes up by one."""

@@ -17,15 +17,17 @@ import operator
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import functions, vectors
 from mhsa_compile.kernels.cpu.decode_scores import PackedQueries, ScoreLayout
 from mhsa_compile.kernels.cpu.decode_terms import RowTerms
 from mhsa_compile.kernels.cpu.decode_values import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode_work import Heads, Span
-from mhsa_compile.kernels.cpu.operands import mask_bias, score_factor
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, ceil_div, constant, load, settle, splat, store
+from mhsa_compile.kernels.cpu.operands import mask_bias
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, settle, splat, store
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.scores import score_factor
 
 LONGEST_SUM_OF_WEIGHTS = 16
 """Vectors of weights that one float32 sum takes one after another. Of a row of equal weights each addition is rounded

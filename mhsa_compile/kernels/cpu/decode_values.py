@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.decode_scores import ScoreLayout
-from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import (
     Expr,
     RegisterTile,
     bind,
-    ceil_div,
     constant,
     load,
     settle,
@@ -27,6 +26,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
     zero_if_finite,
 )
+from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import AttentionOp
 
 MASKED = -0.0

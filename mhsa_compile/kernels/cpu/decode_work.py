@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.operands import HeadView, MaskReader
+from mhsa_compile.kernels.cpu.operands import MaskReader
 from mhsa_compile.kernels.cpu.vectors import Expr, settle
+from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import AttentionOp
 
 

@@ -15,21 +15,14 @@ from math import prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import Dims, argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.linear_format import Format, format_of
 from mhsa_compile.kernels.cpu.linear_packing import pack
 from mhsa_compile.kernels.cpu.linear_product import Product, tasks
 from mhsa_compile.kernels.cpu.linear_rows import prepared
-from mhsa_compile.kernels.cpu.vectors import (
-    Dims,
-    Expr,
-    argument,
-    ceil_div,
-    register_tile,
-    settle,
-    tile_registers,
-)
+from mhsa_compile.kernels.cpu.vectors import Expr, register_tile, settle, tile_registers
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import CpuProfile
 

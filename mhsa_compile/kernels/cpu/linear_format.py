@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.cpu import dot
 from mhsa_compile.kernels.cpu.dot import Dot
-from mhsa_compile.kernels.cpu.vectors import DTYPE_BYTES
 from mhsa_compile.kernels.operations import LinearOp
 from mhsa_compile.profile import CpuProfile
 

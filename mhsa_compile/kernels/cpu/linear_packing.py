@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.linear_rows import LARGEST, magnitude, nearest, quantising_factor
 from mhsa_compile.kernels.cpu.storage import load_wide
-from mhsa_compile.kernels.cpu.vectors import Expr, argument, load, settle, store
+from mhsa_compile.kernels.cpu.vectors import Expr, load, settle, store
 
 
 @dataclass(frozen=True)

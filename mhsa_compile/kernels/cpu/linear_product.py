@@ -8,21 +8,13 @@ from math import gcd, prod
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.base import CACHE_LINE, Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.linear_rows import Rows
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow, vector_type
-from mhsa_compile.kernels.cpu.vectors import (
-    Expr,
-    RegisterTile,
-    bind,
-    ceil_div,
-    load,
-    settle,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, load, settle, splat, store
 
 PREFETCHED = 8
 """Cache lines of the next panel that a tile asks for in each part: the tiles of a full block ask for all of them. The
@@ -78,7 +70,7 @@ class Product:
         """Lines `slot` * PREFETCHED and so on of the panel after p; the last ones, where that panel has no more."""
         array, size = self.packed[0], self.format.steps * self.format.panel
         flat = T.decl_buffer((T.int64(self.format.panels * size),), array.dtype, data=array.data)
-        line = CACHE_LINE // vectors.DTYPE_BYTES[self.format.weight]
+        line = CACHE_LINE // DTYPE_BYTES[self.format.weight]
         first = settle((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)))
         for i in range(PREFETCHED):
             vectors.prefetch(flat, [first + i * line])

@@ -10,19 +10,10 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.storage import load_wide, vector_type
-from mhsa_compile.kernels.cpu.vectors import (
-    Expr,
-    ceil_div,
-    constant,
-    each_vector,
-    elements,
-    load,
-    settle,
-    splat,
-    store,
-)
+from mhsa_compile.kernels.cpu.vectors import Expr, constant, each_vector, elements, load, settle, splat, store
 
 LARGEST = 127
 ROUNDING = 12582912.0  # 1.5 * 2**23: added to a small number, it leaves the nearest integer in the sum's low bits

@@ -10,20 +10,10 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import DTYPE_BYTES, Dims, argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.operands import head_view, placed_shape
-from mhsa_compile.kernels.cpu.vectors import (
-    DTYPE_BYTES,
-    Dims,
-    Expr,
-    argument,
-    ceil_div,
-    each_task,
-    each_vector,
-    load,
-    settle,
-    store,
-)
+from mhsa_compile.kernels.cpu.vectors import Expr, each_task, each_vector, load, settle, store
+from mhsa_compile.kernels.operands import head_view, placed_shape
 from mhsa_compile.kernels.operations import Op, PresentOp
 from mhsa_compile.profile import CpuProfile
 

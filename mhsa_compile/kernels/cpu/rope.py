@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.operands import HeadView, head_view, placed_shape
-from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
-from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, bind, each_task, each_vector, load, settle, store
+from mhsa_compile.kernels.cpu.vectors import Expr, bind, each_task, each_vector, load, settle, store
+from mhsa_compile.kernels.operands import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.operations import Op, RotaryOp
+from mhsa_compile.kernels.refusal import refuse_unless, spelled
 from mhsa_compile.profile import CpuProfile
 
 

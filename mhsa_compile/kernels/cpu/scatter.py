@@ -1,8 +1,7 @@
 """TensorScatter on a CPU: the new rows go where the indices say, and where it is not in place the cache is copied.
 
-The cache is seen as (batch, heads, rows, row), whatever its rank: the axes between the batch and the rows are one, and
-so are those behind. In place a task is one new row; else it is one row of the result, which comes from the update or
-from the cache. Nothing is written before every index was found to be right.
+In place a task is one new row; else it is one row of the result, which comes from the update or from the cache. Nothing
+is written before every index was found to be right.
 """
 
 from __future__ import annotations
@@ -14,21 +13,12 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
-from mhsa_compile.kernels.cpu.vectors import (
-    DTYPE_BYTES,
-    Dims,
-    Expr,
-    argument,
-    bind,
-    each_task,
-    each_vector,
-    load,
-    settle,
-    store,
-)
+from mhsa_compile.kernels.cpu.vectors import Expr, bind, each_task, each_vector, load, settle, store
 from mhsa_compile.kernels.operations import Op, ScatterOp
+from mhsa_compile.kernels.refusal import refuse_unless, spelled
+from mhsa_compile.kernels.scatter_arguments import refuse_too_many_rows, scatter_arguments, unfit_scatter
 from mhsa_compile.profile import CpuProfile
 
 
@@ -38,11 +28,7 @@ class ScatterKernel(Fixed):
     name = "cpu.scatter"
 
     def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        if not isinstance(op, ScatterOp):
-            return "not a scatter"
-        if op.dtype not in DTYPE_BYTES:
-            return f"no elements of {op.dtype}"
-        return None
+        return unfit_scatter(op)
 
     def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
         assert isinstance(op, ScatterOp)
@@ -50,19 +36,11 @@ class ScatterKernel(Fixed):
 
 
 def _scatter(op: ScatterOp, lanes: int) -> Expr:
-    dim = Dims()
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("scatter")
             T.func_attr({"tirx.noalias": True})
-            cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
-            update = argument("update", update_shape(op, dim), op.dtype)
-            indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
-            result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
-            seen = folded(cache, op)
-            written = seen if op.in_place else folded(result, op)
-            rows = update if op.update is not None else folded(update, op)
-            task = _Scatter(op, seen, rows, indices, written, lanes)
+            task = _Scatter(op, *scatter_arguments(op), lanes)
             task.check()
             if op.in_place:
                 task.write_rows()
@@ -71,26 +49,12 @@ def _scatter(op: ScatterOp, lanes: int) -> Expr:
     return builder.get()
 
 
-def update_shape(op: ScatterOp, dim: Dims) -> list[Expr]:
-    if op.update is not None:
-        return [dim(op.cache[0]), dim(op.length), T.int64(op.update.width)]
-    return [dim(op.length if i == op.axis else size) for i, size in enumerate(op.cache)]
-
-
-def folded(buffer: Expr, op: ScatterOp) -> Expr:
-    """A buffer of the cache's rank as (batch, heads, rows, row)."""
-    shape = list(buffer.shape)
-    heads, row = (math.prod(part, start=T.int64(1)) for part in (shape[1 : op.axis], shape[op.axis + 1 :]))
-    sizes = [shape[0], heads, shape[op.axis], row]
-    return T.decl_buffer(sizes, op.dtype, data=buffer.data, align=DTYPE_BYTES[op.dtype])
-
-
 @dataclass(frozen=True)
 class _Scatter:
     op: ScatterOp
-    cache: Expr  # (B, heads, S, row), as is the result
-    update: Expr  # (B, heads, L, row), or (B, L, width)
-    indices: Expr | None  # (B,)
+    cache: Expr
+    update: Expr
+    indices: Expr | None
     result: Expr
     lanes: int
 
@@ -102,8 +66,7 @@ class _Scatter:
     def check(self) -> None:
         """Ends the call where the new rows do not fit the cache, or would not lie within it."""
         op, rows = self.op, self.cache.shape[2]
-        most, new = spelled(op.cache[op.axis]), spelled(op.length)
-        refuse_unless(self.new <= rows, op.update_name, f"at most {most} rows, as the cache has", f"{new} rows")
+        refuse_too_many_rows(op, self.new, rows)
         if self.indices is None or op.circular:
             return
         wrong = T.alloc_buffer((1,), "int32")
@@ -112,6 +75,7 @@ class _Scatter:
             index = bind(self.indices[b])
             beyond = T.cast(T.Or(index < 0, index > rows - self.new), "int32")
             store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
+        most, new = spelled(op.cache[op.axis]), spelled(op.length)
         expected = f"indices from 0 to {most} - {new}, so that the {new} new rows end within the cache"
         refuse_unless(wrong[0] == 0, op.indices_name, expected)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention import AttentionKernel, plan_arguments, planned_apart, tile_and_runs
@@ -24,7 +25,7 @@ from mhsa_compile.kernels.cpu.attention_tile import Runs
 from mhsa_compile.kernels.cpu.statistics_call import Call, call_arguments, default_config, function
 from mhsa_compile.kernels.cpu.statistics_rows import Candidates, RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
-from mhsa_compile.kernels.cpu.vectors import Expr, argument, ceil_div, load, scratch, settle, store
+from mhsa_compile.kernels.cpu.vectors import Expr, load, scratch, settle, store
 from mhsa_compile.kernels.operations import Op, StatisticsOp
 from mhsa_compile.profile import CpuProfile
 
@@ -60,7 +61,7 @@ class StatisticsKernel:
 def _statistics(op: StatisticsOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
     def body() -> None:
         attention = op.attention
-        call, _ = call_arguments(attention, profile, config)
+        call = call_arguments(attention, profile, config)
         views = None if planned is None else plan_arguments(planned)
         rows = [call.batch, T.int64(attention.num_heads), call.q_length]
         lse = argument("lse", rows, "float32") if op.lse else None

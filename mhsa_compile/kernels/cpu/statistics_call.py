@@ -14,8 +14,9 @@ from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operands, Products
 from mhsa_compile.kernels.cpu.dot import Dot, available
-from mhsa_compile.kernels.cpu.operands import Extras, extra_arguments, head_view, input_arguments, mask_reader
-from mhsa_compile.kernels.cpu.vectors import Dims, Expr, argument, settle
+from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
+from mhsa_compile.kernels.cpu.vectors import Expr, settle
+from mhsa_compile.kernels.operands import AttentionArguments, attention_arguments, head_view
 from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.profile import CpuProfile
 
@@ -27,18 +28,11 @@ def default_config(profile: CpuProfile) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Call:
-    """The arguments of a call, and the sizes they state."""
+class Call(AttentionArguments[Extras]):
+    """The arguments of a call, and what its tasks are computed with."""
 
-    op: AttentionOp
     profile: CpuProfile
     config: Config
-    batch: Expr
-    q_length: Expr
-    kv_length: Expr
-    inputs: dict[int, Expr]
-    mask: Expr | None
-    extras: Extras
     dot: Dot | None
 
     def task(self, b: Expr, h: Expr, first_query: Expr, mask: MaskReader | None) -> tuple[Products, Visibility]:
@@ -81,16 +75,12 @@ class Call:
         return None if self.mask is None else partial(mask_reader(self.mask, b), h)
 
 
-def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[Call, Dims]:
+def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> Call:
     """The arguments that an attention and what looks into it have in common."""
-    dim = Dims()
-    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
-    inputs = input_arguments(op, batch, q_length, kv_length)
-    mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
     dot, lanes = available(profile, op.dtype), profile.vector_lanes("float32")
     fits = config["queries"] % lanes == 0 and pairs_fit(op, dot, lanes, config["key_tile"])
-    extras = extra_arguments(op, batch)
-    return Call(op, profile, config, batch, q_length, kv_length, inputs, mask, extras, dot if fits else None), dim
+    given = attention_arguments(op, Extras)
+    return Call(**vars(given), profile=profile, config=config, dot=dot if fits else None)
 
 
 def function(name: str, body: Callable[[], None]) -> Expr:

@@ -11,13 +11,14 @@ from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.attention_mask import Bits, Visibility
 from mhsa_compile.kernels.cpu.attention_products import Products
 from mhsa_compile.kernels.cpu.attention_scores import Scores
 from mhsa_compile.kernels.cpu.attention_tile import Runs
-from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, ceil_div, settle
+from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, settle
 
 
 class Taker(Protocol):

@@ -10,11 +10,12 @@ import math
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.cpu import vectors
-from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.statistics_rows import RowSums
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, scratch, settle, store
+from mhsa_compile.kernels.operands import HeadView
 
 
 class WeightsWriter:
@@ -55,7 +56,7 @@ class WeightsWriter:
     def _turn(self, count: Expr) -> None:
         """turned[i, j] = block[j, i], a square at a time; the last one reaches beyond the block."""
         for first, lanes in self.sums.columns:
-            with T.serial(settle(vectors.ceil_div(count, lanes))) as square:
+            with T.serial(settle(ceil_div(count, lanes))) as square:
                 base = settle(square * lanes)
                 rows = [bind(load(self.block, [base + j, T.int64(first)], lanes)) for j in range(lanes)]
                 for i, row in enumerate(vectors.transpose(rows)):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted
 from mhsa_compile.kernels.cpu.attention import AttentionKernel, plan_arguments, planned_apart, tile_and_runs
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
@@ -20,12 +21,12 @@ from mhsa_compile.kernels.cpu.attention_paired import imported
 from mhsa_compile.kernels.cpu.attention_plan import Plan
 from mhsa_compile.kernels.cpu.attention_products import Products
 from mhsa_compile.kernels.cpu.attention_tile import Runs
-from mhsa_compile.kernels.cpu.operands import HeadView
 from mhsa_compile.kernels.cpu.statistics_call import Call, call_arguments, default_config, function
 from mhsa_compile.kernels.cpu.statistics_rows import RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.statistics_weights import WeightsWriter
-from mhsa_compile.kernels.cpu.vectors import Expr, argument, ceil_div, settle, store
+from mhsa_compile.kernels.cpu.vectors import Expr, settle, store
+from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import MaskInput, Op, WeightsOp
 from mhsa_compile.profile import CpuProfile
 
@@ -81,7 +82,7 @@ def _weights(op: WeightsOp, profile: CpuProfile, config: Config, planned: Plan |
 
     def body() -> None:
         attention = op.attention
-        call, _ = call_arguments(attention, profile, config)
+        call = call_arguments(attention, profile, config)
         views = None if planned is None else plan_arguments(planned)
         count = attention.num_heads if op.heads is None else len(op.heads)
         heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")
@@ -113,7 +114,7 @@ def _chosen_weights(op: WeightsOp, profile: CpuProfile, config: Config) -> Expr:
         attention = replace(attention, static_mask=None, mask=mask)
 
     def body() -> None:
-        call, _ = call_arguments(replace(attention, mask=op.attention.mask), profile, config)
+        call = call_arguments(replace(attention, mask=op.attention.mask), profile, config)
         call = replace(call, op=attention)
         count = attention.num_heads if op.heads is None else len(op.heads)
         heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 
 from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
-from mhsa_compile.kernels.cpu.operands import unfit_softcap
 from mhsa_compile.kernels.cuda.attention_launch import attention
 from mhsa_compile.kernels.cuda.attention_plan import planned_apart
 from mhsa_compile.kernels.cuda.attention_scores import QUICK_SOFTCAP
 from mhsa_compile.kernels.cuda.attention_tile import WARPS, AttentionBlock, Shape
 from mhsa_compile.kernels.cuda.operands import unfit_widths
 from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.scores import unfit_softcap
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")

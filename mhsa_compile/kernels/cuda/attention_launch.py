@@ -7,15 +7,15 @@ from typing import Any, Protocol
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.operands import input_arguments, placed_shape
-from mhsa_compile.kernels.cpu.vectors import Dims, argument
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_plan import Plan, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.cells import Cells
-from mhsa_compile.kernels.cuda.operands import elements, extra_arguments, mask_reader
+from mhsa_compile.kernels.cuda.operands import Extras, elements, mask_reader
 from mhsa_compile.kernels.cuda.ring import Element
 from mhsa_compile.kernels.cuda.warp import Expr, Place, settle
+from mhsa_compile.kernels.operands import attention_arguments
 from mhsa_compile.kernels.operations import AttentionOp
 
 
@@ -52,19 +52,15 @@ class Block(Protocol):
 
 def attention(op: AttentionOp, shape: Shape, planned: Plan | None, block_type: type[Block]) -> Expr:
     """The kernel: a block for each `shape.queries` rows of each head."""
-    dim = Dims()
-    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            inputs = input_arguments(op, batch, q_length, kv_length)
-            mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
-            extras = extra_arguments(op, batch)
+            given = attention_arguments(op, Extras)
             views = None if planned is None else plan_arguments(planned)
-            y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
-            tiles = T.truncdiv(q_length + (shape.queries - 1), T.int64(shape.queries))
-            blocks = batch * T.int64(op.num_heads) * tiles
+            y, inputs, extras = given.output(), given.inputs, given.extras
+            tiles = ceil_div(given.q_length, shape.queries)
+            blocks = given.batch * T.int64(op.num_heads) * tiles
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
@@ -85,9 +81,9 @@ def attention(op: AttentionOp, shape: Shape, planned: Plan | None, block_type: t
                     op,
                     cells,
                     rows,
-                    q_length=settle(T.cast(q_length, "int32")),
-                    kv_length=extras.keys(b, kv_length),
-                    mask=None if mask is None else mask_reader(mask, b, h),
+                    q_length=settle(T.cast(given.q_length, "int32")),
+                    kv_length=extras.keys(b, given.kv_length),
+                    mask=None if given.mask is None else mask_reader(given.mask, b, h),
                     visits=visits,
                 )
                 scores = Scores(op, visibility, extras.sink(h), extras.slope(h))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.operands import LOG2_E
 from mhsa_compile.kernels.cuda.attention_plan import WORD, Visits
 from mhsa_compile.kernels.cuda.cells import Cells, OfRows, of_row
 from mhsa_compile.kernels.cuda.operands import MaskReader, wide
 from mhsa_compile.kernels.cuda.warp import ROWS, Expr, Place, put, registers, settle
 from mhsa_compile.kernels.operations import AttentionOp, Band
+from mhsa_compile.kernels.scores import LOG2_E
 
 FAR = 1 << 30
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.vectors import argument
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cuda.warp import Expr, settle
 from mhsa_compile.kernels.operations import AttentionOp, Band, StaticMask
 

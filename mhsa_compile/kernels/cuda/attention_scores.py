@@ -15,11 +15,11 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.operands import LOG2_E
 from mhsa_compile.kernels.cuda.attention_mask import Visibility
 from mhsa_compile.kernels.cuda.cells import OfRows, of_row
 from mhsa_compile.kernels.cuda.warp import Expr, exp2, put, reciprocal, registers, settle
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.scores import LOG2_E
 
 QUICK_SOFTCAP = 256.0
 """Up to here a quick tanh changes scores by less than 2^-13, so weights by less than half of what rounding to 16 bits

@@ -11,16 +11,17 @@ from __future__ import annotations
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
-from mhsa_compile.kernels.cpu.operands import input_arguments, placed_shape, unfit_softcap
-from mhsa_compile.kernels.cpu.vectors import Dims, argument
 from mhsa_compile.kernels.cuda import decode_combine
 from mhsa_compile.kernels.cuda.decode_block import Arrays, DecodeBlock
 from mhsa_compile.kernels.cuda.decode_shape import Shape
 from mhsa_compile.kernels.cuda.decode_shares import Shares
-from mhsa_compile.kernels.cuda.operands import extra_arguments, unfit_widths
+from mhsa_compile.kernels.cuda.operands import Extras, unfit_widths
 from mhsa_compile.kernels.cuda.warp import Expr, Place, at_once, settle
+from mhsa_compile.kernels.operands import attention_arguments
 from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.scores import unfit_softcap
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("keys", "stages", "warps", "blocks")
@@ -109,21 +110,17 @@ def _shape(op: AttentionOp, config: Config) -> Shape:
 
 def _decode(op: AttentionOp, shape: Shape, blocks: int, count: int) -> Expr:
     assert isinstance(op.q_length, int)
-    dim = Dims()
-    batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("decode")
             T.func_attr({"tirx.noalias": True})
-            inputs = input_arguments(op, batch, q_length, kv_length)
-            mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
-            extras = extra_arguments(op, batch)
-            y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+            given = attention_arguments(op, Extras)
+            y = given.output()
             slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
-            arrays = Arrays(inputs, mask, extras, y, argument("workspace", slots, "float32"))
+            arrays = Arrays(given, y, argument("workspace", slots, "float32"))
 
             def shares(lane: Expr) -> Shares:
-                return Shares(op, batch, kv_length, extras, lane, piece=shape.piece, count=count)
+                return Shares(given, lane, piece=shape.piece, count=count)
 
             with (
                 T.launch_thread("blockIdx.x", T.int64(count)) as block,

@@ -27,6 +27,7 @@ from mhsa_compile.kernels.cuda.decode_tensor import TensorWarp
 from mhsa_compile.kernels.cuda.operands import Extras, elements, mask_reader
 from mhsa_compile.kernels.cuda.ring import Element, SharedTiles
 from mhsa_compile.kernels.cuda.warp import Expr, Place, barrier, pack, registers, settle, store, warp_barrier
+from mhsa_compile.kernels.operands import AttentionArguments
 from mhsa_compile.kernels.operations import AttentionOp, Placement
 
 CHUNK = 4  # columns that a thread writes at a time
@@ -36,15 +37,13 @@ CHUNK = 4  # columns that a thread writes at a time
 class Arrays:
     """The arguments of the kernel. `workspace` is (slots, rows, words of a result), float32."""
 
-    inputs: dict[int, Expr]
-    mask: Expr | None
-    extras: Extras
+    given: AttentionArguments[Extras]
     y: Expr
     workspace: Expr
 
     def element(self, place: Placement, width: int, b: Expr, head: Expr) -> Element:
         """Elements of one head of an input by row and column."""
-        return elements(self.inputs[place.buffer], place, width, T.cast(b, "int64"), T.cast(head, "int64"))
+        return elements(self.given.inputs[place.buffer], place, width, T.cast(b, "int64"), T.cast(head, "int64"))
 
 
 class DecodeBlock:
@@ -105,7 +104,7 @@ class DecodeBlock:
     def _semantics(self, part: Part) -> tuple[Visibility, Scores]:
         """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
         assert isinstance(self.op.q_length, int)
-        L, extras, mask = self.op.q_length, self.arrays.extras, self.arrays.mask
+        L, extras, mask = self.op.q_length, self.arrays.given.extras, self.arrays.given.mask
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
         b = T.cast(part.b, "int64")
         visibility = Visibility(

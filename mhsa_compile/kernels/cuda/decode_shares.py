@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.attention_mask import span
 from mhsa_compile.kernels.cuda.operands import Extras
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, from_below, from_lane, over_warp, put, registers, settle
-from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.operands import AttentionArguments
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,11 @@ class Part:
 class Shares:
     """`count` shares. Numbers are int32: there are fewer than 2^31 pieces. All lanes of a warp have to ask together."""
 
-    def __init__(
-        self, op: AttentionOp, batch: Expr, kv_length: Expr, extras: Extras, lane: Expr, *, piece: int, count: int
-    ) -> None:
+    def __init__(self, given: AttentionArguments[Extras], lane: Expr, *, piece: int, count: int) -> None:
+        op = self.op = given.op
         assert isinstance(op.q_length, int)
-        self.op, self.kv_length, self.extras, self.lane, self.piece = op, kv_length, extras, lane, piece
-        self.batch = settle(T.cast(batch, "int32"))
+        self.kv_length, self.extras, self.lane, self.piece = given.kv_length, given.extras, lane, piece
+        self.batch = settle(T.cast(given.batch, "int32"))
         self.heads = op.num_kv_heads
         self.alike = None if op.lengths else self._entry(T.int64(0))
         total = self._sum() if self.alike is None else self.batch * self.heads * self.alike.pieces

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.operands import input_arguments, placed_shape
-from mhsa_compile.kernels.cpu.vectors import Dims, argument
+from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.cuda import hopper_words as words
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility, rows_of
 from mhsa_compile.kernels.cuda.attention_plan import Plan, Visits, plan_arguments, visits_of
@@ -20,8 +19,9 @@ from mhsa_compile.kernels.cuda.hopper_consumer import Consumer
 from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, BlockMemory, Shape, Slots
 from mhsa_compile.kernels.cuda.hopper_schedule import KeyTiles, Schedule, scheduled
 from mhsa_compile.kernels.cuda.hopper_tiles import Tensor
-from mhsa_compile.kernels.cuda.operands import Extras, extra_arguments, mask_reader
+from mhsa_compile.kernels.cuda.operands import Extras, mask_reader
 from mhsa_compile.kernels.cuda.warp import ROWS, WARP, Expr, Place, barrier, put, registers, settle
+from mhsa_compile.kernels.operands import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.operations import AttentionOp
 
 
@@ -31,9 +31,7 @@ class Items:
 
     op: AttentionOp
     shape: Shape
-    sizes: tuple[Expr, Expr, Expr]
-    mask: Expr | None
-    extras: Extras
+    given: AttentionArguments[Extras]
     views: list[Expr] | None
     schedule: Schedule
     block: Expr
@@ -57,19 +55,19 @@ class Items:
         return (self.schedule.tiles - 1 - turn if self.op.band is not None else turn), None  # long rows first
 
     def _visibility(self, place: Place | None, first: Expr, b: Expr, h: Expr, visits: Visits | None) -> Visibility:
-        _, q_length, kv_length = self.sizes
+        given = self.given
         wide = T.cast(b, "int64"), T.cast(h, "int64")
         rows, cells, reader = Rows(first, self.shape.queries, ()), _NO_CELLS, None
         if place is not None:
             rows = rows_of(place, first, self.shape.queries, self.shape.consumer_threads // WARP)
             cells = QuadCells(place)
-            reader = None if self.mask is None else mask_reader(self.mask, *wide)
+            reader = None if given.mask is None else mask_reader(given.mask, *wide)
         return Visibility(
             self.op,
             cells,
             rows,
-            q_length=settle(T.cast(q_length, "int32")),
-            kv_length=self.extras.keys(wide[0], kv_length),
+            q_length=settle(T.cast(given.q_length, "int32")),
+            kv_length=given.extras.keys(wide[0], given.kv_length),
             mask=reader,
             visits=visits,
         )
@@ -93,20 +91,16 @@ _NO_CELLS: Cells = _NoCells()
 
 def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocessors: int) -> Expr:
     """The PrimFunc."""
-    dim = Dims()
-    sizes = batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            inputs = input_arguments(op, batch, q_length, kv_length)
-            mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
-            extras = extra_arguments(op, batch)
+            given = attention_arguments(op, Extras)
             views = None if planned is None else plan_arguments(planned)
-            y = argument("y", placed_shape(op.output, batch, q_length, op.num_heads, op.v_head_dim), op.dtype)
+            sizes = batch, q_length, _ = given.batch, given.q_length, given.kv_length
             # 1. The operands as the copy engine sees them.
-            *loaded, output = _tensors(op, shape, inputs, y, sizes)
-            tiles = T.truncdiv(q_length + (shape.queries - 1), T.int64(shape.queries))
+            *loaded, output = _tensors(shape, given, given.output())
+            tiles = ceil_div(q_length, shape.queries)
             blocks = T.min(batch * T.int64(op.num_heads) * tiles, T.int64(multiprocessors))
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
@@ -120,7 +114,7 @@ def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocesso
                     words.barriers_begun()
                 barrier()
                 schedule = scheduled(op, sizes, shape.queries, multiprocessors)
-                items = Items(op, shape, sizes, mask, extras, views, schedule, settle(T.cast(block, "int32")))
+                items = Items(op, shape, given, views, schedule, settle(T.cast(block, "int32")))
                 # 3. The roles.
                 few, many = REGISTERS[shape.consumers]
                 with T.If(thread < words.WARPGROUP):
@@ -134,13 +128,11 @@ def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocesso
     return builder.get()
 
 
-def _tensors(
-    op: AttentionOp, shape: Shape, inputs: dict[int, Expr], y: Expr, sizes: tuple[Expr, Expr, Expr]
-) -> list[Tensor]:
+def _tensors(shape: Shape, given: AttentionArguments[Extras], y: Expr) -> list[Tensor]:
     """Q, K and V in boxes of the tiles that are loaded, Y in those of one warp."""
-    batch, q_length, kv_length = sizes
+    op, batch, q_length, kv_length = given.op, given.batch, given.q_length, given.kv_length
     H, G, E, F = (T.int64(size) for size in (op.num_heads, op.num_kv_heads, op.head_dim, op.v_head_dim))
-    Q, K, V = (inputs[place.buffer] for place in (op.query, op.key, op.value))
+    Q, K, V = (given.inputs[place.buffer] for place in (op.query, op.key, op.value))
     return [
         Tensor("query", Q, op.query, (batch, q_length, H, E), shape.queries),
         Tensor("key", K, op.key, (batch, kv_length, G, E), shape.keys),
@@ -184,8 +176,8 @@ def _compute(items: Items, memory: BlockMemory, place: Place, output: Tensor) ->
     consumer.begin()
 
     def item(visibility: Visibility, b: Expr, h: Expr) -> None:
-        head = T.cast(h, "int64")
-        scores = Scores(items.op, visibility, items.extras.sink(head), items.extras.slope(head))
+        head, extras = T.cast(h, "int64"), items.given.extras
+        scores = Scores(items.op, visibility, extras.sink(head), extras.slope(head))
         consumer.item(visibility, scores, b, h)
 
     items.each(place, item)

@@ -17,8 +17,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted
-from mhsa_compile.kernels.cpu.vectors import Dims, argument
 from mhsa_compile.kernels.cuda.linear_block import LinearBlock, Operands, dealt
 from mhsa_compile.kernels.cuda.linear_float32 import ThreadBlock, padded
 from mhsa_compile.kernels.cuda.linear_shape import CHUNK, KNOBS, Shape, TensorShape, ThreadShape, unfit_knobs

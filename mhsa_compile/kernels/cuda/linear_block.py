@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.vectors import DTYPE_BYTES
+from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.cuda import ring
 from mhsa_compile.kernels.cuda.linear_shape import CHUNK, Shape
 from mhsa_compile.kernels.cuda.linear_tiles import MatrixTiles

@@ -12,7 +12,7 @@ from math import gcd
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.vectors import DTYPE_BYTES
+from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.cuda.linear_shape import CHUNK
 from mhsa_compile.kernels.cuda.warp import Expr, settle
 

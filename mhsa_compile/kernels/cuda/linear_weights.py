@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.vectors import argument
+from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cuda.operands import wide
 from mhsa_compile.kernels.cuda.warp import Expr, settle
 from mhsa_compile.kernels.operations import LinearOp

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.operands import LARGEST, LOG2_E
-from mhsa_compile.kernels.cpu.vectors import argument
 from mhsa_compile.kernels.cuda.ring import Element
 from mhsa_compile.kernels.cuda.warp import Expr, settle
+from mhsa_compile.kernels.operands import ExtraInputs
 from mhsa_compile.kernels.operations import AttentionOp, Placement
 
 MaskReader = Callable[[Expr, Expr], Expr]
@@ -52,45 +50,17 @@ def mask_reader(mask: Expr, b: Expr, h: Expr) -> MaskReader:
     return read
 
 
-@dataclass(frozen=True)
-class Extras:
-    """The inputs of an attention after its mask, None where it has none: lengths (B,), sinks and slopes (H,)."""
-
-    lengths: Expr | None
-    sinks: Expr | None
-    slopes: Expr | None
+class Extras(ExtraInputs):
+    """Numbers of keys are int32 here."""
 
     def keys(self, b: Expr, kv_length: Expr) -> Expr:
-        """How many keys batch entry b has, int32; what a call brings is held to 0 .. `kv_length`."""
-        if self.lengths is None:
-            return settle(T.cast(kv_length, "int32"))
-        return settle(T.cast(T.max(T.int64(0), T.min(kv_length, self.lengths[b])), "int32"))
+        return settle(T.cast(self.held(b, kv_length), "int32"))
 
-    def sink(self, head: Expr) -> Expr | None:
-        """The sink of a head, in units of log2. An infinite one is held to the largest number: what is infinitely below
-        its row's maximum has a weight of 0, but the maximum itself must be one that can be subtracted from."""
-        if self.sinks is None:
-            return None
-        sink, largest = _in_log2(self.sinks, head), T.float32(LARGEST)
-        return settle(T.Select(sink > largest, largest, sink), "float32")
+    def settled(self, value: Expr) -> Expr:
+        return settle(value, "float32")
 
-    def slope(self, head: Expr) -> Expr | None:
-        """What a head adds to a score for each key that lies further on, in units of log2."""
-        return None if self.slopes is None else _in_log2(self.slopes, head)
-
-
-def _in_log2(buffer: Expr, head: Expr) -> Expr:
-    return settle(wide(buffer[head]) * T.float32(LOG2_E), "float32")
-
-
-def extra_arguments(op: AttentionOp, batch: Expr) -> Extras:
-    """The arguments that stand between the mask and the constants."""
-    heads = T.int64(op.num_heads)
-    return Extras(
-        argument("lengths", [batch], "int64") if op.lengths else None,
-        argument("sinks", [heads], op.dtype) if op.sinks else None,
-        argument("slopes", [heads], op.dtype) if op.slopes else None,
-    )
+    def element(self, buffer: Expr, head: Expr) -> Expr:
+        return wide(buffer[head])
 
 
 def elements(buffer: Expr, place: Placement, head_dim: int, b: Expr, head: Expr) -> Element:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.vectors import DTYPE_BYTES, ceil_div
+from mhsa_compile.kernels.arguments import DTYPE_BYTES, ceil_div
 from mhsa_compile.kernels.cuda.operands import wide
 from mhsa_compile.kernels.cuda.warp import Expr, load, pack, put, registers, settle, store
 from mhsa_compile.kernels.operations import Placement

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.operands import HeadView, head_view, placed_shape
-from mhsa_compile.kernels.cpu.vectors import Dims, argument
 from mhsa_compile.kernels.cuda.pieces import Piece, coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr, settle
+from mhsa_compile.kernels.operands import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.operations import Op, RotaryOp
 from mhsa_compile.profile import TargetProfile
 

@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.operands import LOG2_E, head_view, input_arguments, unfit_softcap
-from mhsa_compile.kernels.cpu.vectors import Dims, argument
-from mhsa_compile.kernels.cuda.operands import Extras, extra_arguments, mask_reader, wide
+from mhsa_compile.kernels.arguments import argument
+from mhsa_compile.kernels.cuda.operands import Extras, mask_reader, wide
 from mhsa_compile.kernels.cuda.pieces import Piece, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, put, registers, settle
+from mhsa_compile.kernels.operands import AttentionArguments, attention_arguments, head_view
 from mhsa_compile.kernels.operations import AttentionOp, StaticMask
+from mhsa_compile.kernels.scores import LOG2_E, score_factor, unfit_softcap
 
 ROWS, WARPS = 4, 4
 """Rows of a warp, and warps of a block."""
@@ -45,29 +46,18 @@ def packed_bits(mask: StaticMask) -> NDArray[np.uint32]:
 
 
 @dataclass(frozen=True)
-class RowCall:
+class RowCall(AttentionArguments[Extras]):
     """The arguments of a call that looks into an attention, those of the attention and a static mask's bits."""
 
-    op: AttentionOp
-    batch: Expr
-    q_length: Expr
-    kv_length: Expr
-    inputs: dict[int, Expr]
-    mask: Expr | None
-    extras: Extras
     bits: Expr | None
 
     @classmethod
     def arguments(cls, op: AttentionOp) -> RowCall:
-        dim = Dims()
-        batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
-        inputs = input_arguments(op, batch, q_length, kv_length)
-        mask = None if op.mask is None else argument("mask", [dim(d) for d in op.mask.dims], op.mask.dtype)
-        extras, bits = extra_arguments(op, batch), None
+        given, bits = attention_arguments(op, Extras), None
         if op.static_mask is not None:
             heads, L, S = op.static_mask.visible.shape
             bits = argument("bits", [T.int64(heads), T.int64(L), T.int64(-(-S // WARP))], "uint32")
-        return cls(op, batch, q_length, kv_length, inputs, mask, extras, bits)
+        return cls(**vars(given), bits=bits)
 
 
 class RowScores:
@@ -181,9 +171,8 @@ class RowScores:
                     put(self.bases, r, self.bases[r] + of_query[i] * of_key[i])
 
     def _scaled(self, product: Expr) -> Expr:
-        if not self.op.softcap:
-            return product * T.float32(self.op.scale * LOG2_E)
-        return T.tanh(product * T.float32(self.op.scale / self.op.softcap)) * T.float32(self.op.softcap * LOG2_E)
+        score = product * T.float32(score_factor(self.op))
+        return T.tanh(score) * T.float32(self.op.softcap * LOG2_E) if self.op.softcap else score
 
     def _masked(self, base: Expr, row: Expr, key: Expr) -> Expr:
         """With what the mask of the call adds to it."""

@@ -1,7 +1,7 @@
 """TensorScatter on a GPU: the new rows go where the indices say, and where it is not in place the cache is copied.
 
-The cache is seen as (batch, heads, rows, row), as on a CPU. In place a thread writes a piece of a new row; else one of
-a row of the result, which comes from the update or from the cache.
+In place a thread writes a piece of a new row; else one of a row of the result, which comes from the update or from the
+cache.
 
 An index that lies beyond is known on the GPU alone: no row of its entry is written then, so nothing but the entry's own
 result is wrong, and the cache stays as it was. More new rows than the cache has are refused before the launch.
@@ -16,12 +16,10 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.refusal import refuse_unless, spelled
-from mhsa_compile.kernels.cpu.scatter import folded, update_shape
-from mhsa_compile.kernels.cpu.vectors import DTYPE_BYTES, Dims, argument
 from mhsa_compile.kernels.cuda.pieces import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr, settle
 from mhsa_compile.kernels.operations import Op, ScatterOp
+from mhsa_compile.kernels.scatter_arguments import refuse_too_many_rows, scatter_arguments, unfit_scatter
 from mhsa_compile.profile import TargetProfile
 
 
@@ -31,11 +29,7 @@ class ScatterKernel(Fixed):
     name = "cuda.scatter"
 
     def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        if not isinstance(op, ScatterOp):
-            return "not a scatter"
-        if op.dtype not in DTYPE_BYTES:
-            return f"no elements of {op.dtype}"
-        return None
+        return unfit_scatter(op)
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, ScatterOp)
@@ -43,20 +37,11 @@ class ScatterKernel(Fixed):
 
 
 def _scatter(op: ScatterOp) -> Expr:
-    dim = Dims()
     with IRBuilder() as builder, T.prim_func():
         T.func_name("scatter")
         T.func_attr({"tirx.noalias": True})
-        cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
-        update = argument("update", update_shape(op, dim), op.dtype)
-        indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
-        result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
-        seen = folded(cache, op)
-        written = seen if op.in_place else folded(result, op)
-        rows = update if op.update is not None else folded(update, op)
-        most, new = spelled(op.cache[op.axis]), spelled(op.length)
-        task = _Scatter(op, seen, rows, indices, written, _piece(op))
-        refuse_unless(task.new <= task.rows, op.update_name, f"at most {most} rows, as the cache has", f"{new} rows")
+        task = _Scatter(op, *scatter_arguments(op), _piece(op))
+        refuse_too_many_rows(op, task.new, task.rows)
         if op.in_place:
             task.write_rows()
         else:
@@ -74,9 +59,9 @@ def _piece(op: ScatterOp) -> int:
 @dataclass(frozen=True)
 class _Scatter:
     op: ScatterOp
-    cache: Expr  # (B, heads, S, row), as is the result
-    update: Expr  # (B, heads, L, row), or (B, L, width)
-    indices: Expr | None  # (B,)
+    cache: Expr
+    update: Expr
+    indices: Expr | None
     result: Expr
     count: int  # elements of a piece
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.vectors import argument, ceil_div
 from mhsa_compile.kernels.cuda.pieces import coordinates
 from mhsa_compile.kernels.cuda.row_largest import Largest
 from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits, unfit

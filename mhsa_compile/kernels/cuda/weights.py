@@ -12,8 +12,8 @@ import numpy as np
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.arguments import argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.vectors import argument, ceil_div
 from mhsa_compile.kernels.cuda.pieces import coordinates, narrow
 from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits, unfit
 from mhsa_compile.kernels.cuda.row_sums import RowSums

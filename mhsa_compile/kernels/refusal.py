@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.errors import CALL_REFUSED
-from mhsa_compile.kernels.cpu.vectors import Expr
+from mhsa_compile.kernels.arguments import Expr
 from mhsa_compile.kernels.operations import Dim
 
 

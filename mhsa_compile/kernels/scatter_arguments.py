@@ -1,0 +1,58 @@
+"""What a TensorScatter is called with, on a CPU and on a GPU, and when it is refused.
+
+A cache is seen as (batch, heads, rows, row), whatever its rank: the axes between the batch and the rows are one, and so
+are those behind.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.arguments import DTYPE_BYTES, Dims, Expr, argument
+from mhsa_compile.kernels.operations import Op, ScatterOp
+from mhsa_compile.kernels.refusal import refuse_unless, spelled
+
+
+def unfit_scatter(op: Op) -> str | None:
+    """Why an operation is no scatter of elements that can be copied as they are, or None if it is one."""
+    if not isinstance(op, ScatterOp):
+        return "not a scatter"
+    if op.dtype not in DTYPE_BYTES:
+        return f"no elements of {op.dtype}"
+    return None
+
+
+def scatter_arguments(op: ScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
+    """(cache, update, indices, result): cache and result are (B, heads, S, row), and in place the same; the update is
+    (B, heads, L, row), or rows of a wider buffer (B, L, width); the indices are (B,)."""
+    dim = Dims()
+    cache = argument("cache", [dim(size) for size in op.cache], op.dtype)
+    update = argument("update", _update_shape(op, dim), op.dtype)
+    indices = argument("indices", [dim(op.cache[0])], "int64") if op.indexed else None
+    result = cache if op.in_place else argument("result", [dim(size) for size in op.cache], op.dtype)
+    seen = _folded(cache, op)
+    written = seen if op.in_place else _folded(result, op)
+    rows = update if op.update is not None else _folded(update, op)
+    return seen, rows, indices, written
+
+
+def refuse_too_many_rows(op: ScatterOp, new: Expr, rows: Expr) -> None:
+    """Ends a call that brings more new rows than the cache has."""
+    most, brought = spelled(op.cache[op.axis]), spelled(op.length)
+    refuse_unless(new <= rows, op.update_name, f"at most {most} rows, as the cache has", f"{brought} rows")
+
+
+def _update_shape(op: ScatterOp, dim: Dims) -> list[Expr]:
+    if op.update is not None:
+        return [dim(op.cache[0]), dim(op.length), T.int64(op.update.width)]
+    return [dim(op.length if i == op.axis else size) for i, size in enumerate(op.cache)]
+
+
+def _folded(buffer: Expr, op: ScatterOp) -> Expr:
+    """A buffer of the cache's rank as (batch, heads, rows, row)."""
+    shape = list(buffer.shape)
+    heads, row = (math.prod(part, start=T.int64(1)) for part in (shape[1 : op.axis], shape[op.axis + 1 :]))
+    sizes = [shape[0], heads, shape[op.axis], row]
+    return T.decl_buffer(sizes, op.dtype, data=buffer.data, align=DTYPE_BYTES[op.dtype])
