@@ -6,8 +6,9 @@ who goes on.
 
 What it proves: of the PrimFunc as a kernel emits it, before TVM's passes, that every index, mask, fragment layout and
 tail is right; that no access of global memory is out of bounds or misaligned; that no thread reads shared memory which
-another wrote, nor overwrites what another read, without a barrier in between; that copies are waited for (`cp.async`
-leaves garbage until its group is); that a barrier is reached by all or by none.
+another wrote, nor overwrites what another read, without a barrier in between; that none touches global memory which
+another of its launch wrote; that copies are waited for (`cp.async` leaves garbage until its group is); that a barrier
+is reached by all or by none.
 
 What it does not: that TVM and nvcc compile it as it is meant; that threads of a warp which run apart would not race;
 the rounding of tensor cores and of ex2.approx beyond float32's; anything of speed.
@@ -157,14 +158,20 @@ class Machine:
         block = [tag for tag in tags if tag.startswith("threadIdx")]
         threads = int(np.prod([sizes[tag] for tag in block]))
         blocks = int(np.prod([sizes[tag] for tag in grid]))
+        self._begin_launch()
         for first in range(0, blocks, self.blocks_together):
             count = min(self.blocks_together, blocks - first)
-            self.lanes, self.shared, self.copies = Lanes(count, threads), [], simt_ptx.AsyncCopies()
+            self.lanes, self.shared, self.copies = Lanes(count, threads, first), [], simt_ptx.AsyncCopies()
             for group, number in ((grid, self.lanes.block + first), (block, self.lanes.thread)):
                 for tag in group:
                     self.values[extents[tag][0]] = (number % sizes[tag]).astype(np.int32)
                     number = number // sizes[tag]
             body()
+
+    def _begin_launch(self) -> None:
+        for view in self.views.values():
+            if isinstance(view.memory, GlobalMemory):
+                view.memory.launched()
 
     def _Bind(self, node: Any) -> Thunk:
         key, value = _key(node.var), self.expression(node.value)
@@ -283,7 +290,8 @@ class Machine:
             return view.memory.data[at, column if at.ndim == 1 else column[:, None]]
         offset, lanes = self._offset(view, indices)
         size = view.dtype.itemsize * lanes
-        found = view.memory.read(self.lanes, offset, size).reshape(-1).view(view.dtype)
+        plainly = {"plainly": True} if isinstance(view.memory, GlobalMemory) else {}
+        found = view.memory.read(self.lanes, offset, size, **plainly).reshape(-1).view(view.dtype)
         return found if lanes == 1 else found.reshape(-1, lanes)
 
     def store(self, view: View, indices: list[Any], value: Any) -> None:

@@ -86,6 +86,7 @@ class HopperMachine(simt.Machine):
         if threads % WARPGROUP or blocks < 1:
             raise SimtError(f"a launch of {blocks} blocks of {threads} threads")
         outside = self.values, self.views, self.lanes
+        self._begin_launch()
         for first in range(0, blocks, self.blocks_together):
             count = min(self.blocks_together, blocks - first)
             self.blocks, self.threads = count, threads
@@ -96,7 +97,7 @@ class HopperMachine(simt.Machine):
             self.failure: BaseException | None = None
             strands = []
             for number in range(threads // WARPGROUP):
-                lanes = Lanes(count, WARPGROUP)
+                lanes = Lanes(count, WARPGROUP, first, threads)
                 lanes.thread = lanes.thread + np.int32(WARPGROUP * number)
                 strand = Strand(number, lanes, dict(outside[0]), dict(outside[1]))
                 strand.values[grid_key] = (lanes.block + first).astype(np.int32)

@@ -27,13 +27,19 @@ class SimtError(AssertionError):
 
 
 class Lanes:
-    """The threads that run in lockstep: `blocks` x `threads`, of which `active` (None: all) execute what is next."""
+    """The threads that run in lockstep: `blocks` x `threads`, of which `active` (None: all) execute what is next. They
+    are of blocks from number `first` on, of `of_block` threads."""
 
-    def __init__(self, blocks: int, threads: int) -> None:
-        self.blocks, self.threads = blocks, threads
+    def __init__(self, blocks: int, threads: int, first: int = 0, of_block: int | None = None) -> None:
+        self.blocks, self.threads, self.first, self.of_block = blocks, threads, first, of_block or threads
         self.count, self.warps = blocks * threads, -(-threads // WARP)
         self.block, self.thread = (a.ravel() for a in np.indices((blocks, threads), np.int32))
         self.active: Array | None = None
+        self.barriers = np.zeros((blocks, self.warps), np.int64)  # how many each warp has met at
+
+    def numbers(self) -> Array:
+        """Of each thread among all of the launch."""
+        return (self.block + self.first) * np.int64(self.of_block) + self.thread
 
     def chosen(self, *arrays: Array) -> list[Array]:
         """What the active lanes hold of arrays (N, ...)."""
@@ -88,29 +94,70 @@ class Memory:
     def note_write(self, lanes: Lanes, offset: Array, values: Array) -> None: ...
 
 
+CELL = 2
+"""Bytes that shared memory tells apart when it looks for races: two threads never share an element of 16 bits."""
+NOBODY, MANY = -1, -2
+
+
 class GlobalMemory(Memory):
-    """One argument of the call: of any length, so its bytes are moved one by one."""
+    """One argument of the call: of any length, so its bytes are moved one by one.
+
+    Of each element it knows who wrote it in this launch. No other thread may touch it until the next one, since blocks
+    know nothing of each other; but for those of the same warp, behind a barrier of it, and by an instruction: arguments
+    are __restrict__ in what TVM writes (split_host_device.cc), so a compiler may keep what a thread has read plainly.
+    """
 
     def __init__(self, name: str, array: Array) -> None:
         if not array.flags.c_contiguous:
             raise SimtError(f"{name}: arguments are contiguous")
         super().__init__(name, array.reshape(-1).view(np.uint8)[np.newaxis])
+        self.element = array.itemsize
+        self.writer: Array | None = None  # of each element, and how many barriers its warp had met at
+        self.met_at = np.zeros(0, np.int64)
 
-    def read(self, lanes: Lanes, offset: Array, size: int) -> Array:
+    def launched(self) -> None:
+        """All that was written before can be read."""
+        self.writer = None
+
+    def read(self, lanes: Lanes, offset: Array, size: int, *, plainly: bool = False) -> Array:
         first = self._units(lanes, offset, size) * size
         if self.data.shape[1] < size:  # nobody reads
             return np.zeros((offset.size, size), np.uint8)
+        if self.writer is not None:
+            self._touched(lanes, first, size, "reads plainly" if plainly else "reads", plainly=plainly)
         return self.data[0][first[:, np.newaxis] + np.arange(size)]
 
     def write(self, lanes: Lanes, offset: Array, values: Array) -> None:
         size = values.shape[1]
-        first, values = lanes.chosen(self._units(lanes, offset, size) * size, values)
+        first = self._units(lanes, offset, size) * size
+        if self.writer is None:
+            self.writer, self.met_at = (np.full(self.data.shape[1] // self.element, NOBODY, np.int64) for _ in range(2))
+        cell, number, met = self._touched(lanes, first, size, "overwrites")
+        self.writer[cell], self.met_at[cell] = number, met
+        if (self.writer[cell] != number).any():
+            raise SimtError(f"{self.name}: two threads write one element at once")
+        first, values = lanes.chosen(first, values)
         self.data[0][first[:, np.newaxis] + np.arange(size)] = values
 
-
-CELL = 2
-"""Bytes that shared memory tells apart when it looks for races: two threads never share an element of 16 bits."""
-NOBODY, MANY = -1, -2
+    def _touched(
+        self, lanes: Lanes, first: Array, size: int, what: str, *, plainly: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """(each element that the active lanes touch, the thread that does, how many barriers its warp has met at)."""
+        assert self.writer is not None
+        count = max(1, size // self.element)
+        met = lanes.barriers[lanes.block, lanes.thread % lanes.threads // WARP]
+        first, number, met = lanes.chosen(first, lanes.numbers(), met)
+        cell = (first[:, np.newaxis] // self.element + np.arange(count)).ravel()
+        number, met = np.repeat(number, count), np.repeat(met, count)
+        before = self.writer[cell]
+        foreign = (before != NOBODY) & (before != number)
+        if foreign.any():
+            met_since = (before // WARP == number // WARP) & (self.met_at[cell] < met)
+            wrong = foreign if plainly else foreign & ~met_since
+            if wrong.any():
+                t, other = int(number[wrong][0]), int(before[wrong][0])
+                raise SimtError(f"{self.name}: thread {t} {what} what thread {other} wrote in the same launch")
+        return cell, number, met
 
 
 class SharedMemory(Memory):

@@ -27,6 +27,7 @@ HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 def _block_barrier(machine: Machine, node: Any) -> Thunk:
     def execute() -> None:
         blocks = machine.lanes.whole(machine.lanes.threads, "a barrier of the block")
+        machine.lanes.barriers[blocks] += 1
         for memory in machine.shared:
             memory.block_barrier(blocks)
 
@@ -36,6 +37,7 @@ def _block_barrier(machine: Machine, node: Any) -> Thunk:
 def _warp_barrier(machine: Machine, node: Any) -> Thunk:
     def execute() -> None:
         warps = machine.lanes.whole(WARP, "a barrier of the warp")
+        machine.lanes.barriers += warps.reshape(machine.lanes.barriers.shape)
         for memory in machine.shared:
             memory.warp_barrier(machine.lanes, warps)
 

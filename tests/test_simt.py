@@ -291,6 +291,64 @@ def test_what_a_warp_has_read_it_may_overwrite_once_it_has_met():
             simt.run(func, y)
 
 
+def handed_over(sync: Callable[[], None], apart: int, *, plainly: bool, same: bool = False) -> Any:
+    """Each of 128 threads writes a word of global memory and reads another's, or all write the same one."""
+
+    def body(block, thread, y):
+        number = block * 64 + thread
+        word, place = cells(1, "uint32"), T.int32(0) if same else number
+        T.evaluate(T.ptx["st.global.b32"](T.address_of(y[T.int32(0), place]), T.cast(thread, "uint32")))
+        sync()
+        other = T.bitwise_xor(number, T.int32(apart))
+        if plainly:
+            T.buffer_store(word, y[T.int32(0), other], [0])
+        else:
+            T.evaluate(T.ptx["ld.global.b32"](word[0], T.address_of(y[T.int32(0), other])))
+        T.buffer_store(y, word[0], [T.int32(1), number])
+
+    return kernel(body, {"y": ((2, 128), "uint32")}, threads=64, blocks=2)
+
+
+@pytest.mark.parametrize("blocks_together", [1, 2])
+def test_who_may_touch_what_others_write_to_global_memory(blocks_together: int):
+    """Those of the same warp behind a barrier, by instructions; nobody else before the next launch."""
+    y = np.zeros((2, 128), np.uint32)
+    simt.run(handed_over(warp_barrier, 3, plainly=False), y, blocks_together=blocks_together)
+    np.testing.assert_array_equal(y[1], (np.arange(128) ^ 3) % 64)
+    wrong = (
+        (handed_over(warp_barrier, 3, plainly=True), "reads plainly what thread"),  # a compiler may have kept it
+        (handed_over(lambda: None, 3, plainly=False), "reads what thread"),
+        (handed_over(barrier, 33, plainly=False), "reads what thread"),
+        (handed_over(barrier, 0, plainly=False, same=True), "two threads write one element"),
+    )
+    for func, words in wrong:
+        with pytest.raises(SimtError, match=words):
+            simt.run(func, y, blocks_together=blocks_together)
+
+
+def test_what_another_block_writes_is_there_in_the_next_launch():
+    def body(reads: bool) -> Any:
+        def part(block, thread, y):
+            number = block * 32 + thread
+            value = y[T.int32(0), T.bitwise_xor(number, T.int32(32))] if reads else T.cast(number, "uint32")
+            T.buffer_store(y, value, [T.int32(reads), number])
+
+        return part
+
+    def both(*launches: bool) -> Any:
+        with IRBuilder() as builder, T.prim_func():
+            T.func_name("kernel")
+            y = T.match_buffer(T.arg("y", T.handle()), (2, 64), "uint32")
+            for reads in launches:
+                with T.launch_thread("blockIdx.x", 2) as block, T.launch_thread("threadIdx.x", 32) as thread:
+                    body(reads)(block, thread, y)
+        return builder.get()
+
+    y = np.zeros((2, 64), np.uint32)
+    simt.run(both(False, True), y)
+    np.testing.assert_array_equal(y[1], np.arange(64) ^ 32)
+
+
 def test_a_transpose():
     """Matrices of 8 x 8, one for each warp."""
 

@@ -2,6 +2,9 @@
 
 While the keys go by, the list holds bases instead of weights. Most keys are smaller than its last entry, and pass by
 without anybody looking at it.
+
+The list passes from lane to lane in global memory, so it is read and written by instructions: TVM makes every argument
+__restrict__, which lets a compiler keep what a lane has read, whatever barriers of the warp there are.
 """
 
 from __future__ import annotations
@@ -12,7 +15,18 @@ from collections.abc import Callable
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.row_sums import RowSums
-from mhsa_compile.kernels.cuda.warp import WARP, Expr, ballot, of_lane, put, registers, settle, warp_barrier
+from mhsa_compile.kernels.cuda.warp import (
+    WARP,
+    Expr,
+    ballot,
+    load,
+    of_lane,
+    put,
+    registers,
+    settle,
+    store,
+    warp_barrier,
+)
 
 
 class Largest:
@@ -27,6 +41,7 @@ class Largest:
         count = len(there)
         self._least, self._least_key = registers(count), registers(count, "int32")  # the last entry of the list
         self._pending = registers(1, "uint32")  # lanes whose key may belong into it
+        self._read = registers(1), registers(2, "uint32")
 
     def clear(self) -> None:
         for r in range(len(self.there)):
@@ -92,13 +107,19 @@ class Largest:
                 with T.If(slot < self.k), T.Then():
                     body(r, slot)
 
+    def _address(self, of: Expr, r: int, slot: Expr) -> Expr:
+        return T.address_of(of[(*self.at[r], T.cast(slot, "int64"))])
+
     def _base(self, r: int, slot: Expr) -> Expr:
-        return settle(self.weights[(*self.at[r], T.cast(slot, "int64"))], "float32")
+        load(self._read[0], 0, 1, self._address(self.weights, r, slot), "global")
+        return settle(self._read[0][0], "float32")
 
     def _key(self, r: int, slot: Expr) -> Expr:
-        return settle(T.cast(self.keys[(*self.at[r], T.cast(slot, "int64"))], "int32"))
+        load(self._read[1], 0, 2, self._address(self.keys, r, slot), "global")
+        return settle(T.reinterpret("int32", self._read[1][0]))
 
     def _set(self, r: int, slot: Expr, base: Expr, key: Expr) -> None:
-        at = [*self.at[r], T.cast(slot, "int64")]
-        T.buffer_store(self.weights, base, at)
-        T.buffer_store(self.keys, T.cast(key, "int64"), at)
+        store(self._address(self.weights, r, slot), [base], "global")
+        key = settle(key)
+        halves = [T.reinterpret("uint32", half) for half in (key, T.shift_right(key, T.int32(31)))]
+        store(self._address(self.keys, r, slot), halves, "global")
