@@ -11,8 +11,10 @@ LARGEST = (2 - 2.0**-23) * 2.0**127  # float32
 SOFTCAPS = (1e-12, 1e12)
 
 
-def unfit_softcap(op: AttentionOp) -> str | None:
-    """Why the softcap cannot be the unit of products in float32, or None if it can."""
+def unfit_scores(op: AttentionOp) -> str | None:
+    """Why scores cannot be computed in float32, in units of the softcap where there is one, or None if they can."""
+    if op.softmax != "float32":
+        return f"its softmax is float32, not {op.softmax}"
     if not op.softcap or SOFTCAPS[0] <= op.softcap <= SOFTCAPS[1]:
         return None
     return f"a softcap from {SOFTCAPS[0]:g} to {SOFTCAPS[1]:g}, or 0 for none, not {op.softcap:g}"

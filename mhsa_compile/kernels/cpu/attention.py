@@ -15,7 +15,8 @@ from typing import Any
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.arguments import argument, ceil_div
+from mhsa_compile.kernels.arguments import ceil_div
+from mhsa_compile.kernels.attention_arguments import attention_arguments
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu import attention_matrix, attention_paired
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
@@ -27,9 +28,10 @@ from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
 from mhsa_compile.kernels.cpu.dot import Dot, available, matrix
 from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
 from mhsa_compile.kernels.cpu.vectors import Expr, settle
-from mhsa_compile.kernels.operands import HeadView, attention_arguments, head_view
-from mhsa_compile.kernels.operations import AttentionOp, Band, Op
-from mhsa_compile.kernels.scores import unfit_softcap
+from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.placements import HeadView, head_view
+from mhsa_compile.kernels.scores import unfit_scores
+from mhsa_compile.kernels.static_masks import constant_arguments, divided_band
 from mhsa_compile.profile import CpuProfile
 
 
@@ -41,11 +43,9 @@ class AttentionKernel:
     def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, AttentionOp):
             return "not an attention"
-        if op.softmax != "float32":
-            return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        return unfit_softcap(op)
+        return unfit_scores(op)
 
     def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")
@@ -87,15 +87,8 @@ def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple
     if op.static_mask is None:
         return op, None
     tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
-    held, left = _divided(op)
+    held, left = divided_band(op)
     return replace(op, band=left), plan(op.static_mask, held, lanes=profile.vector_lanes("float32"), **tile)
-
-
-def _divided(op: AttentionOp) -> tuple[Band | None, Band | None]:
-    """(what a plan holds of the band, what is left to the kernel): a band counted from lengths is known when called
-    only, and distances are counted from its edge."""
-    late = op.lengths and op.band is not None and op.band.alignment == "bottom_right"
-    return None if late else op.band, op.band if late or op.slopes else None
 
 
 def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
@@ -170,11 +163,7 @@ def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Ex
 
 
 def plan_arguments(planned: Plan) -> list[Expr]:
-    names = ("order", "index", "runs", "bits")
-    return [
-        argument(name, [T.int64(size) for size in array.shape], str(array.dtype))
-        for name, array in zip(names, planned.arrays, strict=True)
-    ]
+    return constant_arguments(("order", "index", "runs", "bits"), planned.arrays)
 
 
 def tile_and_runs(

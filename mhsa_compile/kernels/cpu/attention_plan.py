@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mhsa_compile.kernels.operations import Band, StaticMask
+from mhsa_compile.kernels.static_masks import seen_in_band
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 SHORT = 4
@@ -48,8 +49,8 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, lanes: int, key_t
     bits, rows = list[NDArray[np.uint16]](), 0
     for head in range(heads):
         for tile in range(tiles):
-            first = tile * queries
-            block = mask.visible[head, first : first + queries] & _band(band, first, min(L, first + queries), L, S)
+            of_tile = range(tile * queries, min(L, (tile + 1) * queries))
+            block = mask.visible[head, of_tile.start : of_tile.stop] & seen_in_band(band, of_tile, L, S)
             for kind, begin, end in _runs(_kinds(block, key_tile), keys // key_tile):
                 keys_of_run = slice(begin * key_tile, min(S, end * key_tile))
                 row = -1
@@ -68,16 +69,6 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, lanes: int, key_t
         np.array(runs or [(0, 0, -1)], np.int32),
         np.concatenate(bits) if bits else empty,
     )
-
-
-def _band(band: Band | None, first: int, end: int, L: int, S: int) -> NDArray[np.bool_]:
-    visible = np.ones((end - first, S), np.bool_)
-    if band is not None:
-        place = np.arange(first, end)[:, np.newaxis] + (S - L if band.alignment == "bottom_right" else 0)
-        distance = place - np.arange(S)
-        visible &= True if band.left is None else distance <= band.left
-        visible &= True if band.right is None else -distance <= band.right
-    return visible
 
 
 def _kinds(block: NDArray[np.bool_], key_tile: int) -> NDArray[np.int8]:

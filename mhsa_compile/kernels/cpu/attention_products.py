@@ -31,8 +31,8 @@ from mhsa_compile.kernels.cpu.vectors import (
     settle,
     store,
 )
-from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.placements import HeadView
 from mhsa_compile.kernels.scores import score_factor
 
 

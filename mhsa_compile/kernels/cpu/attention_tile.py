@@ -30,7 +30,7 @@ from mhsa_compile.kernels.cpu.attention_products import Products
 from mhsa_compile.kernels.cpu.attention_values import Accumulator
 from mhsa_compile.kernels.cpu.attention_weights import Weights
 from mhsa_compile.kernels.cpu.vectors import Chunk, Expr, settle
-from mhsa_compile.kernels.operands import HeadView
+from mhsa_compile.kernels.placements import HeadView
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
     zero_if_finite,
 )
-from mhsa_compile.kernels.operands import HeadView
+from mhsa_compile.kernels.placements import HeadView
 
 
 class Accumulator:

@@ -14,6 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import DTYPE_BYTES
+from mhsa_compile.kernels.attention_arguments import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.base import Config, Emitted, unfit_tile, unknown_knobs
 from mhsa_compile.kernels.cpu import dot, functions, vectors
 from mhsa_compile.kernels.cpu.decode_parts import Shares, Splits
@@ -24,9 +25,9 @@ from mhsa_compile.kernels.cpu.decode_work import Heads, Part
 from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, constant, load, settle, splat, store
-from mhsa_compile.kernels.operands import AttentionArguments, HeadView, attention_arguments, head_view
+from mhsa_compile.kernels.few_queries import rows_of_key_head, unfit_for_few_queries
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_softcap
+from mhsa_compile.kernels.placements import HeadView, head_view
 from mhsa_compile.profile import CpuProfile
 
 MOST_QUERIES, MOST_ROWS = 12, 96
@@ -45,17 +46,8 @@ class DecodeKernel:
     def applies(self, op: Op, profile: CpuProfile) -> str | None:
         if not isinstance(op, AttentionOp):
             return "not an attention"
-        if not isinstance(op.q_length, int):
-            return f"the query length {op.q_length!r} is symbolic; this kernel is for a fixed one"
         has_dot = dot.available(profile, op.dtype) or dot.matrix(profile, op.dtype)
-        rows, most = _rows(op), MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES
-        if op.q_length > most or rows > MOST_ROWS:
-            return f"for at most {most} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
-        if op.softmax != "float32":
-            return f"its softmax is float32, not {op.softmax}"
-        if op.static_mask is not None:
-            return "no constant masks"
-        return unfit_softcap(op)
+        return unfit_for_few_queries(op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS)
 
     def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {
@@ -74,7 +66,7 @@ class DecodeKernel:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
         assert isinstance(op, AttentionOp)
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
-        rows, columns = _value_tile(_rows(op), columns, profile.hardware.vector_registers)
+        rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers)
         keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.dtype] * op.v_head_dim)
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
@@ -90,7 +82,7 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
         T.func_attr({"tirx.noalias": True})
         given = attention_arguments(op, Extras)
         y = given.output()
-        layout = ScoreLayout(_rows(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
+        layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
         sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
         deal = Shares(given, **sizes) if op.lengths else Splits(op, given.batch, given.kv_length, **sizes)
         emitter = _Decode(profile, config, given, y, deal.parts)
@@ -100,12 +92,6 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
         # In the calling thread: the partial results are less than a hundredth of the keys and values.
         deal.each_divided(emitter.combine)
     return builder.get()
-
-
-def _rows(op: AttentionOp) -> int:
-    """Query rows that share a key head."""
-    assert isinstance(op.q_length, int)
-    return op.q_length * (op.num_heads // op.num_kv_heads)
 
 
 def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
@@ -150,7 +136,7 @@ class _Decode:
         self.inputs, self.mask, self.extras, self.y = given.inputs, given.mask, given.extras, y
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.ratio = op.num_heads // op.num_kv_heads
-        self.rows = _rows(op)
+        self.rows = rows_of_key_head(op)
         self.sums = T.alloc_buffer((parts, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
         # The maximum, the sum and, with slopes, the origin of each row's distances.
         self.statistics = T.alloc_buffer((parts, T.int64(3 if op.slopes else 2), T.int64(self.rows)), "float32")

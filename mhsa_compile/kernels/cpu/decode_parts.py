@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import ceil_div
+from mhsa_compile.kernels.attention_arguments import AttentionArguments
 from mhsa_compile.kernels.cpu.decode_work import Part, Span, span_of
 from mhsa_compile.kernels.cpu.operands import Extras
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, settle
-from mhsa_compile.kernels.operands import AttentionArguments
 from mhsa_compile.kernels.operations import AttentionOp
 
 

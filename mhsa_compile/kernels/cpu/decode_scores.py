@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, splat, store
-from mhsa_compile.kernels.operands import HeadView
+from mhsa_compile.kernels.placements import HeadView
 
 
 @dataclass(frozen=True)

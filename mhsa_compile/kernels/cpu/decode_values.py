@@ -26,8 +26,8 @@ from mhsa_compile.kernels.cpu.vectors import (
     store,
     zero_if_finite,
 )
-from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.placements import HeadView
 
 MASKED = -0.0
 """The weight of a masked key: zero as a number, yet told apart from a visible weight that underflowed to +0."""

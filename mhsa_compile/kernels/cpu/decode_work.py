@@ -9,8 +9,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.operands import MaskReader
 from mhsa_compile.kernels.cpu.vectors import Expr, settle
-from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.placements import HeadView
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mhsa_compile.kernels.cpu.linear_packing import pack
 from mhsa_compile.kernels.cpu.linear_product import Product, tasks
 from mhsa_compile.kernels.cpu.linear_rows import prepared
 from mhsa_compile.kernels.cpu.vectors import Expr, register_tile, settle, tile_registers
+from mhsa_compile.kernels.linear_arguments import packed_arguments
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import CpuProfile
 
@@ -116,10 +117,7 @@ def _linear(format: Format, cores: int, config: Config) -> Expr:
             T.func_name("linear")
             T.func_attr({"tirx.noalias": True})
             x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
-            packed = [
-                argument(f"packed{i}", [T.int64(n) for n in shape], dtype)
-                for i, (shape, dtype) in enumerate(format.packed)
-            ]
+            packed = packed_arguments(format.packed)
             y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
             size = prod(leading[1:], start=leading[0])
             count = settle(size)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.linear_rows import LARGEST, magnitude, nearest, quantising_factor
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import Expr, load, settle, store
+from mhsa_compile.kernels.linear_arguments import packed_arguments, weight_arguments
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,8 @@ def pack(format: Format) -> Expr:
         with T.prim_func():
             T.func_name("pack_linear")
             T.func_attr({"tirx.noalias": True})
-            weights, biases = [], []
-            for i, width in enumerate(op.widths):
-                shape = (op.in_features, width) if op.transposed[i] else (width, op.in_features)
-                weights.append(argument(f"weight{i}", [T.int64(n) for n in shape], op.dtype))
-            for i, width in enumerate(op.widths):
-                biases.append(argument(f"bias{i}", [T.int64(width)], op.dtype) if op.biased[i] else None)
-            packed = [
-                argument(f"packed{i}", [T.int64(n) for n in shape], dtype)
-                for i, (shape, dtype) in enumerate(format.packed)
-            ]
+            weights, biases = weight_arguments(op)
+            packed = packed_arguments(format.packed)
             with T.parallel(T.int64(format.panels)) as p, T.serial(T.int64(format.panel)) as column:
                 _pack_column(_Place(format, packed, p, column), weights, biases)
     return builder.get()

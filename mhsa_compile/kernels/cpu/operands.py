@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.attention_arguments import ExtraInputs
 from mhsa_compile.kernels.cpu import functions
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, constant, settle
-from mhsa_compile.kernels.operands import ExtraInputs
 from mhsa_compile.kernels.operations import AttentionOp, MaskInput
 from mhsa_compile.kernels.scores import LOG2_E
 

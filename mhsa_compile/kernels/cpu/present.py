@@ -13,8 +13,8 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.arguments import DTYPE_BYTES, Dims, argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.vectors import Expr, each_task, each_vector, load, settle, store
-from mhsa_compile.kernels.operands import head_view, placed_shape
 from mhsa_compile.kernels.operations import Op, PresentOp
+from mhsa_compile.kernels.placements import head_view, placed_shape
 from mhsa_compile.profile import CpuProfile
 
 ROWS = 64  # of a task: some KiB, which hide what it takes to begin one

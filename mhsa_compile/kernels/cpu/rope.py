@@ -16,9 +16,10 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, each_task, each_vector, load, settle, store
-from mhsa_compile.kernels.operands import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.operations import Op, RotaryOp
+from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.refusal import refuse_unless, spelled
+from mhsa_compile.kernels.rotary_arguments import angle_arguments
 from mhsa_compile.profile import CpuProfile
 
 
@@ -45,15 +46,6 @@ class _Angles:
     cos: Expr
     sin: Expr
     positions: Expr | None
-
-    @classmethod
-    def arguments(cls, op: RotaryOp, dim: Dims) -> _Angles:
-        places = [T.int64(1) if op.shared_angles else dim(op.batch), dim(op.length)]
-        rows = places if op.max_positions is None else [dim(op.max_positions)]
-        columns = T.int64(op.rotary_dim if op.whole_angles else op.rotary_dim // 2)
-        cos, sin = (argument(name, [*rows, columns], op.dtype) for name in ("cos", "sin"))
-        positions = None if op.max_positions is None else argument("positions", places, "int64")
-        return cls(op, cos, sin, positions)
 
     def check(self) -> None:
         """Ends the call where a position is beyond the tables."""
@@ -101,7 +93,7 @@ def _rope(op: RotaryOp, lanes: int) -> Expr:
             T.func_name("rope")
             T.func_attr({"tirx.noalias": True})
             x = argument("x", placed_shape(op.x, batch, length, heads, op.head_dim), op.dtype)
-            angles = _Angles.arguments(op, dim)
+            angles = _Angles(op, *angle_arguments(op, dim))
             y = argument("y", placed_shape(op.output, batch, length, heads, op.head_dim), op.dtype)
             angles.check()
 

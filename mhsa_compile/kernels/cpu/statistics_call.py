@@ -9,6 +9,7 @@ from functools import partial
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.attention_arguments import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cpu.attention_mask import MaskReader, Visibility
 from mhsa_compile.kernels.cpu.attention_paired import PairedProducts, pairs_fit
@@ -16,8 +17,8 @@ from mhsa_compile.kernels.cpu.attention_products import Float32Products, Operand
 from mhsa_compile.kernels.cpu.dot import Dot, available
 from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
 from mhsa_compile.kernels.cpu.vectors import Expr, settle
-from mhsa_compile.kernels.operands import AttentionArguments, attention_arguments, head_view
 from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.placements import head_view
 from mhsa_compile.profile import CpuProfile
 
 

@@ -15,7 +15,7 @@ from mhsa_compile.kernels.cpu import vectors
 from mhsa_compile.kernels.cpu.statistics_rows import RowSums
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, RegisterTile, bind, constant, load, scratch, settle, store
-from mhsa_compile.kernels.operands import HeadView
+from mhsa_compile.kernels.placements import HeadView
 
 
 class WeightsWriter:

@@ -26,8 +26,8 @@ from mhsa_compile.kernels.cpu.statistics_rows import RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.statistics_weights import WeightsWriter
 from mhsa_compile.kernels.cpu.vectors import Expr, settle, store
-from mhsa_compile.kernels.operands import HeadView
 from mhsa_compile.kernels.operations import MaskInput, Op, WeightsOp
+from mhsa_compile.kernels.placements import HeadView
 from mhsa_compile.profile import CpuProfile
 
 

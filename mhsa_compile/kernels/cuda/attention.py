@@ -15,7 +15,7 @@ from mhsa_compile.kernels.cuda.attention_scores import QUICK_SOFTCAP
 from mhsa_compile.kernels.cuda.attention_tile import WARPS, AttentionBlock, Shape
 from mhsa_compile.kernels.cuda.operands import unfit_widths
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_softcap
+from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
@@ -37,11 +37,9 @@ class AttentionKernel:
             return "not an attention"
         if op.dtype not in ("bfloat16", "float16"):
             return f"of 16-bit types, not {op.dtype}"
-        if op.softmax != "float32":
-            return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        return unfit_widths(op) or unfit_softcap(op)
+        return unfit_widths(op) or unfit_scores(op)
 
     def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (64, 128), "keys": (16, 32, 48, 64, 96, 128), "stages": (1, 2, 3)}

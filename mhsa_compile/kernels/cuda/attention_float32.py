@@ -13,7 +13,7 @@ from mhsa_compile.kernels.cuda.attention_launch import attention
 from mhsa_compile.kernels.cuda.attention_plan import planned_apart
 from mhsa_compile.kernels.cuda.operands import unfit_widths
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_softcap
+from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
@@ -32,11 +32,9 @@ class AttentionFloat32Kernel:
             return "not an attention"
         if op.dtype != "float32":
             return f"of float32, not {op.dtype}"
-        if op.softmax != "float32":
-            return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        return unfit_widths(op) or unfit_softcap(op)
+        return unfit_widths(op) or unfit_scores(op)
 
     def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32, 64), "keys": (16, 32, 48, 64), "stages": (1, 2)}

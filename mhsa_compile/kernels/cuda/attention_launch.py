@@ -8,6 +8,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import ceil_div
+from mhsa_compile.kernels.attention_arguments import attention_arguments
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_plan import Plan, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention_scores import Scores
@@ -15,7 +16,6 @@ from mhsa_compile.kernels.cuda.cells import Cells
 from mhsa_compile.kernels.cuda.operands import Extras, elements, mask_reader
 from mhsa_compile.kernels.cuda.ring import Element
 from mhsa_compile.kernels.cuda.warp import Expr, Place, settle
-from mhsa_compile.kernels.operands import attention_arguments
 from mhsa_compile.kernels.operations import AttentionOp
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cuda.warp import Expr, settle
 from mhsa_compile.kernels.operations import AttentionOp, Band, StaticMask
+from mhsa_compile.kernels.static_masks import constant_arguments, divided_band, seen_in_band
 
 WORD = 32  # bits
 
@@ -46,7 +46,7 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, keys: int) -> Pla
     order = np.empty((heads, blocks), np.int32)
     index, visits, bits = [0], list[tuple[int, int]](), list[NDArray[np.uint32]]()
     for head in range(heads):
-        visible = mask.visible[head] & _band(band, L, S)
+        visible = mask.visible[head] & seen_in_band(band, range(L), L, S)
         for block in range(blocks):
             rows = np.zeros((queries, tiles * keys), np.bool_)
             part = visible[block * queries : (block + 1) * queries]
@@ -70,16 +70,6 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, keys: int) -> Pla
     )
 
 
-def _band(band: Band | None, L: int, S: int) -> NDArray[np.bool_]:
-    visible = np.ones((L, S), np.bool_)
-    if band is not None:
-        place = np.arange(L)[:, np.newaxis] + (S - L if band.alignment == "bottom_right" else 0)
-        distance = place - np.arange(S)
-        visible &= True if band.left is None else distance <= band.left
-        visible &= True if band.right is None else -distance <= band.right
-    return visible
-
-
 def _words(cells: NDArray[np.bool_]) -> NDArray[np.uint32]:
     """(rows, keys) -> (rows, words)."""
     rows, keys = cells.shape
@@ -89,13 +79,11 @@ def _words(cells: NDArray[np.bool_]) -> NDArray[np.uint32]:
 
 
 def planned_apart(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp, Plan | None]:
-    """(what is left to the kernel, the plan of a static mask and of as much of the band as it holds): a band counted
-    from lengths is known when called only, and distances are counted from its edge."""
+    """(what is left to the kernel, the plan of a static mask and of as much of the band as it holds)."""
     if op.static_mask is None:
         return op, None
-    late = op.lengths and op.band is not None and op.band.alignment == "bottom_right"
-    held = plan(op.static_mask, None if late else op.band, queries=queries, keys=keys)
-    return replace(op, band=op.band if late or op.slopes else None), held
+    held, left = divided_band(op)
+    return replace(op, band=left), plan(op.static_mask, held, queries=queries, keys=keys)
 
 
 @dataclass(frozen=True)
@@ -117,11 +105,7 @@ class Visits:
 
 
 def plan_arguments(planned: Plan) -> list[Expr]:
-    names = ("order", "index", "visits", "bits")
-    return [
-        argument(name, [T.int64(size) for size in array.shape], str(array.dtype))
-        for name, array in zip(names, planned.arrays, strict=True)
-    ]
+    return constant_arguments(("order", "index", "visits", "bits"), planned.arrays)
 
 
 def visits_of(views: list[Expr], turn: Expr, blocks: Expr, h: Expr) -> tuple[Expr, Visits]:

@@ -12,6 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import argument
+from mhsa_compile.kernels.attention_arguments import attention_arguments
 from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.cuda import decode_combine
 from mhsa_compile.kernels.cuda.decode_block import Arrays, DecodeBlock
@@ -19,9 +20,8 @@ from mhsa_compile.kernels.cuda.decode_shape import Shape
 from mhsa_compile.kernels.cuda.decode_shares import Shares
 from mhsa_compile.kernels.cuda.operands import Extras, unfit_widths
 from mhsa_compile.kernels.cuda.warp import Expr, Place, at_once, settle
-from mhsa_compile.kernels.operands import attention_arguments
+from mhsa_compile.kernels.few_queries import rows_of_key_head, unfit_for_few_queries
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_softcap
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("keys", "stages", "warps", "blocks")
@@ -38,19 +38,10 @@ class DecodeKernel:
     def applies(self, op: Op, profile: CudaProfile) -> str | None:
         if not isinstance(op, AttentionOp):
             return "not an attention"
-        if not isinstance(op.q_length, int):
-            return f"the query length {op.q_length!r} is symbolic; this kernel is for a fixed one"
-        rows = _rows(op)
-        if op.q_length > MOST_QUERIES or rows > MOST_ROWS:
-            return f"for at most {MOST_QUERIES} queries and {MOST_ROWS} rows a key head, not {op.q_length} and {rows}"
-        if op.softmax != "float32":
-            return f"its softmax is float32, not {op.softmax}"
-        if op.static_mask is not None:
-            return "no constant masks"
-        if reason := unfit_widths(op) or unfit_softcap(op):
+        if reason := unfit_for_few_queries(op, MOST_QUERIES, MOST_ROWS) or unfit_widths(op):
             return reason
         if not self._fitting(op, profile):
-            return f"{rows} rows of {op.v_head_dim} columns are more than a block has room for"
+            return f"{rows_of_key_head(op)} rows of {op.v_head_dim} columns are more than a block has room for"
         return None
 
     def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
@@ -95,17 +86,11 @@ class DecodeKernel:
         )
 
 
-def _rows(op: AttentionOp) -> int:
-    """Query rows that share a key head."""
-    assert isinstance(op.q_length, int)
-    return op.q_length * (op.num_heads // op.num_kv_heads)
-
-
 def _shape(op: AttentionOp, config: Config) -> Shape:
     keys, stages, warps = (config[knob] for knob in KNOBS[:3])
     terms = sum((op.band is not None, op.mask is not None, op.softcap > 0, op.sinks, op.slopes))
     hides_values = op.mask is not None or (op.band is not None and op.q_length != 1)
-    return Shape(_rows(op), keys, stages, warps, op.head_dim, op.v_head_dim, op.dtype, terms, hides_values)
+    return Shape(rows_of_key_head(op), keys, stages, warps, op.head_dim, op.v_head_dim, op.dtype, terms, hides_values)
 
 
 def _decode(op: AttentionOp, shape: Shape, blocks: int, count: int) -> Expr:

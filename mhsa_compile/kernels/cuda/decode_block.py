@@ -16,6 +16,7 @@ from typing import Any
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.attention_arguments import AttentionArguments
 from mhsa_compile.kernels.cuda import ring
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_scores import Scores
@@ -27,7 +28,6 @@ from mhsa_compile.kernels.cuda.decode_tensor import TensorWarp
 from mhsa_compile.kernels.cuda.operands import Extras, elements, mask_reader
 from mhsa_compile.kernels.cuda.ring import Element, SharedTiles
 from mhsa_compile.kernels.cuda.warp import Expr, Place, barrier, pack, registers, settle, store, warp_barrier
-from mhsa_compile.kernels.operands import AttentionArguments
 from mhsa_compile.kernels.operations import AttentionOp, Placement
 
 CHUNK = 4  # columns that a thread writes at a time

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.attention_arguments import AttentionArguments
 from mhsa_compile.kernels.cuda.attention_mask import span
 from mhsa_compile.kernels.cuda.operands import Extras
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, from_below, from_lane, over_warp, put, registers, settle
-from mhsa_compile.kernels.operands import AttentionArguments
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, Shape
 from mhsa_compile.kernels.cuda.hopper_roles import attention
 from mhsa_compile.kernels.cuda.operands import unfit_widths
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_softcap
+from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("consumers", "keys", "stages")
@@ -43,11 +43,9 @@ class HopperAttentionKernel:
             return "made for GPUs whose warpgroups multiply"
         if op.dtype not in ("bfloat16", "float16"):
             return f"of 16-bit types, not {op.dtype}"
-        if op.softmax != "float32":
-            return f"its softmax is float32, not {op.softmax}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        if reason := unfit_widths(op) or unfit_softcap(op):
+        if reason := unfit_widths(op) or unfit_scores(op):
             return reason
         if next(self._fitting(op, profile), None) is None:
             return f"no tile of keys fits the registers and shared memory beside heads of {op.head_dim, op.v_head_dim}"

@@ -10,6 +10,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import ceil_div
+from mhsa_compile.kernels.attention_arguments import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.cuda import hopper_words as words
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility, rows_of
 from mhsa_compile.kernels.cuda.attention_plan import Plan, Visits, plan_arguments, visits_of
@@ -21,7 +22,6 @@ from mhsa_compile.kernels.cuda.hopper_schedule import KeyTiles, Schedule, schedu
 from mhsa_compile.kernels.cuda.hopper_tiles import Tensor
 from mhsa_compile.kernels.cuda.operands import Extras, mask_reader
 from mhsa_compile.kernels.cuda.warp import ROWS, WARP, Expr, Place, barrier, put, registers, settle
-from mhsa_compile.kernels.operands import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.operations import AttentionOp
 
 

@@ -26,6 +26,7 @@ from mhsa_compile.kernels.cuda.linear_tensor import TensorBlock
 from mhsa_compile.kernels.cuda.linear_tiles import unfit_copy
 from mhsa_compile.kernels.cuda.linear_weights import WIDEST, Packed, pack, packed
 from mhsa_compile.kernels.cuda.warp import Expr, Place, settle
+from mhsa_compile.kernels.linear_arguments import packed_arguments
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import CudaProfile
 
@@ -55,9 +56,7 @@ def linear_function(op: LinearOp, packing: Packed, body: Callable[[Arguments], N
             T.func_name("linear")
             T.func_attr({"tirx.noalias": True})
             x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
-            weight, bias = (
-                argument(f"packed{i}", [T.int64(n) for n in size], dtype) for i, (size, dtype) in enumerate(packing)
-            )
+            weight, bias = packed_arguments(packing)
             y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
             body(Arguments(x, weight, bias, y, prod(leading[1:], start=leading[0])))
     return builder.get()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cuda.operands import wide
 from mhsa_compile.kernels.cuda.warp import Expr, settle
+from mhsa_compile.kernels.linear_arguments import packed_arguments, weight_arguments
 from mhsa_compile.kernels.operations import LinearOp
 
 THREADS = 256
@@ -32,10 +32,8 @@ def pack(op: LinearOp, width: int | None) -> Expr:
         with T.prim_func():
             T.func_name("pack_linear")
             T.func_attr({"tirx.noalias": True})
-            weights, biases = _arguments(op)
-            weight, bias = (
-                argument(f"packed{i}", [T.int64(n) for n in shape], dtype) for i, (shape, dtype) in enumerate(shapes)
-            )
+            weights, biases = weight_arguments(op)
+            weight, bias = packed_arguments(shapes)
             count = max(size * inner, padding)
             with (
                 T.launch_thread("blockIdx.x", T.int64(-(-count // THREADS))) as block,
@@ -62,16 +60,6 @@ def pack(op: LinearOp, width: int | None) -> Expr:
                     with T.If(number >= T.int64(op.out_features)), T.Then():
                         T.buffer_store(bias, T.float32(0), [number])
     return builder.get()
-
-
-def _arguments(op: LinearOp) -> tuple[list[Expr], list[Expr | None]]:
-    weights, biases = [], []
-    for i, width in enumerate(op.widths):
-        shape = (op.in_features, width) if op.transposed[i] else (width, op.in_features)
-        weights.append(argument(f"weight{i}", [T.int64(n) for n in shape], op.dtype))
-    for i, width in enumerate(op.widths):
-        biases.append(argument(f"bias{i}", [T.int64(width)], op.dtype) if op.biased[i] else None)
-    return weights, biases
 
 
 def _of_feature(op: LinearOp, feature: Expr, body: Callable[[int, Expr], None]) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.attention_arguments import ExtraInputs
 from mhsa_compile.kernels.cuda.ring import Element
 from mhsa_compile.kernels.cuda.warp import Expr, settle
-from mhsa_compile.kernels.operands import ExtraInputs
 from mhsa_compile.kernels.operations import AttentionOp, Placement
 
 MaskReader = Callable[[Expr, Expr], Expr]

@@ -9,8 +9,8 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr
-from mhsa_compile.kernels.operands import head_view, placed_shape
 from mhsa_compile.kernels.operations import Op, PresentOp
+from mhsa_compile.kernels.placements import head_view, placed_shape
 from mhsa_compile.profile import TargetProfile
 
 

@@ -15,8 +15,9 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import Piece, coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr, settle
-from mhsa_compile.kernels.operands import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.operations import Op, RotaryOp
+from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
+from mhsa_compile.kernels.rotary_arguments import angle_arguments
 from mhsa_compile.profile import TargetProfile
 
 
@@ -72,17 +73,8 @@ class _Angles:
     """cos and sin of the angles of each place."""
 
     op: RotaryOp
-    tables: tuple[Expr, Expr]
+    tables: list[Expr]  # of cos, and of sin
     positions: Expr | None
-
-    @classmethod
-    def arguments(cls, op: RotaryOp, dim: Dims) -> _Angles:
-        places = [T.int64(1) if op.shared_angles else dim(op.batch), dim(op.length)]
-        rows = places if op.max_positions is None else [dim(op.max_positions)]
-        columns = T.int64(op.rotary_dim if op.whole_angles else op.rotary_dim // 2)
-        cos, sin = (argument(name, [*rows, columns], op.dtype) for name in ("cos", "sin"))
-        positions = None if op.max_positions is None else argument("positions", places, "int64")
-        return cls(op, (cos, sin), positions)
 
     def read(self, b: Expr, i: Expr, turn: Expr, pairs: _Pairs) -> list[list[Piece]]:
         """The pieces of cos, then those of sin, that a thread needs at place i: laid out as x, or one for its pairs."""
@@ -117,7 +109,8 @@ def _rope(op: RotaryOp) -> Expr:
         T.func_name("rope")
         T.func_attr({"tirx.noalias": True})
         x = argument("x", placed_shape(op.x, batch, length, op.num_heads, op.head_dim), op.dtype)
-        angles = _Angles.arguments(op, dim)
+        *tables, positions = angle_arguments(op, dim)
+        angles = _Angles(op, tables, positions)
         y = argument("y", placed_shape(op.output, batch, length, op.num_heads, op.head_dim), op.dtype)
 
         def piece(number: Expr) -> None:

@@ -18,23 +18,17 @@ from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import argument
+from mhsa_compile.kernels.attention_arguments import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.cuda.operands import Extras, mask_reader, wide
 from mhsa_compile.kernels.cuda.pieces import Piece, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, put, registers, settle
-from mhsa_compile.kernels.operands import AttentionArguments, attention_arguments, head_view
 from mhsa_compile.kernels.operations import AttentionOp, StaticMask
-from mhsa_compile.kernels.scores import LOG2_E, score_factor, unfit_softcap
+from mhsa_compile.kernels.placements import head_view
+from mhsa_compile.kernels.scores import LOG2_E, score_factor
 
 ROWS, WARPS = 4, 4
 """Rows of a warp, and warps of a block."""
 FAR = 1 << 30  # beyond every key
-
-
-def unfit(op: AttentionOp) -> str | None:
-    """Why nothing can look into an attention's softmax here, or None."""
-    if op.softmax != "float32":
-        return f"its softmax is float32, not {op.softmax}"
-    return unfit_softcap(op)
 
 
 def packed_bits(mask: StaticMask) -> NDArray[np.uint32]:

@@ -13,10 +13,11 @@ from mhsa_compile.kernels.arguments import argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import coordinates
 from mhsa_compile.kernels.cuda.row_largest import Largest
-from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits, unfit
+from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.row_sums import RowSums
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, settle
 from mhsa_compile.kernels.operations import Op, StatisticsOp
+from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import TargetProfile
 
 ROWS_WITH_LISTS = 2  # of a warp: with more, all that a mask may be and the lists would not stay in registers
@@ -28,7 +29,7 @@ class StatisticsKernel(Fixed):
     name = "cuda.statistics"
 
     def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        return unfit(op.attention) if isinstance(op, StatisticsOp) else "not a softmax's statistics"
+        return unfit_scores(op.attention) if isinstance(op, StatisticsOp) else "not a softmax's statistics"
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, StatisticsOp)

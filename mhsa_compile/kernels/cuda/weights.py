@@ -15,10 +15,11 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.arguments import argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import coordinates, narrow
-from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits, unfit
+from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.row_sums import RowSums
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, settle
 from mhsa_compile.kernels.operations import Op, WeightsOp
+from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import TargetProfile
 
 
@@ -28,7 +29,7 @@ class WeightsKernel(Fixed):
     name = "cuda.weights"
 
     def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        return unfit(op.attention) if isinstance(op, WeightsOp) else "not a softmax's weights"
+        return unfit_scores(op.attention) if isinstance(op, WeightsOp) else "not a softmax's weights"
 
     def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
         assert isinstance(op, WeightsOp)

@@ -1,37 +1,17 @@
-"""Where the operands of an attention lie: its arguments, one head of each read in place, and what it takes besides."""
+"""What an attention is called with, and what looks into one: Q, K and V, a mask, and what it takes besides."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import Dims, Expr, argument
-from mhsa_compile.kernels.operations import AttentionOp, Placement
+from mhsa_compile.kernels.operations import AttentionOp
+from mhsa_compile.kernels.placements import placed_shape
 from mhsa_compile.kernels.scores import LARGEST, LOG2_E
-
-
-@dataclass(frozen=True)
-class HeadView:
-    """One head of one operand, read in place: `buffer[at(row, column)]` is an element."""
-
-    buffer: Expr
-    at: Callable[[Expr, Expr], list[Expr]]
-
-
-def head_view(buffer: Expr, place: Placement, head_dim: int, b: Expr, head: Expr) -> HeadView:
-    if place.layout == "rows":
-        return HeadView(buffer, lambda row, column: [b, row, place.offset + head * head_dim + column])
-    return HeadView(buffer, lambda row, column: [b, head, row, column])
-
-
-def placed_shape(place: Placement, batch: Expr, length: Expr, heads: int, head_dim: int) -> list[Expr]:
-    if place.layout == "rows":
-        return [batch, length, T.int64(place.width)]
-    return [batch, T.int64(heads), length, T.int64(head_dim)]
 
 
 @dataclass(frozen=True)
