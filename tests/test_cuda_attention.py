@@ -22,8 +22,9 @@ from simt_banks import counted
 
 import mhsa_compile as mhsa
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.cuda.attention import REGISTERS, AttentionKernel, shape_of
+from mhsa_compile.kernels.cuda.attention import AttentionKernel
 from mhsa_compile.kernels.cuda.attention_plan import plan
+from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS
 from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, MaskInput, Placement, StaticMask
 from mhsa_compile.parity import judge
 from mhsa_compile.profile import load_profile
@@ -301,13 +302,13 @@ def check_code(profile: Any, op: AttentionOp, config: dict[str, int], folder: Pa
     assert KERNEL.applies(op, profile) is None and KERNEL.unfit(op, profile, config) is None
     text, host = cuda_code.source(KERNEL.emit(op, profile, config), profile.tvm.arch)
     code = cuda_code.machine_code(text, profile.tvm.arch, folder)
-    assert (code.spilled, code.stack) == (0, 0) and code.registers <= REGISTERS
+    assert (code.spilled, code.stack) == (0, 0) and code.registers <= MOST_REGISTERS
     of_warp, of_product = config["queries"] // 4 * config["keys"] * (op.head_dim + op.v_head_dim), 16 * 8 * 16
     assert code.instructions["HMMA"] == of_warp // of_product  # those of one tile, once
     assert code.instructions["LDSM"] and code.instructions["LDGSTS"]
     hides = op.band is not None or op.mask is not None or op.static_mask is not None
     assert code.instructions["BAR"] == (6 if hides else 3)
-    shared = shape_of(op, config).shared_bytes
+    shared = KERNEL.shape(op, config).shared_bytes
     assert f" {shared}" in host  # what it is launched with, no more and no less
     assert profile.blocks_at_once(128, code.registers, shared) >= 1
 

@@ -251,4 +251,4 @@ def test_machine_code(target, op, tmp_path):
     code = cuda_code.machine_code(text, profile.tvm.arch, tmp_path)
     assert (code.spilled, code.stack) == (0, 0) and code.instructions["LDL"] == code.instructions["STL"] == 0
     assert code.instructions["HMMA"] == 0 and code.instructions["LDGSTS"] and code.instructions["BAR"] == 2
-    assert f" {KERNEL.shared_bytes(op, config)}" in host  # what it is launched with, no more and no less
+    assert f" {KERNEL.shape(op, config).shared_bytes}" in host  # what it is launched with, no more and no less

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 
-from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
-from mhsa_compile.kernels.cuda.attention_launch import attention
-from mhsa_compile.kernels.cuda.attention_plan import planned_apart
+from mhsa_compile.kernels.base import Config
+from mhsa_compile.kernels.cuda.attention_in_tiles import AttentionInTiles
+from mhsa_compile.kernels.cuda.attention_launch import WARPS, attention
+from mhsa_compile.kernels.cuda.attention_plan import Plan
 from mhsa_compile.kernels.cuda.attention_scores import QUICK_SOFTCAP
-from mhsa_compile.kernels.cuda.attention_tile import WARPS, AttentionBlock, Shape
-from mhsa_compile.kernels.cuda.operands import unfit_widths
+from mhsa_compile.kernels.cuda.attention_tile import AttentionBlock, Shape
+from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
-REGISTERS = 255  # of a thread, on every GPU
 MOST_KEYS = 128
 """Of a tile, where a warp has 16 rows: scores in 64 registers. Half as many with twice the rows."""
 BESIDE_TILES = 55
@@ -27,19 +26,12 @@ BESIDE_TILES = 55
 `_registers` adds for a ring of several stages, lengths, bits and masks was found the same way."""
 
 
-class AttentionKernel:
+class AttentionKernel(AttentionInTiles[Shape]):
     """FlashAttention-2 by mma.sync."""
 
     name = "cuda.attention"
-
-    def applies(self, op: Op, profile: CudaProfile) -> str | None:
-        if not isinstance(op, AttentionOp):
-            return "not an attention"
-        if op.dtype not in ("bfloat16", "float16"):
-            return f"of 16-bit types, not {op.dtype}"
-        if op.static_mask is not None and op.mask is not None:
-            return "a static mask or one that the call brings, not both"
-        return unfit_widths(op) or unfit_scores(op)
+    dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
+    knobs = KNOBS
 
     def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (64, 128), "keys": (16, 32, 48, 64, 96, 128), "stages": (1, 2, 3)}
@@ -51,38 +43,29 @@ class AttentionKernel:
         assert isinstance(op, AttentionOp)
         sizes = [(queries, keys, 1) for queries in (128, 64) for keys in (64, 32)]
         for config in (dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes):
-            shape = shape_of(op, config)
-            together = profile.blocks_at_once(shape.threads, REGISTERS, shape.shared_bytes)
+            shape = self.shape(op, config)
+            together = profile.blocks_at_once(shape.threads, MOST_REGISTERS, shape.shared_bytes)
             fills = shape.queries == 64 or _blocks(op, shape) >= profile.hardware.multiprocessors
             if self.unfit(op, profile, config) is None and together >= 2 and fills:
                 return config
         return dict(zip(KNOBS, (64, 16, 1), strict=True))
 
-    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
-        assert isinstance(op, AttentionOp)
-        if reason := unknown_knobs(config, KNOBS):
-            return reason
+    def shape(self, op: AttentionOp, config: Config) -> Shape:
+        return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+    def unfit_config(self, config: Config) -> str | None:
         if config["queries"] % (16 * WARPS) or config["keys"] % 16:
             return f"queries in multiples of {16 * WARPS} and keys of 16, not {dict(config)}"
-        shape, available = shape_of(op, config), profile.hardware.shared_kib_per_block * 1024
-        if shape.shared_bytes > available:
-            return f"{shape.shared_bytes} bytes of shared memory of {available}"
-        if shape.row_tiles * shape.keys > MOST_KEYS:
-            return f"{shape.keys} keys, where {shape.queries} rows go with {MOST_KEYS // shape.row_tiles} at most"
-        if (needed := _registers(op, shape)) > REGISTERS:
-            return f"{needed} registers of {REGISTERS}"
         return None
 
-    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
-        assert isinstance(op, AttentionOp)
-        op, planned = planned_apart(op, config["queries"], config["keys"])
-        constants = planned.arrays if planned else ()
-        return Emitted(attention(op, shape_of(op, config), planned, AttentionBlock), constants=constants)
+    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+        if shape.row_tiles * shape.keys > MOST_KEYS:
+            return f"{shape.keys} keys, where {shape.queries} rows go with {MOST_KEYS // shape.row_tiles} at most"
+        needed = _registers(op, shape)
+        return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
-
-def shape_of(op: AttentionOp, config: Config) -> Shape:
-    """The sizes of a block."""
-    return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+        return attention(op, shape, planned, AttentionBlock)
 
 
 def _registers(op: AttentionOp, shape: Shape) -> int:

@@ -7,34 +7,26 @@ arithmetic.
 
 from __future__ import annotations
 
-from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cuda.attention_float32_tile import AttentionBlock, Shape
+from mhsa_compile.kernels.cuda.attention_in_tiles import AttentionInTiles
 from mhsa_compile.kernels.cuda.attention_launch import attention
-from mhsa_compile.kernels.cuda.attention_plan import planned_apart
-from mhsa_compile.kernels.cuda.operands import unfit_widths
+from mhsa_compile.kernels.cuda.attention_plan import Plan
+from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
-REGISTERS = 255  # of a thread, on every GPU
 BESIDE_TILES = 23
 """Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc 13.0)."""
 
 
-class AttentionFloat32Kernel:
+class AttentionFloat32Kernel(AttentionInTiles[Shape]):
     """FlashAttention-2 by multiply-adds of float32."""
 
     name = "cuda.attention_float32"
-
-    def applies(self, op: Op, profile: CudaProfile) -> str | None:
-        if not isinstance(op, AttentionOp):
-            return "not an attention"
-        if op.dtype != "float32":
-            return f"of float32, not {op.dtype}"
-        if op.static_mask is not None and op.mask is not None:
-            return "a static mask or one that the call brings, not both"
-        return unfit_widths(op) or unfit_scores(op)
+    dtypes, dtypes_in_words = ("float32",), "float32"
+    knobs = KNOBS
 
     def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32, 64), "keys": (16, 32, 48, 64), "stages": (1, 2)}
@@ -49,32 +41,20 @@ class AttentionFloat32Kernel:
         return next((config for config in fitting if self._together(op, profile, config) >= 2), fitting[-1])
 
     def _together(self, op: AttentionOp, profile: CudaProfile, config: Config) -> int:
-        shape = _shape(op, config)
-        return profile.blocks_at_once(shape.threads, REGISTERS, shape.shared_bytes)
+        shape = self.shape(op, config)
+        return profile.blocks_at_once(shape.threads, MOST_REGISTERS, shape.shared_bytes)
 
-    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
-        assert isinstance(op, AttentionOp)
-        if reason := unknown_knobs(config, KNOBS):
-            return reason
+    def shape(self, op: AttentionOp, config: Config) -> Shape:
+        return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+    def unfit_config(self, config: Config) -> str | None:
         if config["queries"] % 8 or config["keys"] % 16:
             return f"queries in multiples of 8 and keys of 16, not {dict(config)}"
-        shape, available = _shape(op, config), profile.hardware.shared_kib_per_block * 1024
-        if shape.shared_bytes > available:
-            return f"{shape.shared_bytes} bytes of shared memory of {available}"
-        if (needed := shape.tile_registers + BESIDE_TILES) > REGISTERS:
-            return f"{needed} registers of {REGISTERS}"
         return None
 
-    def shared_bytes(self, op: AttentionOp, config: Config) -> int:
-        """What a block takes of shared memory."""
-        return _shape(op, config).shared_bytes
+    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+        needed = shape.tile_registers + BESIDE_TILES
+        return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
-    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
-        assert isinstance(op, AttentionOp)
-        op, planned = planned_apart(op, config["queries"], config["keys"])
-        constants = planned.arrays if planned else ()
-        return Emitted(attention(op, _shape(op, config), planned, AttentionBlock), constants=constants)
-
-
-def _shape(op: AttentionOp, config: Config) -> Shape:
-    return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+        return attention(op, shape, planned, AttentionBlock)

@@ -14,11 +14,11 @@ while tile j becomes weights, and V of tile j + `stages` - 1 from before its sco
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda import ring
+from mhsa_compile.kernels.cuda.attention_launch import TileShape
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.cells import Cells, StridedCells
@@ -26,7 +26,6 @@ from mhsa_compile.kernels.cuda.decode_softmax import raised
 from mhsa_compile.kernels.cuda.ring import Element, Format, SharedTiles
 from mhsa_compile.kernels.cuda.tile_order import TileOrder
 from mhsa_compile.kernels.cuda.warp import (
-    WARP,
     Expr,
     Place,
     barrier,
@@ -41,25 +40,14 @@ from mhsa_compile.kernels.cuda.warp import (
 )
 from mhsa_compile.kernels.operations import AttentionOp
 
-WARPS, LANES = 4, 16
-"""Of a block, and those that have the same rows."""
+LANES = 16
+"""That have the same rows."""
 CHUNK, WORD = 4, 4  # elements of 16 bytes, and bytes of an element
 HIDDEN = -1.0  # instead of a weight: no value, however large, is to be multiplied by it
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a block: rows of queries, keys of a tile, tiles of the ring."""
-
-    queries: int
-    keys: int
-    stages: int
-    head_dim: int
-    v_head_dim: int
-
-    @property
-    def threads(self) -> int:
-        return WARPS * WARP
+class Shape(TileShape):
+    """The sizes of a block, and what they come to."""
 
     @property
     def rows(self) -> int:

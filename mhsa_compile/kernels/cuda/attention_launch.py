@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tvm.script.ir_builder import IRBuilder
@@ -15,18 +16,25 @@ from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.cells import Cells
 from mhsa_compile.kernels.cuda.operands import Extras, elements, mask_reader
 from mhsa_compile.kernels.cuda.ring import Element
-from mhsa_compile.kernels.cuda.warp import Expr, Place, settle
+from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, settle
 from mhsa_compile.kernels.operations import AttentionOp
 
+WARPS = 4  # of a block
 
-class Shape(Protocol):
-    """The sizes of a block."""
+
+@dataclass(frozen=True)
+class TileShape:
+    """The sizes of a block: rows of queries, keys of a tile, tiles of the ring."""
+
+    queries: int
+    keys: int
+    stages: int
+    head_dim: int
+    v_head_dim: int
 
     @property
-    def queries(self) -> int: ...
-
-    @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        return WARPS * WARP
 
 
 class Block(Protocol):
@@ -50,7 +58,7 @@ class Block(Protocol):
     def emit(self) -> None: ...
 
 
-def attention(op: AttentionOp, shape: Shape, planned: Plan | None, block_type: type[Block]) -> Expr:
+def attention(op: AttentionOp, shape: TileShape, planned: Plan | None, block_type: type[Block]) -> Expr:
     """The kernel: a block for each `shape.queries` rows of each head."""
     with IRBuilder() as builder:
         with T.prim_func():

@@ -17,12 +17,12 @@ Sources: FlashAttention-2, Dao 2023 (arXiv:2307.08691); online softmax, Milakov 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda import ring
 from mhsa_compile.kernels.cuda.attention_finite import Finite
+from mhsa_compile.kernels.cuda.attention_launch import WARPS, TileShape
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility, rows_of
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.attention_softmax import Softmax
@@ -50,24 +50,12 @@ from mhsa_compile.kernels.cuda.warp import (
 )
 from mhsa_compile.kernels.operations import AttentionOp
 
-WARPS = 4
 HELD_WORDS = 32
 """Registers that Q may stay in; where it has more fragments, they are read again for every tile of keys."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a block: rows of queries, keys of a tile, tiles of the ring."""
-
-    queries: int
-    keys: int
-    stages: int
-    head_dim: int
-    v_head_dim: int
-
-    @property
-    def threads(self) -> int:
-        return WARPS * WARP
+class Shape(TileShape):
+    """The sizes of a block, and what they come to."""
 
     @property
     def row_tiles(self) -> int:

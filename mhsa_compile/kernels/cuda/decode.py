@@ -19,14 +19,13 @@ from mhsa_compile.kernels.cuda.decode_block import Arrays, DecodeBlock
 from mhsa_compile.kernels.cuda.decode_shape import Shape
 from mhsa_compile.kernels.cuda.decode_shares import Shares
 from mhsa_compile.kernels.cuda.operands import Extras, unfit_widths
-from mhsa_compile.kernels.cuda.warp import Expr, Place, at_once, settle
+from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr, Place, at_once, settle
 from mhsa_compile.kernels.few_queries import rows_of_key_head, unfit_for_few_queries
 from mhsa_compile.kernels.operations import AttentionOp, Op
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("keys", "stages", "warps", "blocks")
 MOST_QUERIES, MOST_ROWS = 8, 32
-MOST_REGISTERS = 255  # of a thread, on every GPU
 
 
 class DecodeKernel:

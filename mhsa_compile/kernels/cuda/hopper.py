@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
-from mhsa_compile.kernels.cuda.attention_plan import planned_apart
+from mhsa_compile.kernels.base import Config
+from mhsa_compile.kernels.cuda.attention_in_tiles import AttentionInTiles
+from mhsa_compile.kernels.cuda.attention_plan import Plan
 from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, Shape
 from mhsa_compile.kernels.cuda.hopper_roles import attention
-from mhsa_compile.kernels.cuda.operands import unfit_widths
+from mhsa_compile.kernels.cuda.warp import Expr
 from mhsa_compile.kernels.operations import AttentionOp, Op
-from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("consumers", "keys", "stages")
@@ -31,22 +31,19 @@ _WORTH_THREE = 96
 """Keys of a tile from which three warpgroups are better than two: they share K and V, but have fewer registers."""
 
 
-class HopperAttentionKernel:
+class HopperAttentionKernel(AttentionInTiles[Shape]):
     """FlashAttention-3 for 16-bit types."""
 
     name = "cuda.attention_hopper"
+    dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
+    knobs = KNOBS
 
     def applies(self, op: Op, profile: CudaProfile) -> str | None:
-        if not isinstance(op, AttentionOp):
-            return "not an attention"
-        if not profile.has_wgmma:
+        if isinstance(op, AttentionOp) and not profile.has_wgmma:
             return "made for GPUs whose warpgroups multiply"
-        if op.dtype not in ("bfloat16", "float16"):
-            return f"of 16-bit types, not {op.dtype}"
-        if op.static_mask is not None and op.mask is not None:
-            return "a static mask or one that the call brings, not both"
-        if reason := unfit_widths(op) or unfit_scores(op):
+        if reason := super().applies(op, profile):
             return reason
+        assert isinstance(op, AttentionOp)
         if next(self._fitting(op, profile), None) is None:
             return f"no tile of keys fits the registers and shared memory beside heads of {op.head_dim, op.v_head_dim}"
         return None
@@ -68,30 +65,22 @@ class HopperAttentionKernel:
                 if is_worth_it and self.unfit(op, profile, config) is None:
                     yield config
 
-    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
-        assert isinstance(op, AttentionOp)
-        if reason := unknown_knobs(config, KNOBS):
-            return reason
+    def shape(self, op: AttentionOp, config: Config) -> Shape:
+        return Shape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+    def unfit_config(self, config: Config) -> str | None:
         if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:
             return f"two or three consumers, and keys in multiples of 16 up to 256, not {dict(config)}"
         if config["stages"] < 2:  # the values of one tile are waited for before those of the last are given back
             return "a ring of two tiles at least"
-        shape, available = _shape(op, config), profile.hardware.shared_kib_per_block * 1024
-        if shape.shared_bytes > available:
-            return f"{shape.shared_bytes} bytes of shared memory of {available}"
+        return None
+
+    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
         needed, held = _registers(op, shape), REGISTERS[shape.consumers][1]
         return f"{needed} registers of {held}" if needed > held else None
 
-    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
-        assert isinstance(op, AttentionOp)
-        shape = _shape(op, config)
-        op, planned = planned_apart(op, shape.queries, shape.keys)
-        constants = planned.arrays if planned else ()
-        return Emitted(attention(op, shape, planned, profile.hardware.multiprocessors), constants=constants)
-
-
-def _shape(op: AttentionOp, config: Config) -> Shape:
-    return Shape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+        return attention(op, shape, planned, profile.hardware.multiprocessors)
 
 
 def _registers(op: AttentionOp, shape: Shape) -> int:

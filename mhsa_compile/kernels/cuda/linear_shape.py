@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mhsa_compile.kernels.base import Config, unknown_knobs
-from mhsa_compile.kernels.cuda.warp import COLUMNS, DEPTH, ROWS, WARP
+from mhsa_compile.kernels.cuda.warp import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, WARP
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("rows", "columns", "depth", "stages", "warp_rows", "warp_columns", "slices")
 CHUNK = 16  # bytes that one copy moves
-MOST_REGISTERS = 255  # of a thread
 
 # Of one multiprocessor in one clock. For the choice of a default alone: ratios matter, and they differ little.
 _SHARED_BYTES, _L2_BYTES = 128, 32

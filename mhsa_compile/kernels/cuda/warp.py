@@ -19,6 +19,7 @@ from tvm.tirx.script import builder as T
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 WARP = 32
+MOST_REGISTERS = 255  # of a thread, on every GPU
 ROWS, DEPTH, COLUMNS = 16, 16, 8
 """Of one product: rows of A and C, columns of A and rows of B, columns of B and C."""
 _EVERY_LANE = 0xFFFFFFFF
