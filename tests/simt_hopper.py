@@ -24,6 +24,7 @@ import simt_hopper_ptx
 from simt_hopper_memory import HopperShared, Mbarrier, NamedBarrier
 from simt_memory import Array, Lanes, SimtError, numpy_dtype
 from simt_tensor_map import TensorMap
+from simt_threads import Registers, Thunk, View, key_of
 from simt_wgmma import Product
 
 WARPGROUP = 128
@@ -41,7 +42,7 @@ class Strand:
     number: int
     lanes: Lanes
     values: dict[int, Any]
-    views: dict[int, simt.View]
+    views: dict[int, View]
     products: list[list[Product]] = field(default_factory=lambda: [[]])  # groups; the last is open
     stores: list[tuple[TensorMap, int, int, list[int], int]] = field(default_factory=list)
     fenced: int = 0
@@ -80,7 +81,7 @@ class HopperMachine(simt.Machine):
         assert self._strand is not None
         return self._strand
 
-    def _launch(self, extents: dict[str, tuple[int, simt.Thunk]], body: simt.Thunk) -> None:
+    def _launch(self, extents: dict[str, tuple[int, Thunk]], body: Thunk) -> None:
         (grid_key, grid), (thread_key, thread) = extents["blockIdx.x"], extents["threadIdx.x"]
         blocks, threads = int(grid()), int(thread())
         if threads % WARPGROUP or blocks < 1:
@@ -107,7 +108,7 @@ class HopperMachine(simt.Machine):
             self.values, self.views, self.lanes = outside
         self._strand = None
 
-    def _run(self, strands: list[Strand], body: simt.Thunk) -> None:
+    def _run(self, strands: list[Strand], body: Thunk) -> None:
         self._scheduler = threading.Semaphore(0)
         threads = [threading.Thread(target=self._live, args=(strand, body), daemon=True) for strand in strands]
         for thread in threads:
@@ -148,7 +149,7 @@ class HopperMachine(simt.Machine):
         if self.failure is not None:
             raise self.failure
 
-    def _live(self, strand: Strand, body: simt.Thunk) -> None:
+    def _live(self, strand: Strand, body: Thunk) -> None:
         strand.turn.acquire()
         try:
             if self.failure is None:
@@ -181,10 +182,10 @@ class HopperMachine(simt.Machine):
 
     # Each warpgroup has views of its own, and knows when it wrote to which registers.
 
-    def _AllocBuffer(self, node: Any) -> simt.Thunk:
-        buffer, key = node.buffer, simt._key(node.buffer)
+    def _AllocBuffer(self, node: Any) -> Thunk:
+        buffer, key = node.buffer, key_of(node.buffer)
         size, dtype = int(np.prod([int(n) for n in buffer.shape])), numpy_dtype(str(buffer.dtype))
-        view, is_shared = self._view(buffer, simt.Registers(0, dtype, 1)), str(buffer.scope()).startswith("shared")
+        view, is_shared = self._view(buffer, Registers(0, dtype, 1)), str(buffer.scope()).startswith("shared")
 
         def execute() -> None:
             if is_shared:
@@ -192,26 +193,26 @@ class HopperMachine(simt.Machine):
                     self.memory = HopperShared(self.blocks, self.threads // 32, size * dtype.itemsize)
                 self.views[key] = replace(view, memory=self.memory)
             else:
-                self.views[key] = replace(view, memory=simt.Registers(size, dtype, self.lanes.count))
+                self.views[key] = replace(view, memory=Registers(size, dtype, self.lanes.count))
 
         return execute
 
-    def _DeclBuffer(self, node: Any) -> simt.Thunk:
-        key, source = simt._key(node.buffer), simt._key(node.data.args[0])
-        view = self._view(node.buffer, simt.Registers(0, np.dtype(np.uint8), 1))
+    def _DeclBuffer(self, node: Any) -> Thunk:
+        key, source = key_of(node.buffer), key_of(node.data.args[0])
+        view = self._view(node.buffer, Registers(0, np.dtype(np.uint8), 1))
 
         def execute() -> None:
             self.views[key] = replace(view, memory=self.views[source].memory)
 
         return execute
 
-    def store(self, view: simt.View, indices: list[Any], value: Any) -> None:
-        if isinstance(view.memory, simt.Registers):
+    def store(self, view: View, indices: list[Any], value: Any) -> None:
+        if isinstance(view.memory, Registers):
             self.clock += 1
             view.memory.written = self.clock  # type: ignore[attr-defined]
         super().store(view, indices, value)
 
-    def _Call(self, node: Any) -> simt.Thunk:
+    def _Call(self, node: Any) -> Thunk:
         name = str(node.op.name).removeprefix("tirx.").removeprefix("prim.")
         if name in simt_hopper_ptx.INSTRUCTIONS:
             return simt_hopper_ptx.INSTRUCTIONS[name](self, node)

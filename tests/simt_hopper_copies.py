@@ -9,9 +9,9 @@ from simt_hopper_common import active_lanes, barrier_at, operands_of, shared_of
 from simt_hopper_memory import CHUNK
 from simt_memory import SimtError
 from simt_tensor_map import TensorMap, swizzled
+from simt_threads import Thunk
 
 if TYPE_CHECKING:
-    from simt import Thunk
     from simt_hopper import Copy, HopperMachine
 
 

@@ -10,10 +10,10 @@ import simt_ptx
 from simt_hopper_common import WARPGROUP, operands_of, same_of, shared_of, whole_blocks, words_of
 from simt_hopper_memory import CHUNK
 from simt_memory import WARP, Array, SimtError
+from simt_threads import Thunk
 from simt_wgmma import Descriptor, Product, accumulators, fragments, left_operand
 
 if TYPE_CHECKING:
-    from simt import Thunk
     from simt_hopper import HopperMachine
 
 

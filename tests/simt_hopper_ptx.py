@@ -23,9 +23,9 @@ from simt_hopper_copies import encode, load_box, new_map, store_box, stores_read
 from simt_hopper_memory import Mbarrier, NamedBarrier
 from simt_hopper_products import commit_products, fence_products, product, wait_products
 from simt_memory import WARP, Array, SimtError
+from simt_threads import Pointer, Thunk
 
 if TYPE_CHECKING:
-    from simt import Thunk
     from simt_hopper import HopperMachine
 
 # Addresses.
@@ -51,8 +51,6 @@ class _Addressing:
         return getattr(self._machine, name)
 
     def expression(self, node: Any) -> Thunk:
-        from simt import Pointer
-
         value = self._machine.expression(node)
         if node is not self._address:
             return value

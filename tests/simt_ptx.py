@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 from simt_memory import WARP, Array, Lanes, Memory, SimtError, numpy_dtype
+from simt_threads import Thunk
 
 if TYPE_CHECKING:
-    from simt import Machine, Thunk
+    from simt import Machine
 
 HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 

@@ -12,6 +12,7 @@ import cuda_code
 import numpy as np
 import pytest
 import simt
+from simt_memory import SimtError
 from test_rope import BASE as ROPE
 from test_rope import NUMPY, TABLE, angles, assert_right
 from test_rope import SHAPES as ROPE_SHAPES
@@ -158,7 +159,7 @@ def test_more_rows_than_the_cache_has_are_refused_before_the_launch() -> None:
     for circular in (False, True):
         op = replace(SCATTER, in_place=True, circular=circular)
         cache, update = np.zeros((1, 3, 4, 10), np.float32), np.ones((1, 3, 5, 10), np.float32)
-        with pytest.raises(simt.SimtError, match="rows, as the cache has"):
+        with pytest.raises(SimtError, match="rows, as the cache has"):
             write(op, translated(ScatterKernel(), op), cache, update, np.zeros(1, np.int64))
 
 
