@@ -28,6 +28,7 @@ from simt_threads import Registers, Thunk, View, key_of
 from simt_wgmma import Product
 
 WARPGROUP = 128
+REGISTERS = 65536  # of a multiprocessor
 BLOCKS_TOGETHER = 8
 
 
@@ -44,6 +45,7 @@ class Strand:
     values: dict[int, Any]
     views: dict[int, View]
     products: list[list[Product]] = field(default_factory=lambda: [[]])  # groups; the last is open
+    uncommitted: list[tuple[TensorMap, int, int, list[int], int]] = field(default_factory=list)
     stores: list[tuple[TensorMap, int, int, list[int], int]] = field(default_factory=list)
     fenced: int = 0
     registers: int | None = None
@@ -72,6 +74,7 @@ class HopperMachine(simt.Machine):
         self.random = None if seed is None else random.Random(seed)
         self._strand: Strand | None = None
         self.clock = 0
+        self.blocks_at_once: int | None = None  # as its launch bounds say
         super().__init__(func, blocks_together)
 
     # The warpgroups, one of which runs at a time.
@@ -124,9 +127,11 @@ class HopperMachine(simt.Machine):
                 thread.join()
         if self.copies_on_the_way or any(barrier.come for barrier in self.named.values()):
             raise SimtError("the block ends while copies are on their way, or somebody is expected at a barrier")
-        taken = sum(WARPGROUP * (strand.registers or 0) for strand in strands)
-        if taken > 65536:
-            raise SimtError(f"{taken} registers a block")
+        if any(strand.registers is not None for strand in strands):
+            begin = self.registers_at_begin()
+            taken, most = (WARPGROUP * n for n in (sum(s.registers or begin for s in strands), begin * len(strands)))
+            if taken > most:
+                raise SimtError(f"setmaxnreg: {taken} registers of {most}: somebody waits for ever")
 
     def _step(self, strands: list[Strand]) -> None:
         """Lets one warpgroup run until it waits, or a copy arrive."""
@@ -155,7 +160,7 @@ class HopperMachine(simt.Machine):
             if self.failure is None:
                 with np.errstate(all="ignore"):
                     body()
-                if any(strand.products) or strand.stores:
+                if any(strand.products) or strand.stores or strand.uncommitted:
                     raise SimtError("a warpgroup ends before its products or stores do")
         except _Stopped:
             return
@@ -179,6 +184,19 @@ class HopperMachine(simt.Machine):
             strand.turn.acquire()
             if self.failure is not None:
                 raise _Stopped
+
+    # Registers are dealt out when a block begins.
+
+    def registers_at_begin(self) -> int:
+        """Of a thread: what ptxas makes of the launch's bounds (PTX ISA 9.7.20.5: setmaxnreg needs such)."""
+        if self.blocks_at_once is None:
+            raise SimtError("setmaxnreg: no bounds say how many registers there are when a block begins")
+        return int(min(248, REGISTERS // (self.blocks_at_once * self.threads) // 8 * 8))
+
+    def _AttrStmt(self, node: Any) -> simt.Thunk:
+        if node.attr_key == "tirx.launch_bounds_min_blocks_per_sm":
+            self.blocks_at_once = int(node.value)
+        return super()._AttrStmt(node)
 
     # Each warpgroup has views of its own, and knows when it wrote to which registers.
 

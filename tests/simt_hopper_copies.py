@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from simt_hopper_common import active_lanes, barrier_at, operands_of, shared_of
 from simt_hopper_memory import CHUNK
-from simt_memory import SimtError
+from simt_memory import WARP, SimtError
 from simt_tensor_map import TensorMap, swizzled
 from simt_threads import Thunk
 
@@ -47,6 +47,7 @@ def load_box(machine: HopperMachine, node: Any) -> Thunk:
             chunks = np.unique(places // CHUNK)
             memory.check(np.full(chunks.size, block), np.full(chunks.size, warp), chunks, is_write=True)
             memory.check_engines(block, chunks)
+            barrier_at(machine, bar).check_engine(block)
             memory.data[block, places] = 0xFF
             clocks, engine = memory.clocks, memory.clocks.engine
             memory.written_at[block, chunks, engine] = clocks.known[block, engine, engine]
@@ -76,12 +77,24 @@ def store_box(machine: HopperMachine, node: Any) -> Thunk:
             chunks = np.unique(swizzled(at + np.arange(made.bytes), made.span) - memory.base) // CHUNK
             memory.check(np.full(chunks.size, block), np.full(chunks.size, warp), chunks, is_write=False)
             memory.check_engines(block, chunks)
-            machine.strand.stores.append((made, block, warp, list(where), at))
+            machine.strand.uncommitted.append((made, block, warp, list(where), at))
+
+    return execute
+
+
+def commit_stores(machine: HopperMachine, node: Any) -> Thunk:
+    """Only what is in a group can be waited for."""
+
+    def execute() -> None:
+        strand, active = machine.strand, set(active_lanes(machine))
+        strand.stores += [store for store in strand.uncommitted if store[1:3] in active]
+        strand.uncommitted = [store for store in strand.uncommitted if store[1:3] not in active]
 
     return execute
 
 
 def stores_read(machine: HopperMachine, node: Any) -> Thunk:
+    """All that was committed is over; where it goes to, no other warp writes."""
     assert int(node.args[0]) == 0
 
     def execute() -> None:
@@ -89,7 +102,8 @@ def stores_read(machine: HopperMachine, node: Any) -> Thunk:
         for tensor, block, warp, where, at in strand.stores:
             if (block, warp) in active:
                 places = swizzled(at + np.arange(tensor.bytes), tensor.span) - memory.base
-                tensor.write(where, memory.data[block, places])
+                number = (block + machine.lanes.first) * machine.threads + warp * WARP
+                tensor.write(where, memory.data[block, places], number)
         strand.stores = [store for store in strand.stores if store[1:3] not in active]
 
     return execute

@@ -14,6 +14,10 @@ import numpy as np
 from simt_memory import WARP, Array, Lanes, Memory, SimtError
 
 CHUNK = 16  # bytes
+MOST_BYTES = (1 << 20) - 1
+"""That a phase of an mbarrier can wait for: PTX ISA 9.7.13.15.1."""
+MOST_BARRIERS = 16
+"""Named ones of a block: PTX ISA 9.7.13.1."""
 
 
 class Clocks:
@@ -103,6 +107,7 @@ class Mbarrier:
     clock: Array  # (blocks, warps + 1), of who arrived in this phase
     past: Array  # of all phases that ended
     begun_at: dict[int, tuple[int, int]] = field(default_factory=dict)  # in a block, by which warp, at its time
+    unknown: set[int] = field(default_factory=set)  # blocks whose copy engine may not know of it yet
 
     @classmethod
     def begun(cls, blocks: int, warps: int, count: int) -> Mbarrier:
@@ -115,6 +120,21 @@ class Mbarrier:
         warp, time = self.begun_at.get(block, (0, 1 << 62))
         if known[warp] < time:
             raise SimtError("mbarrier: used, and nothing says that it was begun before")
+
+    def fence(self, block: int, warp: int) -> None:
+        """What this warp began, the copy engine knows from now on."""
+        if self.begun_at.get(block, (-1, 0))[0] == warp:
+            self.unknown.discard(block)
+
+    def check_engine(self, block: int) -> None:
+        """Refuses bytes that are to count for it."""
+        if block in self.unknown:
+            raise SimtError("mbarrier: the copy engine is to complete it, and no fence since it was begun")
+
+    def expect(self, block: int, count: int) -> None:
+        self.expected[block] += count
+        if self.expected[block] > MOST_BYTES:
+            raise SimtError(f"mbarrier: {self.expected[block]} bytes in a phase, which counts to {MOST_BYTES}")
 
     def arrive(self, block: int, clock: Array) -> None:
         self.missing[block] -= 1
@@ -145,6 +165,7 @@ class NamedBarrier:
     know."""
 
     come: int = 0
+    expected: int = 0
     flag: bool = False
     clock: Array | None = None
     complete: list[tuple[Array, bool]] = field(default_factory=list)
@@ -152,7 +173,10 @@ class NamedBarrier:
     def arrive(self, threads: int, expected: int, clock: Array, flag: bool) -> int:
         """The number of the time that this arrival counts for."""
         turn = len(self.complete)
+        if expected % WARP or (self.come and expected != self.expected):
+            raise SimtError(f"named barrier: for {expected} threads, and for {self.expected} before")
         self.come += threads
+        self.expected = expected
         self.clock = clock if self.clock is None else np.maximum(self.clock, clock)
         self.flag |= flag
         if self.come > expected:

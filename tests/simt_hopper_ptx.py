@@ -19,8 +19,8 @@ from simt_hopper_common import (
     whole_warps,
     words_of,
 )
-from simt_hopper_copies import encode, load_box, new_map, store_box, stores_read
-from simt_hopper_memory import Mbarrier, NamedBarrier
+from simt_hopper_copies import commit_stores, encode, load_box, new_map, store_box, stores_read
+from simt_hopper_memory import MOST_BARRIERS, Mbarrier, NamedBarrier
 from simt_hopper_products import commit_products, fence_products, product, wait_products
 from simt_memory import WARP, Array, SimtError
 from simt_threads import Pointer, Thunk
@@ -99,6 +99,7 @@ def _begin_barrier(machine: HopperMachine, node: Any) -> Thunk:
             machine.mbarriers[at] = Mbarrier.begun(machine.blocks, memory.clocks.engine, expected)
         for block, warp, at, _ in numbers:
             machine.mbarriers[at].begun_at[block] = warp, int(memory.clocks.known[block, warp, warp])
+            machine.mbarriers[at].unknown.add(block)
 
     return execute
 
@@ -115,7 +116,7 @@ def _arrive(machine: HopperMachine, node: Any) -> Thunk:
                 raise SimtError("mbarrier: a lane arrives for its warp, and the others may not be done")
             barrier = barrier_at(machine, at)
             barrier.check(block, memory.clocks.known[block, warp])
-            barrier.expected[block] += count
+            barrier.expect(block, count)
             barrier.arrive(block, memory.clocks.release(block, warp))
 
     return execute
@@ -144,6 +145,8 @@ def _named(machine: HopperMachine, number: Any, threads: Any, flags: Any, waits:
     flag = machine.spread(flags).reshape(-1, WARPGROUP)
     for block in blocks:
         key = block, same_of(machine, number, block)
+        if not 0 <= key[1] < MOST_BARRIERS:
+            raise SimtError(f"named barrier {key[1]} of {MOST_BARRIERS}")
         barrier = machine.named.setdefault(key, NamedBarrier())
         for warp in sorted({w for b, w in active_lanes(machine) if b == block}):
             memory.alone[block, warp] = False
@@ -193,14 +196,33 @@ def _warp_barrier(machine: HopperMachine, node: Any) -> Thunk:
 
 
 def _fence_engines(machine: HopperMachine, node: Any) -> Thunk:
-    return lambda: shared_of(machine).fence(machine.lanes) if machine.memory is not None else None
+    begun = _fence_barriers(machine, node)
+
+    def execute() -> None:
+        if machine.memory is not None:
+            machine.memory.fence(machine.lanes)
+        begun()
+
+    return execute
+
+
+def _fence_barriers(machine: HopperMachine, node: Any) -> Thunk:
+    def execute() -> None:
+        for block, warp in active_lanes(machine):
+            for barrier in machine.mbarriers.values():
+                barrier.fence(block, warp)
+
+    return execute
 
 
 def _set_registers(machine: HopperMachine, node: Any) -> Thunk:
-    count = int(node.args[0])
+    count, takes = int(node.args[0]), "inc" in words_of(node)
 
     def execute() -> None:
         whole_blocks(machine, "setmaxnreg")
+        begin = machine.registers_at_begin()
+        if count < begin if takes else count > begin:
+            raise SimtError(f"setmaxnreg: from {begin} to {count}")
         machine.strand.registers = count
 
     return execute
@@ -221,14 +243,14 @@ INSTRUCTIONS: dict[str, Callable[[HopperMachine, Any], Thunk]] = {
     "ptx.mbarrier_init": _begin_barrier,
     "ptx.mbarrier_arrive_nocount": _arrive,
     "ptx.mbarrier_arrive_expect_tx": _arrive,
-    "ptx.fence_mbarrier_init": _nothing,
+    "ptx.fence_mbarrier_init": _fence_barriers,
     "ptx.fence_proxy": _fence_engines,
     "ptx.bar_sync_count": _named_barrier(True),
     "ptx.bar_arrive": _named_barrier(False),
     "ptx.bar_red_pred_count": _any_at_barrier,
     "ptx.cp_async_bulk_tensor_g2s_cluster": load_box,
     "ptx.cp_async_bulk_tensor_s2g": store_box,
-    "ptx.cp_async_bulk_commit_group": _nothing,
+    "ptx.cp_async_bulk_commit_group": commit_stores,
     "ptx.cp_async_bulk_wait_group": stores_read,
     "ptx.prefetch_tensormap": _nothing,
     "ptx.prefetch": _nothing,

@@ -130,14 +130,26 @@ class GlobalMemory(Memory):
     def write(self, lanes: Lanes, offset: Array, values: Array) -> None:
         size = values.shape[1]
         first = self._units(lanes, offset, size) * size
-        if self.writer is None:
-            self.writer, self.met_at = (np.full(self.data.shape[1] // self.element, NOBODY, np.int64) for _ in range(2))
+        self._follow()
         cell, number, met = self._touched(lanes, first, size, "overwrites")
         self.writer[cell], self.met_at[cell] = number, met
         if (self.writer[cell] != number).any():
             raise SimtError(f"{self.name}: two threads write one element at once")
         first, values = lanes.chosen(first, values)
         self.data[0][first[:, np.newaxis] + np.arange(size)] = values
+
+    def stored(self, bytes_at: Array, number: int) -> None:
+        """The copy engine writes these bytes for this thread."""
+        self._follow()
+        assert self.writer is not None
+        cell = np.unique(bytes_at // self.element)
+        if np.setdiff1d(self.writer[cell], (NOBODY, number)).size:
+            raise SimtError(f"{self.name}: thread {number} stores what another wrote in the same launch")
+        self.writer[cell] = number
+
+    def _follow(self) -> None:
+        if self.writer is None:
+            self.writer, self.met_at = (np.full(self.data.shape[1] // self.element, NOBODY, np.int64) for _ in range(2))
 
     def _touched(
         self, lanes: Lanes, first: Array, size: int, what: str, *, plainly: bool = False

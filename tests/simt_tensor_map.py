@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from simt_memory import Array, Memory, SimtError
+from simt_memory import Array, GlobalMemory, SimtError
 
 _BYTES = {"bfloat16": 2, "float16": 2}
 SPANS = {0: 16, 1: 32, 2: 64, 3: 128}
@@ -23,14 +23,16 @@ def swizzled(address: Array, span: int) -> Array:
 class TensorMap:
     """What `tensormap_encode_tiled` fills in."""
 
-    memory: Memory | None = None
+    memory: GlobalMemory | None = None
     first: int = 0
     dims: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()  # bytes, of the innermost too
     box: tuple[int, ...] = ()
     span: int = 16
 
-    def encode(self, pointer: tuple[Memory, int], numbers: list[int], dtype: str, rank: int, swizzle: int) -> None:
+    def encode(
+        self, pointer: tuple[GlobalMemory, int], numbers: list[int], dtype: str, rank: int, swizzle: int
+    ) -> None:
         """`numbers`: dims, byte strides of all but the innermost, box, element strides. Raises SimtError where the
         driver would refuse."""
         element = _BYTES[dtype]
@@ -72,15 +74,18 @@ class TensorMap:
         bytes_at = at[inside][:, None] + np.arange(self.strides[0])
         self._check(bytes_at)
         found = np.zeros((at.size, self.strides[0]), np.uint8)
+        if self.memory.writer is not None:
+            raise SimtError(f"{self.memory.name}: written and loaded by the copy engine in one launch")
         found[inside] = self.memory.data[0][bytes_at]
         return found.ravel()
 
-    def write(self, corner: list[int], values: Array) -> None:
-        """Stores the bytes of a box, but for those outside of the tensor."""
+    def write(self, corner: list[int], values: Array, number: int) -> None:
+        """Stores the bytes of a box, but for those outside of the tensor, for thread `number` of the launch."""
         assert self.memory is not None
         at, inside = self.places(corner)
         bytes_at = at[inside][:, None] + np.arange(self.strides[0])
         self._check(bytes_at)
+        self.memory.stored(bytes_at, number)
         self.memory.data[0][bytes_at] = values.reshape(at.size, -1)[inside]
 
     def _check(self, bytes_at: Array) -> None:

@@ -3,6 +3,9 @@ what is wrong in kernels which are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from simt_hopper import HopperMachine
@@ -15,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.cuda import hopper_words as words
 from mhsa_compile.kernels.cuda.hopper_tiles import SwizzledTiles, Tensor
-from mhsa_compile.kernels.cuda.warp import Expr, barrier, put, registers, settle, store
+from mhsa_compile.kernels.cuda.warp import Expr, barrier, put, registers, settle, store, warp_barrier
 from mhsa_compile.kernels.operations import Placement
 
 KEYS, WIDTH = 48, 72
@@ -123,12 +126,14 @@ def _body(change: str, tensor: Tensor, y: Expr, thread: Expr) -> None:
     full = first + T.uint32(tiles.bytes)
     with T.If(thread == 0), T.Then():
         words.begin_barrier(full, 2 if change == "nobody arrives" else 1)
-        words.barriers_begun()
+        if change != "the engine knows no barrier":
+            words.barriers_begun()
     if change != "barriers begun in time":
         barrier()
     with T.If(thread < 128):
         with T.Then(), T.If(thread == 0), T.Then():
-            words.arrive_expecting(full, tiles.bytes + (16 if change == "too many bytes" else 0))
+            more = {"too many bytes": 16, "more bytes than there can be": 1 << 20}.get(change, 0)
+            words.arrive_expecting(full, tiles.bytes + more)
             tiles.load(T.int32(0), tensor, T.int32(0), T.int32(0), T.int32(0), full)
         with T.Else():
             _multiply(change, tiles, full, y, settle(thread - 128))
@@ -178,6 +183,8 @@ def test_a_product_of_what_the_copy_engine_brings():
 REFUSED = {
     "nobody arrives": "deadlock",
     "too many bytes": "deadlock",
+    "more bytes than there can be": "bytes in a phase",
+    "the engine knows no barrier": "no fence since it was begun",
     "barriers begun in time": "was begun",
     "nobody waits": "nothing says that warp",
     "stored plainly": "nothing says|fence.proxy.async",
@@ -191,6 +198,108 @@ REFUSED = {
 def test_what_would_go_wrong_on_a_gpu_is_refused(change: str, why: str):
     with pytest.raises(SimtError, match=why):
         product(change)(*given())
+
+
+def stored(change: str = "") -> HopperMachine:
+    """y, (64, 64), is what a warpgroup has written to shared memory: of each warp 16 rows, the copy engine brings them
+    out."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("stored")
+        y = argument("y", [T.int64(1), T.int64(1), T.int64(64), T.int64(64)], "float16")
+        tensor = Tensor("y", y, Placement(0, "heads", 0), [T.int64(n) for n in (1, 64, 1, 64)], 16)
+        with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 128) as thread:
+            pool = T.alloc_buffer((8192,), "uint16", scope="shared.dyn")
+            begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(pool[0])), "uint32")
+            first = settle(T.bitwise_and(begin + T.uint32(1023), T.uint32(2**32 - 1024)), "uint32")
+            tiles = SwizzledTiles(first, 1, 64, 64)
+            warp, lane = settle(T.truncdiv(thread, T.int32(32))), settle(T.truncmod(thread, T.int32(32)))
+            row = settle(warp * 16)
+            for i in range(16):
+                store(tiles.address(T.int32(0), row + i, 2 * lane), [T.cast((row + i) * 32 + lane, "uint32")])
+            if change != "no fence":
+                words.written_for_engines()
+            if change != "no barrier of the warp":
+                warp_barrier()
+            with T.If(lane == 0), T.Then():
+                place = T.int32(0) if change == "one place" else row
+                tiles.store(row, tensor, place, T.int32(0), T.int32(0))
+                if change == "not in a group":
+                    T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+                else:
+                    words.boxes_stored()
+    return HopperMachine(builder.get())
+
+
+def test_what_the_copy_engine_stores():
+    y = np.zeros((1, 1, 64, 64), np.float16)
+    stored()(y)
+    np.testing.assert_array_equal(y.view(np.uint32).ravel(), np.arange(64 * 32))
+
+
+REFUSED_STORES = {
+    "no fence": "fence.proxy.async",
+    "no barrier of the warp": "no barrier of the warp",
+    "not in a group": "before its products or stores",
+    "one place": "stores what another wrote",
+}
+
+
+@pytest.mark.parametrize(("change", "why"), REFUSED_STORES.items(), ids=REFUSED_STORES)
+def test_a_store_that_would_go_wrong_is_refused(change: str, why: str):
+    with pytest.raises(SimtError, match=why):
+        stored(change)(np.zeros((1, 1, 64, 64), np.float16))
+
+
+def roles(body: Callable[[Expr], None], *, bounded: bool = True) -> None:
+    """Runs a block of three warpgroups; `body` is given the number of each."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("roles")
+        with (
+            T.launch_thread("blockIdx.x", T.int64(1)),
+            T.launch_thread("threadIdx.x", 384) as thread,
+            words.one_block() if bounded else nullcontext(),
+        ):
+            T.alloc_buffer((8,), "uint16", scope="shared.dyn")
+            body(settle(T.truncdiv(thread, T.int32(128))))
+    HopperMachine(builder.get())()
+
+
+def dealt(few: int, many: int) -> Callable[[Expr], None]:
+    def body(group: Expr) -> None:
+        with T.If(group == 0):
+            with T.Then():
+                words.give_registers(few)
+            with T.Else():
+                words.take_registers(many)
+
+    return body
+
+
+def test_registers_that_there_are_not_are_refused():
+    """A block of 384 threads begins with 168 a thread."""
+    roles(dealt(24, 240))
+    for few, many, bounded, why in (
+        (32, 240, True, "for ever"),
+        (176, 160, True, "from 168"),
+        (24, 240, False, "bounds"),
+    ):
+        with pytest.raises(SimtError, match=why):
+            roles(dealt(few, many), bounded=bounded)
+
+
+@pytest.mark.parametrize(
+    ("number", "threads", "why"),
+    [(16, (384, 384, 384), "16 of 16"), (1, (384, 384, 352), "before"), (1, (400, 400, 400), "400 threads")],
+    ids=str,
+)
+def test_named_barriers_that_there_are_not_are_refused(number: int, threads: tuple[int, ...], why: str):
+    def body(group: Expr) -> None:
+        for i, count in enumerate(threads):
+            with T.If(group == i), T.Then():
+                words.meet(T.uint32(number), count)
+
+    with pytest.raises(SimtError, match=why):
+        roles(body)
 
 
 def test_the_phase_before_the_first_is_over():
