@@ -22,6 +22,10 @@ from mhsa_compile.memory import is_torch
 from mhsa_compile.tensors import Sizes
 
 _KNOWN_SIZES = 1024  # plans that are kept: a few hundred bytes each
+_FIRST_CALLS = threading.Lock()
+"""Held by a thread's first call of each sizes, which may launch a kernel for the first time: TVM shows a kernel to all
+threads before it has asked the driver for its shared memory (`fcache_` in cuda_module.cc), and without that the driver
+refuses a launch from another thread."""
 
 
 class Launches(threading.local):
@@ -46,6 +50,7 @@ class Launches(threading.local):
             return ()
         with _current_device_kept(self._gpu):
             try:
+                _wait_for_torch(self._gpu)
                 packed = tuple(self._vm.bind_weights(*self._runtime.on_gpu(weights, self._gpu.index)))
                 self._runtime.wait(self._gpu.index)
             except RuntimeError as error:
@@ -58,8 +63,10 @@ class Launches(threading.local):
         of_torch = any(map(is_torch, arrays))
         if not self._has_run:
             _refuse_capture()
-        with _current_device_kept(self._gpu), self._stream(of_torch):
-            size, shapes = self._plan(arrays, sizes)
+        key = tuple(sizes.values())
+        known = self._plans.get(key)
+        with _current_device_kept(self._gpu), self._stream(of_torch), _FIRST_CALLS if known is None else nullcontext():
+            size, shapes = known or self._plan(arrays)
             try:
                 made = [empty(s, dtype, self._gpu, of_torch) for s, dtype in zip(shapes, self._made, strict=True)]
                 workspace = empty((size,), "uint8", self._gpu, of_torch)
@@ -72,6 +79,8 @@ class Launches(threading.local):
                     raise
                 raise self._failed(error, self._vm.main, [*arrays, *packed, workspace, *made]) from error
         self._has_run = True
+        if known is None:
+            self._keep(key, (size, shapes))
         return made
 
     def run_from_host(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> list[Any]:
@@ -106,16 +115,17 @@ class Launches(threading.local):
         found: AbstractContextManager[Any] = self._runtime.ffi.use_raw_stream(self._device, stream)
         return found
 
-    def _plan(self, arrays: Sequence[Any], sizes: Sizes) -> tuple[int, list[tuple[int, ...]]]:
+    def _plan(self, arrays: Sequence[Any]) -> tuple[int, list[tuple[int, ...]]]:
         """Bytes of the workspace, and the shapes of what the call makes, which follow from its sizes."""
-        key = tuple(sizes.values())
-        if (known := self._plans.get(key)) is None:
-            assert self._vm.plan is not None  # compiled for a GPU
-            (size,), *shapes = map(tuple, self._vm.plan(*arrays))
-            if len(self._plans) >= _KNOWN_SIZES:
-                self._plans.clear()
-            known = self._plans[key] = (max(size, 1), shapes)
-        return known
+        assert self._vm.plan is not None  # compiled for a GPU
+        (size,), *shapes = map(tuple, self._vm.plan(*arrays))
+        return max(size, 1), shapes
+
+    def _keep(self, key: tuple[int, ...], plan: tuple[int, list[tuple[int, ...]]]) -> None:
+        """The plan of a call that has launched all its kernels."""
+        if len(self._plans) >= _KNOWN_SIZES:
+            self._plans.clear()
+        self._plans[key] = plan
 
     def _no_memory(self, size: int, error: RuntimeError) -> DeviceError:
         said = str(error).split("\n", 1)[0]
@@ -182,6 +192,13 @@ def _refuse_capture() -> None:
     if torch is not None and torch.cuda.is_current_stream_capturing():
         expected = "one that this thread has made before, since a graph is being captured"
         raise InputError("call", expected, "the first one", "Call it once before the capture: that loads its kernels.")
+
+
+def _wait_for_torch(gpu: Gpu) -> None:
+    """What PyTorch's current stream is still making, TVM's stream does not wait for."""
+    torch = torch_of_cuda()
+    if torch is not None:
+        torch.cuda.current_stream(gpu.index).synchronize()
 
 
 def _current_device_kept(gpu: Gpu) -> AbstractContextManager[Any]:

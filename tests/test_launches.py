@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,11 +215,16 @@ def test_an_output_may_be_one_of_several_results() -> None:
 @pytest.fixture
 def calls(library: tvm_runtime.Library, monkeypatch: pytest.MonkeyPatch) -> launches.Launches:
     """Launches of the library on the CPU."""
+    return made(monkeypatch, lambda gpu: library.new_vm())
+
+
+def made(monkeypatch: pytest.MonkeyPatch, new_vm: Callable[[Any], Vm]) -> launches.Launches:
+    """Launches of VMs on the CPU."""
     monkeypatch.setattr(tvm_runtime, "start_cuda", tvm_runtime.start)
     monkeypatch.setattr(launches, "empty", lambda shape, dtype, *_: torch.empty(shape, dtype=getattr(torch, dtype)))
     signature: Any = SimpleNamespace(made=lambda: [SimpleNamespace(dtype="float32")] * 2, in_place={})
     manifest: Any = SimpleNamespace(ops=OPS, outputs=())
-    on_cpu: Any = SimpleNamespace(new_vm=lambda gpu: library.new_vm())
+    on_cpu: Any = SimpleNamespace(new_vm=new_vm)
     return launches.Launches(on_cpu, manifest, signature, GPU)
 
 
@@ -297,6 +306,54 @@ def test_too_little_memory_is_named(calls: launches.Launches, monkeypatch: pytes
     monkeypatch.setattr(launches, "empty", full)
     with pytest.raises(DeviceError, match=r"^device cuda:0: expected .* MiB for the workspace.*got CUDA out of memory"):
         calls.run([torch.randn(1, 8)], {"L": 1}, [torch.randn(8)])
+
+
+def test_first_calls_of_threads_come_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM shows a kernel to all threads before it has its shared memory. Later calls do not wait for each other."""
+    inside, most, together = [], [], threading.Barrier(2)
+
+    def first(*_: Any) -> None:
+        inside.append(threading.get_ident())
+        most.append(len(inside))
+        time.sleep(0.1)
+        inside.remove(threading.get_ident())
+
+    def later(*_: Any) -> None:
+        together.wait(timeout=60)
+
+    def vm(_: Any) -> Vm:
+        calls = iter([first, first])
+        return Vm(lambda *given: next(calls, later)(*given), None, lambda *_: [(64,), (1, 8), (1, 8)], None)  # type: ignore[arg-type]
+
+    launched = made(monkeypatch, vm)
+
+    def worker() -> None:
+        together.wait(timeout=60)
+        for length in (1, 2, 1, 2):
+            launched.run([torch.randn(length, 8)], {"L": length}, [])
+
+    threads = [threading.Thread(target=worker) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1] and together.n_waiting == 0 and not together.broken
+
+
+def test_weights_that_pytorch_is_still_making_are_waited_for(calls: launches.Launches, monkeypatch: Any) -> None:
+    """Its stream is not TVM's, and DLPack's quick way between them orders nothing."""
+    done: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("synchronized"))
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(current_stream=lambda index: stream, device=lambda index: nullcontext())
+    )
+    monkeypatch.setattr(launches, "torch_of_cuda", lambda: fake)
+    calls._vm = Vm(calls._vm.main, lambda *_: done.append("packed") or [], None, calls._vm.instrument)
+    calls._runtime = SimpleNamespace(
+        on_gpu=lambda weights, _: weights, wait=lambda _: None, release_memory=lambda: None
+    )
+    calls.bind([torch.randn(8)])
+    assert done == ["synchronized", "packed"]
 
 
 def test_a_first_call_is_not_captured(calls: launches.Launches, monkeypatch: pytest.MonkeyPatch) -> None:
