@@ -6,6 +6,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CUDA   := $(VENV)/.cuda
 GPU_JOBS ?= 4
+ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
+ON_GPU := $(PYTHON)
+else
+ON_GPU := $(BIN)/python
+FOR_GPU := $(CUDA)
+endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-arm cuda-compiler test-cuda test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
@@ -45,11 +51,11 @@ test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU 
 node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
 	@$(BIN)/python tests/node_cases.py
 
-test-gpu: $(CUDA)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: parity, streams, graphs, several devices
-	@$(BIN)/python -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal --durations 20
+test-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: parity, streams, graphs, several devices
+	@$(ON_GPU) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal --durations 20
 
-sanitize-gpu: $(CUDA)  ## A small part of test-gpu under compute-sanitizer: memory, races, uninitialised reads, barriers
-	@$(BIN)/python tests/sanitize_gpu.py
+sanitize-gpu: $(FOR_GPU)  ## A small part of test-gpu under compute-sanitizer: memory, races, uninitialised reads, barriers
+	@$(ON_GPU) tests/sanitize_gpu.py
 
 test-models: $(STAMP)  ## What of the tests of other people's models is too slow for the suite: minutes
 	@$(BIN)/python -m pytest -m slow
@@ -80,8 +86,8 @@ fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a wor
 mask-pictures: $(STAMP)  ## The pictures of docs/masks.md, again
 	@$(BIN)/python docs/mask_pictures.py
 
-bench-gpu: $(CUDA)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, FlexAttention, FlashAttention, torch.compile; JSON and a table
-	@$(BIN)/python benchmarks/gpu.py --json build/gpu.json --text build/gpu.txt
+bench-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, FlexAttention, FlashAttention, torch.compile; JSON and a table
+	@$(ON_GPU) benchmarks/gpu.py --json build/gpu.json --text build/gpu.txt
 
 exp2-exhaustive: $(STAMP)  ## The kernels' exp2 against float64 at every float32 of its range; two minutes
 	@$(BIN)/python benchmarks/exp2_exhaustive.py

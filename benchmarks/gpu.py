@@ -2,6 +2,7 @@
 installed, and whole blocks against torch.compile. `make bench-gpu`; without a GPU it says so, and ends.
 
     python benchmarks/gpu.py [--workload NAME|GROUP ...] [--against PEER ...] [--json FILE] [--text FILE]
+    python benchmarks/gpu.py --artifacts FOLDER ... # all compiled first, on all CPUs; kept for the next run
     python benchmarks/gpu.py --read FILE            # the table again, of what was measured
 
 How it is timed: benchmarks/README.md.
@@ -16,12 +17,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import date
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
 
 import mhsa_compile as mhsa
-from mhsa_compile import gpu_bench
+from mhsa_compile import gpu_bench, host
 from mhsa_compile.errors import DeviceError, MhsaError
 from mhsa_compile.gpu_bench.cases import WORKLOADS, choose
 from mhsa_compile.gpu_bench.figures import Figures, Machine, Result
@@ -57,6 +59,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", help="by default the latest that the GPU runs")
     parser.add_argument("--seconds", type=float, default=0.5, help="of the GPU's, for each candidate (default: 0.5)")
     parser.add_argument("--eager", action="store_true", help="call by call, with the host's share; else CUDA graphs")
+    parser.add_argument("--artifacts", type=Path, metavar="FOLDER", help="compile all first, on all CPUs, and keep it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, with device, versions and date")
     parser.add_argument("--text", type=Path, metavar="FILE", help="write the table")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take the figures from this JSON, measure nothing")
@@ -81,6 +84,7 @@ def measured(options: argparse.Namespace) -> Figures:
         against=tuple(options.against),
         seconds=options.seconds,
         graphs=not options.eager,
+        artifacts=options.artifacts,
     )
     versions = {"mhsa-compile": mhsa.__version__, **{name: installed_version(name) for name in PACKAGES}}
     figures = Figures(machine, versions, date.today(), options.seconds)
@@ -95,6 +99,8 @@ def measured(options: argparse.Namespace) -> Figures:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_bytes(written(figures))
 
+    if asked.artifacts is not None:
+        compile_all(workloads, asked)
     in_turn(workloads, asked, note)
     return figures
 
@@ -104,6 +110,21 @@ def _target(machine: Machine) -> CudaProfile:
         capability = f"compute capability {machine.capability[0]}.{machine.capability[1]}"
         raise DeviceError("device", "a GPU that a target is for", f"{machine.name}, of {capability}", "Name --target.")
     return found
+
+
+def compile_all(workloads: Sequence[Workload], options: gpu_bench.Options) -> None:
+    """Side by side: the GPU, which one workload has for itself, waits for none of it. What fails fails again, later,
+    where its words are kept."""
+    with ProcessPoolExecutor(host.allowed_cpus(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compiles, workloads, repeat(options)))
+
+
+def compiles(workload: Workload, options: gpu_bench.Options) -> bool:
+    try:
+        gpu_bench.compiled(workload, options)
+    except Exception:
+        return False
+    return True
 
 
 def in_turn(

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
+from torch import nn
 
+import mhsa_compile as mhsa
 from mhsa_compile import gpus
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import MhsaError
+from mhsa_compile.gpu_bench import kept
 from mhsa_compile.profile import profile_of_gpu
 
 Arrays = Mapping[str, np.ndarray]
+KEEP = "MHSA_KEEP_ARTIFACTS"
+"""Of the environment: a folder for what is compiled. The next run, as that under compute-sanitizer, then finds it."""
 
 
 def _missing() -> str | None:
@@ -42,6 +51,25 @@ def target() -> str:
     if found is None:
         pytest.skip(f"no target for {gpu.name}, of compute capability {gpu.capability[0]}.{gpu.capability[1]}")
     return found.name
+
+
+def compiled(source: mhsa.AttentionSpec | nn.Module | onnx.ModelProto, **dims: int) -> Artifact:
+    """For this machine's GPU; with KEEP once for several runs of the tests."""
+    folder = os.environ.get(KEEP)
+    parts = [target().encode(), repr(sorted(dims.items())).encode(), *_parts(source)]
+    return kept.artifact(Path(folder) if folder else None, lambda: mhsa.compile(source, target(), dims=dims), *parts)
+
+
+def _parts(source: mhsa.AttentionSpec | nn.Module | onnx.ModelProto) -> Iterator[bytes]:
+    """All that a source is."""
+    if isinstance(source, mhsa.AttentionSpec):
+        yield repr(source).encode()
+    elif isinstance(source, nn.Module):
+        yield repr(source.spec).encode()
+        for name, value in source.state_dict().items():
+            yield name.encode() + value.view(torch.uint8).numpy().tobytes()
+    else:
+        yield source.SerializeToString(deterministic=True)
 
 
 def there(array: np.ndarray) -> torch.Tensor:

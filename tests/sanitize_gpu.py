@@ -2,8 +2,9 @@
 
     python tests/sanitize_gpu.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION]
 
-Each tool runs by itself, over small shapes: it slows kernels down a hundredfold. What it finds ends with exit code 1;
-where there is no GPU or no compute-sanitizer, that is said, with exit code 2.
+All tools at once, each in a process of its own, over small shapes: they slow kernels down a hundredfold. The tests run
+without them first, side by side: what that compiles the tools then use. What they find ends with exit code 1; where
+there is no GPU or no compute-sanitizer, that is said, with exit code 2.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from mhsa_compile import gpus
+from gpu_machine import KEEP
+
+from mhsa_compile import gpus, host
 from mhsa_compile.errors import DeviceError, InstallationError, MhsaError
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -29,6 +35,9 @@ CASES = (
 )
 """Of the parity matrix: each kernel, masks of every kind, tails, each dtype."""
 FILES = ("tests/test_on_gpu_parity.py",)
+ROOT = Path(__file__).parents[1]
+MOST_WORKERS = 14
+"""Of the run without tools: each has PyTorch and TVM, most of 2 GB."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -40,7 +49,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except MhsaError as error:
         print(error, file=sys.stderr)
         return 2
-    outcomes = {tool: run(sanitizer, tool, options.k) for tool in options.tool}
+    with kept() as environment:
+        # What fails here is the more reason to look at it with the tools.
+        alone = subprocess.run(compiling(options.k), env=environment, cwd=ROOT, check=False).returncode
+        with ThreadPoolExecutor(len(options.tool)) as pool:
+            found = list(pool.map(lambda tool: run(sanitizer, tool, options.k, environment), options.tool))
+    outcomes = {"no tool": said(alone), **dict(zip(options.tool, found, strict=True))}
     for tool, outcome in outcomes.items():
         print(f"{tool}: {outcome}")
     return 0 if all(outcome == "clean" for outcome in outcomes.values()) else 1
@@ -67,16 +81,34 @@ def command(sanitizer: str, tool: str, expression: str) -> list[str]:
     asked = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND)]
     if tool == "memcheck":
         asked += ["--leak-check", "no", "--padding", "64"]  # bytes around each allocation: what runs over meets them
-    return [*asked, sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x", "-k", expression, *FILES]
+    return [*asked, sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-k", expression, *FILES]
 
 
-def run(sanitizer: str, tool: str, expression: str) -> str:
-    """ "clean", or what it came to."""
+@contextmanager
+def kept() -> Iterator[dict[str, str]]:
+    """The environment of the tests, with a folder for what they compile: of whoever calls, or for this time."""
+    with tempfile.TemporaryDirectory(prefix="mhsa-sanitized-") as folder:
+        yield {KEEP: folder, **os.environ}
+
+
+def compiling(expression: str) -> list[str]:
+    workers = str(min(host.allowed_cpus(), MOST_WORKERS))
+    return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-n", workers, "-k", expression, *FILES]
+
+
+def run(sanitizer: str, tool: str, expression: str, environment: Mapping[str, str]) -> str:
+    """ "clean", or what it came to. What it said is printed as one piece."""
     # PyTorch would give out parts of large allocations, whose ends nobody watches.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     words = command(sanitizer, tool, expression)
-    print(f"== {' '.join(words)}", flush=True)
-    code = subprocess.run(words, env=environment, cwd=Path(__file__).parents[1], check=False).returncode
+    done = subprocess.run(
+        words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    print(f"== {' '.join(words)}\n{done.stdout}", flush=True)
+    return said(done.returncode)
+
+
+def said(code: int) -> str:
     return {0: "clean", FOUND: "it found something, above", 5: "no test was run"}.get(code, f"exit code {code}")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -15,16 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from mhsa_compile import gpu_bench
-from mhsa_compile.artifact import Artifact, OpReport
+from mhsa_compile import data, gpu_bench
+from mhsa_compile.artifact import MANIFEST, Artifact, OpReport
 from mhsa_compile.bench import module_of
 from mhsa_compile.errors import DeviceError, InputError, MhsaError, ModelError
-from mhsa_compile.gpu_bench import ceilings, peers, table
+from mhsa_compile.gpu_bench import ceilings, kept, peers, table
 from mhsa_compile.gpu_bench.cases import GROUPS, WORKLOADS, Work, choose, work
 from mhsa_compile.gpu_bench.figures import OURS, Ceilings, Figures, Machine, Result, Row, Sample, rows
 from mhsa_compile.gpu_bench.problem import Problem, draw
 from mhsa_compile.gpu_bench.turns import BURST, LEAST_ROUNDS, MOST_CALLS, interleave
 from mhsa_compile.patterns import Longformer
+from mhsa_compile.profile import load_profile
 from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.workloads import Workload
 
@@ -293,6 +296,54 @@ def test_whoever_dies_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) ->
     assert all(isinstance(noted[name], Result) for name in ("e128-1k", "e128-8k", "e128-16k"))
     assert [pool.ran for pool in opened] == [["e128-1k", "e128-2k"], ["e128-4k"], ["e128-8k", "e128-16k"]]
     assert not any(pool.open for pool in opened)
+
+
+def test_what_was_compiled_once_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By what it is made of: a workload, a target, the records that are there for it."""
+    made: list[str] = []
+
+    class Made:
+        def save(self, place: Path, force: bool) -> None:
+            (place / MANIFEST).parent.mkdir()
+            (place / MANIFEST).write_text(made[-1])
+
+    def compile(module: Any, target: Any, dims: dict[str, int]) -> Any:
+        made.append(target.name)
+        return Made()
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(gpu_bench, "compile", compile)
+    monkeypatch.setattr(gpu_bench, "module_of", lambda workload: workload)
+    monkeypatch.setattr(kept.Artifact, "open", lambda place: (place / MANIFEST).read_text())
+    options = gpu_bench.Options("cuda-sm90a", artifacts=tmp_path / "artifacts")
+    first, second = (BY_NAME[name] for name in ("e128-8k", "e128-8k-causal"))
+    assert [gpu_bench.compiled(workload, options) for workload in (first, first, second)] == ["cuda-sm90a"] * 3
+    assert gpu_bench.compiled(first, replace(options, target="cuda-sm80")) == "cuda-sm80"
+    assert len(made) == 3
+    records = data.own_records("cuda-sm90a")
+    records.parent.mkdir(parents=True)
+    records.write_text("tuned since\n")
+    gpu_bench.compiled(first, options)
+    assert len(made) == 4
+    assert isinstance(gpu_bench.compiled(first, replace(options, artifacts=None)), Made) and len(made) == 5
+
+
+def test_all_that_goes_to_another_process_can() -> None:
+    for workload in WORKLOADS:
+        sent = (gpu.attempt, workload, gpu_bench.Options(load_profile("cuda-sm90a"), artifacts=Path("kept")))
+        assert pickle.loads(pickle.dumps(sent)) == sent
+    found = result([ran(OURS, 1600), MISSING])
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_what_does_not_compile_is_left_to_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(workload: Workload, options: gpu_bench.Options) -> None:
+        if workload.name == "e128-8k":
+            raise ModelError("operation", "a kernel", "none")
+
+    monkeypatch.setattr(gpu_bench, "compiled", refuse)
+    names, options = ("e128-8k", "e128-16k"), gpu_bench.Options("cuda-sm90a")
+    assert [gpu.compiles(BY_NAME[name], options) for name in names] == [False, True]
 
 
 # Who we are compared with: the same computation, on the CPU.

@@ -24,7 +24,7 @@ SPEC = mhsa.AttentionSpec(embed_dim=128, num_heads=4, num_kv_heads=2, causal=Tru
 
 def compiled(spec: mhsa.AttentionSpec, **dims: int) -> Artifact:
     torch.manual_seed(0)
-    return mhsa.compile(mhsa.MultiHeadAttention(spec).eval(), gpu_machine.target(), dims=dims)
+    return gpu_machine.compiled(mhsa.MultiHeadAttention(spec).eval(), **dims)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_nothing_goes_by_way_of_the_host(attention: Any) -> None:
     x = torch.randn(2, 37, 128, device="cuda")
     attention(x)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # without, some versions warn
         torch.from_dlpack(attention(x))
         torch.cuda.synchronize()
     names = [event.name for event in seen.events()]
@@ -90,6 +90,7 @@ def test_calls_run_on_the_current_stream_and_wait_for_nothing(attention: Any) ->
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         late = torch.zeros_like(x)
+        attention(late)  # a stream's first memory comes from the driver, which may wait
         torch.cuda._sleep(200_000_000)  # about 0.1 s, before x is written
         late.copy_(x)
         y = attention(late)
@@ -160,6 +161,9 @@ def test_a_call_can_be_captured(attention: Any) -> None:
         assert other.isfinite().all()
 
 
+ends_in_an_error = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+"""A capture ends when the error passes through it, and PyTorch then warns that it has nothing."""
+
 CACHED = mhsa.AttentionSpec(embed_dim=128, num_heads=4, num_kv_heads=2, causal=True, kv_cache=True, dtype="bfloat16")
 
 
@@ -180,6 +184,7 @@ def test_a_cache_on_the_gpu_counts_as_a_caller_would() -> None:
     assert cache.inputs()["length"].tolist() == [18, 17]
 
 
+@ends_in_an_error
 def test_a_step_can_be_captured_with_the_cache_of_the_caller() -> None:
     step = mhsa.load(compiled(CACHED, L=1))
     xs = torch.randn(5, 2, 1, 128, device="cuda", dtype=torch.bfloat16)
@@ -201,6 +206,7 @@ def test_a_step_can_be_captured_with_the_cache_of_the_caller() -> None:
         step(x, cache=cache)
 
 
+@ends_in_an_error
 def test_a_first_call_is_not_captured(artifact: Artifact) -> None:
     fresh = mhsa.load(artifact)
     x = torch.randn(2, 64, 128, device="cuda")

@@ -19,12 +19,12 @@ def test_rows_of_a_softmax(dtype: str) -> None:
     spec = mhsa.AttentionSpec(
         embed_dim=96, num_heads=6, num_kv_heads=2, causal=True, sinks=True, alibi=True, dtype=dtype, outputs=INSIDE
     )
-    _check(mhsa.compile(spec, gpu_machine.target()), ((1, 131, 131), (3, 7, 7)))
+    _check(gpu_machine.compiled(spec), ((1, 131, 131), (3, 7, 7)))
 
 
 def test_rows_under_a_constant_mask() -> None:
     spec = mhsa.AttentionSpec(embed_dim=80, num_heads=5, static_mask=Longformer(window=30), outputs=INSIDE)
-    _check(mhsa.compile(spec, gpu_machine.target(), dims={"L": 197, "S": 197}), ((2, 197, 197),))
+    _check(gpu_machine.compiled(spec, L=197, S=197), ((2, 197, 197),))
 
 
 def _check(artifact: mhsa.Artifact, cases: tuple[tuple[int, int, int], ...]) -> None:

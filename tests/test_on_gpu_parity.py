@@ -30,7 +30,7 @@ def test_parity(case: ParityCase, record_property: Callable[[str, Any], None]) -
     torch.manual_seed(7)
     module = mhsa.MultiHeadAttention(case.spec).eval()
     for fixed, cases in case.builds:
-        artifact = mhsa.compile(module, gpu_machine.target(), dims=fixed)
+        artifact = gpu_machine.compiled(module, **fixed)
         self_checks = case.name in CHECKED_AGAINST_ITSELF
         run = gpu_machine.through(mhsa.load(artifact))
         verdict = judged(artifact, run, cases=cases, self_checks=self_checks)
@@ -43,5 +43,5 @@ def test_parity(case: ParityCase, record_property: Callable[[str, Any], None]) -
 def test_node(name: str) -> None:
     """To onnx's own tolerances."""
     case = NODES[name]
-    attention = mhsa.load(mhsa.compile(case.model, gpu_machine.target()))
+    attention = mhsa.load(gpu_machine.compiled(case.model))
     node_cases.compare(case, gpu_machine.through(attention))

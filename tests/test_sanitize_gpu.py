@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,26 +17,47 @@ from mhsa_compile import gpus
 from mhsa_compile.errors import DeviceError
 
 
-@pytest.fixture
-def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of this name on the path that notes how it was called, and ends as the file `code` says."""
+@pytest.fixture(params=[0])
+def sanitizer(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of this name on the path that notes how it was called, and ends as the file `code` says. The parameter
+    is what the run without it ends with."""
+    alone = request.param
     program = tmp_path / "compute-sanitizer"
     program.write_text(
-        f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" >> {tmp_path}/calls\nexit $(cat {tmp_path}/code)\n'
+        f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" >> {tmp_path}/calls\n'
+        f"echo $MHSA_KEEP_ARTIFACTS\nexit $(cat {tmp_path}/code)\n"
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "code").write_text("0")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(gpus, "driver", lambda: SimpleNamespace(count=1))
+    monkeypatch.setattr(sanitize_gpu, "compiling", lambda expression: [sys.executable, "-c", f"exit({alone})"])
     return tmp_path
 
 
 def test_every_tool_runs_over_the_same_tests(sanitizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitize_gpu.main([]) == 0
     calls = (sanitizer / "calls").read_text().splitlines()
-    assert [call.split()[2] for call in calls] == list(sanitize_gpu.TOOLS)
+    assert sorted(call.split()[2] for call in calls) == sorted(sanitize_gpu.TOOLS)  # all at once
     assert all(call.startswith("1 --tool ") and "--error-exitcode 97" in call and "-m gpu" in call for call in calls)
-    assert capsys.readouterr().out.endswith("memcheck: clean\nracecheck: clean\ninitcheck: clean\nsynccheck: clean\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-5:] == [f"{name}: clean" for name in ("no tool", *sanitize_gpu.TOOLS)]
+    kept = {line for line in lines if "mhsa-sanitized-" in line}
+    assert len(kept) == 1  # what one compiled, all find
+
+
+def test_what_whoever_calls_keeps_is_used(
+    sanitizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MHSA_KEEP_ARTIFACTS", "/of/the/caller")
+    assert sanitize_gpu.main(["--tool", "memcheck"]) == 0
+    assert "/of/the/caller" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("sanitizer", [1], indirect=True)
+def test_what_fails_by_itself_is_looked_at_all_the_same(sanitizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitize_gpu.main(["--tool", "memcheck"]) == 1
+    assert capsys.readouterr().out.endswith("no tool: exit code 1\nmemcheck: clean\n")
 
 
 @pytest.mark.parametrize(("code", "said"), [(97, "it found something"), (5, "no test was run"), (1, "exit code 1")])

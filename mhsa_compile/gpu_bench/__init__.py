@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,13 +20,13 @@ from mhsa_compile import gpus, host
 from mhsa_compile.artifact import WEIGHTS, Artifact, OpReport
 from mhsa_compile.bench import module_of
 from mhsa_compile.errors import DeviceError, ModelError
-from mhsa_compile.gpu_bench import ceilings, peers
+from mhsa_compile.gpu_bench import ceilings, kept, peers
 from mhsa_compile.gpu_bench.cases import work
 from mhsa_compile.gpu_bench.figures import OURS, Ceilings, Machine, Result, Row, Sample, rows
 from mhsa_compile.gpu_bench.problem import Problem, draw, first
 from mhsa_compile.gpu_bench.turns import Call, Stopwatch, interleave
 from mhsa_compile.pipeline import compile
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.runtime import load
 from mhsa_compile.timing import spread
 from mhsa_compile.workloads import Workload
@@ -40,6 +41,7 @@ class Options:
     against  names of `peers.PEERS`, or "all"
     seconds  of the GPU's, for each candidate of each workload
     graphs   whether each call is captured and replayed: then the host's share of a call does not count, for anybody
+    artifacts  the folder where they are kept for the next run; None is nowhere
     """
 
     target: str | TargetProfile
@@ -47,6 +49,7 @@ class Options:
     against: tuple[str, ...] = ("all",)
     seconds: float = 0.5
     graphs: bool = True
+    artifacts: Path | None = None
 
 
 def require_gpu(device: str) -> Machine:
@@ -63,7 +66,7 @@ def require_gpu(device: str) -> Machine:
 
 def measure(workload: Workload, options: Options) -> Result:
     """Ours and its peers on random inputs. Raises what `compile` and `load` raise, and DeviceError."""
-    artifact = compile(module_of(workload), options.target, dims=workload.dims)
+    artifact = compiled(workload, options)
     cache = torch.cuda.get_device_properties(options.device).L2_cache_size
     with torch.cuda.device(options.device), torch.inference_mode():
         torch._dynamo.reset()  # what it keeps of other workloads would be guarded against
@@ -74,6 +77,18 @@ def measure(workload: Workload, options: Options) -> Result:
         candidates = [ours, *peers.find(options.against, workload.kind)]
         prepared = [_attempt(peer, problem, artifact, options.graphs) for peer in candidates]
         return timed(workload, prepared, artifact.manifest.ops, options)
+
+
+def compiled(workload: Workload, options: Options) -> Artifact:
+    """Ours, which needs no GPU. Raises what `compile` raises."""
+    profile = options.target if isinstance(options.target, TargetProfile) else load_profile(options.target)
+    records = (path.read_bytes() for path in profile.records())
+    return kept.artifact(
+        options.artifacts,
+        lambda: compile(module_of(workload), profile, dims=workload.dims),
+        repr((workload, profile)).encode(),
+        *records,
+    )
 
 
 @dataclass(frozen=True)
