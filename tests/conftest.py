@@ -9,6 +9,8 @@ from functools import cache
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
+import copy
+import gc
 import shutil
 import tempfile
 
@@ -25,12 +27,39 @@ settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def torchlib_read_once() -> None:
-    """torch.onnx.export reads the sources of torchlib's 500 functions anew each time, a third of its work on a small
-    graph. They stay as they are, and a process of the suite exports hundreds of graphs."""
+def exporter_prepared_once() -> None:
+    """torch.onnx.export prepares for each graph anew what does not depend on it, more than half of its work on a small
+    one: it reads the sources of torchlib's 500 functions, writes their signatures, and names every composite operator
+    of PyTorch's. A process of the suite exports hundreds of graphs."""
+    import torch
+    from torch._export import utils
     from torch.onnx._internal._lazy_import import onnxscript_apis
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     onnxscript_apis.get_torchlib_ops = cache(onnxscript_apis.get_torchlib_ops)
+    complete = cache(ONNXRegistry.from_torchlib)
+
+    def from_torchlib(opset_version: int) -> ONNXRegistry:
+        registry = copy.copy(complete(opset_version=opset_version))
+        registry.functions = {name: list(found) for name, found in registry.functions.items()}  # exports may add to it
+        return registry
+
+    ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
+    name_all, named = utils._materialize_cpp_cia_ops, set[str]()
+
+    def name_new_ones() -> None:
+        there = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+        if not there <= named:
+            name_all()
+            named.update(there)
+
+    utils._materialize_cpp_cia_ops = name_new_ones
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have left stays: millions of objects that each collection of garbage would go through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
