@@ -60,12 +60,14 @@ def source(emitted: Emitted, arch: str) -> tuple[str, str]:
     return built.mod.imports[0].inspect_source(), built.mod.inspect_source("ll")
 
 
-def machine_code(text: str, arch: str, folder: Path) -> MachineCode:
-    """Compiles CUDA C++; what is compiled and what comes of it stays in the folder. Raises CalledProcessError and, by
-    NVRTC, BuildError."""
+def machine_code(text: str, arch: str, folder: Path, *, by_nvrtc: bool = False) -> MachineCode:
+    """Compiles CUDA C++, by nvcc where it is unless told otherwise; what is compiled and what comes of it stays in the
+    folder. Raises CalledProcessError and, by NVRTC, BuildError."""
     (folder / "kernel.cu").write_text(text)
     said = ""
-    if NVCC is not None:
+    if by_nvrtc:
+        (folder / "kernel.cubin").write_bytes(cubin._Nvrtc().compiled(text, arch))
+    elif NVCC is not None:
         words = [NVCC, "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", "-o", "kernel.cubin", "kernel.cu"]
         said = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stderr
     else:

@@ -8,11 +8,12 @@ become zeros; so the weighted sum of the others follows as ever.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.cells import cell
-from mhsa_compile.kernels.cuda.ring import Tiles, padded
+from mhsa_compile.kernels.cuda.ring import CHUNK, Tiles, padded
 from mhsa_compile.kernels.cuda.warp import COLUMNS, Expr, Place, barrier, load, over_quad, put, registers, store
 
 WORD = 32  # bits
@@ -89,8 +90,9 @@ class Finite:
         """The same for `count` keys from `first` on, of which row r sees those whose bits are set in seen[r]."""
         value_tiles = padded(self.values.width) // COLUMNS
         with T.serial(count) as key:
+            address = self._words_of(slot, key + first)
             for n in range(value_tiles):
-                load(self._words, 0, 1, self.values.address(slot, key + first, 2 * self.place.q + n * COLUMNS))
+                load(self._words, 0, 1, address(n))
                 # A branch, so that not all words are loaded at once, into registers that sums need.
                 with T.If(self._infinite(self._words[0]) != T.uint32(0)), T.Then():
                     for e, value in enumerate(self._halves(self._words[0])):
@@ -99,6 +101,10 @@ class Finite:
                             sees = ((seen[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
                             adds = T.And(sees, self._infinite_half(self._words[0], e))
                             put(sums, at, T.Select(adds, sums[at] + value, sums[at]))
+
+    def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:
+        """The address of this lane's word of a row's chunk, by the chunk's number."""
+        return lambda chunk: self.values.address(slot, row, 2 * self.place.q + chunk * CHUNK)
 
     def _note_seen(self, seen: Expr, row: int, cells: list[tuple[int, int]], scores: Expr) -> None:
         """seen[row]: bit i, whether the row sees key i of 32. `cells`: the first key of a tile, and where its score

@@ -12,7 +12,7 @@ from mhsa_compile.kernels.cuda.attention_finite import WORD, Finite
 from mhsa_compile.kernels.cuda.cells import cell
 from mhsa_compile.kernels.cuda.hopper_tiles import SwizzledTiles
 from mhsa_compile.kernels.cuda.hopper_words import fresh, meet, meet_any, written_for_engines
-from mhsa_compile.kernels.cuda.warp import COLUMNS, Expr, Place, put, registers
+from mhsa_compile.kernels.cuda.warp import COLUMNS, Expr, Place, put, registers, settle
 
 
 class SharedFinite(Finite):
@@ -21,7 +21,7 @@ class SharedFinite(Finite):
 
     def __init__(self, values: SwizzledTiles, thread: Expr, threads: int, barrier: int, dtype: str) -> None:
         super().__init__(values, None, Place(fresh(thread)), threads, dtype)
-        self._any, self._barrier = registers(1, "uint32"), T.uint32(barrier)
+        self._tiles, self._any, self._barrier = values, registers(1, "uint32"), T.uint32(barrier)
 
     def look_together(self, slot: Expr) -> Expr:
         """Whether any of all the threads has found one, each in pieces of its own."""
@@ -32,22 +32,24 @@ class SharedFinite(Finite):
     def resolve_together(self, slot: Expr, sums: Expr, keys: int, hide: Callable[[Expr, int, Expr], None]) -> None:
         """Adds those that a row sees, and makes them zeros. `hide(scores, tiles, part)` makes -inf of the scores of the
         keys from 32 `part` on that are hidden."""
-        whole, rest = divmod(keys, WORD)
-        with T.serial(T.int32(whole)) as part:
-            self._add_part(slot, sums, part, WORD, hide)
-        if rest:
-            self._add_part(slot, sums, T.int32(whole), rest, hide)
+        tiles = WORD // COLUMNS
+        with T.serial(T.int32(-(-keys // WORD))) as part:
+            scores, seen = registers(4 * tiles), registers(2, "uint32")
+            for at in range(4 * tiles):
+                put(scores, at, T.float32(0))
+            hide(scores, tiles, part)
+            for row in range(2):
+                self._note_seen(seen, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
+            first = settle(part * WORD)
+            self._add_keys(slot, seen, 2, first, settle(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
         meet(self._barrier, self.threads)
         self.clear(slot, self.place.thread, self.threads)
         written_for_engines()
         meet(self._barrier, self.threads)
 
-    def _add_part(self, slot: Expr, sums: Expr, part: Expr, keys: int, hide: Callable[[Expr, int, Expr], None]) -> None:
-        tiles = keys // COLUMNS
-        scores, seen = registers(4 * tiles), registers(2, "uint32")
-        for at in range(4 * tiles):
-            put(scores, at, T.float32(0))
-        hide(scores, tiles, part)
-        for row in range(2):
-            self._note_seen(seen, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
-        self._add_keys(slot, seen, 2, part * WORD, T.int32(keys), sums)
+    def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:
+        """As for all tiles, but computed for each row anew: 32 addresses kept over all rows would take the registers
+        that sums need."""
+        row = fresh(row)
+        start = settle(self._tiles.row_start(slot, row) + T.cast(4 * self.place.q, "uint32"), "uint32")
+        return lambda chunk: start + self._tiles.chunk_in_row(chunk, row)
