@@ -41,6 +41,7 @@ class TensorMap:
         self.strides, rest = (element, *rest[: rank - 1]), rest[rank - 1 :]
         self.box, steps, self.span = tuple(rest[:rank]), rest[rank:], SPANS[swizzle]
         wrong = (
+            (not self.memory.data.size, "an address of nothing"),
             (self.first % 16 != 0, "an address that is no multiple of 16"),
             (any(not 1 <= dim <= 1 << 32 for dim in self.dims), f"dims {self.dims}"),
             (any(s % 16 or not 0 <= s < 1 << 40 for s in self.strides[1:]), f"strides {self.strides}"),

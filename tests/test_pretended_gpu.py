@@ -35,6 +35,8 @@ def test_scenarios(tmp_path: Path) -> None:
     for name, spec in scenarios.SPECS.items():
         torch.manual_seed(0)
         mhsa.compile(mhsa.MultiHeadAttention(spec).eval(), "cuda-sm90a").save(tmp_path / name)
+    for name, spec in scenarios.CORES.items():
+        mhsa.compile(mhsa.ScaledDotProductAttention(spec), "cuda-sm90a").save(tmp_path / name)
     in_a_child(scenarios.__file__, tmp_path)
 
 

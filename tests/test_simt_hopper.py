@@ -113,6 +113,7 @@ def product(change: str = "") -> HopperMachine:
         y = argument("y", [T.int64(64), T.int64(KEYS)], "float32")
         sizes = [T.int64(n) for n in (1, KEYS, 1, WIDTH)]
         tensor = Tensor("k", k, Placement(0, "heads", 0), sizes, KEYS)
+        tensor.encode()
         with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 256) as thread:
             _body(change, tensor, y, thread)
     return HopperMachine(builder.get())

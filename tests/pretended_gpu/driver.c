@@ -181,11 +181,11 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** argument
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
                            int swizzle, int promotion, int fill) {
-    if ((uintptr_t)map % 64 || (uintptr_t)address % 16 || rank < 1 || rank > 5) return INVALID_VALUE;
+    if ((uintptr_t)map % 64 || !address || (uintptr_t)address % 16 || rank < 1 || rank > 5) return INVALID_VALUE;
     for (unsigned i = 0; i + 1 < rank; i++)
-        if (strides[i] % 16) return INVALID_VALUE;
+        if (strides[i] % 16 || strides[i] >> 40) return INVALID_VALUE;
     for (unsigned i = 0; i < rank; i++)
-        if (!sizes[i] || !box[i] || box[i] > 256) return INVALID_VALUE;
+        if (!sizes[i] || sizes[i] > 1ULL << 32 || !box[i] || box[i] > 256) return INVALID_VALUE;
     pretended_note("tensor map of %u: type %d sizes", rank, type);
     for (unsigned i = 0; i < rank; i++) pretended_note(" %llu", (unsigned long long)sizes[i]);
     pretended_note(" strides");

@@ -24,7 +24,12 @@ SPECS = {
     "causal": mhsa.AttentionSpec(embed_dim=64, num_heads=4, causal=True),
     "heads": mhsa.AttentionSpec(embed_dim=512, num_heads=8, num_kv_heads=2, causal=True, dtype="bfloat16"),
     "cross": mhsa.AttentionSpec(embed_dim=64, num_heads=4, kv_embed_dim=32, dtype="bfloat16"),
+    "cached": mhsa.AttentionSpec(
+        embed_dim=512, num_heads=8, num_kv_heads=2, causal=True, kv_cache=True, dtype="bfloat16"
+    ),
 }
+CORES = {"core": mhsa.AttentionSpec(embed_dim=512, num_heads=8, num_kv_heads=2, v_head_dim=128, dtype="bfloat16")}
+"""Without projections: keys and values are the caller's own."""
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +146,39 @@ def test_no_keys_leave_out_their_projections_alone(gpu: Pretended, folder: Path)
     assert 0 < len(left) < len(usual)
 
 
+def five_queries(length: int) -> list[Any]:
+    """q, k and v of the core, with so many keys."""
+    return [there(3, *shape, dtype="bfloat16") for shape in ((8, 5, 64), (2, length, 64), (2, length, 128))]
+
+
+def test_no_keys_have_no_address_and_the_copy_engine_is_told_of_none(gpu: Pretended, folder: Path) -> None:
+    """The driver refuses NULL and sizes of 0. The maps of K and V are of other memory then, as wide as a row."""
+    loaded = mhsa.load(folder / "core")
+    gpu.take()
+    for length, of_keys in ((7, ("64 7 2 3", "128 7 2 3")), (0, ("64 1 1 1", "128 1 1 1"))):
+        y = loaded(*five_queries(length))
+        assert tuple(y.shape) == (3, 8, 5, 128)
+        lines = gpu.take()
+        told = [line.split("sizes ")[1].split(" strides")[0] for line in lines if line.startswith("tensor map")]
+        assert sorted(told) == sorted(["64 5 8 3", "128 5 8 3", *of_keys])
+        (name,) = launches(lines)
+        assert name.startswith("attention")
+
+
+def test_no_queries_tell_the_copy_engine_nothing(gpu: Pretended, folder: Path) -> None:
+    """Where a cache comes back, so that the call is not left out as a whole."""
+    loaded = mhsa.load(folder / "cached")
+    past = [there(2, 2, 96, 64, dtype="bfloat16") for _ in range(2)]
+    for length in (40, 0):
+        gpu.take()
+        y, *present = loaded(there(2, length, 512, dtype="bfloat16"), *past, there(2, dtype="int64"))
+        assert tuple(y.shape) == (2, length, 512) and all(tuple(p.shape) == (2, 2, 96, 64) for p in present)
+        lines = gpu.take()
+        assert any(line.startswith("tensor map of 4") for line in lines) == (length > 0)
+        assert any(name.startswith("attention") for name in launches(lines)) == (length > 0)
+    assert not any(line.startswith("tensor map") for line in lines)
+
+
 def test_arrays_of_the_host_go_there_and_back(gpu: Pretended, attention: Any) -> None:
     gpu.take()
     y = attention.from_host(np.ones((2, 5, 64), np.float32))
@@ -221,7 +259,7 @@ def test_the_copy_engine_is_told_where_heads_lie(gpu: Pretended, folder: Path) -
         re.search(r"sizes 64 (\d) 1000 3 strides 128 (\d+) (\d+) box 64 1 (\d+) 1 swizzle 3", line) for line in lines
     ]
     maps = [tuple(map(int, match.groups())) for match in found if match]
-    assert [heads for heads, *_ in maps] == [8, 2, 2, 8] and maps[-1][1] == 1024  # Q, K, V and Y
+    assert [heads for heads, *_ in maps] == [8, 8, 2, 2] and maps[1][1] == 1024  # Q, Y, K and V
     assert all(entry == 1000 * row for _, row, entry, _ in maps)
     (launch,) = [line for line in lines if line.startswith("launch attention")]
     assert "grid=132,1,1" in launch

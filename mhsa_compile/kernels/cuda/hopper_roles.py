@@ -129,16 +129,26 @@ def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocesso
 
 
 def _tensors(shape: Shape, given: AttentionArguments[Extras], y: Expr) -> list[Tensor]:
-    """Q, K and V in boxes of the tiles that are loaded, Y in those of one warp."""
+    """Q, K and V in boxes of the tiles that are loaded, Y in those of one warp. Where there is no query, nothing is
+    launched, so no map is filled in; where there is no key, those of K and V are of what is there."""
     op, batch, q_length, kv_length = given.op, given.batch, given.q_length, given.kv_length
     H, G, E, F = (T.int64(size) for size in (op.num_heads, op.num_kv_heads, op.head_dim, op.v_head_dim))
     Q, K, V = (given.inputs[place.buffer] for place in (op.query, op.key, op.value))
-    return [
-        Tensor("query", Q, op.query, (batch, q_length, H, E), shape.queries),
-        Tensor("key", K, op.key, (batch, kv_length, G, E), shape.keys),
-        Tensor("value", V, op.value, (batch, kv_length, G, F), shape.keys),
-        Tensor("output", y, op.output, (batch, q_length, H, F), ROWS),
-    ]
+    query = Tensor("query", Q, op.query, (batch, q_length, H, E), shape.queries)
+    key = Tensor("key", K, op.key, (batch, kv_length, G, E), shape.keys)
+    value = Tensor("value", V, op.value, (batch, kv_length, G, F), shape.keys)
+    output = Tensor("output", y, op.output, (batch, q_length, H, F), ROWS)
+    with T.If(batch * q_length > 0), T.Then():
+        query.encode()
+        output.encode()
+        with T.If(kv_length > 0):
+            with T.Then():
+                key.encode()
+                value.encode()
+            with T.Else():
+                key.encode_stand_in(query)
+                value.encode_stand_in(output)
+    return [query, key, value, output]
 
 
 def _copy(items: Items, memory: BlockMemory, tensors: list[Tensor]) -> None:

@@ -127,20 +127,33 @@ class Tensor:
 
     def __init__(self, name: str, buffer: Expr, place: Placement, sizes: Sequence[Expr], rows: int) -> None:
         """To be called on the host's side of a kernel. `sizes`: batch, length, heads, head_dim."""
-        batch, length, heads, head_dim = sizes
+        self.buffer, self.place, self.sizes, self.rows = buffer, place, sizes, rows
         self.by_rows = place.layout == "rows"
-        length = T.max(length, T.int64(1))  # a size of 0 is refused; nothing is read then
-        width = T.int64(place.width) if self.by_rows else head_dim
-        if self.by_rows:
-            first = buffer[0, 0, place.offset]
-            dims, box = (head_dim, heads, length, batch), (PANEL, 1, rows, 1)
-            strides = (head_dim, width, length * width)
-        else:
-            first = buffer[0, 0, 0, 0]
-            dims, box = (head_dim, length, heads, batch), (PANEL, rows, 1, 1)
-            strides = (width, length * width, heads * length * width)
         self.map = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
         T.Bind(T.tvm_stack_alloca("tensormap", 1), var=self.map)
+
+    def encode(self) -> None:
+        """Fills in the map of a tensor that has elements."""
+        batch, length, heads, head_dim = self.sizes
+        width = T.int64(self.place.width) if self.by_rows else head_dim
+        if self.by_rows:
+            dims, strides = (head_dim, heads, length, batch), (head_dim, width, length * width)
+        else:
+            dims, strides = (head_dim, length, heads, batch), (width, length * width, heads * length * width)
+        self._encode(self._first(), dims, strides)
+
+    def encode_stand_in(self, other: Tensor) -> None:
+        """Fills it in where the tensor has none, so perhaps no address, which the driver refuses as it does sizes of 0:
+        a row of another tensor, no narrower, which nobody reads."""
+        head_dim, one = self.sizes[-1], T.int64(1)
+        self._encode(other._first(), (head_dim, one, one, one), (head_dim,) * 3)
+
+    def _first(self) -> Expr:
+        return self.buffer[0, 0, self.place.offset] if self.by_rows else self.buffer[0, 0, 0, 0]
+
+    def _encode(self, first: Expr, dims: Sequence[Expr], strides: Sequence[Expr]) -> None:
+        """By sizes and strides in elements, innermost first."""
+        box = (PANEL, 1, self.rows, 1) if self.by_rows else (PANEL, self.rows, 1, 1)
         T.evaluate(
             T.tensormap_encode_tiled(
                 self.map,
@@ -149,7 +162,7 @@ class Tensor:
                 *(stride * ELEMENT for stride in strides),
                 *(T.int64(size) for size in box),
                 *(T.int64(1),) * 4,
-                descriptor_dtype=buffer.dtype,
+                descriptor_dtype=self.buffer.dtype,
                 rank=4,
                 swizzle=3,  # CU_TENSOR_MAP_SWIZZLE_128B
                 l2_promotion=2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B: what one row of a panel has
