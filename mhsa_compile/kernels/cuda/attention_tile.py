@@ -27,7 +27,7 @@ from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility, rows_of
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.attention_softmax import Softmax
 from mhsa_compile.kernels.cuda.cells import Cells, QuadCells, cell
-from mhsa_compile.kernels.cuda.ring import CHUNK, Element, SharedTiles, padded
+from mhsa_compile.kernels.cuda.ring import Element, SharedTiles, padded
 from mhsa_compile.kernels.cuda.tile_order import TileOrder
 from mhsa_compile.kernels.cuda.warp import (
     COLUMNS,
@@ -271,12 +271,14 @@ class AttentionBlock:
                 column = 2 * self.place.q + n * COLUMNS
                 store(self.output.address(T.int32(0), number, column), [self.words[0]])
         warp_barrier()
-        # A warp's chunks, one lane after the other.
-        chunks = self.shape.v_head_dim // CHUNK
-        for turn in range(-(-share * chunks // WARP)):
-            chunk = self.place.lane + turn * WARP
-            row, column = T.truncdiv(chunk, T.int32(chunks)), T.truncmod(chunk, T.int32(chunks)) * CHUNK
-            query = self.visibility.rows.first + first + row
-            with T.If(T.And(chunk < share * chunks, query < self.visibility.q_length)), T.Then():
+        rows = self.visibility.rows.first + first
+
+        def write(row: Expr, column: Expr) -> None:
+            is_there = rows + row < self.visibility.q_length
+            if padded(self.shape.v_head_dim) > self.shape.v_head_dim:
+                is_there = T.And(is_there, column < self.shape.v_head_dim)
+            with T.If(is_there), T.Then():
                 load(self.words, 0, 4, self.output.address(T.int32(0), first + row, column))
-                store(T.address_of(self.operands[3](query, column)), [self.words[i] for i in range(4)], "global")
+                store(T.address_of(self.operands[3](rows + row, column)), [self.words[i] for i in range(4)], "global")
+
+        self.output.each_chunk(self.place.lane, WARP, write, share)

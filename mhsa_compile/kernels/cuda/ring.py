@@ -17,6 +17,8 @@ from mhsa_compile.kernels.cuda.warp import DEPTH, Expr, settle
 
 CHUNK = 8  # elements of 16 bits in the 16 bytes that one copy moves
 ELEMENT = 2  # bytes
+_AT_ONCE = 8
+"""Threads whose 16 bytes shared memory moves in one cycle."""
 Element = Callable[[Expr, Expr], Expr]
 """(row, column) -> that element of global memory."""
 
@@ -108,26 +110,40 @@ class SharedTiles:
 
         self._each(row, threads, chunk)
 
-    def each_chunk(self, thread: Expr, threads: int, body: Callable[[Expr, Expr], None]) -> None:
-        """body(row, column) for the chunks of a tile that are this thread's, the same at every call."""
+    def each_chunk(
+        self, thread: Expr, threads: int, body: Callable[[Expr, Expr], None], rows: int | None = None
+    ) -> None:
+        """body(row, column) for the chunks of a tile that are this thread's, the same at every call; or those of its
+        first `rows`."""
         row, column = self._origin(thread, threads)
-        self._each(row, threads, lambda down, right: body(row + down, column + right))
+        self._each(row, threads, lambda down, right: body(row + down, column + right), rows)
 
     def _origin(self, thread: Expr, threads: int) -> tuple[Expr, Expr]:
         """A thread's first chunk; the others are so many rows and columns away as for every thread, which leaves one
-        address to compute."""
-        across = T.int32(math.gcd(self.chunks, threads))
-        return settle(T.truncdiv(thread, across)), settle(T.truncmod(thread, across) * self.form.chunk)
+        address to compute.
 
-    def _each(self, row: Expr, threads: int, body: Callable[[int, int], None]) -> None:
-        """body(rows down, elements to the right) of a thread's first chunk, which is in `row`."""
+        Shared memory serves eight threads at once. Where they have two or four chunks of each of several rows, these
+        rows are as far apart as there are chunks: rows begin an odd number of chunks after each other, so eight chunks
+        are in different banks.
+        """
         across = math.gcd(self.chunks, threads)
-        for down in range(0, self.rows, threads // across):
+        row = settle(T.truncdiv(thread, T.int32(across)))
+        column = settle(T.truncmod(thread, T.int32(across)) * self.form.chunk)
+        is_odd = self.form.pitch // self.form.chunk % 2 == 1
+        if across in (2, 4) and is_odd and threads // across % _AT_ONCE == 0:
+            several, of_eight = T.int32(_AT_ONCE // across), T.truncmod(row, T.int32(_AT_ONCE))
+            row = settle(row - of_eight + T.truncmod(of_eight, several) * across + T.truncdiv(of_eight, several))
+        return row, column
+
+    def _each(self, row: Expr, threads: int, body: Callable[[int, int], None], rows: int | None = None) -> None:
+        """body(rows down, elements to the right) of a thread's first chunk, which is in `row`."""
+        across, rows = math.gcd(self.chunks, threads), rows or self.rows
+        for down in range(0, rows, threads // across):
             for right in range(0, self.chunks * self.form.chunk, across * self.form.chunk):
-                if down + threads // across <= self.rows:
+                if down + threads // across <= rows:
                     body(down, right)
                 else:
-                    with T.If(row + down < self.rows), T.Then():
+                    with T.If(row + down < rows), T.Then():
                         body(down, right)
 
 
