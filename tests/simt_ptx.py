@@ -144,14 +144,16 @@ def _ldmatrix(machine: Machine, node: Any) -> Thunk:
 
 
 def _load(machine: Machine, node: Any) -> Thunk:
-    """Words, 1 or more, from an address."""
+    """Words, 1 or more, from an address; or an element of 8 or 16 bits into the lowest bits of one."""
     *registers, address = [a for a in node.args if type(a).__name__ != "StringImm"]
+    kinds = {str(a.value) for a in node.args if type(a).__name__ == "StringImm"}
+    size = 1 if "u8" in kinds else 2 if "u16" in kinds else 4
     targets, pointer = [_target(machine, a) for a in registers], machine.expression(address)
     dtype = numpy_dtype(str(registers[0].ty.dtype))
 
     def execute() -> None:
         at = pointer()
-        words = at.memory.read(machine.lanes, at.offset, 4 * len(targets)).view(dtype)
+        words = at.memory.read(machine.lanes, at.offset, size * len(targets)).view(f"u{size}" if size < 4 else dtype)
         for i, target in enumerate(targets):
             target(words[:, i])
 

@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.cells import cell
 from mhsa_compile.kernels.cuda.ring import CHUNK, Tiles, padded
-from mhsa_compile.kernels.cuda.warp import COLUMNS, Expr, Place, barrier, load, over_quad, put, registers, store
+from mhsa_compile.kernels.cuda.warp import COLUMNS, Expr, Place, barrier, load, over_quad, put, registers, store, unpack
 
 WORD = 32  # bits
 EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
@@ -95,7 +95,7 @@ class Finite:
                 load(self._words, 0, 1, address(n))
                 # A branch, so that not all words are loaded at once, into registers that sums need.
                 with T.If(self._infinite(self._words[0]) != T.uint32(0)), T.Then():
-                    for e, value in enumerate(self._halves(self._words[0])):
+                    for e, value in enumerate(unpack(self._words[0], self.dtype)):
                         for row in range(rows):
                             at = cell(row, value_tiles, n, e)
                             sees = ((seen[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
@@ -120,10 +120,3 @@ class Finite:
     def _infinite_half(self, word: Expr, half: int) -> Expr:
         exponent = T.uint32(EXPONENT[self.dtype] << 16 * half)
         return (word & exponent) == exponent
-
-    def _halves(self, word: Expr) -> tuple[Expr, Expr]:
-        """Both values of a word as float32."""
-        low, high = word & T.uint32(0xFFFF), word >> T.uint32(16)
-        if self.dtype == "bfloat16":
-            return T.reinterpret("float32", low << T.uint32(16)), T.reinterpret("float32", high << T.uint32(16))
-        return tuple(T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high))

@@ -14,7 +14,8 @@ from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_plan import Plan, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.cells import Cells
-from mhsa_compile.kernels.cuda.operands import Extras, elements, mask_reader
+from mhsa_compile.kernels.cuda.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.operands import Extras, elements
 from mhsa_compile.kernels.cuda.ring import Element
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, settle
 from mhsa_compile.kernels.operations import AttentionOp
@@ -91,7 +92,7 @@ def attention(op: AttentionOp, shape: TileShape, planned: Plan | None, block_typ
                     rows,
                     q_length=settle(T.cast(given.q_length, "int32")),
                     kv_length=extras.keys(b, given.kv_length),
-                    mask=None if given.mask is None else mask_reader(given.mask, b, h),
+                    mask=None if given.mask is None else MaskReader(given.mask, b, h),
                     visits=visits,
                 )
                 scores = Scores(op, visibility, extras.sink(h), extras.slope(h))

@@ -13,10 +13,11 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention_plan import WORD, Visits
 from mhsa_compile.kernels.cuda.cells import Cells, OfRows, of_row
-from mhsa_compile.kernels.cuda.operands import MaskReader, wide
-from mhsa_compile.kernels.cuda.warp import ROWS, Expr, Place, put, registers, settle
+from mhsa_compile.kernels.cuda.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.operands import wide
+from mhsa_compile.kernels.cuda.warp import COLUMNS, ROWS, Expr, Place, put, registers, settle
 from mhsa_compile.kernels.operations import AttentionOp, Band
-from mhsa_compile.kernels.scores import LOG2_E
+from mhsa_compile.kernels.scores import LARGEST, LOG2_E
 
 FAR = 1 << 30
 
@@ -79,8 +80,9 @@ class Visibility:
 
     def seen_by_all(self, first_key: Expr, count: int) -> Expr:
         """Whether every row sees these keys, by all but the bits."""
-        if self.mask is not None:
-            return T.bool(False)
+        return T.bool(False) if self.mask is not None else self._seen_but_for_mask(first_key, count)
+
+    def _seen_but_for_mask(self, first_key: Expr, count: int) -> Expr:
         seen = first_key + count <= self.kv_length
         if self.left is not None:
             seen = T.And(seen, first_key >= self.rows.first + self.shift + (self.rows.queries - 1 - self.left))
@@ -93,6 +95,42 @@ class Visibility:
     ) -> None:
         """Adds the mask to scores of the keys from `first_key` on, in units of log2; what is hidden becomes -inf. The
         word `first_word` of a tile's rows of bits is that of `first_key`."""
+        if self.mask is None or not self.cells.in_pairs:
+            self._hide_by_place(scores, tiles, first_key, bits_row, first_word)
+            return
+        # 1. What the call brings.
+        self._add_mask(scores, tiles, first_key)
+        # 2. Edges, where there are any.
+        with T.If(T.Not(self._seen_but_for_mask(first_key, tiles * COLUMNS))), T.Then():
+            self._hide_by_place(scores, tiles, first_key, None, 0)
+
+    def _add_mask(self, scores: Expr, tiles: int, first_key: Expr) -> None:
+        """Two rows at a time, so that enough is under way at once, and not more than there are registers for."""
+        base, offsets = settle(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
+        readers = [of_row(self.mask, row) for row in range(len(self.rows.numbers))]
+        assert readers[0] is not None
+        has_pairs = settle(readers[0].has_pairs(first_key + tiles * COLUMNS), "bool")
+        for first in range(0, len(readers), 2):
+            rows = [(row, reader) for row, reader in enumerate(readers[first : first + 2], first) if reader is not None]
+            count = len(offsets) * readers[0].pair_words
+            words = registers(len(rows) * count, "uint32")
+            queries = [T.min(self.rows.numbers[row], self.q_length - 1) for row, _ in rows]
+            with T.If(has_pairs):
+                with T.Then():
+                    for i, (_, reader) in enumerate(rows):
+                        reader.read_pairs(words, i * count, queries[i], base, offsets)
+                with T.Else():
+                    for i, (_, reader) in enumerate(rows):
+                        reader.read_each(words, i * count, queries[i], base, offsets)
+            for i, (row, reader) in enumerate(rows):
+                for number in range(2 * len(offsets)):
+                    at = self.cells.at(row, tiles, number)
+                    element = reader.element(words, i * count + number // 2 * reader.pair_words, number % 2)
+                    put(scores, at, self._with_mask(scores[at], element))
+
+    def _hide_by_place(
+        self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int
+    ) -> None:
         base = settle(first_key + self.cells.first)
         offsets = self.cells.offsets(tiles)
         for row, number in enumerate(self.rows.numbers):
@@ -103,7 +141,7 @@ class Visibility:
             first = None if self.left is None else settle(number + self.shift - self.left - base)
             for i, offset in enumerate(offsets):
                 at = self.cells.at(row, tiles, i)
-                score = self._masked(scores[at], row, base + offset)
+                score = scores[at] if self.cells.in_pairs else self._masked(scores[at], row, base + offset)
                 if words is not None:
                     flag = words[offset // WORD] & T.uint32(1 << offset % WORD)
                     score = _select(flag != T.uint32(0), score)
@@ -137,10 +175,14 @@ class Visibility:
             return score
         last_key = T.max(T.int32(0), self.kv_length - 1)
         element = reader(T.min(self.rows.numbers[row], self.q_length - 1), T.min(key, last_key))
-        if self.op.mask.dtype == "bool":
+        return self._with_mask(score, element)
+
+    def _with_mask(self, score: Expr, element: Expr) -> Expr:
+        """By an element that says whether it takes part, or what is added to it."""
+        if self.op.mask is not None and self.op.mask.dtype == "bool":
             return _select(element, score)
-        bias = settle(wide(element) * T.float32(LOG2_E), "float32")
-        return T.Select(bias == T.float32(-math.inf), bias, score + bias)
+        bias = settle(wide(element), "float32")
+        return T.Select(bias < T.float32(-LARGEST / LOG2_E), T.float32(-math.inf), score + bias * T.float32(LOG2_E))
 
 
 def _select(seen: Expr, score: Expr) -> Expr:

@@ -18,12 +18,14 @@ def of_row(held: OfRows[Held], row: int) -> Held | None:
 class Cells(Protocol):
     """The keys of a thread's cells: of a tile's, those with the numbers `first` + offset.
 
-    leads  whether the thread is the one of those that share its rows which speaks for them
+    leads     whether the thread is the one of those that share its rows which speaks for them
+    in_pairs  whether `first` is even, and each even offset followed by the next number
     Bits of a constant mask are found for them where `first` and an offset never add up beyond a multiple of 32.
     """
 
     first: Expr
     leads: Expr
+    in_pairs: bool
 
     def offsets(self, count: int) -> list[int]:
         """Those of a tile of so many columns, each of the cells' own width."""
@@ -37,6 +39,8 @@ class Cells(Protocol):
 class QuadCells:
     """Tiles of 8 keys, as products of mma.sync leave them: a lane has two neighbours of each row."""
 
+    in_pairs = True
+
     def __init__(self, place: Place) -> None:
         self.first, self.leads = 2 * place.q, place.q == 0
 
@@ -49,6 +53,8 @@ class QuadCells:
 
 class StridedCells:
     """Keys `first`, `first` + `stride`, ..; rows one after another."""
+
+    in_pairs = False
 
     def __init__(self, first: Expr, stride: int, leads: Expr) -> None:
         self.first, self.stride, self.leads = first, stride, leads

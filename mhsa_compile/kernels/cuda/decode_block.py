@@ -25,7 +25,8 @@ from mhsa_compile.kernels.cuda.decode_shares import Part, Shares
 from mhsa_compile.kernels.cuda.decode_simt import SimtWarp
 from mhsa_compile.kernels.cuda.decode_softmax import Area
 from mhsa_compile.kernels.cuda.decode_tensor import TensorWarp
-from mhsa_compile.kernels.cuda.operands import Extras, elements, mask_reader
+from mhsa_compile.kernels.cuda.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.operands import Extras, elements
 from mhsa_compile.kernels.cuda.ring import Element, SharedTiles
 from mhsa_compile.kernels.cuda.warp import Expr, Place, barrier, pack, registers, settle, store, warp_barrier
 from mhsa_compile.kernels.operations import AttentionOp, Placement
@@ -113,7 +114,7 @@ class DecodeBlock:
             Rows(T.int32(0), L, queries),
             q_length=T.int32(L),
             kv_length=part.entry.kv_length,
-            mask=None if mask is None else tuple(mask_reader(mask, b, head) for head in heads),
+            mask=None if mask is None else tuple(MaskReader(mask, b, head) for head in heads),
             visits=None,
         )
         sinks = tuple(extras.sink(head) for head in heads) if self.op.sinks else None

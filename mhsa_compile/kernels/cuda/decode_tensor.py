@@ -44,6 +44,8 @@ from mhsa_compile.kernels.cuda.warp import (
 class _Cells:
     """Of tiles of 8 keys one each; two rows are neighbours."""
 
+    in_pairs = False
+
     def __init__(self, place: Place, row_tiles: int, counts: Expr) -> None:
         self.first, self.row_tiles, self.leads = place.g, row_tiles, T.And(place.g == 0, counts)
 

@@ -20,7 +20,8 @@ from mhsa_compile.kernels.cuda.hopper_consumer import Consumer
 from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, BlockMemory, Shape, Slots
 from mhsa_compile.kernels.cuda.hopper_schedule import KeyTiles, Schedule, scheduled
 from mhsa_compile.kernels.cuda.hopper_tiles import Tensor
-from mhsa_compile.kernels.cuda.operands import Extras, mask_reader
+from mhsa_compile.kernels.cuda.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.operands import Extras
 from mhsa_compile.kernels.cuda.warp import ROWS, WARP, Expr, Place, barrier, put, registers, settle
 from mhsa_compile.kernels.operations import AttentionOp
 
@@ -61,7 +62,7 @@ class Items:
         if place is not None:
             rows = rows_of(place, first, self.shape.queries, self.shape.consumer_threads // WARP)
             cells = QuadCells(place)
-            reader = None if given.mask is None else mask_reader(given.mask, *wide)
+            reader = None if given.mask is None else MaskReader(given.mask, *wide)
         return Visibility(
             self.op,
             cells,
@@ -78,6 +79,7 @@ class _NoCells:
 
     first: Expr = 0
     leads: Expr = False
+    in_pairs = False
 
     def offsets(self, count: int) -> list[int]:
         return []

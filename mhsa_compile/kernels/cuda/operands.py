@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
@@ -12,10 +11,6 @@ from mhsa_compile.kernels.attention_arguments import ExtraInputs
 from mhsa_compile.kernels.cuda.ring import Element
 from mhsa_compile.kernels.cuda.warp import Expr, settle
 from mhsa_compile.kernels.operations import AttentionOp, Placement
-
-MaskReader = Callable[[Expr, Expr], Expr]
-"""(query row, key), int32 -> the mask's element as it is."""
-
 
 WIDEST = 256
 """Heads of queries, keys and values, of all attentions here."""
@@ -36,18 +31,6 @@ def unfit_widths(op: AttentionOp) -> str | None:
 def wide(element: Expr) -> Expr:
     """An element of 16 or 32 bits as float32."""
     return element if element.ty.dtype == "float32" else T.cast(element, "float32")
-
-
-def mask_reader(mask: Expr, b: Expr, h: Expr) -> MaskReader:
-    """Reads the mask of one head. Clamping each index makes an axis of 1 broadcast."""
-    last = [size - 1 for size in mask.shape]
-    entry, head = settle(T.min(b, last[0]), "int64"), settle(T.min(h, last[1]), "int64")
-    rows, keys = (settle(T.cast(size, "int32")) for size in last[2:])
-
-    def read(query: Expr, key: Expr) -> Expr:
-        return mask[entry, head, T.cast(T.min(query, rows), "int64"), T.cast(T.min(key, keys), "int64")]
-
-    return read
 
 
 class Extras(ExtraInputs):

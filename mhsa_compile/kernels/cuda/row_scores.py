@@ -19,7 +19,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.attention_arguments import AttentionArguments, attention_arguments
-from mhsa_compile.kernels.cuda.operands import Extras, mask_reader, wide
+from mhsa_compile.kernels.cuda.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.operands import Extras, wide
 from mhsa_compile.kernels.cuda.pieces import Piece, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, put, registers, settle
 from mhsa_compile.kernels.operations import AttentionOp, StaticMask
@@ -70,7 +71,7 @@ class RowScores:
         left, right = (None, None) if op.band is None else (op.band.left, op.band.right)
         self._left = None if left is None else [settle(place - min(left, FAR)) for place in self.places]
         self._end = self._ends(right)
-        self._mask = None if call.mask is None else mask_reader(call.mask, b, h)
+        self._mask = None if call.mask is None else MaskReader(call.mask, b, h)
         group = T.int64(op.num_heads // op.num_kv_heads)
         self._query = head_view(call.inputs[op.query.buffer], op.query, op.head_dim, b, h)
         key_head = settle(T.truncdiv(h, group), "int64")

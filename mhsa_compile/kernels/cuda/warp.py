@@ -24,6 +24,7 @@ ROWS, DEPTH, COLUMNS = 16, 16, 8
 """Of one product: rows of A and C, columns of A and rows of B, columns of B and C."""
 _EVERY_LANE = 0xFFFFFFFF
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
+_AS_BITS = {"bool": "u8", "bfloat16": "u16", "float16": "u16", "float32": "b32"}
 
 
 def registers(count: int, dtype: str = "float32") -> Expr:
@@ -124,6 +125,28 @@ def reciprocal(cells: Expr, index: int, value: Expr) -> None:
 def pack(words: Expr, index: int, low: Expr, high: Expr, dtype: str) -> None:
     """Two float32 rounded to one word of `dtype`."""
     T.evaluate(T.ptx[f"cvt.rn.{_SHORT[dtype]}x2.f32"](words[index], high, low))
+
+
+def unpack(word: Expr, dtype: str) -> tuple[Expr, Expr]:
+    """Both values of a word of `dtype`, the low one first, as float32."""
+    low, high = word & T.uint32(0xFFFF), word >> T.uint32(16)
+    if dtype == "bfloat16":
+        return T.reinterpret("float32", low << T.uint32(16)), T.reinterpret("float32", high << T.uint32(16))
+    return tuple(T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high))
+
+
+def load_element(words: Expr, index: int, address: Expr, dtype: str) -> None:
+    """An element of global memory into words[index], its bits the lowest."""
+    T.evaluate(T.ptx[f"ld.global.{_AS_BITS[dtype]}"](words[index], address))
+
+
+def load_pair(words: Expr, index: int, address: Expr, dtype: str) -> None:
+    """Two neighbours, of which the first lies at a multiple of their size: into the halves of the lowest bits of
+    words[index], or into two words."""
+    if dtype == "float32":
+        T.evaluate(T.ptx["ld.global.v2.b32"](words[index], words[index + 1], address))
+    else:
+        T.evaluate(T.ptx[f"ld.global.{'u16' if dtype == 'bool' else 'b32'}"](words[index], address))
 
 
 def load(cells: Expr, index: int, count: int, address: Expr, space: str = "shared") -> None:
