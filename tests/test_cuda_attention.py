@@ -134,6 +134,13 @@ def test_masks(dtype, dims):
     check(operation(mask=MaskInput(dtype, dims), band=band), (2, 67, 131), poisoned=True)
 
 
+@pytest.mark.parametrize("dtype", ["bool", *(pytest.param(dtype, marks=slow) for dtype in ("float16", "float32"))])
+def test_masks_in_pairs(dtype):
+    """Where their rows are of an even number of elements; the last tile has keys beyond."""
+    mask = MaskInput(dtype, ("B", 4, "L", "S"))
+    check(operation(mask=mask, lengths=True, band=Band(90, 0, "bottom_right")), (2, 67, 132), poisoned=True)
+
+
 @slow
 def test_placements():
     H, G, E, F = 4, 2, 24, 40

@@ -88,6 +88,13 @@ def test_scores_and_masks(fields):
     check(runner(SMALL_TILES), operation(**fields), (3, 67, 131), poisoned=True)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32"])
+def test_masks_in_pairs(dtype):
+    """Where their rows are of an even number of elements; the last tile has keys beyond."""
+    mask = MaskInput(dtype, ("B", 4, "L", "S"))
+    check(runner(SMALL_TILES), operation(mask=mask, lengths=True), (2, 67, 106), poisoned=True)
+
+
 def test_placements():
     H, G, E, F = 4, 2, 24, 40
     parts = {"query": 0, "key": H * E, "value": H * E + G * E}
