@@ -22,6 +22,8 @@ from mhsa_compile.kernels.operations import Op, WeightsOp
 from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import TargetProfile
 
+ROWS_WITH_BITS = 2  # of a warp, where a static mask has a word for each: with more, ptxas spilt one of them on sm_86
+
 
 class WeightsKernel(Fixed):
     """Rows of weights, all or chosen ones, of any dtype."""
@@ -40,6 +42,7 @@ class WeightsKernel(Fixed):
 
 def _weights(op: WeightsOp) -> Expr:
     attention = op.attention
+    count = ROWS if attention.static_mask is None else ROWS_WITH_BITS
     with IRBuilder() as builder, T.prim_func():
         T.func_name("weights")
         T.func_attr({"tirx.noalias": True})
@@ -49,16 +52,16 @@ def _weights(op: WeightsOp) -> Expr:
         heads = T.int64(attention.num_heads if op.heads is None else len(op.heads))
         rows = call.q_length if op.rows is None else T.int64(len(op.rows))
         y = argument("weights", [call.batch, heads, rows, call.kv_length], attention.dtype)
-        tiles = ceil_div(rows, WARPS * ROWS)
+        tiles = ceil_div(rows, WARPS * count)
         blocks = call.batch * heads * tiles
         with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
             # 1. Which rows of the result, and of which head and queries they are.
             b, place_of_head, tile = coordinates(settle(T.cast(block, "int64"), "int64"), heads, tiles)
             place = Place(thread)
-            first = settle(tile * (WARPS * ROWS) + T.cast(place.warp * ROWS, "int64"), "int64")
-            written = [settle(first + r < rows, "bool") for r in range(ROWS)]
+            first = settle(tile * (WARPS * count) + T.cast(place.warp * count, "int64"), "int64")
+            written = [settle(first + r < rows, "bool") for r in range(count)]
             with T.If(written[0]), T.Then():
-                places = [settle(T.min(first + r, rows - 1), "int64") for r in range(ROWS)]
+                places = [settle(T.min(first + r, rows - 1), "int64") for r in range(count)]
                 h = place_of_head if of_heads is None else settle(T.cast(of_heads[place_of_head], "int64"), "int64")
                 queries = settle(T.cast(call.q_length, "int32"))
                 numbers = [_number(of_rows, at, queries) for at in places]
@@ -94,7 +97,7 @@ def _write(
     with T.serial(settle(T.truncdiv(count + (WARP - 1), T.int32(WARP)))) as group:
         scores.at(group, ends)
         key = settle(group * WARP + scores.lane)
-        for r in range(ROWS):
+        for r in range(len(at)):
             base = settle(scores.bases[r], "float32")
             hidden = T.Or(T.Not(exists[r]), base == T.float32(-math.inf))  # also where the row sees a NaN
             weight = settle(T.Select(hidden, T.float32(0), sums.weight(r, base, key)), "float32")
