@@ -114,10 +114,13 @@ class Shape:
     @property
     def thread_registers(self) -> int:
         """What nvcc was seen to need at most without spilling: S and O, m and l, Q where it stays in registers; more
-        where a tile takes more copies, whose addresses it likes to know early, and for each term of the scores."""
+        where a tile takes more copies, whose addresses it likes to know early, for each term of the scores, and where
+        many rows hide values from each other."""
         copies = self.ring_bytes // self.stages // (16 * self.threads)  # of a lane
         rest = 40 + copies + 12 * self.terms
         if self.is_wide:
             return self.rows * (2 * self.columns_of_lane + 4 + self.terms) + rest
+        if self.row_tiles > 2 and self.hides_values:
+            rest += 16 * self.row_tiles
         held = 4 * self.row_tiles if self.shares_queries else self._query_words
         return self.row_tiles * ((padded(self.v_head_dim) + self.keys + 16) // 4 + 4 * self.terms) + held + rest
