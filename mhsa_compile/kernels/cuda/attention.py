@@ -14,7 +14,7 @@ from mhsa_compile.kernels.cuda.attention_launch import WARPS, attention
 from mhsa_compile.kernels.cuda.attention_plan import Plan
 from mhsa_compile.kernels.cuda.attention_scores import QUICK_SOFTCAP
 from mhsa_compile.kernels.cuda.attention_tile import AttentionBlock, Shape
-from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr
+from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr, room_for
 from mhsa_compile.kernels.operations import AttentionOp, Op
 from mhsa_compile.profile import CudaProfile
 
@@ -65,7 +65,8 @@ class AttentionKernel(AttentionInTiles[Shape]):
         return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
     def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
-        return attention(op, shape, planned, AttentionBlock)
+        together = room_for(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
+        return attention(op, shape, planned, AttentionBlock, together)
 
 
 def _registers(op: AttentionOp, shape: Shape) -> int:

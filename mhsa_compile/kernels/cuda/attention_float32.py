@@ -12,13 +12,15 @@ from mhsa_compile.kernels.cuda.attention_float32_tile import AttentionBlock, Sha
 from mhsa_compile.kernels.cuda.attention_in_tiles import AttentionInTiles
 from mhsa_compile.kernels.cuda.attention_launch import attention
 from mhsa_compile.kernels.cuda.attention_plan import Plan
-from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr
+from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr, room_for
 from mhsa_compile.kernels.operations import AttentionOp, Op
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
 BESIDE_TILES = 23
 """Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc 13.0)."""
+_LIKED = 40
+"""More of them, that bands, masks and terms of the scores took where there was room."""
 
 
 class AttentionFloat32Kernel(AttentionInTiles[Shape]):
@@ -53,8 +55,14 @@ class AttentionFloat32Kernel(AttentionInTiles[Shape]):
         return None
 
     def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
-        needed = shape.tile_registers + BESIDE_TILES
+        needed = _registers(shape)
         return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
     def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
-        return attention(op, shape, planned, AttentionBlock)
+        together = room_for(profile, shape.threads, _registers(shape) + _LIKED, shape.shared_bytes)
+        return attention(op, shape, planned, AttentionBlock, together)
+
+
+def _registers(shape: Shape) -> int:
+    """What a thread needs so that nothing spills."""
+    return shape.tile_registers + BESIDE_TILES

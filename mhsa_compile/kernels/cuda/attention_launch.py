@@ -17,7 +17,7 @@ from mhsa_compile.kernels.cuda.cells import Cells
 from mhsa_compile.kernels.cuda.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.operands import Extras, elements
 from mhsa_compile.kernels.cuda.ring import Element
-from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, settle
+from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, at_once, settle
 from mhsa_compile.kernels.operations import AttentionOp
 
 WARPS = 4  # of a block
@@ -59,8 +59,10 @@ class Block(Protocol):
     def emit(self) -> None: ...
 
 
-def attention(op: AttentionOp, shape: TileShape, planned: Plan | None, block_type: type[Block]) -> Expr:
-    """The kernel: a block for each `shape.queries` rows of each head."""
+def attention(
+    op: AttentionOp, shape: TileShape, planned: Plan | None, block_type: type[Block], together: int | None
+) -> Expr:
+    """The kernel: a block for each `shape.queries` rows of each head; `together` is what `at_once` is told."""
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
@@ -73,6 +75,7 @@ def attention(op: AttentionOp, shape: TileShape, planned: Plan | None, block_typ
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
+                at_once(together),
             ):
                 # 1. Which rows of which head: a block's neighbours share its K and V.
                 turn, head = (settle(f(T.cast(block, "int64"), tiles), "int64") for f in (T.truncmod, T.truncdiv))

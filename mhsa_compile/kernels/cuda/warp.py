@@ -13,15 +13,20 @@ So two neighbouring C tiles, rounded to 16 bits and packed in pairs, are one A t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tvm.tirx.script import builder as T
+
+from mhsa_compile.profile import CudaProfile
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 WARP = 32
 MOST_REGISTERS = 255  # of a thread, on every GPU
 ROWS, DEPTH, COLUMNS = 16, 16, 8
 """Of one product: rows of A and C, columns of A and rows of B, columns of B and C."""
+SPARE = 16
+"""Of them, where `at_once` may say something: with fewer ptxas spills when it is told, and does not when it is not."""
 _EVERY_LANE = 0xFFFFFFFF
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _AS_BITS = {"bool": "u8", "bfloat16": "u16", "float16": "u16", "float32": "b32"}
@@ -43,9 +48,19 @@ def settle(value: Expr, dtype: str = "int32") -> Expr:
     return T.Bind(cell[0])
 
 
-def at_once(blocks: int) -> Any:
-    """A context inside a launch's: a thread gets so few registers that a multiprocessor has room for `blocks`."""
+def at_once(blocks: int | None) -> Any:
+    """A context inside a launch's: a thread gets so few registers that a multiprocessor has room for `blocks`; as many
+    as ptxas likes, where that is None."""
+    if blocks is None:
+        return nullcontext()
     return T.attr(T.int32(0), "tirx.launch_bounds_min_blocks_per_sm", T.int32(blocks))
+
+
+def room_for(profile: CudaProfile, threads: int, registers: int, shared_bytes: int) -> int | None:
+    """What `at_once` is to be told of blocks whose threads take about so many registers. ptxas does not know that they
+    take shared memory too: left to itself, it spilt a word or two for the sake of blocks that there is no room for.
+    Where hardly a register is to spare it was the other way round."""
+    return profile.blocks_at_once(threads, registers, shared_bytes) if registers + SPARE <= MOST_REGISTERS else None
 
 
 def barrier() -> None:
