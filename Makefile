@@ -1,4 +1,4 @@
-# make demo | test | test-arm | test-cuda | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +14,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-arm cuda-compiler test-cuda test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -47,6 +47,9 @@ test-arm: $(STAMP)  ## On an emulated ARM machine: the parity matrix, node tests
 
 test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
 	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m cuda -n 2 --dist worksteal --durations 20
+
+cuda-configs: $(CUDA)  ## Every kernel for NVIDIA's GPUs with the configs of its space, to machine code: spills, registers, memory; half an hour
+	@$(BIN)/python tests/cuda_configs_campaign.py --json build/cuda-configs.json
 
 node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
 	@$(BIN)/python tests/node_cases.py

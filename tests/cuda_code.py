@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import struct
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tvm
+import tvm_ffi
 
 from mhsa_compile import cubin
 from mhsa_compile.kernels.base import Emitted
@@ -29,17 +31,43 @@ _WAITS = 1 << 47
 """Of an instruction WARPGROUP: not ARRIVE, but DEPBAR, which waits for products."""
 _REGISTERS, _FRAME, _WORDS = 0x2F, 0x11, 4
 """In the notes of a cubin (.nv.info): what a function needs; and that a note is of 32-bit words."""
+_CODE, _SYMBOL = b".text.", 0xFFFFFF
+"""A section of a kernel's code, and the part of its sh_info that is the kernel's symbol."""
+_LAUNCH, _DYNAMIC = "tirx.call_ffi_kernel", "tirx.use_dyn_shared_memory"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Of a kernel, as the host's code launches it: `shared` bytes of dynamic shared memory."""
+
+    kernel: str
+    threads: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """CUDA C++, LLVM's code of the host that launches it, and with what."""
+
+    text: str
+    host: str
+    launches: tuple[Launch, ...]
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Of the kernels of a source: the most registers that a thread has, the most bytes of local memory, and the
+    """Of the kernels of a source: the registers of a thread of each, the most bytes of local memory, and the
     instructions of OPCODES by name, in order; and what ptxas said, where nvcc was there to pass it on."""
 
-    registers: int
+    registers_of: dict[str, int]
     stack: int
     order: tuple[str, ...]
     said: str
+
+    @property
+    def registers(self) -> int:
+        """The most."""
+        return max(self.registers_of.values())
 
     @property
     def instructions(self) -> Counter[str]:
@@ -53,11 +81,41 @@ class MachineCode:
 
 def source(emitted: Emitted, arch: str) -> tuple[str, str]:
     """(CUDA C++, LLVM's code of the host that launches it)."""
+    made = lowered(emitted, arch)
+    return made.text, made.host
+
+
+def lowered(emitted: Emitted, arch: str) -> Lowered:
     module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
-    host = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
-    with tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}):  # as `build.device_executable`
+    host, launches = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}, _Launches()
+    options = {"tirx.disable_cse_tir": True}  # as `build.device_executable`
+    with tvm.transform.PassContext(config=options, instruments=[launches]):
         built = tvm.compile(module, target=tvm.target.Target({"kind": "cuda", "arch": arch}, host=host))
-    return built.mod.imports[0].inspect_source(), built.mod.inspect_source("ll")
+    return Lowered(built.mod.imports[0].inspect_source(), built.mod.inspect_source("ll"), tuple(launches.found))
+
+
+@tvm.ir.instrument.pass_instrument
+class _Launches:
+    """Notes the launches of a module when the host's code and the kernels are parted: the sizes are last to be seen
+    there as numbers."""
+
+    def __init__(self) -> None:
+        self.found: list[Launch] = []
+
+    def run_after_pass(self, module: Any, info: Any) -> None:
+        if info.name != "tirx.SplitHostDevice":
+            return
+
+        def note(call: Any) -> None:
+            if getattr(call.op, "name", "") != _LAUNCH:
+                return
+            tags = list(call.attrs.launch_params)
+            given = dict(zip(tags, call.args[-len(tags) :], strict=True))
+            threads = [int(given[tag]) for tag in tags if tag.startswith("threadIdx.")]
+            self.found.append(Launch(str(call.args[0].value), math.prod(threads), int(given.get(_DYNAMIC, 0))))
+
+        for _, function in module.functions.items():
+            tvm_ffi.structural_walk(function.body, (tvm.ir.Call, note))
 
 
 def machine_code(text: str, arch: str, folder: Path, *, by_nvrtc: bool = False) -> MachineCode:
@@ -74,38 +132,40 @@ def machine_code(text: str, arch: str, folder: Path, *, by_nvrtc: bool = False) 
         (folder / "kernel.cubin").write_bytes(cubin.compiled(text, arch))
     elf = (folder / "kernel.cubin").read_bytes()
     notes = list(_notes(elf))
+    codes = [(name, number & _SYMBOL) for name, _, number in _sections(elf) if name.startswith(_CODE)]
+    names = {symbol: name.removeprefix(_CODE).decode() for name, symbol in codes}
     return MachineCode(
-        registers=max(value for attribute, value in notes if attribute == _REGISTERS),
-        stack=max(value for attribute, value in notes if attribute == _FRAME),
+        registers_of={names[symbol]: value for attribute, symbol, value in notes if attribute == _REGISTERS},
+        stack=max(value for attribute, _, value in notes if attribute == _FRAME),
         order=tuple(_instructions(elf)),
         said=said,
     )
 
 
 def _instructions(elf: bytes) -> Iterator[str]:
-    for section, code in _sections(elf):
-        if section.startswith(b".text."):
+    for section, code, _ in _sections(elf):
+        if section.startswith(_CODE):
             for (word,) in struct.iter_unpack("<Q8x", code):
                 if name := OPCODES.get(word & 0xFFF):
                     yield "WARPGROUP.DEPBAR" if name == "WARPGROUP.ARRIVE" and word & _WAITS else name
 
 
-def _notes(elf: bytes) -> Iterator[tuple[int, int]]:
-    """(attribute, value) of every function."""
-    notes = next(content for name, content in _sections(elf) if name == b".nv.info")
+def _notes(elf: bytes) -> Iterator[tuple[int, int, int]]:
+    """(attribute, symbol of the function, value)"""
+    notes = next(content for name, content, _ in _sections(elf) if name == b".nv.info")
     at = 0
     while at < len(notes):
         form, attribute, size = struct.unpack_from("<BBH", notes, at)
         if form == _WORDS and size == 8:
-            yield attribute, struct.unpack_from("<I", notes, at + 8)[0]
+            yield (attribute, *struct.unpack_from("<II", notes, at + 4))
         at += 4 + (size if form == _WORDS else 0)
 
 
-def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(name, content) of the sections of a 64-bit ELF file."""
+def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+    """(name, content, sh_info) of the sections of a 64-bit ELF file."""
     (table,), (size, count, names_at) = struct.unpack_from("<Q", elf, 40), struct.unpack_from("<HHH", elf, 58)
-    headers: list[Any] = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    headers: list[Any] = [struct.unpack_from("<IIQQQQII", elf, table + i * size) for i in range(count)]
     names = headers[names_at][4]
-    for name, _, _, _, offset, length in headers:
+    for name, _, _, _, offset, length, _, number in headers:
         first = names + name
-        yield elf[first : elf.index(b"\0", first)], elf[offset : offset + length]
+        yield elf[first : elf.index(b"\0", first)], elf[offset : offset + length], number
