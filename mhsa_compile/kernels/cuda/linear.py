@@ -25,7 +25,7 @@ from mhsa_compile.kernels.cuda.linear_shape import CHUNK, KNOBS, Shape, TensorSh
 from mhsa_compile.kernels.cuda.linear_tensor import TensorBlock
 from mhsa_compile.kernels.cuda.linear_tiles import unfit_copy
 from mhsa_compile.kernels.cuda.linear_weights import WIDEST, Packed, pack, packed
-from mhsa_compile.kernels.cuda.warp import Expr, Place, settle
+from mhsa_compile.kernels.cuda.warp import Expr, Place, at_once, settle
 from mhsa_compile.kernels.linear_arguments import packed_arguments
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import CudaProfile
@@ -154,7 +154,7 @@ class _LinearOnGpu:
                 arguments.rows,
                 FEW_ROWS,
                 lambda: self.launch_few(op, profile, FEW_ROWS, arguments),
-                lambda: self.launch(op, shape, arguments),
+                lambda: self.launch(op, shape, profile, arguments),
             )
 
         return linear_function(op, packed(op, self.packed_width(op)), body)
@@ -162,14 +162,15 @@ class _LinearOnGpu:
     def launch_few(self, op: LinearOp, profile: CudaProfile, rows: int, arguments: Arguments) -> None:
         """The default for so many rows."""
         config = self.default(replace(op, rows=(rows,)), profile)
-        self.launch(op, self.shape(**config), arguments)
+        self.launch(op, self.shape(**config), profile, arguments)
 
-    def launch(self, op: LinearOp, shape: Shape, arguments: Arguments) -> None:
+    def launch(self, op: LinearOp, shape: Shape, profile: CudaProfile, arguments: Arguments) -> None:
         lines = T.truncdiv(arguments.rows + (shape.rows - 1), T.int64(shape.rows))
         blocks = lines * T.int64(-(-op.out_features // shape.columns))
         with (
             T.launch_thread("blockIdx.x", blocks) as block,
             T.launch_thread("threadIdx.x", shape.threads) as thread,
+            at_once(shape.together(profile)),
         ):
             rows = settle(T.cast(arguments.rows, "int32"))
             first = dealt(T.cast(block, "int32"), rows, op.out_features, (shape.rows, shape.columns))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mhsa_compile.kernels.base import Config, unknown_knobs
-from mhsa_compile.kernels.cuda.warp import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, WARP
+from mhsa_compile.kernels.cuda.warp import COLUMNS, DEPTH, MOST_REGISTERS, ROWS, SPARE, WARP
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("rows", "columns", "depth", "stages", "warp_rows", "warp_columns", "slices")
@@ -91,6 +91,13 @@ class Shape:
     def resident(self, profile: CudaProfile) -> int:
         """Blocks that a multiprocessor holds at a time."""
         return profile.blocks_at_once(self.threads, min(self.thread_registers, MOST_REGISTERS), self.shared_bytes)
+
+    def together(self, profile: CudaProfile) -> int | None:
+        """What `warp.at_once` is to be told: how many blocks shared memory has room for, where each thread may have all
+        registers then. Told of more blocks ptxas spills, and left to itself for the sake of blocks without room."""
+        most = profile.blocks_at_once(self.threads, MOST_REGISTERS, self.shared_bytes)
+        by_shared = profile.blocks_at_once(self.threads, 1, self.shared_bytes)
+        return most if most == by_shared and self.thread_registers + SPARE <= MOST_REGISTERS else None
 
     def unfit(self, profile: CudaProfile) -> str | None:
         """Why there is no such block on this GPU, or None."""
