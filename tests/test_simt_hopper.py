@@ -208,6 +208,7 @@ def stored(change: str = "") -> HopperMachine:
         T.func_name("stored")
         y = argument("y", [T.int64(1), T.int64(1), T.int64(64), T.int64(64)], "float16")
         tensor = Tensor("y", y, Placement(0, "heads", 0), [T.int64(n) for n in (1, 64, 1, 64)], 16)
+        tensor.encode()
         with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 128) as thread:
             pool = T.alloc_buffer((8192,), "uint16", scope="shared.dyn")
             begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(pool[0])), "uint32")
