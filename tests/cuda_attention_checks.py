@@ -26,11 +26,11 @@ def operation(heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (24, 40
     return AttentionOp("B", "L", "S", H, G, E, F, **{**rest, **places, **fields})
 
 
-def check(run: Run, op: AttentionOp, sizes: Sizes, *, magnitude: float = 1.0, poisoned: bool = False) -> None:
+def check(run: Run, op: AttentionOp, sizes: Sizes, *, poisoned: bool = False) -> None:
     """Within the budget of `parity`: PyTorch's eager attention at this dtype is the yardstick."""
 
     def draw(turn: int, orders: int) -> list[Draw]:
-        given = draw_operands(np.random.default_rng((17, turn)), op, sizes, magnitude, turn)
+        given = draw_operands(np.random.default_rng((17, turn)), op, sizes, 1.0, turn)
         truth, narrow = evaluated(op, given, torch.float64), getattr(torch, op.dtype)
         yardstick = farthest(truth, [evaluated(op, reordered(given, i), narrow) for i in range(orders)])
         if poisoned:

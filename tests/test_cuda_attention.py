@@ -1,173 +1,49 @@
-"""The attention kernel for GPUs, by itself and where there is no GPU: what it computes, run in NumPy, against float64;
-and what nvcc makes of it."""
+"""The attention kernel for GPUs, by itself and where there is no GPU: beside what `test_cuda_tile_kernels.py` runs, its
+widths and sizes, its shared memory, and what nvcc makes of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import cuda_attention_checks
 import cuda_code
-import ml_dtypes
 import numpy as np
 import pytest
-import simt
-import torch
-from cuda_attention_checks import Sizes, operation, scattered
-from fuzz_attention import NUMPY, Operands, draw_operands, evaluated, output_rows, output_shape, placed
-from kernel_runs import attention
+from cuda_attention_checks import operation, scattered
+from cuda_tile_kernels import MMA
+from fuzz_attention import draw_operands
 from simt_banks import counted
 
 import mhsa_compile as mhsa
 from mhsa_compile.kernels import KERNELS
-from mhsa_compile.kernels.cuda.attention import AttentionKernel
 from mhsa_compile.kernels.cuda.attention_plan import plan
 from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS
-from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, MaskInput, Placement, StaticMask
-from mhsa_compile.parity import judge
+from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, StaticMask
 from mhsa_compile.profile import load_profile
 
-GPU = load_profile("cuda-sm80")
-KERNEL = AttentionKernel()
+KERNEL, GPU = MMA.kernel, MMA.profile
 slow = pytest.mark.cuda  # of `make test-cuda`; a part of each kind of test is in the suite
-
-
-def run(
-    op: AttentionOp, given: Operands, sizes: tuple[int, int, int], config: dict[str, int] | None = None
-) -> np.ndarray:
-    machine, constants = translated(op, tuple((config or KERNEL.default(op, GPU)).items()))
-    y = np.full(output_shape(op, sizes), np.nan, NUMPY[op.dtype])
-    machine(*placed(op, given), *constants, y)
-    return output_rows(y, op.output)
-
-
-@lru_cache(maxsize=4)
-def translated(op: AttentionOp, config: tuple[tuple[str, int], ...]) -> tuple[simt.Machine, tuple[np.ndarray, ...]]:
-    assert KERNEL.applies(op, GPU) is None and KERNEL.unfit(op, GPU, dict(config)) is None
-    emitted = KERNEL.emit(op, GPU, dict(config))
-    return simt.Machine(emitted.run), emitted.constants
-
-
-def check(
-    op: AttentionOp,
-    sizes: Sizes = (2, 67, 131),
-    config: dict[str, int] | None = None,
-    *,
-    magnitude: float = 1.0,
-    poisoned: bool = False,
-) -> None:
-    def of_config(op: AttentionOp, given: Operands, sizes: Sizes) -> np.ndarray:
-        return run(op, given, sizes, config)
-
-    cuda_attention_checks.check(of_config, op, sizes, magnitude=magnitude, poisoned=poisoned)
 
 
 @slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("widths", [(24, 40), (64, 64), (8, 256)], ids=str)
 def test_heads_of_any_width(dtype, widths):
-    check(operation(widths=widths, dtype=dtype))
+    MMA.check(operation(widths=widths, dtype=dtype))
 
 
 @slow
 @pytest.mark.parametrize("width", [96, 128, 256])
 def test_heads_of_usual_widths(width):
-    check(operation((2, 1), (width, width), band=Band(None, 0)), (1, 131, 131), poisoned=True)
-
-
-@slow
-@pytest.mark.parametrize("sizes", [(1, 1, 7), (3, 7, 1), (1, 197, 64)], ids=str)
-def test_ragged_lengths(sizes):
-    check(operation((5, 1), dtype="float16"), sizes)
+    MMA.check(operation((2, 1), (width, width), band=Band(None, 0)), (1, 131, 131), poisoned=True)
 
 
 @slow
 @pytest.mark.parametrize("config", [(64, 16, 1), (64, 48, 3), (128, 32, 2), (64, 96, 1)], ids=str)
 def test_configs(config):
     op = operation(widths=(72, 48), band=Band(None, 3, "bottom_right"))
-    check(op, (1, 131, 197), dict(zip(("queries", "keys", "stages"), config, strict=True)))
-
-
-@slow
-@pytest.mark.parametrize(
-    ("sizes", "band"),
-    [
-        ((1, 197, 197), Band(5, 0)),
-        ((1, 131, 131), Band(None, 20)),
-        ((1, 131, 61), Band(None, 0, "bottom_right")),
-        ((1, 61, 131), Band(100, 0, "top_left")),
-        ((2, 64, 512), Band(40, 3, "bottom_right")),
-        ((1, 7, 197), Band(0, 0, "bottom_right")),
-    ],
-    ids=str,
-)
-def test_bands(sizes, band):
-    check(operation(band=band), sizes, {"queries": 64, "keys": 32, "stages": 2}, poisoned=True)
-
-
-@slow
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"softcap": 2.0},
-        {"scale": -0.3},
-        {"scale": 0.0},
-        {"lengths": True},
-        {"lengths": True, "band": Band(None, 0, "bottom_right")},
-        {"sinks": True, "lengths": True},
-        {"slopes": True, "band": Band(None, 0, "bottom_right")},
-        {"slopes": True, "sinks": True, "softcap": 5.0, "band": Band(30, 20)},
-    ],
-    ids=str,
-)
-def test_scores(fields):
-    check(operation(**fields), (3, 67, 131), poisoned=True)
-
-
-@slow
-@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32"])
-@pytest.mark.parametrize("dims", [("B", 4, "L", "S"), (1, 1, "L", "S"), ("B", 1, 1, "mask_S")], ids=str)
-def test_masks(dtype, dims):
-    band = Band(None, 0, "bottom_right") if dtype == "bool" else None
-    check(operation(mask=MaskInput(dtype, dims), band=band), (2, 67, 131), poisoned=True)
-
-
-@pytest.mark.parametrize("dtype", ["bool", *(pytest.param(dtype, marks=slow) for dtype in ("float16", "float32"))])
-def test_masks_in_pairs(dtype):
-    """Where their rows are of an even number of elements; the last tile has keys beyond."""
-    mask = MaskInput(dtype, ("B", 4, "L", "S"))
-    check(operation(mask=mask, lengths=True, band=Band(90, 0, "bottom_right")), (2, 67, 132), poisoned=True)
-
-
-@slow
-def test_placements():
-    H, G, E, F = 4, 2, 24, 40
-    parts = {"query": 0, "key": H * E, "value": H * E + G * E}
-    width = H * E + G * (E + F) + 8  # the padding that rows of a fused projection may have
-    fused = operation(**{role: Placement(0, "rows", width, first) for role, first in parts.items()})
-    check(replace(fused, kv_length="L"), (2, 67, 67))
-    apart = {"query": H * E, "key": G * E, "value": G * F}
-    places = {role: Placement(i, "rows", width) for i, (role, width) in enumerate(apart.items())}
-    check(operation(output=Placement(0, "heads", H * F), **places))
-
-
-@slow
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"band": Band(None, 0, "bottom_right")},
-        {"lengths": True, "band": Band(90, 0, "bottom_right"), "slopes": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("heads", [1, 4])
-def test_constant_masks(heads, fields):
-    B, L, S = 2, 131, 197
-    op = replace(operation(static_mask=StaticMask(scattered((heads, L, S))), **fields), q_length=L, kv_length=S)
-    check(op, (B, L, S), {"queries": 64, "keys": 32, "stages": 2}, poisoned=True)
+    MMA.check(op, (1, 131, 197), config)
 
 
 def test_a_plan_visits_what_is_seen_and_nothing_else():
@@ -180,49 +56,11 @@ def test_a_plan_visits_what_is_seen_and_nothing_else():
     assert (made.bits[:36] == [0, 0x3FF << 4]).all()
 
 
-@slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_values_that_are_not_finite_reach_only_those_who_see_them(dtype):
-    """Infinity of either sign, both, and NaN, each in a column of its own, at keys that half of the rows see."""
-    op, sizes = operation((2, 1), dtype=dtype, band=Band(None, 0)), (1, 67, 67)
-    given = draw_operands(np.random.default_rng(3), op, sizes, 1.0, 0)
-    given.v[0, 0, 40, :3] = np.inf, -np.inf, np.nan
-    given.v[0, 0, 41:43, 3] = np.inf, -np.inf
-    expected, y = attention(op, given.q, given.k, given.v, None), run(op, given, sizes).astype(np.float64)
-    np.testing.assert_array_equal(np.isposinf(y), np.isposinf(expected))
-    np.testing.assert_array_equal(np.isneginf(y), np.isneginf(expected))
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
-    assert np.isnan(y).any() and np.isinf(y).any() and np.isfinite(y[0, :40]).all()
-
-
-@slow
-@pytest.mark.parametrize("step", [30.0, -30.0])
-def test_scores_that_rise_or_fall_with_the_keys(step):
-    """Every key is `step` above the one before: the maximum is raised again and again, or never."""
-    op, sizes = operation(), (1, 17, 131)
-    given = draw_operands(np.random.default_rng(5), op, sizes, 1.0, 0)
-    given.q[...], given.k[...] = 0, 0
-    given.q[..., 0] = 1
-    given.k[..., 0] = (np.arange(131) % 64 * step * 24**0.5)[None, None]
-    truth, narrow = evaluated(op, given, torch.float64), evaluated(op, given, torch.bfloat16)
-    y = run(op, given, sizes)
-    assert judge(lambda _: [(truth, narrow.astype(ml_dtypes.bfloat16), y)], {}).ok
-
-
 def test_what_it_does_not_take_is_named():
-    assert "not an attention" in str(KERNEL.applies(LinearOp((1, 1), 8, (8,), (False,), (False,)), GPU))
-    refused = [
-        (operation(dtype="float32"), "16-bit"),
-        (operation(widths=(20, 40)), "multiple of 8"),
-        (operation(widths=(264, 40)), "up to 256"),
-        (operation(query=Placement(0, "rows", 100)), "multiples of 8"),
-        (operation(softmax="float64"), "float64"),
-    ]
-    for op, words in refused:
-        assert words in str(KERNEL.applies(op, GPU))
+    assert "16-bit" in str(KERNEL.applies(operation(dtype="float32"), GPU))
     op = operation(widths=(256, 256))
     for config, words in (((128, 128, 3), "shared memory"), ((60, 64, 1), "multiples"), ((128, 16, 1), "registers")):
-        assert words in str(KERNEL.unfit(op, GPU, dict(zip(("queries", "keys", "stages"), config, strict=True))))
+        assert words in str(KERNEL.unfit(op, GPU, MMA.config(*config)))
 
 
 @pytest.mark.parametrize("width", [32, 96, *(pytest.param(width, marks=slow) for width in (48, 64, 128, 160, 256))])
@@ -231,7 +69,7 @@ def test_shared_memory_without_bank_conflicts(width):
     op, sizes = operation((1, 1), (width, width)), (1, 128, 64)
     given = draw_operands(np.random.default_rng(0), op, sizes, 1.0, 0)
     with counted() as (reads, writes):
-        run(op, given, sizes, {"queries": 128 if width <= 128 else 64, "keys": 64, "stages": 1})
+        MMA.runner(128 if width <= 128 else 64, 64, 1)(op, given, sizes)
     assert 0 < reads.needed == reads.taken
     assert 0 < writes.needed == writes.taken
 
@@ -244,7 +82,7 @@ EVERYTHING = {
 
 
 def test_everything_at_once():
-    check(operation(widths=(40, 24), **EVERYTHING), (2, 67, 131), poisoned=True)
+    MMA.check(operation(widths=(40, 24), **EVERYTHING), (2, 67, 131), poisoned=True)
 
 
 def of_profile(name: str, width: int, **fields: Any) -> Any:
@@ -294,7 +132,7 @@ def test_machine_code(profile, op, tmp_path):
 def test_machine_code_of_the_largest_that_fit(name, width, fields, config, tmp_path):
     """One step more of keys is refused."""
     profile, op = load_profile(name), operation(widths=(width, width), **fields)
-    chosen = dict(zip(("queries", "keys", "stages"), config, strict=True))
+    chosen = MMA.config(*config)
     check_code(profile, op, chosen, tmp_path)
     more = next(keys for keys in KERNEL.space(op, profile)["keys"] if keys > chosen["keys"])
     assert KERNEL.unfit(op, profile, {**chosen, "keys": more, "stages": 1}) is not None
@@ -336,7 +174,7 @@ def test_through_the_whole_flow(name):
 
 def test_defaults_follow_the_machine_and_the_work():
     """Two blocks on a multiprocessor, and blocks for all multiprocessors."""
-    assert any(isinstance(kernel, AttentionKernel) for kernel in KERNELS["cuda"])
+    assert any(isinstance(kernel, type(KERNEL)) for kernel in KERNELS["cuda"])
     op, small = operation(widths=(128, 128)), load_profile("cuda-sm86")
     assert KERNEL.default(op, GPU) == {"queries": 128, "keys": 64, "stages": 1}
     assert KERNEL.default(op, small) == {"queries": 64, "keys": 32, "stages": 1}

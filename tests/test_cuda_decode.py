@@ -7,36 +7,25 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import cuda_attention_checks
 import cuda_code
 import msgspec
 import numpy as np
 import pytest
 import simt
 import torch
-from fuzz_attention import (
-    NUMPY,
-    Operands,
-    draw_operands,
-    evaluated,
-    farthest,
-    output_rows,
-    output_shape,
-    placed,
-    poison,
-    reordered,
-)
+from cuda_attention_checks import Sizes
+from fuzz_attention import NUMPY, Operands, draw_operands, evaluated, output_rows, output_shape, placed
 from kernel_runs import attention
 
 import mhsa_compile as mhsa
 from mhsa_compile.kernels.cuda.decode import KNOBS, DecodeKernel
 from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, MaskInput, Placement, StaticMask
-from mhsa_compile.parity import Draw, judge
+from mhsa_compile.parity import judge
 from mhsa_compile.profile import CudaProfile, load_profile
 
 KERNEL = DecodeKernel()
 slow = pytest.mark.cuda  # of `make test-cuda`; a part is in the suite
-ORDERS = 8
-"""In which PyTorch's sums are taken, where one may be luck."""
 
 
 def gpu(multiprocessors: int) -> CudaProfile:
@@ -50,11 +39,8 @@ def gpu(multiprocessors: int) -> CudaProfile:
 def operation(
     L: Any = 1, heads: tuple[int, int] = (6, 2), widths: tuple[int, int] = (24, 40), **fields: Any
 ) -> AttentionOp:
-    """Heads first and apart, rows out, in bfloat16, unless `fields` say otherwise."""
-    (H, G), (E, F) = heads, widths
-    places = {role: Placement(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    rest = {"band": None, "mask": None, "output": Placement(0, "rows", H * F), "dtype": "bfloat16", "scale": E**-0.5}
-    return AttentionOp("B", L, "S", H, G, E, F, **{**rest, **places, **fields})
+    """Of L queries, in bfloat16 unless `fields` say otherwise."""
+    return replace(cuda_attention_checks.operation(heads, widths, **fields), q_length=L)
 
 
 @lru_cache(maxsize=4)
@@ -74,25 +60,13 @@ def run(op: AttentionOp, given: Operands, sizes: tuple[int, int, int], blocks: i
     return output_rows(y, op.output)
 
 
-def check(
-    op: AttentionOp, B: int, S: int, *, blocks: int = 5, poisoned: bool = False, magnitude: float = 1.0, **config: int
-) -> None:
-    """Within the budget of `parity`: PyTorch's eager attention at this dtype is the yardstick."""
+def check(op: AttentionOp, B: int, S: int, *, blocks: int = 5, poisoned: bool = False, **config: int) -> None:
     assert isinstance(op.q_length, int)
-    sizes = (B, op.q_length, S)
 
-    def draw(turn: int, orders: int) -> list[Draw]:
-        given = draw_operands(np.random.default_rng((17, turn)), op, sizes, magnitude, turn)
-        truth, narrow = evaluated(op, given, torch.float64), getattr(torch, op.dtype)
-        yardstick = farthest(truth, [evaluated(op, reordered(given, i), narrow) for i in range(orders)])
-        if poisoned:
-            poison(op, given)
-        return [(truth, yardstick.astype(NUMPY[op.dtype]), run(op, given, sizes, blocks, **config))]
+    def of_config(op: AttentionOp, given: Operands, sizes: Sizes) -> np.ndarray:
+        return run(op, given, sizes, blocks, **config)
 
-    result = judge(lambda turn: draw(turn, 1), {})
-    if not result.ok:
-        result = judge(lambda turn: draw(turn, ORDERS), {})
-    assert result.ok, result
+    cuda_attention_checks.check(of_config, op, (B, op.q_length, S), poisoned=poisoned)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow), "float32"])

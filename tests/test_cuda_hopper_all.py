@@ -1,5 +1,5 @@
-"""The attention kernel for Hopper where there is no GPU: what it computes, run in NumPy with its warpgroups in any
-order, against float64; and what nvcc makes of it."""
+"""The attention kernel for Hopper where there is no GPU: beside what `test_cuda_tile_kernels.py` runs, its widths, its
+warpgroups in any order, and what nvcc makes of it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from typing import Any
 
 import cuda_code
 import cuda_compiler
-import ml_dtypes
-import numpy as np
 import pytest
-import torch
-from cuda_attention_checks import check, operation, scattered
-from fuzz_attention import draw_operands, evaluated
-from hopper_runs import HOPPER, KERNEL, config_of, runner
-from kernel_runs import attention
+from cuda_attention_checks import operation, scattered
+from cuda_tile_kernels import HOPPER
 
-from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement, StaticMask
-from mhsa_compile.parity import judge
+from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, StaticMask
+from mhsa_compile.profile import load_profile
 
 pytestmark = pytest.mark.cuda
-SMALL_TILES = config_of(2, 32, 2)
+PROFILE = load_profile(HOPPER.target)
 
 
 @pytest.mark.parametrize(
@@ -33,114 +28,18 @@ SMALL_TILES = config_of(2, 32, 2)
     ids=str,
 )  # fmt: skip
 def test_heads_of_any_width(widths, dtype):
-    check(runner(seed=1), operation((2, 1), widths, dtype=dtype, band=Band(None, 0)), (1, 131, 131))
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 7), (3, 7, 1), (1, 197, 64)], ids=str)
-def test_ragged_lengths(sizes):
-    check(runner(SMALL_TILES), operation((5, 1), (64, 64), dtype="float16"), sizes)
+    HOPPER.check(operation((2, 1), widths, dtype=dtype, band=Band(None, 0)), (1, 131, 131), seed=1)
 
 
 def test_no_keys():
-    check(runner(SMALL_TILES), operation(), (1, 7, 0))
+    HOPPER.check(operation(), (1, 7, 0), HOPPER.small)
 
 
 @pytest.mark.parametrize("config", [(2, 16, 2), (2, 48, 3), (3, 32, 2), (2, 96, 4)], ids=str)
 @pytest.mark.parametrize("seed", [None, 2, 3])
 def test_configs_in_any_order(config, seed):
     op = operation(widths=(72, 48), band=Band(None, 3, "bottom_right"))
-    check(runner(config_of(*config), seed), op, (1, 331, 197))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "band"),
-    [
-        ((1, 197, 197), Band(5, 0)),
-        ((1, 131, 131), Band(None, 20)),
-        ((1, 131, 61), Band(None, 0, "bottom_right")),
-        ((1, 61, 131), Band(100, 0, "top_left")),
-        ((2, 64, 512), Band(40, 3, "bottom_right")),
-        ((1, 7, 197), Band(0, 0, "bottom_right")),
-    ],
-    ids=str,
-)
-def test_bands(sizes, band):
-    check(runner(SMALL_TILES), operation(band=band), sizes, poisoned=True)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"softcap": 2.0},
-        {"scale": -0.3},
-        {"scale": 0.0},
-        {"lengths": True},
-        {"lengths": True, "band": Band(None, 0, "bottom_right")},
-        {"sinks": True, "lengths": True},
-        {"slopes": True, "band": Band(None, 0, "bottom_right")},
-        {"slopes": True, "sinks": True, "softcap": 5.0, "band": Band(30, 20)},
-        {"mask": MaskInput("bool", ("B", 4, "L", "S")), "band": Band(None, 0, "bottom_right")},
-        {"mask": MaskInput("bfloat16", ("B", 1, 1, "mask_S"))},
-    ],
-    ids=str,
-)
-def test_scores_and_masks(fields):
-    check(runner(SMALL_TILES), operation(**fields), (3, 67, 131), poisoned=True)
-
-
-@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32"])
-def test_masks_in_pairs(dtype):
-    """Where their rows are of an even number of elements; the last tile has keys beyond."""
-    mask = MaskInput(dtype, ("B", 4, "L", "S"))
-    check(runner(SMALL_TILES), operation(mask=mask, lengths=True), (2, 67, 106), poisoned=True)
-
-
-def test_placements():
-    H, G, E, F = 4, 2, 24, 40
-    parts = {"query": 0, "key": H * E, "value": H * E + G * E}
-    width = H * E + G * (E + F) + 8  # the padding that rows of a fused projection may have
-    fused = operation(**{role: Placement(0, "rows", width, first) for role, first in parts.items()})
-    check(runner(SMALL_TILES), replace(fused, kv_length="L"), (2, 67, 67))
-    apart = {"query": H * E, "key": G * E, "value": G * F}
-    places = {role: Placement(i, "rows", width) for i, (role, width) in enumerate(apart.items())}
-    check(runner(SMALL_TILES), operation(output=Placement(0, "heads", H * F), **places), (2, 67, 131))
-
-
-@pytest.mark.parametrize(
-    ("heads", "fields"), [(4, {}), (1, {"lengths": True, "band": Band(90, 0, "bottom_right"), "slopes": True})], ids=str
-)
-def test_constant_masks(heads, fields):
-    B, L, S = 2, 131, 197
-    op = replace(operation(static_mask=StaticMask(scattered((heads, L, S))), **fields), q_length=L, kv_length=S)
-    check(runner(SMALL_TILES), op, (B, L, S), poisoned=True)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_values_that_are_not_finite_reach_only_those_who_see_them(dtype):
-    """Infinity of either sign, both, and NaN, each in a column of its own, at keys that half of the rows see."""
-    op, sizes = operation((2, 1), dtype=dtype, band=Band(None, 0)), (1, 67, 67)
-    given = draw_operands(np.random.default_rng(3), op, sizes, 1.0, 0)
-    given.v[0, 0, 40, :3] = np.inf, -np.inf, np.nan
-    given.v[0, 0, 41:43, 3] = np.inf, -np.inf
-    expected = attention(op, given.q, given.k, given.v, None)
-    y = runner(SMALL_TILES)(op, given, sizes).astype(np.float64)
-    for kind in (np.isposinf, np.isneginf, np.isnan):
-        np.testing.assert_array_equal(kind(y), kind(expected))
-        assert kind(y).any()
-    assert np.isfinite(y[0, :40]).all()
-
-
-@pytest.mark.parametrize("step", [30.0, -30.0])
-def test_scores_that_rise_or_fall_with_the_keys(step):
-    """Every key is `step` above the one before: the maximum is raised again and again, or never."""
-    op, sizes = operation(), (1, 17, 131)
-    given = draw_operands(np.random.default_rng(5), op, sizes, 1.0, 0)
-    given.q[...], given.k[...] = 0, 0
-    given.q[..., 0] = 1
-    given.k[..., 0] = (np.arange(131) % 64 * step * 24**0.5)[None, None]
-    truth, narrow = evaluated(op, given, torch.float64), evaluated(op, given, torch.bfloat16)
-    y = runner(SMALL_TILES)(op, given, sizes)
-    assert judge(lambda _: [(truth, narrow.astype(ml_dtypes.bfloat16), y)], {}).ok
+    HOPPER.check(op, (1, 331, 197), config, seed=seed)
 
 
 ALL: dict[str, Any] = {"softcap": 5.0, "lengths": True, "sinks": True, "slopes": True}
@@ -164,8 +63,8 @@ OPERATIONS = {
 def test_machine_code(op: AttentionOp, tmp_path):
     """Products of warpgroups that overlap, nothing spilt, the registers that the roles hand to each other, and softmax
     between the two waits of the loop."""
-    config = KERNEL.default(op, HOPPER)
-    text, host = cuda_code.source(KERNEL.emit(op, HOPPER, config), "sm_90a")
+    config = HOPPER.kernel.default(op, PROFILE)
+    text, host = cuda_code.source(HOPPER.kernel.emit(op, PROFILE, config), "sm_90a")
     code = cuda_code.machine_code(text, "sm_90a", tmp_path)
     assert (code.spilled, code.stack) == (0, 0)
     assert code.instructions["HMMA"] == 0
@@ -183,7 +82,7 @@ def test_machine_code(op: AttentionOp, tmp_path):
 def test_nothing_spills_by_nvrtc_either(name, tmp_path):
     cuda_compiler.require_nvrtc()
     op = OPERATIONS[name]
-    text, _ = cuda_code.source(KERNEL.emit(op, HOPPER, KERNEL.default(op, HOPPER)), "sm_90a")
+    text, _ = cuda_code.source(HOPPER.kernel.emit(op, PROFILE, HOPPER.kernel.default(op, PROFILE)), "sm_90a")
     code = cuda_code.machine_code(text, "sm_90a", tmp_path, by_nvrtc=True)
     assert (code.spilled, code.stack) == (0, 0) and code.instructions["HGMMA"]
 
