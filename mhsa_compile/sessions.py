@@ -14,6 +14,7 @@ import queue
 import shutil
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,9 +178,10 @@ class RpcSession:
         try:
             return self._within(patience, attempt)
         except Fault as fault:
-            # Not itself: the other side serves nobody while this connection is open, and its frames hold on to that.
+            _let_go(fault)
             return Fault(fault.position, fault.failure)
         except RuntimeError as error:
+            _let_go(error)
             raise _Lost(measuring.last_words(error)) from None
 
     def _within(self, patience: float, action: Callable[[], Result]) -> Result:
@@ -206,6 +208,15 @@ class RpcSession:
             return result
         finally:
             del result  # its traceback holds this frame, and frames hold connections open
+
+
+def _let_go(error: BaseException) -> None:
+    """Of what the frames of an error hold: the other side serves nobody while this connection is open. From Python 3.12
+    on it would be open until garbage is collected, or until its time is up."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__context__
 
 
 class _Lost(Exception):
