@@ -193,7 +193,7 @@ class HopperMachine(simt.Machine):
             raise SimtError("setmaxnreg: no bounds say how many registers there are when a block begins")
         return int(min(248, REGISTERS // (self.blocks_at_once * self.threads) // 8 * 8))
 
-    def _AttrStmt(self, node: Any) -> simt.Thunk:
+    def _AttrStmt(self, node: Any) -> Thunk:
         if node.attr_key == "tirx.launch_bounds_min_blocks_per_sm":
             self.blocks_at_once = int(node.value)
         return super()._AttrStmt(node)
