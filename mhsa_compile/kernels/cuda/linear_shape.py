@@ -22,6 +22,9 @@ _COPY_CLOCKS = 800
 """From the begin of a copy until all of a tile is there."""
 _BLOCK_CLOCKS = 1500
 """Of a block, beside its products: the first tile, the last stores."""
+_TERMS_IN_A_ROW = 64
+"""Of a slice of float32, whose products stand one after the other in the code: of more, ptxas loaded so many operands
+ahead that it spilt."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,12 @@ class ThreadShape(Shape):
     element = 4
     products = 128
     step, least_rows, least_columns = 4, 4, 32
+
+    def unfit(self, profile: CudaProfile) -> str | None:
+        in_a_row = self.depth // self.slices
+        if in_a_row > _TERMS_IN_A_ROW:
+            return f"up to {_TERMS_IN_A_ROW} terms of a tile for each slice, not {in_a_row}"
+        return super().unfit(profile)
 
     @property
     def thread_rows(self) -> int:
