@@ -16,8 +16,8 @@ leading-dimension byte offset in 16 to 29, the stride byte offset in 32 to 45; a
                                                panel of 64 columns to the next; 16 keys further are 2048 bytes
 
 ThunderKittens (types/shared/descriptor.cuh) and DeepGEMM (mma/sm90.cuh) say the same. Of V's last panel a product takes
-as many columns as V has, where PTX and CUTLASS draw whole panels; NVIDIA's Fuser has tests that multiply parts of them on
-an H100 (tests/cpp/test_mma.cpp, HopperRS).
+as many columns as V has, where PTX and CUTLASS draw whole panels; NVIDIA's Fuser has tests that multiply parts of them
+on an H100 (tests/cpp/test_mma.cpp, HopperRS).
 """
 
 from __future__ import annotations
