@@ -74,9 +74,12 @@ def product(op: LinearOp, x: np.ndarray, weights: Any, biases: Any, dtype: torch
 
 
 def check(op: LinearOp, rows: tuple[int, ...], sizes: Config | None = None) -> None:
-    """Within the budget of `parity`: PyTorch's own linear at this dtype is the yardstick."""
     chosen = sizes or KERNELS[op.dtype].default(op, gpu())
-    run, pack, shapes = translated(op, tuple(chosen.values()))
+    hold(op, rows, *translated(op, tuple(chosen.values())))
+
+
+def hold(op: LinearOp, rows: tuple[int, ...], run: Any, pack: Any, shapes: Any) -> None:
+    """Within the budget of `parity`: PyTorch's own linear at this dtype is the yardstick."""
 
     def draw(turn: int) -> list[Draw]:
         x, weights, biases = drawn(op, rows, turn)

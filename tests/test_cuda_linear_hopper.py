@@ -8,17 +8,14 @@ from typing import Any
 
 import cuda_code
 import msgspec
-import numpy as np
 import pytest
 import simt
-import torch
-from cuda_linear import NUMPY, drawn, gpu, linear, product
+from cuda_linear import gpu, hold, linear
 from simt_hopper import HopperMachine
 
 from mhsa_compile.kernels.cuda.linear_hopper import FEW_ROWS, HopperLinearKernel
 from mhsa_compile.kernels.cuda.linear_hopper_block import HopperShape
 from mhsa_compile.kernels.operations import LinearOp
-from mhsa_compile.parity import Draw, judge
 from mhsa_compile.profile import CudaProfile
 
 pytestmark = pytest.mark.cuda
@@ -33,26 +30,12 @@ def small(multiprocessors: int) -> CudaProfile:
 
 
 def check(op: LinearOp, rows: tuple[int, ...], columns: int, stages: int, seed: int | None = None) -> None:
-    """Within the budget of `parity`: PyTorch's own linear at this dtype is the yardstick."""
     config, profile = {"columns": columns, "stages": stages}, small(3)
     assert KERNEL.applies(op, profile) is None
     assert KERNEL.unfit(op, profile, config) is None
     emitted = KERNEL.emit(op, profile, config)
     assert emitted.pack is not None
-    pack, run = simt.Machine(emitted.pack), HopperMachine(emitted.run, seed=seed)
-
-    def draw(turn: int) -> list[Draw]:
-        x, weights, biases = drawn(op, rows, turn)
-        packed = [np.full(shape, 123, NUMPY[dtype]) for shape, dtype in emitted.packed]
-        pack(*weights, *biases, *packed)
-        y = np.full((*rows, op.pitch), np.nan, NUMPY[op.dtype])
-        run(x, *packed, y)
-        assert np.isnan(y[..., op.out_features :].astype(np.float32)).all()  # nobody writes the padding
-        truth, yardstick = (product(op, x, weights, biases, t) for t in (torch.float64, getattr(torch, op.dtype)))
-        return [(truth, yardstick, y[..., : op.out_features])]
-
-    result = judge(draw, {})
-    assert result.ok, result
+    hold(op, rows, HopperMachine(emitted.run, seed=seed), simt.Machine(emitted.pack), emitted.packed)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
