@@ -180,15 +180,18 @@ class CudaProfile(_Profile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """How many blocks one multiprocessor holds at a time, 0 where it cannot hold one: blocks of `threads`, each
         with so many `registers`, and of `shared_bytes` of shared memory.
 
-        The rules of the CUDA C++ Programming Guide, "Hardware Multithreading": registers are handed out to warps by
-        256, shared memory to blocks by 128 bytes, 1 KiB of it for the system.
+        The rules of the CUDA C++ Programming Guide, "Hardware Multithreading", and of CUDA's cuda_occupancy.h: each
+        quarter of a multiprocessor hands out its registers to warps by 256; a launch is refused where a block would
+        take too many if all quarters had as many of its warps as one; shared memory goes to blocks by 128 bytes, 1 KiB
+        of it for the system.
         """
         hardware = self.hardware
         warps = -(-threads // hardware.warp_lanes)
         if threads > _THREADS_PER_BLOCK or shared_bytes > 1024 * hardware.shared_kib_per_block:
             return 0
         registers_of_warp = -(-registers * hardware.warp_lanes // 256) * 256
-        by_registers = hardware.registers_per_multiprocessor // (registers_of_warp * (-(-warps // 4) * 4))
+        warps_of_quarter = hardware.registers_per_multiprocessor // 4 // registers_of_warp
+        by_registers = 4 * warps_of_quarter // warps if warps_of_quarter >= -(-warps // 4) else 0
         by_threads = hardware.threads_per_multiprocessor // (warps * hardware.warp_lanes)
         taken = 1024 + -(-shared_bytes // 128) * 128
         by_shared = 1024 * hardware.shared_kib_per_multiprocessor // taken
