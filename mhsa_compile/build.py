@@ -83,13 +83,32 @@ def _packing(profile: TargetProfile) -> dict[str, Any]:
 
 
 def pass_context() -> Any:
-    """Without four passes. Two take three quarters of the time and give our kernels nothing: their buffers are as large
-    as they need to be, and LLVM finds common subexpressions itself. Two more walk through every kernel for what LLVM
-    does as well, and its machine code is the same without them: conditions out of loops, and code without effect."""
-    return tvm.transform.PassContext(
-        disabled_pass=["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp"],
-        config={"tirx.disable_cse_tir": True},
+    """For code of a CPU, without the passes that give our kernels nothing. Two take three quarters of the time: the
+    kernels' buffers are as large as they need to be, and LLVM finds common subexpressions itself. Two more walk through
+    every kernel for what LLVM does as well: conditions out of loops, and code without effect. The rest look for what
+    only GPUs have."""
+    disabled = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
+    return tvm.transform.PassContext(disabled_pass=disabled, config={"tirx.disable_cse_tir": True})
+
+
+_FOR_GPUS = tuple(
+    f"s_tir.{name}"
+    for name in (
+        "InferFragment",
+        "InjectDoubleBuffer",
+        "InjectPermutedLayout",
+        "InjectSoftwarePipeline",
+        "InjectVirtualThread",
+        "LowerAutoCopy",
+        "LowerThreadAllreduce",
+        "LowerVtcmAlloc",
+        "ManifestSharedMemoryLocalStage",
+        "MergeSharedMemoryAllocations",
+        "ThreadSync",
+        "TransformMmaBufferLayout",
     )
+)
+"""Passes about threads of a block, memory that they share, and tensor cores."""
 
 
 def _pipeline() -> Any:
