@@ -71,7 +71,7 @@ class AttentionKernel(AttentionInTiles[Shape]):
 
 def _registers(op: AttentionOp, shape: Shape) -> int:
     """What a thread needs so that nothing spills."""
-    needed = shape.tile_registers + BESIDE_TILES + (9 if shape.stages > 1 else 0)
+    needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
     if op.mask is not None and op.mask.dtype != "bool":
         return needed + shape.row_tiles * (shape.keys // 2 + 16)
     needed += 24 if op.mask is not None or op.static_mask is not None or op.lengths else 0
