@@ -69,11 +69,15 @@ class MatrixProducts:
         self.values = scratch((keys // WORD, op.v_head_dim), "int64")
 
     def pack_queries(self) -> None:
-        query = self.operands.query
-        rows = self.operands.query_rows(0, self.queries)
-        with T.serial(T.int64(self.operands.op.head_dim // WORD)) as e:
-            for i, row in enumerate(rows):
-                store(self.q_t, [e, T.int64(i)], _words(load(query.buffer, query.at(row, e * WORD), WORD), 1), 1)
+        query, words = self.operands.query, self.operands.op.head_dim // WORD
+
+        def pack(first: Expr, count: int) -> None:
+            rows = self.operands.query_rows(first, count)
+            with T.serial(T.int64(words)) as e:
+                for i, row in enumerate(rows):
+                    store(self.q_t, [e, first + i], _words(load(query.buffer, query.at(row, e * WORD), WORD), 1), 1)
+
+        vectors.each_vector(self.queries, self.lanes, pack)
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         op, key = self.operands.op, self.operands.key

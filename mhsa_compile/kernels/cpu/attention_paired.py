@@ -75,24 +75,26 @@ class PairedProducts:
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op
         self.operands, self.lead, self.dot, self.lanes = operands, key_tile // 2, dot, dot.lanes
-        self.query_columns = vectors.chunks(queries, dot.lanes)
+        self.queries, self.query_columns = queries, vectors.chunks(queries, dot.lanes)
         self.q_t = scratch((op.head_dim // 2, queries), "int32")
         self.weights = scratch((self.lead + keys // 2, queries), "int32")
         self.values = scratch((keys // 2, op.v_head_dim), "int32")
 
     def pack_queries(self) -> None:
         query, words = self.operands.query, self.operands.op.head_dim // 2
-        for first_lane, lanes in self.query_columns:
+
+        def pack(first_lane: Expr, lanes: int) -> None:
             rows = self.operands.query_rows(first_lane, lanes)
-            whole = words // lanes * lanes
-            with T.serial(T.int64(whole // lanes)) as square:
+            squares = words // lanes
+            with T.serial(T.int64(squares)) as square:
                 columns = [self._pairs(query.at(row, square * (2 * lanes)), lanes) for row in rows]
                 for e, column in enumerate(vectors.transpose([bind(column) for column in columns])):
-                    store(self.q_t, [square * lanes + e, T.int64(first_lane)], column, lanes)
-            for e in range(whole, words):
+                    store(self.q_t, [square * lanes + e, first_lane], column, lanes)
+            with T.serial(T.int64(squares * lanes), T.int64(words)) as e:
                 for i, row in enumerate(rows):
-                    pair = self._pairs(query.at(row, T.int64(2 * e)), 1)
-                    store(self.q_t, [T.int64(e), T.int64(first_lane + i)], pair, 1)
+                    store(self.q_t, [e, first_lane + i], self._pairs(query.at(row, e * 2), 1), 1)
+
+        vectors.each_vector(self.queries, self.lanes, pack)
 
     def _pairs(self, index: list[Expr], count: int) -> Expr:
         return _words(load(self.operands.query.buffer, index, 2 * count), count)

@@ -53,7 +53,7 @@ class Operands:
     sink: Expr | None
     slope: Expr | None
 
-    def query_rows(self, first: int, count: int) -> list[Expr]:
+    def query_rows(self, first: Expr, count: int) -> list[Expr]:
         """Rows first .. first + count of the tile, each clamped to the last; those beyond are never written out."""
         last = self.q_length - 1
         return [settle(T.min(self.first_query + (first + i), last)) for i in range(count)]
@@ -158,7 +158,7 @@ class Float32Products:
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int, *, run: int = 1) -> None:
         op = operands.op
         self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
-        self.query_columns = vectors.chunks(queries, lanes)
+        self.queries, self.query_columns = queries, vectors.chunks(queries, lanes)
         self.weights = scratch((key_tile + keys, queries))
         shapes = [(op.head_dim, queries), (key_tile, op.head_dim), (keys, op.v_head_dim)]
         self.wide_keys: Expr | None = None
@@ -170,20 +170,22 @@ class Float32Products:
 
     def pack_queries(self) -> None:
         """q_t[e, i] = Q[i, e] * score_factor, a square of lanes x lanes at a time."""
-        query, op = self.operands.query, self.operands.op
-        scale = score_factor(op)
-        for first_lane, lanes in self.query_columns:
+        query, head_dim, scale = self.operands.query, self.operands.op.head_dim, score_factor(self.operands.op)
+
+        def pack(first_lane: Expr, lanes: int) -> None:
             rows = self.operands.query_rows(first_lane, lanes)
-            whole = op.head_dim // lanes * lanes
-            with T.serial(T.int64(whole // lanes)) as square:
+            squares = head_dim // lanes
+            with T.serial(T.int64(squares)) as square:
                 columns = [load_wide(query.buffer, query.at(row, square * lanes), lanes) for row in rows]
                 scaled = [bind(column * constant(scale, lanes)) for column in columns]
                 for e, column in enumerate(vectors.transpose(scaled)):
-                    store(self.q_t, [square * lanes + e, T.int64(first_lane)], column, lanes)
-            for e in range(whole, op.head_dim):
+                    store(self.q_t, [square * lanes + e, first_lane], column, lanes)
+            with T.serial(T.int64(squares * lanes), T.int64(head_dim)) as e:
                 for i, row in enumerate(rows):
-                    element = load_wide(query.buffer, query.at(row, T.int64(e)), 1) * T.float32(scale)
-                    store(self.q_t, [T.int64(e), T.int64(first_lane + i)], element, 1)
+                    element = load_wide(query.buffer, query.at(row, e), 1) * T.float32(scale)
+                    store(self.q_t, [e, first_lane + i], element, 1)
+
+        vectors.each_vector(self.queries, self.lanes, pack)
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         key, head_dim = self.operands.key, self.operands.op.head_dim
