@@ -1,4 +1,4 @@
-# make demo | test | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +14,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -39,8 +39,11 @@ demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, a
 	@$(BIN)/python examples/sentence_embeddings.py
 	@$(BIN)/python examples/generate.py
 
-test: $(STAMP)  ## The whole suite, two processes; the last line counts the tests
+test: $(STAMP)  ## The suite, two processes, some ten minutes; the last line counts the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-parity: $(STAMP)  ## What `make test` leaves out of the parity matrix; two minutes
+	@$(BIN)/python -m pytest -m parity -n 2 --dist worksteal
 
 test-arm: $(STAMP)  ## On an emulated ARM machine: the parity matrix, node tests, every target, an example, tuning; about 20 minutes
 	@$(BIN)/python -m pytest -m arm -n 2 --dist worksteal

@@ -56,7 +56,7 @@ def work(study: Study, role: str, log: Path) -> None:
             wait_for_the_dead(log.parent)
         drawn = study.ask()
         if drawn is None:
-            sleep(0.05)
+            sleep(0.5)  # asking reads all trials, and what the dead left comes seconds later
             continue
         with log.open("a") as file:
             file.write(f"{drawn.number} {drawn.point}\n")

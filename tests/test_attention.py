@@ -52,22 +52,23 @@ def check(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray] | 
     assert error <= 8 * UNIT[op.dtype] * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("profile", [WIDE, NARROW], ids=["wide", "narrow"])
 @pytest.mark.parametrize(
-    ("L", "S", "band"),
+    ("machine", "L", "S", "band"),
     [
-        (197, 197, Band(5, 0)),
-        (197, 197, Band(None, 20)),
-        (300, 300, Band(70, None)),
-        (64, 512, Band(40, 3, "bottom_right")),
-        (130, 61, Band(None, 0, "bottom_right")),
-        (61, 130, Band(100, 0, "top_left")),
-        (7, 197, Band(0, 0, "bottom_right")),
+        ("narrow", 197, 197, Band(5, 0)),
+        ("wide", 197, 197, Band(5, 0)),
+        ("wide", 197, 197, Band(None, 20)),
+        ("narrow", 300, 300, Band(70, None)),
+        ("wide", 64, 512, Band(40, 3, "bottom_right")),
+        ("narrow", 130, 61, Band(None, 0, "bottom_right")),
+        ("wide", 130, 61, Band(None, 0, "bottom_right")),
+        ("wide", 61, 130, Band(100, 0, "top_left")),
+        ("narrow", 7, 197, Band(0, 0, "bottom_right")),
     ],
     ids=str,
 )
-def test_bands(profile, L, S, band):
-    check(operation(L, S, band=band), profile)
+def test_bands(machine, L, S, band):
+    check(operation(L, S, band=band), {"wide": WIDE, "narrow": NARROW}[machine])
 
 
 def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
@@ -83,8 +84,8 @@ def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("band", [None, Band(None, 0, "bottom_right")], ids=["free", "causal"])
 def test_constant_masks(heads, band):
-    for L, S in ((197, 197), (130, 61)):
-        check(operation(L, S, band=band, static_mask=StaticMask(scattered((heads, L, S)))), WIDE)
+    L, S = (197, 197) if (heads == 1) == (band is None) else (130, 61)
+    check(operation(L, S, band=band, static_mask=StaticMask(scattered((heads, L, S)))), WIDE)
 
 
 def test_what_a_constant_mask_hides_reaches_no_output():
@@ -105,7 +106,8 @@ def test_what_a_constant_mask_hides_reaches_no_output():
     ("E", "F", "band"), [(64, 64, None), (64, 64, Band(None, 0)), (40, 48, Band(9, 2)), (7, 24, None)], ids=str
 )
 def test_sixteen_bits(dtype, E, F, band):
-    for profile in (detect(), NARROW):
+    # Narrow vectors widen both on their way, as well with widths of 40 and 48 as with 64.
+    for profile in (detect(), NARROW) if E != 64 else (detect(),):
         check(operation(67, 67, E=E, F=F, band=band, dtype=dtype), profile)
 
 

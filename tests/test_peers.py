@@ -99,8 +99,16 @@ def ids(pair) -> str:
     return f"{pair[0].__name__.rpartition('.')[2]}-{pair[1].name}"
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("pair", FORMS, ids=ids)
+@pytest.mark.parametrize(
+    ("pair", "name"),
+    [
+        (pair, name)
+        for pair in FORMS
+        for name in PROBLEMS
+        if not (pair[1].name.endswith(", symbolic") and name != "block")  # inductor takes twice as long
+    ],
+    ids=lambda value: value if isinstance(value, str) else ids(value),
+)
 def test_every_form_computes_what_the_module_does(pair, name, problem):
     expected = "refused" if name in NO_USE.get(ids(pair), ()) else "right"
     assert outcome(*pair, problem(name)) == expected

@@ -75,6 +75,7 @@ def _registers(op: AttentionOp, shape: Shape) -> int:
     if op.mask is not None and op.mask.dtype != "bool":
         return needed + shape.row_tiles * (shape.keys // 2 + 16)
     needed += 24 if op.mask is not None or op.static_mask is not None or op.lengths else 0
+    needed += 8 * shape.row_tiles if op.mask is not None and shape.stages > 1 else 0
     return needed + (40 if op.softcap > QUICK_SOFTCAP else 4 if op.softcap else 0)
 
 
