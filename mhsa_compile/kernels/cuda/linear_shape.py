@@ -153,8 +153,8 @@ class TensorShape(Shape):
 
     @property
     def thread_registers(self) -> int:
-        """Sums, the operands of this step and of the next, and addresses."""
-        return self.sums + (self.warp_rows + self.warp_columns) // 2 + 40
+        """Sums, the operands of this step and of the next, and addresses, of which slices have some of their own."""
+        return self.sums + (self.warp_rows + self.warp_columns) // 2 + (40 if self.slices == 1 else 44)
 
 
 @dataclass(frozen=True)
