@@ -23,8 +23,8 @@ _COPY_CLOCKS = 800
 _BLOCK_CLOCKS = 1500
 """Of a block, beside its products: the first tile, the last stores."""
 _TERMS_IN_A_ROW = 64
-"""Of a slice of float32, whose products stand one after the other in the code: of more, ptxas loaded so many operands
-ahead that it spilt."""
+"""Of a slice, whose products stand one after the other in the code: of more, ptxas loaded so many operands ahead that
+it spilt; in float32 always, on tensor cores where 512 threads or more leave each few registers."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,12 @@ class Shape:
             return f"{self.threads} threads, about {self.thread_registers} registers each, {self.shared_bytes} bytes"
         return None
 
+    def _too_many_in_a_row(self) -> str | None:
+        in_a_row = self.depth // self.slices
+        if in_a_row > _TERMS_IN_A_ROW:
+            return f"up to {_TERMS_IN_A_ROW} terms of a tile for each slice, not {in_a_row}"
+        return None
+
     def clocks(self, profile: CudaProfile, rows: int, columns: int, depth: int) -> float:
         """About how long y (rows, columns) of sums of `depth` terms takes: what a multiprocessor's blocks ask of the
         units that multiply, of its shared memory or of the second-level cache, whichever is most, or else the latency
@@ -153,8 +159,11 @@ class TensorShape(Shape):
 
     @property
     def thread_registers(self) -> int:
-        """Sums, the operands of this step and of the next, and addresses, of which slices have some of their own."""
-        return self.sums + (self.warp_rows + self.warp_columns) // 2 + (40 if self.slices == 1 else 44)
+        """Sums, the operands of this step and of the next, and addresses."""
+        return self.sums + (self.warp_rows + self.warp_columns) // 2 + 44
+
+    def unfit(self, profile: CudaProfile) -> str | None:
+        return (self._too_many_in_a_row() if self.threads >= 512 else None) or super().unfit(profile)
 
 
 @dataclass(frozen=True)
@@ -166,10 +175,7 @@ class ThreadShape(Shape):
     step, least_rows, least_columns = 4, 4, 32
 
     def unfit(self, profile: CudaProfile) -> str | None:
-        in_a_row = self.depth // self.slices
-        if in_a_row > _TERMS_IN_A_ROW:
-            return f"up to {_TERMS_IN_A_ROW} terms of a tile for each slice, not {in_a_row}"
-        return super().unfit(profile)
+        return self._too_many_in_a_row() or super().unfit(profile)
 
     @property
     def thread_rows(self) -> int:
