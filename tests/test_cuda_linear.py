@@ -62,6 +62,8 @@ def test_what_they_do_not_take_is_named():
         ((128, 256, 32, 2, 128, 64, 1), "registers of 255"),
         ((256, 256, 64, 4, 64, 64, 1), "bytes"),
         ((16, 512, 32, 2, 16, 64, 1), "256 columns"),
+        ((32, 32, 128, 5, 16, 16, 8), "1024 threads, about 68 registers each"),
+        ((128, 32, 256, 2, 16, 32, 2), "64 terms of a tile for each slice, not 128"),
     ]
     for sizes, words in wrong:
         assert words in str(kernel.unfit(op, gpu(), config(*sizes)))
