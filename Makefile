@@ -39,7 +39,7 @@ demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, a
 	@$(BIN)/python examples/sentence_embeddings.py
 	@$(BIN)/python examples/generate.py
 
-test: $(STAMP)  ## The suite, two processes, some ten minutes; the last line counts the tests
+test: $(STAMP)  ## The suite, two processes, ten to twelve minutes; the last line counts the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-parity: $(STAMP)  ## What `make test` leaves out of the parity matrix; two minutes

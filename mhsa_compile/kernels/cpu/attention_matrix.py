@@ -63,7 +63,7 @@ class MatrixProducts:
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op
         self.operands, self.lead, self.dot, self.lanes = operands, key_tile // WORD, dot, dot.lanes
-        self.queries, self.query_columns = queries, vectors.chunks(queries, dot.lanes)
+        self.queries = queries
         self.q_t = scratch((op.head_dim // WORD, queries), "int64")
         self.weights = scratch((self.lead + keys // WORD, queries), "int64")
         self.values = scratch((keys // WORD, op.v_head_dim), "int64")
@@ -142,7 +142,7 @@ class MatrixProducts:
 
     def rescale_weights(self, count: Expr, factors: Expr) -> None:
         with T.serial(T.truncdiv(count, T.int64(WORD))) as j:
-            for first, lanes in self.query_columns:
+            for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [j + self.lead, T.int64(first)]
                 word = settle(load(self.weights, at, lanes), "int64", lanes)
                 factor = load(factors, [T.int64(first)], lanes)

@@ -19,7 +19,6 @@ from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
     Expr,
     RegisterTile,
-    bind,
     constant,
     load,
     scratch,
@@ -75,7 +74,7 @@ class PairedProducts:
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op
         self.operands, self.lead, self.dot, self.lanes = operands, key_tile // 2, dot, dot.lanes
-        self.queries, self.query_columns = queries, vectors.chunks(queries, dot.lanes)
+        self.queries = queries
         self.q_t = scratch((op.head_dim // 2, queries), "int32")
         self.weights = scratch((self.lead + keys // 2, queries), "int32")
         self.values = scratch((keys // 2, op.v_head_dim), "int32")
@@ -83,21 +82,10 @@ class PairedProducts:
     def pack_queries(self) -> None:
         query, words = self.operands.query, self.operands.op.head_dim // 2
 
-        def pack(first_lane: Expr, lanes: int) -> None:
-            rows = self.operands.query_rows(first_lane, lanes)
-            squares = words // lanes
-            with T.serial(T.int64(squares)) as square:
-                columns = [self._pairs(query.at(row, square * (2 * lanes)), lanes) for row in rows]
-                for e, column in enumerate(vectors.transpose([bind(column) for column in columns])):
-                    store(self.q_t, [square * lanes + e, first_lane], column, lanes)
-            with T.serial(T.int64(squares * lanes), T.int64(words)) as e:
-                for i, row in enumerate(rows):
-                    store(self.q_t, [e, first_lane + i], self._pairs(query.at(row, e * 2), 1), 1)
+        def pairs(row: Expr, e: Expr, count: int) -> Expr:
+            return _words(load(query.buffer, query.at(row, e * 2), 2 * count), count)
 
-        vectors.each_vector(self.queries, self.lanes, pack)
-
-    def _pairs(self, index: list[Expr], count: int) -> Expr:
-        return _words(load(self.operands.query.buffer, index, 2 * count), count)
+        vectors.pack_transposed(self.q_t, self.queries, words, self.lanes, self.operands.query_rows, pairs)
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         op, key = self.operands.op, self.operands.key
@@ -124,7 +112,7 @@ class PairedProducts:
 
     def rescale_weights(self, count: Expr, factors: Expr) -> None:
         with T.serial(T.truncdiv(count, T.int64(2))) as pair:
-            for first, lanes in self.query_columns:
+            for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [pair + self.lead, T.int64(first)]
                 word = settle(load(self.weights, at, lanes), "int32", lanes)
                 factor = load(factors, [T.int64(first)], lanes)

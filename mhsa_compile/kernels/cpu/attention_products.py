@@ -22,7 +22,6 @@ from mhsa_compile.kernels.cpu.vectors import (
     Chunk,
     Expr,
     RegisterTile,
-    bind,
     constant,
     elements,
     load,
@@ -158,7 +157,7 @@ class Float32Products:
     def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int, *, run: int = 1) -> None:
         op = operands.op
         self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
-        self.queries, self.query_columns = queries, vectors.chunks(queries, lanes)
+        self.queries = queries
         self.weights = scratch((key_tile + keys, queries))
         shapes = [(op.head_dim, queries), (key_tile, op.head_dim), (keys, op.v_head_dim)]
         self.wide_keys: Expr | None = None
@@ -169,23 +168,13 @@ class Float32Products:
             self.q_t, self.wide_keys, self.wide_values = vectors.side_by_side(shapes)
 
     def pack_queries(self) -> None:
-        """q_t[e, i] = Q[i, e] * score_factor, a square of lanes x lanes at a time."""
+        """q_t[e, i] = Q[i, e] * score_factor."""
         query, head_dim, scale = self.operands.query, self.operands.op.head_dim, score_factor(self.operands.op)
 
-        def pack(first_lane: Expr, lanes: int) -> None:
-            rows = self.operands.query_rows(first_lane, lanes)
-            squares = head_dim // lanes
-            with T.serial(T.int64(squares)) as square:
-                columns = [load_wide(query.buffer, query.at(row, square * lanes), lanes) for row in rows]
-                scaled = [bind(column * constant(scale, lanes)) for column in columns]
-                for e, column in enumerate(vectors.transpose(scaled)):
-                    store(self.q_t, [square * lanes + e, first_lane], column, lanes)
-            with T.serial(T.int64(squares * lanes), T.int64(head_dim)) as e:
-                for i, row in enumerate(rows):
-                    element = load_wide(query.buffer, query.at(row, e), 1) * T.float32(scale)
-                    store(self.q_t, [e, first_lane + i], element, 1)
+        def scaled(row: Expr, e: Expr, count: int) -> Expr:
+            return load_wide(query.buffer, query.at(row, e), count) * constant(scale, count)
 
-        vectors.each_vector(self.queries, self.lanes, pack)
+        vectors.pack_transposed(self.q_t, self.queries, head_dim, self.lanes, self.operands.query_rows, scaled)
 
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         key, head_dim = self.operands.key, self.operands.op.head_dim
@@ -224,7 +213,7 @@ class Float32Products:
 
     def rescale_weights(self, count: Expr, factors: Expr) -> None:
         with T.serial(count) as j:
-            for first, lanes in self.query_columns:
+            for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [j + self.key_tile, T.int64(first)]
                 factor = load(factors, [T.int64(first)], lanes)
                 store(self.weights, at, load(self.weights, at, lanes) * factor, lanes)

@@ -223,6 +223,30 @@ def transpose(rows: Sequence[Expr]) -> list[Expr]:
     return list(rows)
 
 
+def pack_transposed(
+    packed: Expr,
+    count: int,
+    width: int,
+    lanes: int,
+    rows: Callable[[Expr, int], list[Expr]],
+    read: Callable[[Expr, Expr, int], Expr],
+) -> None:
+    """packed[e, i] = element e, of `width`, of row i, of `count`: a square of lanes x lanes at a time. rows(first, n)
+    are the numbers of so many rows, read(row, e, n) are n elements of one."""
+
+    def pack(first: Expr, size: int) -> None:
+        numbers, squares = rows(first, size), width // size
+        with T.serial(T.int64(squares)) as square:
+            read_rows = [bind(read(row, square * size, size)) for row in numbers]
+            for e, column in enumerate(transpose(read_rows)):
+                store(packed, [square * size + e, first], column, size)
+        with T.serial(T.int64(squares * size), T.int64(width)) as e:
+            for i, row in enumerate(numbers):
+                store(packed, [e, first + i], read(row, e, 1), 1)
+
+    each_vector(count, lanes, pack)
+
+
 def elements(vector: Expr, count: int) -> list[Expr]:
     """Its `count` elements as scalars, each of which a machine may multiply by in place."""
     if count == 1:

@@ -82,6 +82,11 @@ class Shape:
         raise NotImplementedError
 
     @property
+    def loads_ahead(self) -> bool:
+        """Whether a long row of products would spill: `_TERMS_IN_A_ROW`."""
+        raise NotImplementedError
+
+    @property
     def read_clocks(self) -> float:
         """Of shared memory, for a warp's operands of one term."""
         return (self.warp_rows + self.warp_columns) * self.element / _SHARED_BYTES
@@ -116,16 +121,13 @@ class Shape:
             return f"a part of {part} in a block of {self.rows} x {self.columns}"
         if self.depth % (self.step * self.slices):
             return f"{self.depth} terms, not a multiple of {self.step} for each of {self.slices} slices"
+        in_a_row = self.depth // self.slices
+        if self.loads_ahead and in_a_row > _TERMS_IN_A_ROW:
+            return f"up to {_TERMS_IN_A_ROW} terms of a tile for each slice, not {in_a_row}"
         if self.thread_registers > MOST_REGISTERS:
             return f"about {self.thread_registers} registers of {MOST_REGISTERS}"
         if self.resident(profile) == 0:
             return f"{self.threads} threads, about {self.thread_registers} registers each, {self.shared_bytes} bytes"
-        return None
-
-    def _too_many_in_a_row(self) -> str | None:
-        in_a_row = self.depth // self.slices
-        if in_a_row > _TERMS_IN_A_ROW:
-            return f"up to {_TERMS_IN_A_ROW} terms of a tile for each slice, not {in_a_row}"
         return None
 
     def clocks(self, profile: CudaProfile, rows: int, columns: int, depth: int) -> float:
@@ -162,8 +164,9 @@ class TensorShape(Shape):
         """Sums, the operands of this step and of the next, and addresses."""
         return self.sums + (self.warp_rows + self.warp_columns) // 2 + 44
 
-    def unfit(self, profile: CudaProfile) -> str | None:
-        return (self._too_many_in_a_row() if self.threads >= 512 else None) or super().unfit(profile)
+    @property
+    def loads_ahead(self) -> bool:
+        return self.threads >= 512
 
 
 @dataclass(frozen=True)
@@ -173,9 +176,7 @@ class ThreadShape(Shape):
     element = 4
     products = 128
     step, least_rows, least_columns = 4, 4, 32
-
-    def unfit(self, profile: CudaProfile) -> str | None:
-        return self._too_many_in_a_row() or super().unfit(profile)
+    loads_ahead = True
 
     @property
     def thread_rows(self) -> int:
