@@ -15,7 +15,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from mhsa_compile import device_code, device_memory, empty_grids, zig
+from mhsa_compile import device_code, device_memory, empty_grids, races, zig
 from mhsa_compile.profile import CudaProfile, TargetProfile
 from mhsa_compile.schedule import Scheduled
 
@@ -82,13 +82,18 @@ def _packing(profile: TargetProfile) -> dict[str, Any]:
     return {"fpack_imports": device_code.packer(profile.tvm.arch, profile.tvm.mtriple)}
 
 
-def pass_context() -> Any:
+@contextmanager
+def pass_context() -> Iterator[None]:
     """For code of a CPU, without the passes that give our kernels nothing. Two take three quarters of the time: the
     kernels' buffers are as large as they need to be, and LLVM finds common subexpressions itself. Two more walk through
     every kernel for what LLVM does as well: conditions out of loops, and code without effect. The rest look for what
-    only GPUs have."""
+    only GPUs have.
+
+    Raises BuildError where threads would write to the same places (`races`)."""
     disabled = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
-    return tvm.transform.PassContext(disabled_pass=disabled, config={"tirx.disable_cse_tir": True})
+    config = {"tirx.disable_cse_tir": True}
+    with races.refused() as look, tvm.transform.PassContext(disabled_pass=disabled, config=config, instruments=[look]):
+        yield
 
 
 _FOR_GPUS = tuple(

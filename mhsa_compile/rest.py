@@ -280,15 +280,16 @@ _LEAST_LANES = 4
 
 
 def _in_parallel_if_large(function: Function, size: Expr) -> Function:
-    """The function with its parallel loop run by one thread where it computes too few elements to be worth sharing."""
-    compact = traces.COMPACT(tvm.IRModule({"main": function}))["main"]
-    root = compact.body.block
-    shared = root.body
+    """The function with its parallel loop run by one thread where it computes too few elements to be worth sharing.
+
+    Blocks become plain statements first: where blocks of both loops name an array, TVM allocates it in front of the
+    choice between the loops, and all threads share it. A statement that allocates inside of a loop stays there.
+    """
+    compact = traces.COMPACT(tvm.IRModule({"main": function}))
+    shared = s_tir.transform.LowerOpaqueBlock()(compact)["main"].body
     alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)
     choice = tirx.IfThenElse(size > WORTH_SHARING, shared, alone)
-    block = s_tir.SBlock(
-        root.iter_vars, root.reads, root.writes, root.name_hint, choice, root.init, root.alloc_buffers,
-        root.match_buffers, root.annotations,
-    )  # fmt: skip
-    module = tvm.IRModule({"main": compact.with_body(s_tir.SBlockRealize([], True, block))})
+    root = compact["main"].body.block
+    block = s_tir.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, choice)
+    module = tvm.IRModule({"main": compact["main"].with_body(s_tir.SBlockRealize([], True, block))})
     return tirx.transform.ConvertSSA()(module)["main"]

@@ -14,13 +14,18 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx
 
+from mhsa_compile import host, repeats
 from mhsa_compile.artifact import Manifest, TensorInfo
-from mhsa_compile.pairs import Meaningless, Pairs, Part, Refused, SelfCheck, Variant
+from mhsa_compile.errors import InputError
+from mhsa_compile.pairs import SAME, Meaningless, Pairs, Part, Refused, SelfCheck, Variant
 from mhsa_compile.parity import check, random_inputs
 from mhsa_compile.reference import Array, Arrays
 from mhsa_compile.subject import Subject
 
 Check = Callable[[str, Subject, Pairs], SelfCheck]
+THREADS = "any number of threads gives the same"
+MOST_CALLS, SECONDS = 50, 0.15
+"""For each number of threads: so many calls, or as many as there is time for."""
 PROMPT = 29
 """Positions that go into a cache at once, before the steps of one."""
 
@@ -31,6 +36,22 @@ def self_checks(
     """Every check on a compiled function: `run` takes inputs by name and gives the outputs in the manifest's order."""
     subject, pairs = Subject(manifest, seed), Pairs(model, manifest, run)
     return tuple(_result(name, check, subject, pairs) for name, check in CHECKS.items())
+
+
+def with_any_threads(manifest: Manifest, start: Callable[[int], repeats.Run], seed: int = 0) -> SelfCheck:
+    """Calls with any number of threads, by several callers at once, give the same bits as one with one thread.
+
+    Inputs are large: little work is not shared among threads. `start` loads the artifact for a number of threads.
+    """
+    inputs = Subject(manifest, seed).draw_large()
+    numbers = [n for n in repeats.THREADS if n <= max(2, host.allowed_cpus())]  # TVM warns of more
+    try:
+        found = repeats.repeated(start, inputs, calls=MOST_CALLS, seconds=SECONDS, threads=numbers)
+    except InputError as error:
+        return SelfCheck(THREADS, note=f"its largest sizes are refused: {error}")
+    calls, different = (sum(counts) for counts in zip(*((one.calls, one.different) for one in found), strict=True))
+    said = f"{different} of {calls} calls differ" if different else SAME
+    return SelfCheck(THREADS, max(one.difference for one in found), 0.0, said)
 
 
 def _result(name: str, check: Check, subject: Subject, pairs: Pairs) -> SelfCheck:

@@ -17,6 +17,8 @@ from mhsa_compile.reference import Array, Arrays
 ENTRIES = 3
 LENGTHS = (41, 67)
 """Of the first length that is free, and of the others: one tile of queries or two, whatever the machine."""
+LARGE = (2, (331, 331))
+"""Entries and lengths with which rows of 32 numbers are more than what one thread computes alone."""
 PRIMES = tuple(n for n in range(11, 256) if all(n % d for d in range(2, 16) if d < n) and n not in (*LENGTHS, 197))
 """Lengths that no other check uses, nor the default cases."""
 BATCHES = (2, 5, 7)
@@ -158,6 +160,11 @@ class Subject:
         if same_length and self.cached:
             inputs["length"][:] = 0
         return inputs
+
+    def draw_large(self) -> dict[str, Array]:
+        """Random inputs of sizes that are shared among threads."""
+        sizes = self._sizes(*LARGE)
+        return random_inputs(self.manifest, sizes | self.mask_sizes(sizes), self.seed)
 
     def mask_sizes(self, sizes: Mapping[str, int], *, narrow: bool = False) -> dict[str, int]:
         """Of the axes of a mask that broadcasts: all full but the heads', or `narrow`: 1 but for queries and keys."""

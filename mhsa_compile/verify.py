@@ -6,7 +6,7 @@ The parts are rooms of their own: `parity` for one run and its budget, `selfchec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import onnx
@@ -15,6 +15,7 @@ from mhsa_compile import selfcheck
 from mhsa_compile.pairs import SelfCheck
 from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs, whole_masks
 from mhsa_compile.reference import Array, Arrays, eager, oracle
+from mhsa_compile.repeats import Run
 
 if TYPE_CHECKING:
     import os
@@ -73,13 +74,21 @@ def verify(
     from mhsa_compile.runtime import load
 
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    compiled = load(opened, threads=threads)
 
-    def run(inputs: Arrays) -> list[Array]:
-        result = compiled.from_host(**inputs)
-        return list(result) if isinstance(result, list | tuple) else [result]
+    def start(threads: int | None) -> Run:
+        compiled = load(opened, threads=threads)
 
-    return judged(opened, run, cases=cases, seed=seed, self_checks=self_checks)
+        def run(inputs: Arrays) -> list[Array]:
+            result = compiled.from_host(**inputs)
+            return list(result) if isinstance(result, list | tuple) else [result]
+
+        return run
+
+    on_cpu = opened.manifest.target["family"] == "cpu"
+    verdict = judged(opened, start(threads), cases=cases, seed=seed, self_checks=self_checks)
+    if not self_checks or not on_cpu:
+        return verdict
+    return replace(verdict, checks=(*verdict.checks, selfcheck.with_any_threads(opened.manifest, start, seed)))
 
 
 def judged(

@@ -54,7 +54,7 @@ LIGHT = [
 COMPILE_SIDE = [
     *("inside", "core", "operator_inside", "operators", "model", "conversion"),
     *("reference_inside", "reference_scores", "reference_attention", "reference"),
-    *("softmax_parity", "parity", "subject", "pairs", "selfcheck", "verify"),
+    *("softmax_parity", "parity", "subject", "pairs", "repeats", "selfcheck", "verify"),
     *("export_check", "hugging_face", "signatures", "operator_function", "export", "sources", "kernels"),
     *("onnx_graph", "canonical"),
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
@@ -70,7 +70,7 @@ COMPILE_SIDE = [
     ),
     *("op_keys", "choices"),
     *("elementary", "traces", "rest", "rest_cuda", "schedule"),
-    *("cubin", "device_code", "device_memory", "empty_grids", "build", "pipeline"),
+    *("cubin", "device_code", "device_memory", "empty_grids", "races", "build", "pipeline"),
     *("limits", "accuracy", "timing", "peers", "bench_report", "bench", "gpu_bench"),
     *("inner_loops", "mca", "predict"),
     *("exercises", "spaces", "study_storage", "sampler", "studies", "guesses", "search"),
