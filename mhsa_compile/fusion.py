@@ -24,7 +24,7 @@ from mhsa_compile.kernels.base import CACHE_LINE
 from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
 from mhsa_compile.rotary_site import RotarySite
 from mhsa_compile.rotated_site import rotations
-from mhsa_compile.scatter_site import ScatterSite
+from mhsa_compile.scatter_site import ScatterSite, in_place
 from mhsa_compile.spec import DOMAIN
 from mhsa_compile.spec_checks import DTYPES
 
@@ -59,6 +59,7 @@ class Linear:
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
     graph = Graph(model)
+    in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
     standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]
     place = {id(node): i for i, node in enumerate(graph.nodes)}
     sites: list[Site] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]

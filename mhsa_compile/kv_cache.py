@@ -70,6 +70,8 @@ class KVCache:
         """Forgets what lies behind `length`, one for all or one for each sequence: of padded prompts what is padding,
         of guessed tokens those that were wrong. Raises InputError."""
         wanted = np.asarray(length)
+        if isinstance(length, np.ma.MaskedArray):
+            raise InputError("length", "integers without a mask", "a masked array of NumPy's", "Fill it: x.filled(0).")
         if not np.issubdtype(wanted.dtype, np.integer) or wanted.shape not in ((), self._length.shape):
             got = f"{wanted.dtype} of shape {wanted.shape}"
             raise InputError("length", f"an integer, or one for each of the {self.batch} sequences", got)

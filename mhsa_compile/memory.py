@@ -29,6 +29,21 @@ def address(array: Any) -> int:
     return int(array.data_ptr())
 
 
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two contiguous arrays share a byte."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.may_share_memory(one, other)  # exact for contiguous ones, and quicker than their addresses
+    (begin, end), (first, last) = _extent(one), _extent(other)
+    return begin < last and first < end
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """The addresses from which to which it lies in memory."""
+    itemsize = array.element_size() if is_torch(array) else np.dtype(str(array.dtype)).itemsize
+    begin = address(array)
+    return begin, begin + math.prod(array.shape) * itemsize
+
+
 def as_tvm_strides(array: Any) -> Any:
     """An array of nothing with the strides that TVM's code asks for, where a size of 0 counts as 0."""
     strides = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]

@@ -25,6 +25,7 @@ from mhsa_compile.memory import (
     bfloat16_to_numpy,
     exportable,
     is_torch,
+    overlap,
     to_torch,
 )
 from mhsa_compile.outputs import together
@@ -49,7 +50,7 @@ class Argument:
 
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
-        array = value if isinstance(value, np.ndarray) else self._adopt(value)
+        array = value if type(value) is np.ndarray else self._adopt(value)
         if array.dtype not in self._right_dtypes:
             self._check_dtype(array)
         if self.info.broadcast is not None:
@@ -74,6 +75,11 @@ class Argument:
         return array if array.flags.carray else exportable(array)
 
     def _adopt(self, value: Any) -> Any:
+        if isinstance(value, np.ma.MaskedArray):
+            hint = "A call would read what the mask hides: pass x.filled(...), and the mask as an input of its own."
+            raise InputError(self.label, f"{self._described()} without a mask", "a masked array of NumPy's", hint)
+        if isinstance(value, np.ndarray):
+            return value
         if is_torch(value):
             if value.device.type != "cpu":
                 raise InputError(self.label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
@@ -187,6 +193,7 @@ class Signature:
         pairs = {} if in_place is None else in_place
         self.in_place = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
         written = set(self.in_place.values())
+        self._apart = [(i, j) for i in written for j in range(len(inputs)) if j > i or (j < i and j not in written)]
         self._arguments = [make(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
         self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
@@ -205,20 +212,18 @@ class Signature:
                 raise InputError(
                     f"dim {symbol!r}", f"at most {most}, the size of a table of the model", str(sizes[symbol])
                 )
-        if self.in_place:
+        if self._apart:
             self._check_apart(arrays)
         for i in self._composed:
             self._arguments[i].check_expressions(arrays[i], sizes)
         return arrays, sizes
 
     def _check_apart(self, arrays: Sequence[Any]) -> None:
-        """Two inputs that are written must not be one memory. Raises InputError."""
-        seen: dict[int, str] = {}
-        for i in self.in_place.values():
-            first = seen.setdefault(address(arrays[i]), self._names[i])
-            if first != self._names[i]:
-                expected = f"memory of its own: the call writes into it, and into {first!r}"
-                raise InputError(self._arguments[i].label, expected, f"that of {first!r}")
+        """What is written must share no byte with any other input. Raises InputError."""
+        for i, j in self._apart:
+            if overlap(arrays[i], arrays[j]):
+                expected = f"memory of its own: the call writes into {self._names[i]!r}"
+                raise InputError(self._arguments[j].label, expected, f"some of that of {self._names[i]!r}")
 
     def results(self, returned: Any, values: Sequence[Any]) -> Any:
         """What TVM returned as torch tensors if any value was one, else as NumPy arrays; over the same memory.

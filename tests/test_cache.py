@@ -168,7 +168,13 @@ def test_what_a_call_with_a_cache_refuses(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize(
     ("length", "expected"),
-    [([5], "one for each of the 2"), (1.0, "an integer"), (6, r"from 0 to what is valid, \[5, 5\]"), ([-1, 0], "0 to")],
+    [
+        ([5], "one for each of the 2"),
+        (1.0, "an integer"),
+        (6, r"from 0 to what is valid, \[5, 5\]"),
+        ([-1, 0], "0 to"),
+        (np.ma.array([5, 1]), "without a mask"),
+    ],
 )
 def test_lengths_a_cache_cannot_be_cut_to(length: object, expected: str) -> None:
     cache = KVCache(SHAPES["gpt2"].to_dict(), batch=2, capacity=8)

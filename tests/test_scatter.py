@@ -240,8 +240,17 @@ def test_two_caches_are_not_one_memory(dtype: str) -> None:
     write = mhsa.load(mhsa.compile(two_caches(KINDS[dtype])))
     cache, update, at = np.zeros((1, 3, 11, 10), dtype), np.ones((1, 3, 4, 10), dtype), np.array([0])
     for array in (cache, torch.zeros(1, 3, 11, 10, dtype=getattr(torch, dtype))):
-        with pytest.raises(InputError, match=r"input 'past_v': expected memory of its own: .* got that of 'past'"):
+        with pytest.raises(
+            InputError, match=r"input 'past_v': expected memory of its own: .* got some of that of 'past'"
+        ):
             write(past=array, past_v=array, new=update, at=at)
+    memory = np.zeros(2 * cache.size, dtype)
+    overlapping = [memory[first:][: cache.size].reshape(cache.shape) for first in (0, cache.size - 1)]
+    for one, two in (overlapping, overlapping[::-1]):
+        with pytest.raises(InputError, match=r"input 'past_v': expected memory of its own: .* some of that of 'past'"):
+            write(past=one, past_v=two, new=update, at=at)
+    with pytest.raises(InputError, match=r"input 'new': expected memory of its own: .* some of that of 'past_v'"):
+        write(past=cache, past_v=overlapping[0], new=memory[-120 - cache.size :][:120].reshape(update.shape), at=at)
     other = cache.copy()
     results = write(past=cache, past_v=other, new=update, at=at)
     assert results[0] is cache and results[1] is other
@@ -277,6 +286,12 @@ def with_reader(name: str, op_type: str) -> onnx.ModelProto:
     return source
 
 
+def without_scatter(said: dict[str, str]) -> onnx.ModelProto:
+    source = model(said=said)
+    source.graph.node[0].CopyFrom(helper.make_node("Neg", ["past"], ["present"]))
+    return source
+
+
 REFUSED = {
     "mode": (model(mode="round"), 'mode of "linear" or "circular", got \'round\''),
     "batch axis": (model(axis=0), "axis from 1 to 3, or from -3 to -1, as past_cache has 4, got 0"),
@@ -300,6 +315,8 @@ REFUSED = {
     ),
     "no output": (model(said={"past": "y"}), "'past' -> 'y': expected an input that a TensorScatter takes"),
     "not the cache": (model(said={"new": "present"}), "'new' -> 'present': expected an input that a TensorScatter"),
+    "nothing written": (without_scatter({"past": "present"}), "'past' -> 'present': expected an input that a TensorSc"),
+    "no such name": (without_scatter({"cache": "y"}), "'cache' -> 'y': expected an input that a TensorScatter"),
     "read before": (with_reader("past", "Neg"), "an input that the TensorScatter alone reads, got Neg, too"),
 }
 

@@ -174,6 +174,8 @@ BAD_CALLS = {
     "near": ((x,), {"msk": mask}, r"input 'msk'.*Did you mean 'mask'\?"),
     "twice": ((x, mask), {"x": x}, r"input 'x': expected one value, got one by position and one by name"),
     "list": (([1.0], mask), {}, r"input 'x': expected float32 of shape \(B, L, 8\).*, got list"),
+    "masked": ((np.ma.masked_array(x), mask), {}, r"input 'x': expected float32 .* without a mask, got a masked array"),
+    "masked mask": ((x, np.ma.masked_array(mask)), {}, r"input 'mask': expected bool .* without a mask, got a masked"),
     "dtype": ((x.astype("f8"), mask), {}, r"expected float32 .*, got float64 of shape \(3, 5, 8\)\. Convert it"),
     "bytes swapped": ((x.astype(">f4"), mask), {}, r"expected float32 .*, got >f4"),
     "torch dtype": ((torch.ones(3, 5, 8).half(), mask), {}, r"expected float32 .*, got float16"),
