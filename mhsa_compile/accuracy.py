@@ -13,13 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
 import torch
 
-from mhsa_compile.artifact import MODEL
 from mhsa_compile.core import attend, to_numpy, to_torch
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 from mhsa_compile.spec import AttentionSpec
+from mhsa_compile.stored_model import stored_model
 from mhsa_compile.verify import budget, max_error
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def truth(artifact: Artifact, inputs: Arrays, weights: Arrays, seed: int = 0) ->
 
 def _whole(artifact: Artifact, inputs: Arrays) -> Truth:
     """By the oracle and the yardstick of `verify` themselves."""
-    model = onnx.load(artifact.path / MODEL)
+    model = stored_model(artifact)
     expected = oracle(model, inputs)
     yardstick = eager(model, inputs, int8_weights=artifact.manifest.int8_weights)
     budgets = [budget(e, y, str(y.dtype)) for e, y in zip(expected, yardstick, strict=True)]

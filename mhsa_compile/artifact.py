@@ -11,28 +11,30 @@ a note or a .DS_Store in the folder does no harm. The hashes find damage and mix
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
-import secrets
 import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from mhsa_compile import host
-from mhsa_compile.errors import ArtifactError, MhsaError, OutputError
+from mhsa_compile.errors import ArtifactError
+from mhsa_compile.opened import OpenFolder
+from mhsa_compile.staging import Unfinished, replaced, unwritable
 
 FORMAT_VERSION = 3
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
 _UNSEALED = "0" * 64
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
+_BLOCK = 2**20  # bytes copied at once
+_ATTEMPTS = 100
+"""To open an artifact that others replace: one fails if they do so within the microseconds that it takes."""
 
 Dims = tuple[int | str, ...]  # ints are fixed, names are symbols, "P + S" is what symbols make
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -118,22 +120,26 @@ class Artifact:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Artifact:
         """Checks the format version, then every byte against its hash. Raises ArtifactError."""
-        folder = Path(path).absolute()
-        if not folder.is_dir():
-            got = "a file" if folder.exists() else "nothing"
-            raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}")
-        try:
-            manifest = _read_manifest(folder)
-            for name, digest in manifest.files.items():
-                _check_file(folder, name, digest)
-        except OSError as error:
-            raise ArtifactError(f"artifact {str(path)!r}", "files that can be read", str(error)) from error
-        return cls(folder, manifest)
+        with opened(path) as files:
+            files.contents()
+            return cls(files.path, files.manifest)
+
+    def contents(self, *names: str) -> dict[str, bytes]:
+        """The bytes of these files, as they were when the artifact was opened. Raises ArtifactError where they changed
+        since, or another artifact was saved in its place."""
+        with self._opened_again() as files:
+            return files.contents(*names)
+
+    @contextmanager
+    def _opened_again(self) -> Iterator[OpenArtifact]:
+        with opened(self.path) as files:
+            if files.manifest.sha256 != self.manifest.sha256:
+                expected, hint = "the one that was opened", "Open it again."
+                raise ArtifactError(f"artifact {str(self.path)!r}", expected, "another, saved in its place", hint)
+            yield files
 
     @classmethod
-    def assemble(
-        cls, folder: Path, manifest: Manifest, owner: tempfile.TemporaryDirectory[str] | None = None
-    ) -> Artifact:
+    def assemble(cls, folder: Path, manifest: Manifest, owner: Unfinished | None = None) -> Artifact:
         """Makes `folder`, which holds all files but the manifest, an artifact; `owner` removes it with the artifact.
 
         Raises OutputError.
@@ -145,22 +151,96 @@ class Artifact:
             raw = _encode(msgspec.structs.replace(manifest, sha256=hashlib.sha256(_encode(manifest)).hexdigest()))
             (folder / MANIFEST).write_bytes(raw)
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise unwritable(folder, error) from error
         artifact = cls(folder.absolute(), msgspec.json.decode(raw, type=Manifest))
         if owner is not None:
-            weakref.finalize(artifact, owner.cleanup)  # its own finalizer would warn
+            weakref.finalize(artifact, owner.remove)
         return artifact
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> Artifact:
         """Copies the artifact to `path`, whole or not at all; `force` replaces the artifact that is there.
 
-        Raises OutputError, and leaves what was there, where it cannot.
+        Raises OutputError, and ArtifactError where its own files changed since it was opened; what was there stays.
         """
         folder = Path(path).resolve()
-        with replaced(folder, force) as staged:
-            for name in (*self.manifest.files, MANIFEST):
-                shutil.copyfile(self.path / name, staged / name)
+        with replaced(folder, force, MANIFEST) as staged, self._opened_again() as files:
+            files.copy(staged)
         return Artifact(folder, self.manifest)
+
+
+class OpenArtifact:
+    """An artifact whose files are open, all at once: if its folder is replaced, these stay what they are."""
+
+    def __init__(self, path: Path, raw: bytes, manifest: Manifest, files: dict[str, BufferedReader]) -> None:
+        self.path, self._raw, self.manifest, self._files = path, raw, manifest, files
+
+    def contents(self, *names: str) -> dict[str, bytes]:
+        """Checks every file against its hash, once, and returns the bytes of these: the very bytes that were checked,
+        in this process's own memory, since a file, mapped or read again, can be changed by whoever may write it.
+
+        Raises ArtifactError.
+        """
+        held = {}
+        for name, digest in self.manifest.files.items():
+            with _readable(self.path):
+                if name in names:
+                    held[name] = self._files[name].read()
+                    found = hashlib.sha256(held[name]).hexdigest()
+                else:
+                    found = hashlib.file_digest(self._files[name], "sha256").hexdigest()
+            self._check(name, digest, found)
+        return held
+
+    def copy(self, folder: Path) -> None:
+        """Writes all of it to a folder, and checks what was written. Raises ArtifactError and OSError."""
+        for name, digest in self.manifest.files.items():
+            with (folder / name).open("xb") as target:
+                shutil.copyfileobj(self._files[name], target, _BLOCK)
+            self._check(name, digest, _digest(folder / name))
+        (folder / MANIFEST).write_bytes(self._raw)
+
+    def _check(self, name: str, digest: str, found: str) -> None:
+        if found != digest:
+            raise _damaged(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", found)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
+    """Opens the files of an artifact, once more where `save(force=True)` replaced it meanwhile; see `contents`.
+
+    Raises ArtifactError.
+    """
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        got = "a file" if folder.exists() else "nothing"
+        raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}")
+    with ExitStack() as stack:
+        with _readable(folder):
+            files = _open_whole(folder, stack)
+        yield files
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactError(f"artifact {str(folder)!r}", "files that can be read", str(error)) from error
+
+
+def _open_whole(folder: Path, stack: ExitStack) -> OpenArtifact:
+    for left in reversed(range(_ATTEMPTS)):
+        with OpenFolder(folder) as here, ExitStack() as attempt:
+            try:
+                raw, manifest = _read_manifest(folder, here.open(MANIFEST))
+                files = {name: attempt.enter_context(_open_file(folder, name, here)) for name in manifest.files}
+            except ArtifactError:
+                if left and here.was_replaced():
+                    continue
+                raise
+            stack.push(attempt.pop_all())
+            return OpenArtifact(folder, raw, manifest, files)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def check_cpu(manifest: Manifest) -> None:
@@ -186,12 +266,12 @@ def _encode(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
 
 
-def _read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    argument = f"artifact file {str(path)!r}"
-    if not path.is_file():
+def _read_manifest(folder: Path, file: BufferedReader | None) -> tuple[bytes, Manifest]:
+    argument = f"artifact file {str(folder / MANIFEST)!r}"
+    if file is None:
         raise ArtifactError(argument, "a manifest", "no such file", "Is this the folder that `mhsa compile` wrote?")
-    raw = path.read_bytes()
+    with file:
+        raw = file.read()
     try:
         found = msgspec.json.decode(raw, type=_Versioned).format_version
         if found != FORMAT_VERSION:
@@ -204,7 +284,7 @@ def _read_manifest(folder: Path) -> Manifest:
         raise _damaged(argument, f"sha256 {manifest.sha256}", digest)
     if unlisted := {MODULE, WEIGHTS, MODEL} - manifest.files.keys():
         raise _damaged(argument, "a hash of each file", f"none of {', '.join(sorted(unlisted))}")
-    return manifest
+    return raw, manifest
 
 
 class _Versioned(msgspec.Struct):
@@ -218,14 +298,13 @@ def _other_version(argument: str, found: int) -> ArtifactError:
     return ArtifactError(argument, f"format version {FORMAT_VERSION}", f"format version {found}", next_step)
 
 
-def _check_file(folder: Path, name: str, digest: str) -> None:
+def _open_file(folder: Path, name: str, here: OpenFolder) -> BufferedReader:
     argument = f"artifact file {str(folder / name)!r}"
     if name != os.path.basename(name) or name in ("", ".", ".."):
         raise _damaged(argument, "a plain file name", repr(name))
-    if not (folder / name).is_file():
+    if (file := here.open(name)) is None:
         raise _damaged(argument, "a file, as the manifest lists it", "no such file")
-    if (found := _digest(folder / name)) != digest:
-        raise _damaged(argument, f"sha256 {digest}", found)
+    return file
 
 
 def _damaged(argument: str, expected: str, got: str) -> ArtifactError:
@@ -235,67 +314,3 @@ def _damaged(argument: str, expected: str, got: str) -> ArtifactError:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def replaced(folder: Path, force: bool, mark: str = MANIFEST) -> Iterator[Path]:
-    """An empty folder that becomes `folder` when the block ends well; arguments and errors as `check_place`."""
-    check_place(folder, force, mark)
-    staged = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    try:
-        staged.mkdir()
-        yield staged
-        _move(staged, folder)
-    except MhsaError:
-        raise
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-
-
-def check_place(folder: Path, force: bool, mark: str = MANIFEST) -> None:
-    """Whether an artifact may be saved as `folder`, before it is made. Raises OutputError.
-
-    With `force` it may replace another: a folder that has the file `mark`, which an artifact or a bundle has.
-    """
-    if not folder.parent.is_dir():
-        raise OutputError(
-            "output folder", "a place in a folder that exists", str(folder), f"Create {folder.parent} first."
-        )
-    if not folder.exists():
-        return
-    if not force:
-        next_step = "Choose another, or replace it: --force, or force=True."
-        raise OutputError("output folder", "one that does not exist yet", str(folder), next_step)
-    # What is replaced is deleted: nobody's project, only an artifact, whole or damaged, or an empty folder.
-    if not folder.is_dir() or not ((folder / mark).is_file() or not any(folder.iterdir())):
-        what = "an artifact" if mark == MANIFEST else "a bundle"
-        raise OutputError("output folder", f"{what} to replace", f"{str(folder)!r}, which holds something else")
-
-
-def _move(staged: Path, folder: Path) -> None:
-    """Into place in one step; what was there is then at `staged`, or gone."""
-    if not folder.exists():
-        staged.rename(folder)
-    elif not _exchange(staged, folder):
-        aside = staged.with_name(f"{staged.name}.old")
-        folder.rename(aside)
-        try:
-            staged.rename(folder)
-        except OSError:
-            aside.rename(folder)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two folders so that neither name is ever vacant; False where the C library or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
-    return renameat2 is not None and renameat2(*paths, _RENAME_EXCHANGE) == 0
-
-
-def _unwritable(folder: Path, error: OSError) -> OutputError:
-    place, reason = f"output folder {str(folder)!r}", error.strerror or str(error)
-    return OutputError(place, "room for it, and permission", reason, "Nothing was written.")

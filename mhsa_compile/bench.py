@@ -75,6 +75,7 @@ def bench(
 
     Raises InputError, InstallationError and, for our own side, what `load` raises.
     """
+    threads = host.thread_count(threads)
     chosen = peers.find(against)
     installation.check_tvm_pair()
     from mhsa_compile import accuracy, limits  # PyTorch, TVM
@@ -82,7 +83,6 @@ def bench(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     _check_family(opened)
     _check_returns_y_alone(opened)
-    threads = host.allowed_cpus() if threads is None else threads
     inputs = [random_inputs(opened.manifest, dims, seed) for seed in range(INPUT_SETS)]
     problem = Problem(opened, inputs)
     sizes = _sizes(problem, dims)

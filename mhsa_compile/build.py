@@ -6,7 +6,6 @@ Zig's C compiler links for every target from any host, needs no system tool chai
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from mhsa_compile import device_code, device_memory, empty_grids, races, zig
+from mhsa_compile import device_code, device_memory, empty_grids, races, staging, zig
 from mhsa_compile.profile import CudaProfile, TargetProfile
 from mhsa_compile.schedule import Scheduled
 
@@ -29,7 +28,7 @@ def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
     else:
         with pass_context():
             executable = relax.build(scheduled.module, _target(profile), relax_pipeline=_pipeline())
-    executable.export_library(str(library), fcompile=_linker(profile.link.triple), **_packing(profile))
+    _export(executable, library, profile)
 
 
 def device_executable(scheduled: Scheduled, profile: CudaProfile) -> Any:
@@ -68,11 +67,17 @@ def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
     """PrimFuncs by name as a shared library of their own, without a VM. Raises BuildError with the linker's words."""
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     on_gpu = isinstance(profile, CudaProfile)
-    with _for_kernels() if on_gpu else pass_context(), tempfile.TemporaryDirectory(prefix="mhsa-") as folder:
+    with _for_kernels() if on_gpu else pass_context(), staging.temporary() as folder:
         compiled = tvm.compile(module, target=_target(profile))
-        path = Path(folder, "functions.so")
-        compiled.export_library(str(path), fcompile=_linker(profile.link.triple), **_packing(profile))
+        path = folder / "functions.so"
+        _export(compiled, path, profile)
         return path.read_bytes()
+
+
+def _export(executable: Any, library: Path, profile: TargetProfile) -> None:
+    with staging.temporary() as folder:
+        linker = _linker(profile.link.triple)
+        executable.export_library(str(library), fcompile=linker, workspace_dir=str(folder), **_packing(profile))
 
 
 def _packing(profile: TargetProfile) -> dict[str, Any]:

@@ -13,13 +13,11 @@ The hashes find damage and mix-ups; they prove no origin, and a bundle is code t
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import secrets
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -30,9 +28,10 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load, save
 
-from mhsa_compile.errors import BundleError, MhsaError, OutputError
+from mhsa_compile.errors import BundleError, MhsaError
 from mhsa_compile.jobs import Array, Candidate, Job
 from mhsa_compile.records import Isa
+from mhsa_compile.staging import written
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -109,7 +108,10 @@ def create(path: str | os.PathLike[str], order: Order) -> Iterator[Callable[[Tas
     """A function that adds a task; the bundle is in its place when the block ends well. Raises OutputError."""
     tasks: list[_TaskEntry] = []
     files: dict[str, str] = {}
-    with written(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as bundle:
+    with (
+        written(Path(path), repr(str(path))) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as bundle,
+    ):
 
         def put(name: str, data: bytes) -> None:
             files[name] = hashlib.sha256(data).hexdigest()
@@ -274,25 +276,3 @@ def decoded(what: str, raw: bytes, kind: type[Stated]) -> Stated:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BundleError(what, f"what format {FORMAT} states", str(error), COPY_AGAIN) from error
-
-
-@contextmanager
-def written(path: Path) -> Iterator[io.BufferedRandom]:
-    """A file that takes the place of `path` when the block ends well. Raises OutputError, and leaves what was there."""
-    if path.exists() and not path.is_file():
-        raise OutputError(repr(str(path)), "a place for a file", "something that is none")
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with staged.open("w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-    except MhsaError:
-        raise
-    except OSError as error:
-        hint = "Free some space, or choose another place with -o. What was there is as it was."
-        raise OutputError(repr(str(path)), "room for it, and permission", error.strerror or str(error), hint) from error
-    finally:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)

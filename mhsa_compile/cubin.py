@@ -9,13 +9,12 @@ import ctypes
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mhsa_compile import installation
+from mhsa_compile import installation, staging
 from mhsa_compile.errors import BuildError, InstallationError
 
 _SOURCE, _CUBIN = "kernels.cu", "kernels.cubin"
@@ -63,12 +62,12 @@ def architecture(cubin: bytes) -> str:
 
 
 def _by_nvcc(nvcc: str, source: str, arch: str) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="mhsa-") as folder:
-        Path(folder, _SOURCE).write_text(source, encoding="utf-8")
+    with staging.temporary() as folder:
+        (folder / _SOURCE).write_text(source, encoding="utf-8")
         # Names without a folder: whatever of them gets into the file is the same every time.
         words = [nvcc, "--cubin", f"-arch={arch}", "-O3", "-std=c++17", "-o", _CUBIN, _SOURCE]
-        _run(words, f"kernels for {arch}", folder)
-        return Path(folder, _CUBIN).read_bytes()
+        _run(words, f"kernels for {arch}", str(folder))
+        return (folder / _CUBIN).read_bytes()
 
 
 def _run(words: list[str], what: str, folder: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mhsa_compile import installation
 from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.staging import check_file, written
 
 SUFFIXES = (".svg", ".png", ".pdf")
 INK, FAINT, GRID = "#222222", "#777777", "#e4e4e4"
@@ -39,8 +40,7 @@ def check_path(path: Path, option: str = "--plot") -> None:
     """Raises InputError, OutputError or InstallationError for a picture that could not be written at the end."""
     if path.suffix not in SUFFIXES:
         raise InputError(option, f"a file named {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}", repr(str(path)))
-    if not path.parent.is_dir():
-        raise OutputError(option, "a file in a folder that exists", f"{str(path)!r}", f"Create {path.parent} first.")
+    check_file(path, option)
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -62,10 +62,7 @@ def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure.add_subplot()
-        beside = path.with_name(f".{path.name}.part{path.suffix}")
         metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figures give the same file
-        try:
-            figure.savefig(beside, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=0.12)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with written(path, repr(str(path))) as file:
+            form = path.suffix.removeprefix(".")
+            figure.savefig(file, format=form, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=0.12)

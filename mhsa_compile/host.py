@@ -1,4 +1,4 @@
-"""What this machine is, and how much of it this process may use. Standard library only.
+"""What this machine is, and how much of it this process may use. The standard library, and our errors.
 
 `root` is the root of the file system: a test points it at another machine's /proc and /sys. Whatever those lack is
 answered with nothing (an empty set, None, "unknown"), so that callers can fall back on their own defaults.
@@ -12,7 +12,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from mhsa_compile.errors import InputError
+
 ROOT = Path("/")
+_MOST_THREADS_PER_CPU = 16
+"""More threads than CPUs only wait for one another. A few may be asked for on purpose, to see that results do not
+depend on their number; beyond this it is a slip, and starting them would look like a hang."""
 _SPELLINGS = {"arm64": "aarch64", "amd64": "x86_64"}
 # Features of aarch64, bit by bit, as the auxiliary vector has them: AT_HWCAP and AT_HWCAP2, named as in /proc/cpuinfo
 # (arch/arm64/include/uapi/asm/hwcap.h and kernel/cpuinfo.c of Linux).
@@ -83,6 +88,19 @@ def allowed_cpus(root: Path = ROOT) -> int:
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(int(quota) for quota in _cpu_quotas(root))]))
+
+
+def thread_count(given: int | None) -> int:
+    """The threads of a call: `given`, or those that the CPUs of this process can keep busy. Raises InputError."""
+    if given is None:
+        return allowed_cpus()
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise InputError("threads", "an integer from 1 on", repr(given))
+    most = _MOST_THREADS_PER_CPU * (os.cpu_count() or 1)
+    if given > most:
+        expected = f"at most {most}, {_MOST_THREADS_PER_CPU} for each CPU of this machine"
+        raise InputError("threads", expected, str(given), f"Its calls are fastest with {allowed_cpus()}, the default.")
+    return given
 
 
 def threads_per_core(root: Path = ROOT) -> int:

@@ -36,10 +36,11 @@ class Launches(threading.local):
     def __init__(self, library: tvm_runtime.Library, manifest: Manifest, signature: DeviceSignature, gpu: Gpu) -> None:
         _refuse_capture()
         self._runtime = tvm_runtime.start_cuda()
+        self.lock = self._runtime.calls.lock
         self._device = self._runtime.ffi.device(str(gpu))
         self._ops, self._made, self._gpu = manifest.ops, [info.dtype for info in signature.made()], gpu
         self._in_place = [signature.in_place.get(i) for i in range(len(manifest.outputs))]
-        with _current_device_kept(gpu):
+        with self.lock, _current_device_kept(gpu):
             self._vm = library.new_vm(gpu.index)
         self._plans: dict[tuple[int, ...], tuple[int, list[tuple[int, ...]]]] = {}
         self._has_run = False

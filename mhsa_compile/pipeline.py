@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mhsa_compile import __version__, cubin, installation, record_files
+from mhsa_compile import __version__, cubin, installation, record_files, staging
 from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
 from mhsa_compile.errors import InputError, MhsaError, OutputError
 from mhsa_compile.profile import CudaProfile, TargetProfile, load_profile
 from mhsa_compile.records import Record, Shelf
 from mhsa_compile.sources import Source, read_source
+from mhsa_compile.staging import Unfinished
 
 if TYPE_CHECKING:
     import onnx
@@ -69,7 +69,7 @@ def compile(
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
     with _temporary_folder() as owner:
-        folder = Path(owner.name)
+        folder = owner.path
         tell("weights")
         onnx_weights.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
         tell("build")
@@ -131,20 +131,19 @@ def _records(given: str | Path | Iterable[Record] | None, profile: TargetProfile
 
 
 @contextmanager
-def _temporary_folder() -> Iterator[tempfile.TemporaryDirectory[str]]:
+def _temporary_folder() -> Iterator[Unfinished]:
     """A folder that outlives the block, but not its failure. Raises OutputError where the disk is full."""
-    owner = tempfile.TemporaryDirectory(prefix="mhsa-")
+    owner = None
     try:
+        owner = staging.temporary()
         yield owner
-    except OSError as error:
-        owner.cleanup()
-        if isinstance(error, MhsaError):
+    except BaseException as error:
+        if owner is not None:
+            owner.remove()
+        if isinstance(error, MhsaError) or not isinstance(error, OSError):
             raise
         hint = "Free some space, or point TMPDIR elsewhere."
         raise OutputError("temporary folder", "room for the artifact", str(error), hint) from error
-    except BaseException:
-        owner.cleanup()
-        raise
 
 
 def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:

@@ -18,6 +18,7 @@ from mhsa_compile import bundles, installation, serve, sessions
 from mhsa_compile.bundles import Digest, Order, Work
 from mhsa_compile.errors import BundleError, DeviceError
 from mhsa_compile.jobs import LOST, Device, Failure, Outcome, Timing
+from mhsa_compile.staging import written
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,5 +146,5 @@ def _begun(path: Path, work: Work, device: Device) -> Results:
 
 
 def _write(path: Path, results: Results) -> None:
-    with bundles.written(path) as file:
+    with written(path, repr(str(path))) as file:
         file.write(msgspec.json.format(bundles.encoded(results)) + b"\n")

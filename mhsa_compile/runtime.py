@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from mhsa_compile import gpus, host, kv_cache, tvm_runtime
-from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu
+from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu, opened
 from mhsa_compile.device_tensors import DeviceSignature, DeviceWeight
 from mhsa_compile.errors import InputError
 from mhsa_compile.kv_cache import KVCache
@@ -48,39 +48,44 @@ def load(
     Raises ArtifactError (damaged, of a newer format, for another CPU or GPU), InputError, InstallationError and
     DeviceError (no GPU, or too little memory on it).
     """
-    threads = threads if threads is None else _checked(threads)
-    artifact = Artifact.open(path.path if isinstance(path, Artifact) else path)
-    manifest = artifact.manifest
+    if threads is not None:
+        host.thread_count(threads)
+    with opened(path.path if isinstance(path, Artifact) else path) as files:
+        manifest = files.manifest
+        stored = files.contents(MODULE, *([WEIGHTS] if _reads_own(manifest, weights) else []))
     if manifest.target["family"] == gpus.FAMILY:
-        return _on_gpu(artifact, weights, device, threads)
+        return _on_gpu(manifest, stored, weights, device, threads)
     if device not in (None, "cpu"):
         next_step = "Compile it for a GPU: --target cuda-..., see `mhsa targets`."
         raise InputError("device", '"cpu", as it was compiled for one', repr(device), next_step)
     check_cpu(manifest)
-    arrays = _weight_arrays(artifact, weights, Argument)
     runtime = tvm_runtime.start()
-    library = runtime.library(artifact.path / MODULE, manifest.files[MODULE])
-    signature = Signature(
-        manifest.inputs,
-        manifest.outputs,
-        aligned=manifest.has_fallbacks,
-        in_place=manifest.in_place,
-        limits=manifest.limits,
-    )
-    thread = _Threads(runtime, library, host.allowed_cpus() if threads is None else threads)
-    return CompiledAttention(manifest, signature, thread, arrays)
+    with runtime.calls.lock:
+        arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)
+        library = runtime.library(stored[MODULE], manifest.files[MODULE])
+        signature = Signature(
+            manifest.inputs,
+            manifest.outputs,
+            aligned=manifest.has_fallbacks,
+            in_place=manifest.in_place,
+            limits=manifest.limits,
+        )
+        return CompiledAttention(manifest, signature, _Threads(runtime, library, host.thread_count(threads)), arrays)
 
 
-def _on_gpu(artifact: Artifact, weights: Weights | None, device: str | None, threads: int | None) -> CompiledAttention:
+def _on_gpu(
+    manifest: Manifest, stored: dict[str, bytes], weights: Weights | None, device: str | None, threads: int | None
+) -> CompiledAttention:
     """What is wrong with the machine is said before anything is loaded, and nothing is launched before all is well."""
     if threads is not None:
         raise InputError("threads", "None: a GPU computes", repr(threads))
-    manifest = artifact.manifest
     gpu = gpus.chosen(manifest, device)
-    arrays = _weight_arrays(artifact, weights, partial(DeviceWeight, gpu))
-    library = tvm_runtime.start_cuda().library(artifact.path / MODULE, manifest.files[MODULE])
-    signature = DeviceSignature(manifest, gpu)
-    return CompiledAttention(manifest, signature, Launches(library, manifest, signature, gpu), arrays)
+    arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, partial(DeviceWeight, gpu))
+    runtime = tvm_runtime.start_cuda()
+    with runtime.calls.lock:
+        library = runtime.library(stored[MODULE], manifest.files[MODULE])
+        signature = DeviceSignature(manifest, gpu)
+        return CompiledAttention(manifest, signature, Launches(library, manifest, signature, gpu), arrays)
 
 
 class CompiledAttention:
@@ -111,6 +116,10 @@ class CompiledAttention:
                 return self(*inputs, cache=cache, **by_name)
         if cache is not None:
             return self._cached(cache, inputs, by_name)
+        with self._thread.lock:
+            return self._called(inputs, by_name)
+
+    def _called(self, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         signature, thread = self._signature, self._thread
         arrays, sizes = signature.arrays(inputs, by_name)
         if 0 in sizes.values() and (results := signature.empty_results(arrays, sizes)) is not None:
@@ -137,11 +146,12 @@ class CompiledAttention:
         if not isinstance(signature, DeviceSignature) or not isinstance(thread, Launches):
             return self(*inputs, **by_name)
         host = signature.host
-        arrays, sizes = host.arrays(inputs, by_name)
-        if 0 in sizes.values() and (results := host.empty_results(arrays, sizes)) is not None:
-            return results
-        outputs = thread.run_from_host(arrays, sizes, self._packed)
-        return host.results(outputs[0] if len(outputs) == 1 else outputs, arrays)
+        with thread.lock:
+            arrays, sizes = host.arrays(inputs, by_name)
+            if 0 in sizes.values() and (results := host.empty_results(arrays, sizes)) is not None:
+                return results
+            outputs = thread.run_from_host(arrays, sizes, self._packed)
+            return host.results(outputs[0] if len(outputs) == 1 else outputs, arrays)
 
     def _cached(self, given: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         x: Any = inputs[0] if inputs else by_name.get("x")
@@ -189,11 +199,12 @@ class _Threads(threading.local):
     """What each calling thread has for itself: a VM and a set of workers. Python initialises it anew in each thread."""
 
     def __init__(self, runtime: tvm_runtime.Runtime, library: tvm_runtime.Library, count: int) -> None:
-        self.count = count
-        self._vm = library.new_vm()
+        self.count, self.lock = count, runtime.calls.lock
         self._runtime = runtime
         self._sizes: Sizes = {}
-        runtime.use_threads(count)
+        with self.lock:
+            self._vm = library.new_vm()
+            runtime.use_threads(count)
 
     def run(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> Any:
         self._prepare(sizes)
@@ -217,37 +228,37 @@ class _Threads(threading.local):
         return tuple(self._vm.bind_weights(*map(self._runtime.ffi.from_dlpack, weights)))
 
 
-def _checked(threads: int) -> int:
-    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-        raise InputError("threads", "an integer from 1 on", repr(threads))
-    return threads
+def _reads_own(manifest: Manifest, weights: Weights | None) -> bool:
+    """Whether the weights that an artifact stores are needed: all of them, or the tables, which nobody has to bring
+    since they follow from the spec."""
+    names = {info.name for info in manifest.weights}
+    return bool(names if weights is None else names.intersection(TABLES))
 
 
-def _weight_arrays(artifact: Artifact, weights: Weights | None, make: Callable[..., Argument]) -> list[Any]:
-    """In the manifest's order, checked. Raises InputError."""
-    infos = artifact.manifest.weights
-    if weights is None and not infos:
-        return []
-    own = artifact.path / WEIGHTS
-    found = weights if isinstance(weights, Mapping) else _read(own if weights is None else weights)
-    names = {info.name for info in infos}
-    if tables := names.intersection(TABLES) - found.keys():  # they follow from the spec: nobody has to bring them
-        stored = _read(own)
-        found = {**found, **{name: stored[name] for name in tables}}
+def _weight_arrays(
+    manifest: Manifest, stored: bytes | None, weights: Weights | None, make: Callable[..., Argument]
+) -> list[Any]:
+    """In the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises InputError."""
+    own = {} if stored is None else _read(WEIGHTS, lambda numpy: numpy.load(stored))
+    if weights is None:
+        found: Mapping[str, Any] = own
+    else:
+        given = weights if isinstance(weights, Mapping) else _read(weights, lambda numpy: numpy.load_file(weights))
+        found = {**{name: array for name, array in own.items() if name in TABLES}, **given}
+    names = {info.name for info in manifest.weights}
     if missing := sorted(names - found.keys()):
         raise InputError(
             "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"
         )
     if extra := sorted(found.keys() - names):
         raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
-    return [make(info, "weight", {}, artifact.manifest.has_fallbacks).ready(found[info.name], {}) for info in infos]
+    return [make(info, "weight", {}, manifest.has_fallbacks).ready(found[info.name], {}) for info in manifest.weights]
 
 
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    import safetensors
-    from safetensors.numpy import load_file
+def _read(path: str | os.PathLike[str], read: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
+    import safetensors.numpy
 
     try:
-        return load_file(path)
+        return read(safetensors.numpy)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError("weights", "a .safetensors file", f"{str(path)!r} ({error})") from error

@@ -17,12 +17,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from mhsa_compile import connections, gpus, host, measuring, serve
+from mhsa_compile import connections, gpus, host, measuring, serve, staging
 from mhsa_compile.connections import Child, Tracker, Way
 from mhsa_compile.errors import DeviceError, OutputError
 from mhsa_compile.jobs import LOST, TIMEOUT, Candidate, Device, Failure, Job, Outcome, Timing
@@ -67,12 +66,16 @@ class Session(Protocol):
 
 @contextmanager
 def local(threads: int | None = None, *, patience: float = PATIENCE) -> Iterator[Session]:
-    """This machine, in a child process that ends with the block; by default with the CPUs that this process may use."""
-    with tempfile.TemporaryDirectory(prefix="mhsa-device-") as folder:
+    """This machine, in a child process that ends with the block; by default with the CPUs that this process may use.
+
+    Raises InputError and OutputError.
+    """
+    count = host.thread_count(threads)
+    with staging.temporary() as folder:
         if (free := shutil.disk_usage(folder).free) < _ROOM:
             hint = "Free some space, or choose another place with TMPDIR."
             raise OutputError(repr(tempfile.gettempdir()), "room for libraries", f"{free // 2**20} MiB free", hint)
-        child = Child(threads or host.allowed_cpus(), Path(folder))
+        child = Child(count, folder)
         try:
             yield RpcSession(child, patience)
         finally:

@@ -1,7 +1,7 @@
 """TVM's runtime, without its Python package and its compiler: 3 MB instead of 260, and no PyTorch.
 
     runtime = tvm_runtime.start()
-    library = runtime.library(path, digest)   # a compiled module.so
+    library = runtime.library(code, digest)   # a compiled module.so
     vm = library.new_vm()                     # one for each thread: a VM keeps its frames unlocked
     packed = vm.bind_weights(*weights)
     y = vm.main(x, *packed)
@@ -24,14 +24,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from mhsa_compile import host, installation
+from mhsa_compile.calls_at_exit import CallsAtExit
 from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
+from mhsa_compile.opened import mappable
 
 _CPU, _CUDA, _POOLED = 1, 2, 2  # DLPack's device types; the VM's kind of memory allocator
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")
@@ -74,6 +76,7 @@ class Runtime:
     ffi: Any
     process: int
     cpus: int
+    calls: CallsAtExit
     _configure: Callable[[int, int, list[str]], None]
     _pool_threads: Callable[[], int]
     release_memory: Callable[[], None]
@@ -81,6 +84,8 @@ class Runtime:
     _allocate: Callable[[Any, Any, Any, None], Any]
     _copy: Callable[[Any, Any], None]
     _wait: Callable[[Any, int], None]
+    _load: Callable[[str, str], Any]
+    _libraries: dict[str, Library] = field(default_factory=dict)  # by digest
 
     def empty(self, shape: Sequence[int], dtype: str, gpu: int) -> Any:
         """A tensor of TVM's in a GPU's memory. Freeing it waits for the GPU."""
@@ -118,14 +123,21 @@ class Runtime:
         tensor = self.ffi.from_dlpack(array)
         return self._view(tensor, tensor.shape, self.ffi.dtype(dtype), 0)
 
-    def library(self, path: Path, digest: str) -> Library:
-        """Maps module.so, whose sha256 is `digest`.
+    def library(self, code: bytes, digest: str) -> Library:
+        """Maps a module.so, whose sha256 is `digest`: these very bytes, once for all who load them, and for ever.
 
-        The dynamic linker knows libraries by the names they were opened with: where an artifact was replaced, the old
-        code would answer to the old name. So the name spells the digest, in slashes and dots that lead nowhere.
+        The dynamic linker knows libraries by the names they were opened with, and descriptors have the same ones again
+        and again: an old library would answer to the name. So it spells the digest, in slashes and dots that lead
+        nowhere.
         """
-        spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
-        return Library(self.ffi.load_module(f"{path.parent}{spelled}/{path.name}"))
+        with self.calls.lock:
+            found = self._libraries.get(digest)
+            if found is None:
+                spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
+                with mappable(code, "module.so") as handle:
+                    module = self._load(f"/proc/self/fd{spelled}/{handle}", "so")
+                found = self._libraries.setdefault(digest, Library(module))
+        return found
 
     def use_threads(self, threads: int) -> None:
         """From now on the calling thread's parallel loops use `threads`. Its affinity stays as it is.
@@ -140,9 +152,11 @@ class Runtime:
         if (found := self._pool_threads()) != threads:
             raise InputError(
                 "threads",
-                f"room for {threads} in the calling thread's pool",
-                f"a pool of {found}, created before, which TVM cannot enlarge",
-                f"Call from another thread, load with threads={found}, or call what needs most threads first.",
+                f"at most {found} in this thread of Python's: its first load or call made a pool of so many, which TVM "
+                "cannot enlarge",
+                str(threads),
+                f"Load what uses {threads} before anything else, or load and call it in a threading.Thread of its own, "
+                f"or load with threads={found}.",
             )
 
     def ensure_threads(self, threads: int) -> None:
@@ -171,6 +185,7 @@ def start() -> Runtime:
         ffi=tvm_ffi,
         process=os.getpid(),
         cpus=host.allowed_cpus(),
+        calls=CallsAtExit(),
         _configure=function("runtime.config_threadpool"),
         _pool_threads=function("runtime.NumThreads"),
         release_memory=function("vm.builtin.memory_manager.clear"),
@@ -178,6 +193,7 @@ def start() -> Runtime:
         _allocate=function("runtime.TVMTensorAllocWithScope"),
         _copy=function("runtime.TVMTensorCopyFromTo"),
         _wait=function("runtime.Device_StreamSync"),
+        _load=function("ffi.Module.load_from_file.so"),
     )
 
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import onnx
-
 from mhsa_compile import selfcheck
 from mhsa_compile.pairs import SelfCheck
 from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs, whole_masks
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 from mhsa_compile.repeats import Run
+from mhsa_compile.stored_model import stored_model
 
 if TYPE_CHECKING:
     import os
@@ -100,7 +99,7 @@ def judged(
     self_checks: bool = True,
 ) -> Verdict:
     """`verify` of an artifact that runs elsewhere: `run` takes inputs by name, and returns all outputs in order."""
-    model = onnx.load(artifact.path / "model.onnx")
+    model = stored_model(artifact)
     manifest = artifact.manifest
     chosen = [{**case, **whole_masks(manifest, case)} for case in default_cases(model)] if cases is None else cases
     int8 = manifest.int8_weights

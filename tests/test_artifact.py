@@ -6,17 +6,20 @@ import errno
 import gc
 import hashlib
 import json
+import os
 import shutil
-import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import pytest
 
-from mhsa_compile import artifact as room
-from mhsa_compile import host
+from mhsa_compile import host, staging
 from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest, OpReport, TensorInfo, check_cpu
 from mhsa_compile.errors import ArtifactError, OutputError
+from mhsa_compile.opened import OpenFolder
 
 FILES = {"model.onnx": b"a graph", "module.so": b"\x7fELF code", "weights.safetensors": bytes(range(256))}
 TARGET = {
@@ -159,7 +162,7 @@ def test_force_works_where_folders_cannot_be_exchanged(
     saved: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = assemble(tmp_path / "other", mhsa_version="9")
-    monkeypatch.setattr(room, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
     other.save(saved.path, force=True)
     assert Artifact.open(saved.path).manifest.mhsa_version == "9"
     assert len(list(tmp_path.iterdir())) == 2
@@ -198,6 +201,70 @@ def test_force_can_repair_a_damaged_artifact_and_follows_links(saved: Artifact, 
     Artifact.open(tmp_path / "v1")
 
 
+def test_readers_beside_a_writer_find_it_whole(saved: Artifact, tmp_path: Path) -> None:
+    one, other = saved, assemble(tmp_path / "other", mhsa_version="9")
+    place, done = saved.save(tmp_path / "shared").path, threading.Event()
+
+    def write() -> None:
+        try:
+            for i in range(200):
+                (one, other)[i % 2].save(place, force=True)
+        finally:
+            done.set()
+
+    def read() -> int:
+        count = 0
+        while not done.is_set():
+            assert Artifact.open(place).manifest in (one.manifest, other.manifest)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(3) as pool:
+        reading = [pool.submit(read) for _ in range(2)]
+        pool.submit(write).result()
+    assert all(found.result() for found in reading)
+
+
+def test_a_reader_that_comes_between_opens_the_new_one(
+    saved: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is replaced, and its old files are deleted, while it is being opened: as often as that happens."""
+    other = assemble(tmp_path / "other", mhsa_version="9")
+    opened, replacements = OpenFolder.open, iter(range(5))
+
+    def interrupted(self: OpenFolder, name: str) -> object:
+        if name == "model.onnx" and next(replacements, None) is not None:
+            other.save(saved.path, force=True)
+        return opened(self, name)
+
+    monkeypatch.setattr(OpenFolder, "open", interrupted)
+    assert Artifact.open(saved.path).manifest == other.manifest
+    assert next(replacements, None) is None
+
+
+def test_a_pipe_is_no_file_to_wait_for(saved: Artifact) -> None:
+    for name in ("model.onnx", "manifest.json"):
+        (saved.path / name).unlink()
+        os.mkfifo(saved.path / name)
+        with pytest.raises(ArtifactError, match=rf"{name}.*no such file"):
+            Artifact.open(saved.path)
+
+
+def test_contents_are_those_that_were_opened(saved: Artifact, tmp_path: Path) -> None:
+    assert saved.contents(*FILES) == FILES
+    assert saved.contents("model.onnx") == {"model.onnx": FILES["model.onnx"]}
+    assemble(tmp_path / "other", mhsa_version="9").save(saved.path, force=True)
+    with pytest.raises(ArtifactError, match="expected the one that was opened, got another, saved in its place"):
+        saved.contents("model.onnx")
+
+
+def test_what_was_damaged_since_it_was_opened_is_not_saved(saved: Artifact, tmp_path: Path) -> None:
+    (saved.path / "module.so").write_bytes(b"\x7fELF c0de")
+    with pytest.raises(ArtifactError, match=r"module\.so.*expected sha256"):
+        saved.save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
 def test_save_needs_a_folder_to_write_in(saved: Artifact, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="a place in a folder that exists"):
         saved.save(tmp_path / "absent" / "attention.mhsa")
@@ -210,12 +277,12 @@ def test_a_full_disk_leaves_nothing_behind(
     place = saved.save(tmp_path / "old").path if force else tmp_path / "new"
     before = sorted(tmp_path.iterdir())
 
-    def copy_half(source: Path, target: Path) -> None:
-        target.write_bytes(source.read_bytes()[:3])
-        if source.name == "weights.safetensors":
+    def copy_half(source: BinaryIO, target: BinaryIO, _: int) -> None:
+        target.write(source.read() if not target.name.endswith("weights.safetensors") else source.read(3))
+        if target.name.endswith("weights.safetensors"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfile", copy_half)
+    monkeypatch.setattr(shutil, "copyfileobj", copy_half)
     with pytest.raises(OutputError, match="No space left on device"):
         saved.save(place, force=force)
     assert sorted(tmp_path.iterdir()) == before
@@ -234,8 +301,8 @@ def test_a_full_disk_while_assembling_is_an_output_error(tmp_path: Path, monkeyp
 
 
 def test_a_temporary_folder_lives_as_long_as_its_artifact() -> None:
-    owner = tempfile.TemporaryDirectory()
-    folder = Path(owner.name)
+    owner = staging.temporary()
+    folder = owner.path
     held = Artifact.assemble(folder, manifest(), owner=owner)
     del owner
     gc.collect()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,10 +72,15 @@ def problem(tmp_path_factory) -> Callable[[str], Problem]:
         inputs = [random_inputs(model, {}, seed) for seed in range(2)]
         infos = [SimpleNamespace(name=name, dtype=str(array.dtype)) for name, array in inputs[0].items()]
         manifest = SimpleNamespace(spec=module.spec.to_dict(), weights=weights, inputs=infos, int8_weights=False)
-        found = Problem(SimpleNamespace(path=folder, manifest=manifest), inputs)
+        artifact = SimpleNamespace(path=folder, manifest=manifest, contents=partial(contents, folder))
+        found = Problem(artifact, inputs)
         return replace(found, error_share=accuracy.truth(found.artifact, found.inputs[0], found.weights).share)
 
     return make
+
+
+def contents(folder: Path, *names: str) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 def outcome(room, form, problem: Problem) -> str:

@@ -1,5 +1,6 @@
 """Loading and calling: weights, threads, processes, and what the process has loaded afterwards."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from tiny_artifact import MASK, W, X, Y, assert_right, draw, make, read_only
+from tiny_artifact import MASK, W, X, Y, assert_right, draw, make, read_only, reference
 
 import mhsa_compile as mhsa
 from mhsa_compile import host
-from mhsa_compile.artifact import Artifact
+from mhsa_compile.artifact import Artifact, OpenArtifact
+from mhsa_compile.bench import bench
 from mhsa_compile.errors import ArtifactError, InputError
 from mhsa_compile.runtime import CompiledAttention, load
 
@@ -90,6 +92,18 @@ def test_bad_threads(artifact: Artifact, threads: object) -> None:
         load(artifact, threads=threads)
 
 
+def test_more_threads_than_anybody_needs_are_refused(artifact: Artifact) -> None:
+    most = 16 * os.cpu_count()
+    for take in (lambda: load(artifact, threads=20_000), lambda: bench(artifact, dims={}, threads=20_000)):
+        with pytest.raises(InputError, match=f"threads: expected at most {most}, 16 for each CPU .* got 20000"):
+            take()
+
+    def work() -> int:
+        return load(artifact, threads=most).threads
+
+    assert in_a_new_thread(work) == most
+
+
 def test_a_device_that_is_not_there(artifact: Artifact) -> None:
     with pytest.raises(InputError, match="device: expected \"cpu\", as it was compiled for one, got 'cuda'"):
         load(artifact, device="cuda")
@@ -119,6 +133,45 @@ def test_a_replaced_artifact_brings_its_new_code(artifact: Artifact, tmp_path: P
     make(tmp_path / "new", scale=3.0).save(place, force=True)
     assert_right(load(place)(x, mask), x, mask, 3 * W)
     assert_right(old(x, mask), x, mask)
+
+
+def test_what_was_checked_is_what_runs(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are exchanged, or written over, after the check: neither foreign code nor foreign weights."""
+    place = tmp_path / "attention.mhsa"
+    shutil.copytree(artifact.path, place)
+    checked = OpenArtifact.contents
+
+    def exchanged(self: OpenArtifact, *names: str) -> dict[str, bytes]:
+        found = checked(self, *names)
+        for name in self.manifest.files:
+            (place / name).write_bytes(b"foreign")
+        return found
+
+    monkeypatch.setattr(OpenArtifact, "contents", exchanged)
+    x, mask = draw()
+    assert_right(load(place)(x, mask), x, mask)
+    assert (place / "module.so").read_bytes() == b"foreign"
+
+
+def test_code_is_mapped_once_for_all_who_load_it(artifact: Artifact, tmp_path: Path) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(" r-xp ")
+
+    load(artifact)
+    before = mapped()
+    load(artifact.save(tmp_path / "copy"))
+    assert mapped() == before
+
+
+def test_code_can_be_mapped_where_the_kernel_hands_out_no_memory_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> int:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    x, mask = draw()
+    np.testing.assert_allclose(load(make(tmp_path / "other", scale=3.0))(x, mask), 3 * reference(x, mask), atol=1e-5)
 
 
 def test_calls_from_several_threads(artifact: Artifact) -> None:
@@ -160,7 +213,7 @@ def test_a_pool_that_is_too_small_is_an_error_not_a_slow_call(artifact: Artifact
 
     def work() -> None:
         load(artifact, threads=1)
-        with pytest.raises(InputError, match=f"threads: expected room for {many} in the calling thread's pool"):
+        with pytest.raises(InputError, match=f"threads: expected at most {many - 1} in this thread.* got {many}"):
             load(artifact, threads=many)
 
     in_a_new_thread(work)
@@ -230,6 +283,14 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """,
         artifact,
     )
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_process_may_end_while_a_daemon_thread_is_inside_a_call(artifact: Artifact, threads: str) -> None:
+    worker = Path(__file__).with_name("daemon_worker.py")
+    command = [sys.executable, worker, artifact.path, threads]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_torch_is_hidden_from_one_thread_only() -> None:

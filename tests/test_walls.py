@@ -27,8 +27,11 @@ LIGHT = [
         "data",
         "profile",
         "dims",
+        "opened",
+        "staging",
         "artifact",
         "gpus",
+        "calls_at_exit",
         "tvm_runtime",
         "memory",
         "tensors",
@@ -53,7 +56,7 @@ LIGHT = [
 ]
 COMPILE_SIDE = [
     *("inside", "core", "operator_inside", "operators", "model", "conversion"),
-    *("reference_inside", "reference_scores", "reference_attention", "reference"),
+    *("reference_inside", "reference_scores", "reference_attention", "reference", "stored_model"),
     *("softmax_parity", "parity", "subject", "pairs", "repeats", "selfcheck", "verify"),
     *("export_check", "hugging_face", "signatures", "operator_function", "export", "sources", "kernels"),
     *("onnx_graph", "canonical"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.errors import InputError
+from mhsa_compile.staging import written
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import TensorInfo
@@ -51,15 +51,8 @@ def _rounded(given: Mapping[str, Array], inputs: Iterable[TensorInfo]) -> dict[s
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
     """One uncompressed .npz, whole or not at all; bfloat16 becomes float32, exactly. Raises OutputError."""
     arrays = {n: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for n, a in arrays.items()}
-    if not path.absolute().parent.is_dir():
-        raise OutputError("--output", "a file in a folder that exists", str(path), f"Create {path.parent} first.")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub mistakes the names for allow_pickle
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with written(path, "--output") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub mistakes the names for allow_pickle
 
 
 def _split(assignment: str) -> tuple[str, Path]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mhsa_compile import data, drawing, plots
+from mhsa_compile import data, drawing, host, plots
 from mhsa_compile.cli import options, output, predicting, sources
 from mhsa_compile.cli.tuning_cases import Given
 from mhsa_compile.errors import InputError
@@ -77,6 +77,7 @@ def bench(
         option = "--target" if target is not None else "--weights"
         hint = "What runs here is compiled for this machine; an artifact says the rest."
         raise InputError(option, "it with --predict", "it alone", hint)
+    host.thread_count(threads)
     peers = options.peers(against)
     _check_combination(source, workload, dtype, stated)
     if plot is not None:

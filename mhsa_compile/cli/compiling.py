@@ -110,9 +110,10 @@ def compile_source(
         outputs=outputs and split_words(outputs), dtype=dtype,
     )  # fmt: skip
     dims = options.stated_dims(batch, length, kv_length, capacity)
-    from mhsa_compile.artifact import check_place
+    from mhsa_compile.artifact import MANIFEST
+    from mhsa_compile.staging import check_place
 
-    check_place(out.resolve(), force)  # before the work, not after it
+    check_place(out.resolve(), force, MANIFEST)  # before the work, not after it
     started = time.perf_counter()
     artifact = sources.compile_with_progress(
         source, fields, target, dims=dims, dump=dump, seed=seed, weights=weights, records=records

@@ -45,7 +45,7 @@ def serve(
     if place is not None and room.is_loopback(host) and not room.is_loopback(place[0]):
         hint = "Name this machine's address in that network: --host."
         raise DeviceError("--host", "an address that others in the tracker's network reach", repr(host), hint)
-    count = threads or machine.allowed_cpus()
+    count = machine.thread_count(threads)
     listening = room.bind(host, port)
     device = room.this_device(emulated)
     if json:

@@ -32,7 +32,10 @@ def run(
     """Call a compiled artifact once, on arrays from files or on random ones (by default B = 1, L = S = 128)."""
     from mhsa_compile.cli import arrays
     from mhsa_compile.runtime import load
+    from mhsa_compile.staging import check_file
 
+    if out is not None:
+        check_file(out, "--output")  # before the work, not after it
     given = arrays.read(inputs or ())
     attention = load(artifact, threads=threads)
     arguments = arrays.complete(given, attention.inputs, options.stated_dims(batch, length, kv_length, capacity), seed)

@@ -175,6 +175,6 @@ def _replay(graph: Any, output: Any) -> Any:
 
 
 def _weights(artifact: Artifact) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
-    return load_file(artifact.path / WEIGHTS) if artifact.manifest.weights else {}
+    return load(artifact.contents(WEIGHTS)[WEIGHTS]) if artifact.manifest.weights else {}

@@ -76,9 +76,9 @@ class Problem:
     @cached_property
     def weights(self) -> dict[str, Array]:
         """By PyTorch's names, in PyTorch's layouts; none for the core alone."""
-        from safetensors.numpy import load_file
+        from safetensors.numpy import load
 
-        return load_file(self.artifact.path / WEIGHTS) if self.artifact.manifest.weights else {}
+        return load(self.artifact.contents(WEIGHTS)[WEIGHTS]) if self.artifact.manifest.weights else {}
 
     @property
     def is_core(self) -> bool:

@@ -1,0 +1,45 @@
+"""Calls that still run in a daemon thread when the interpreter ends: it waits for them.
+
+A thread that comes back from compiled code asks for the interpreter's lock. Where the interpreter has begun to end,
+Python (before 3.14) ends the thread there, by unwinding its stack; in it stands a destructor of TVM's binding that must
+not be unwound, and the process aborts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from typing import Any
+
+Lock = Any  # threading.RLock is a function to type checkers
+
+
+class CallsAtExit:
+    """A lock for each thread, held while it is inside compiled code. As the interpreter ends it takes all of them, each
+    once its call is over, and keeps them: no thread goes back in."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._registry = threading.RLock()
+        self._locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+        self._own = threading.local()
+        atexit.register(self._finish)
+
+    @property
+    def lock(self) -> Lock:
+        """The calling thread's, to be held around whatever calls TVM."""
+        found = getattr(self._own, "lock", None)
+        if found is None:
+            with self._registry:
+                found = self._own.lock = threading.RLock()
+                self._locks.add(found)
+        return found
+
+    def _finish(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork: the threads that hold these locks do not exist in it
+        self._registry.acquire()
+        for lock in list(self._locks):
+            lock.acquire()

@@ -1,0 +1,67 @@
+"""Files that are opened once: what is checked is what is read, whoever changes names meanwhile."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+
+class OpenFolder:
+    """A folder at one moment: it stays the same one wherever its name goes. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> OpenFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+
+    def open(self, name: str) -> BufferedReader | None:
+        """A file in it, to be read; None where there is none of this name, or something that is no file (a FIFO, on
+        which others would wait)."""
+        try:
+            handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._handle)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            return None
+        return os.fdopen(handle, "rb")
+
+    def was_replaced(self) -> bool:
+        """Whether another folder stands in its place now, or none."""
+        try:
+            return not os.path.samestat(os.fstat(self._handle), os.stat(self._path))
+        except FileNotFoundError:
+            return True
+
+
+@contextmanager
+def mappable(data: bytes, name: str) -> Iterator[int]:
+    """A descriptor of a file with this content that has no path, to be mapped as code; nobody can change it any more.
+
+    Memory, where the kernel hands that out; else a file that is deleted already, in the temporary folder.
+    """
+    try:
+        handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError:  # forbidden by a sandbox, or vm.memfd_noexec = 2
+        with tempfile.TemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            yield file.fileno()
+        return
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+        file.flush()
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
+        yield handle

@@ -1,0 +1,181 @@
+"""Folders and files that are written whole or not at all, and what processes that died while they wrote have left.
+
+A folder is made beside its place and renamed into it. While it is made its process holds a lock on it (flock), which
+ends with the process however that ends: so whoever comes next sees which folders nobody is making any more, and removes
+them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from mhsa_compile.errors import MhsaError, OutputError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
+_SUFFIX = ".unfinished"
+_ASIDE = ".old"
+_TEMPORARY = "mhsa-compile"  # in the system's folder for such
+
+
+class Unfinished:
+    """A folder that this process makes: removed by `remove`, or by the next process that makes one of the same name."""
+
+    def __init__(self, parent: Path, name: str, mode: int = 0o777) -> None:
+        """Makes `.NAME.xxxxxxxx.unfinished`, after it has removed those of dead processes. Raises OSError."""
+        sweep(parent, name)
+        while True:
+            self.path = parent / f".{name}.{secrets.token_hex(4)}{_SUFFIX}"
+            self.path.mkdir(mode)
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with suppress(OSError):  # a file system without locks: then it is nobody's to sweep, either
+                fcntl.flock(self._handle, fcntl.LOCK_SH)
+            if _is_at(self._handle, self.path):
+                return
+            os.close(self._handle)  # swept, between the two lines above, by a process that makes one of the same name
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """With all that is in it; nothing where it has been renamed into its place, or was removed before."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def temporary() -> Unfinished:
+    """A folder in the system's place for such, for this user's eyes only. Raises OSError."""
+    return Unfinished(Path(tempfile.gettempdir()), _TEMPORARY, 0o700)
+
+
+def sweep(parent: Path, name: str) -> None:
+    """Removes the folders that processes of this user, dead since, left while they made `name` in `parent`."""
+    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}({re.escape(_ASIDE)})?")
+    with suppress(OSError):
+        for entry in os.scandir(parent):
+            if ours.fullmatch(entry.name) and (not entry.name.endswith(_ASIDE) or (parent / name).exists()):
+                _remove_if_left(parent / entry.name)
+
+
+def _remove_if_left(path: Path) -> None:
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(handle).st_uid == os.geteuid():
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its maker lives
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def replaced(folder: Path, force: bool, mark: str) -> Iterator[Path]:
+    """An empty folder that becomes `folder` when the block ends well; arguments and errors as `check_place`."""
+    check_place(folder, force, mark)
+    try:
+        with Unfinished(folder.parent, folder.name) as staged:
+            yield staged
+            _move(staged, folder)
+    except MhsaError:
+        raise
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def check_place(folder: Path, force: bool, mark: str) -> None:
+    """Whether something may be saved as `folder`, before it is made. Raises OutputError.
+
+    With `force` it may replace another: a folder that has the file `mark`, which an artifact or a bundle has.
+    """
+    if not folder.parent.is_dir():
+        raise OutputError(
+            "output folder", "a place in a folder that exists", str(folder), f"Create {folder.parent} first."
+        )
+    if not folder.exists():
+        return
+    if not force:
+        next_step = "Choose another, or replace it: --force, or force=True."
+        raise OutputError("output folder", "one that does not exist yet", str(folder), next_step)
+    # What is replaced is deleted: nobody's project, only an artifact, whole or damaged, or an empty folder.
+    if not folder.is_dir() or not ((folder / mark).is_file() or not any(folder.iterdir())):
+        what = "a bundle" if "/" in mark else "an artifact"
+        raise OutputError("output folder", f"{what} to replace", f"{str(folder)!r}, which holds something else")
+
+
+def _move(staged: Path, folder: Path) -> None:
+    """Into place in one step; what was there is then at `staged`, or gone."""
+    if not folder.exists():
+        staged.rename(folder)
+    elif not _exchange(staged, folder):
+        aside = staged.with_name(f"{staged.name}{_ASIDE}")
+        folder.rename(aside)
+        try:
+            staged.rename(folder)
+        except OSError:
+            aside.rename(folder)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two folders so that neither name is ever vacant; False where the C library or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    return renameat2 is not None and renameat2(*paths, _RENAME_EXCHANGE) == 0
+
+
+def unwritable(folder: Path, error: OSError) -> OutputError:
+    place, reason = f"output folder {str(folder)!r}", error.strerror or str(error)
+    return OutputError(place, "room for it, and permission", reason, "Nothing was written.")
+
+
+def check_file(path: Path, argument: str) -> None:
+    """Whether a file may be written as `path`, in place of the one that may be there. Raises OutputError."""
+    if not path.absolute().parent.is_dir():
+        raise OutputError(argument, "a file in a folder that exists", str(path), f"Create {path.parent} first.")
+    if path.exists() and not path.is_file():
+        got = f"the folder {str(path)!r}" if path.is_dir() else f"{str(path)!r}, which is none"
+        raise OutputError(argument, "a place for a file", got, "Name a file, which may exist already.")
+
+
+@contextmanager
+def written(path: Path, argument: str) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well. Raises OutputError, and leaves what was there."""
+    check_file(path, argument)
+    path = Path(os.path.realpath(path))  # a link stays one
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with staged.open("w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+    except MhsaError:
+        raise
+    except OSError as error:
+        hint = "Free some space, or choose another place with -o. What was there is as it was."
+        raise OutputError(argument, "room for it, and permission", error.strerror or str(error), hint) from error
+    finally:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
