@@ -36,12 +36,15 @@ class Unfinished:
         while True:
             self.path = parent / f".{name}.{secrets.token_hex(4)}{_SUFFIX}"
             self.path.mkdir(mode)
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # swept, before it was locked, by a process that makes one of the same name
+                continue
             with suppress(OSError):  # a file system without locks: then it is nobody's to sweep, either
                 fcntl.flock(self._handle, fcntl.LOCK_SH)
             if _is_at(self._handle, self.path):
                 return
-            os.close(self._handle)  # swept, between the two lines above, by a process that makes one of the same name
+            os.close(self._handle)
 
     def __enter__(self) -> Path:
         return self.path

@@ -327,10 +327,51 @@ def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path
         (["--input", "x=absent.npy"], "absent.npy"),
         (["--input", f"x={__file__}"], "an .npy file"),
         (["--length", 7, "-o", "/absent/folder/y.npz"], "/absent/folder"),
+        (["-o", ""], "a place for a file, got the folder '.'"),
+        (["-o", "/dev"], "a place for a file, got the folder '/dev'"),
+        (["-o", "/dev/null"], "a place for a file, got '/dev/null', which is none"),
+        (["--threads", 20_000], "threads: expected at most"),
     ],
 )
 def test_bad_runs_are_refused(compiled: Path, arguments: list[object], reason: str) -> None:
     assert reason in refused(mhsa("run", compiled, *arguments))
+
+
+def test_a_bench_of_too_many_threads_is_refused_before_the_work() -> None:
+    assert "threads: expected at most" in refused(mhsa("bench", "--threads", 20_000))
+
+
+def test_a_run_writes_through_a_link(compiled: Path, tmp_path: Path) -> None:
+    (tmp_path / "y.npz").symlink_to("kept.npz")
+    assert mhsa("run", compiled, "-o", tmp_path / "y.npz").exit_code == 0
+    assert (tmp_path / "y.npz").is_symlink() and np.load(tmp_path / "kept.npz")["y"].size
+
+
+STOPPED = """
+import os, signal
+from pathlib import Path
+from mhsa_compile import cli, staging
+
+@cli.app.command("stop")
+def stop(place: Path, wrapped: bool = False) -> None:
+    with staging.replaced(place, False, "mark") as folder:
+        (folder / "half").touch()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit as error:
+            raise RuntimeError(error) if wrapped else error
+
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("how", [[], ["--wrapped"]])
+def test_a_signal_that_ends_a_command_leaves_nothing_behind(tmp_path: Path, how: list[str]) -> None:
+    """At any time: also inside a function that TVM calls, which makes a RuntimeError of whatever is raised."""
+    command = [sys.executable, "-c", STOPPED, "stop", tmp_path / "new", *how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_input_is_refused(compiled: Path, tmp_path: Path) -> None:

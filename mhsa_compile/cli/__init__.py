@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +23,7 @@ from mhsa_compile.cli import (
 )
 from mhsa_compile.errors import MhsaError, OutputError
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compiling.compile_source,
@@ -88,5 +90,22 @@ app.add_typer(_records, name="records")
 
 
 def main() -> None:
-    """The console script."""
-    app(prog_name="mhsa")
+    """The console script. Where a signal ends it, what is unfinished is removed first, and the exit code is the shell's
+    for that signal."""
+    received: list[int] = []
+
+    def end(number: int, _: object) -> NoReturn:
+        for other in _ENDING:
+            signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the removing
+        received.append(number)
+        raise SystemExit(128 + number)
+
+    for number in _ENDING:
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup, for instance, has one ignored
+            signal.signal(number, end)
+    try:
+        app(prog_name="mhsa")
+    except Exception:
+        if received:  # within a function that TVM calls, it became a RuntimeError
+            raise SystemExit(128 + received[0]) from None
+        raise
