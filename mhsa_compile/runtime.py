@@ -18,6 +18,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
 from mhsa_compile import gpus, host, kv_cache, tvm_runtime
 from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu, opened
 from mhsa_compile.device_tensors import DeviceSignature, DeviceWeight
@@ -26,6 +29,7 @@ from mhsa_compile.kv_cache import KVCache
 from mhsa_compile.launches import Launches
 from mhsa_compile.outputs import together
 from mhsa_compile.positions import TABLES
+from mhsa_compile.stored_weights import parsed
 from mhsa_compile.tensors import Argument, Signature, Sizes
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]
@@ -239,12 +243,10 @@ def _weight_arrays(
     manifest: Manifest, stored: bytes | None, weights: Weights | None, make: Callable[..., Argument]
 ) -> list[Any]:
     """In the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises InputError."""
-    own = {} if stored is None else _read(WEIGHTS, lambda numpy: numpy.load(stored))
-    if weights is None:
-        found: Mapping[str, Any] = own
-    else:
-        given = weights if isinstance(weights, Mapping) else _read(weights, lambda numpy: numpy.load_file(weights))
-        found = {**{name: array for name, array in own.items() if name in TABLES}, **given}
+    found = {} if stored is None else _read(WEIGHTS, lambda: parsed(stored))
+    if weights is not None:
+        tables = {name: array for name, array in found.items() if name in TABLES}
+        found = {**tables, **(weights if isinstance(weights, Mapping) else _read(weights, lambda: load_file(weights)))}
     names = {info.name for info in manifest.weights}
     if missing := sorted(names - found.keys()):
         raise InputError(
@@ -255,10 +257,8 @@ def _weight_arrays(
     return [make(info, "weight", {}, manifest.has_fallbacks).ready(found[info.name], {}) for info in manifest.weights]
 
 
-def _read(path: str | os.PathLike[str], read: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
-    import safetensors.numpy
-
+def _read(path: str | os.PathLike[str], read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     try:
-        return read(safetensors.numpy)
-    except (OSError, safetensors.SafetensorError) as error:
+        return read()
+    except (OSError, SafetensorError) as error:
         raise InputError("weights", "a .safetensors file", f"{str(path)!r} ({error})") from error

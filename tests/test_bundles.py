@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mhsa_compile import bundles, results, serve, sessions
+from mhsa_compile import bundles, results, serve, sessions, staging
 from mhsa_compile.bundles import Order, Task, Work
 from mhsa_compile.errors import BundleError, DeviceError, OutputError
 from mhsa_compile.jobs import CRASH, WRONG, Candidate, Failure, Job, Timing
@@ -228,7 +228,7 @@ def test_a_full_disk_is_named_and_nothing_is_half_written(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written goes to a file beside its place first: here that is a device that is always full."""
-    monkeypatch.setattr(bundles.secrets, "token_hex", lambda _: "full")
+    monkeypatch.setattr(staging.secrets, "token_hex", lambda _: "full")
 
     def refused(name: str, action: Callable[[Path], object]) -> None:
         (tmp_path / f".{name}.full").symlink_to("/dev/full")

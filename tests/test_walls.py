@@ -33,6 +33,7 @@ LIGHT = [
         "gpus",
         "calls_at_exit",
         "tvm_runtime",
+        "stored_weights",
         "memory",
         "tensors",
         "device_tensors",

@@ -19,6 +19,7 @@ from mhsa_compile.artifact import WEIGHTS, Artifact
 from mhsa_compile.errors import ModelError
 from mhsa_compile.masks import window
 from mhsa_compile.spec import AttentionSpec
+from mhsa_compile.stored_weights import parsed
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
@@ -76,9 +77,7 @@ class Problem:
     @cached_property
     def weights(self) -> dict[str, Array]:
         """By PyTorch's names, in PyTorch's layouts; none for the core alone."""
-        from safetensors.numpy import load
-
-        return load(self.artifact.contents(WEIGHTS)[WEIGHTS]) if self.artifact.manifest.weights else {}
+        return parsed(self.artifact.contents(WEIGHTS)[WEIGHTS]) if self.artifact.manifest.weights else {}
 
     @property
     def is_core(self) -> bool:
