@@ -30,7 +30,7 @@ def makefile(words: Sequence[str], triple: str) -> str:
 # make        a C++17 compiler of the device, or CXX=... for it
 # make zig    from any machine: pip install ziglang
 
-{PROGRAM}: {MAIN} attention.h tensors.h features.h
+{PROGRAM}: {MAIN} $(wildcard *.h)
 \t$(CXX) {line}
 
 zig:
@@ -79,7 +79,10 @@ and gives
 A dim in letters is any size, the same wherever it occurs: `--dim L=197`. Inputs, outputs and weights are safetensors
 (in Python: `safetensors.numpy.save_file`), by these names.
 
-In a program of your own: `attention.h` with its two headers is all there is to copy. Its first lines show a call.
+The program checks every byte against the manifest's hashes before it maps any code, maps what it checked, and holds a
+call against the manifest. What it refuses it refuses in one message, with exit code 2, and writes nothing.
+
+In a program of your own: `attention.h` with the headers beside it is all there is to copy. Its first lines show a call.
 """
 
 

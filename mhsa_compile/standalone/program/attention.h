@@ -11,79 +11,57 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/module.h>
 
-#include <set>
+#include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "features.h"
+#include "manifest.h"
+#include "signature.h"
 #include "tensors.h"
 
 namespace mhsa {
 
-// An input, an output or a weight. A dim is a size or, in letters, a symbol: the same symbol is the same size in a call.
-struct TensorInfo {
-  std::string name, dtype;
-  std::vector<std::string> dims;
-  explicit TensorInfo(const Json& entry)
-      : name(at(entry, "name").cast<ffi::String>()), dtype(at(entry, "dtype").cast<ffi::String>()) {
-    for (const ffi::Any& dim : at(entry, "dims").cast<ffi::Array<ffi::Any>>()) {
-      if (auto fixed = dim.as<int64_t>()) dims.push_back(std::to_string(*fixed));
-      else dims.push_back(dim.cast<ffi::String>());
-    }
-  }
-};
-
-inline bool is_number(const std::string& dim) { return dim.find_first_not_of("0123456789") == std::string::npos; }
-inline bool is_symbol(const std::string& dim) { return dim.find(' ') == std::string::npos && !is_number(dim); }
-
 class Attention {
  public:
-  explicit Attention(const std::string& folder, int threads = 0, const Tensors* weights = nullptr) {
-    const Json manifest = parse_json(read_text(folder + "/manifest.json"));
-    if (at(manifest, "format_version").cast<int64_t>() != kFormat)
-      throw Error(folder + ": expected format version " + std::to_string(kFormat) + ", got another one");
-    check_cpu(at(manifest, "target").cast<Json>());
-    inputs = infos(manifest, "inputs");
-    outputs = infos(manifest, "outputs");
-    weights_ = infos(manifest, "weights");
-    for (const auto& [symbol, most] : at(manifest, "limits").cast<Json>())
-      limits_[symbol.cast<ffi::String>()] = most.cast<int64_t>();
-    for (const auto& [output, input] : at(manifest, "in_place").cast<Json>())
-      in_place_[output.cast<ffi::String>()] = input.cast<ffi::String>();
-    use_threads(threads);
-    const ffi::Any library = call(global("ffi.ModuleLoadFromFile"), ffi::String(folder + "/module.so"));
-    machine_ = call(function(library, "vm_load_executable"));
-    call(function(machine_, "vm_initialization"), static_cast<int>(kDLCPU), 0, kPooled);
-    main_ = function(machine_, "main");
-    bind(weights ? *weights : weights_.empty() ? Tensors() : read_safetensors(folder + "/weights.safetensors"));
+  // Every byte is checked before any code is mapped, and what was checked is what is mapped. Throws Error.
+  explicit Attention(const std::string& folder, int threads = 0, const Tensors* weights = nullptr)
+      : manifest_(label(folder, "manifest.json"), read_file("artifact file", folder + "/manifest.json")),
+        signature_(manifest_) {
+    inputs = manifest_.inputs, outputs = manifest_.outputs;
+    const std::string module = checked_file(folder, "module.so");
+    const Tensors bound = weights_for(folder, weights);
+    refusing({}, [&] {
+      use_threads(threads);
+      const ffi::Any library = mapped(label(folder, "module.so"), module);
+      machine_ = call(function(library, "vm_load_executable"));
+      call(function(machine_, "vm_initialization"), static_cast<int>(kDLCPU), 0, kPooled);
+      main_ = function(machine_, "main");
+      bind(bound);
+    });
   }
 
-  // Inputs by name, outputs by name; inputs are read in place. Throws Error and tvm::ffi::Error.
+  // Inputs by name, outputs by name; inputs are read in place where they begin with a cache line. Throws Error.
   Tensors operator()(const Tensors& given) {
-    std::map<std::string, int64_t> sizes;
-    std::vector<ffi::Any> arguments;
-    for (const TensorInfo& info : inputs) {
-      const auto found = given.find(info.name);
-      if (found == given.end()) throw Error("input " + info.name + ": expected a tensor, got none");
-      check("input ", info, found->second, sizes);
-      arguments.push_back(found->second);
-    }
-    for (const auto& [symbol, most] : limits_)
-      if (sizes.count(symbol) && sizes[symbol] > most)
-        throw Error("dim " + symbol + ": expected at most " + std::to_string(most) + ", got " +
-                    std::to_string(sizes[symbol]));
-    if (sizes != sizes_) call(global("vm.builtin.memory_manager.clear"));  // the pool keeps buffers by their exact size
-    sizes_ = sizes;
+    Sizes sizes;
+    const std::vector<ffi::Tensor> ready = signature_.tensors(given, sizes);
+    if (Tensors nothing; is_empty(sizes, nothing)) return nothing;
+    std::vector<ffi::Any> arguments(ready.begin(), ready.end());
     arguments.insert(arguments.end(), packed_.begin(), packed_.end());
-    const ffi::Any result = call_all(main_, arguments);
+    ffi::Any result;
+    refusing(sizes, [&] {
+      if (sizes != sizes_) call(global("vm.builtin.memory_manager.clear"));  // the pool keeps buffers by their exact size
+      sizes_ = sizes;
+      result = call_all(main_, arguments);
+    });
     Tensors named;
     for (size_t i = 0; i < outputs.size(); ++i) {
-      const auto written = in_place_.find(outputs[i].name);
-      if (written != in_place_.end()) named.emplace(outputs[i].name, given.at(written->second));
-      else if (outputs.size() == 1) named.emplace(outputs[i].name, result.cast<ffi::Tensor>());
-      else named.emplace(outputs[i].name, result.cast<ffi::Array<ffi::Tensor>>()[i]);
+      const auto written = manifest_.in_place.find(outputs[i].name);
+      if (written != manifest_.in_place.end()) named.emplace(outputs[i].name, given.at(written->second));
+      else named.emplace(outputs[i].name, output(outputs[i], i, result, sizes));
     }
     return named;
   }
@@ -92,41 +70,72 @@ class Attention {
   int threads = 1;
 
  private:
-  static constexpr int64_t kFormat = 3;
-  static constexpr int kPooled = 2;           // the VM's kind of memory allocator
-  static constexpr int kShareAllCpus = -3;    // each worker may run on every CPU listed
+  static constexpr int kPooled = 2;         // the VM's kind of memory allocator
+  static constexpr int kShareAllCpus = -3;  // each worker may run on every CPU listed
+  static constexpr int kMostThreads = 1024;
+  static constexpr const char* kCompileAgain = "Correct the inputs, or compile the artifact again.";
 
-  static std::vector<TensorInfo> infos(const Json& manifest, const char* key) {
-    std::vector<TensorInfo> found;
-    for (const ffi::Any& entry : at(manifest, key).cast<ffi::Array<ffi::Any>>()) found.emplace_back(entry.cast<Json>());
+  static std::string label(const std::string& folder, const char* name) {
+    return "artifact file " + in_quotes(folder + "/" + name);
+  }
+
+  // The bytes of a file that the manifest lists.
+  std::string checked_file(const std::string& folder, const char* name) const {
+    const std::string argument = label(folder, name), hint = "The artifact is damaged: copy it again, or compile it again.";
+    const auto listed = manifest_.files.find(name);
+    if (listed == manifest_.files.end()) throw Error(argument, "a hash of it in the manifest", "none", hint);
+    std::string bytes = read_file("artifact file", folder + "/" + name);
+    if (const std::string found = Sha256::of(bytes); found != listed->second)
+      throw Error(argument, "sha256 " + listed->second, found, hint);
+    return bytes;
+  }
+
+  // Its own weights, or those that were given. Tables follow from the spec: nobody has to bring them.
+  Tensors weights_for(const std::string& folder, const Tensors* given) const {
+    const char* const name = "weights.safetensors";
+    const auto own = [&] { return Safetensors(label(folder, name), checked_file(folder, name)).read(); };
+    if (manifest_.weights.empty() && !given) return {};
+    if (!given) return own();
+    Tensors found = *given;
+    for (const char* table : {"rope_cos", "rope_sin", "alibi_slopes"})
+      if (wants(table) && !found.count(table)) found.emplace(table, at(own(), table));
+    for (const auto& [extra, tensor] : found)
+      if (!wants(extra)) throw Error("weights", "only those of the artifact", in_quotes(extra), "Leave it out.");
     return found;
+  }
+
+  bool wants(const std::string& weight) const {
+    return std::any_of(manifest_.weights.begin(), manifest_.weights.end(),
+                       [&](const TensorInfo& info) { return info.name == weight; });
+  }
+
+  static ffi::Tensor at(const Tensors& tensors, const std::string& name) {
+    const auto found = tensors.find(name);
+    if (found == tensors.end()) throw Error("weights", "one for " + in_quotes(name), "none", "Bring it, by that name.");
+    return found->second;
+  }
+
+  // Mapped from a sealed copy. The dynamic linker knows libraries by the names they were opened with, and numbers of
+  // descriptors come again: so the name spells the hash, in slashes and dots that lead nowhere.
+  static ffi::Any mapped(const std::string& argument, const std::string& bytes) {
+    const Descriptor file = sealed(argument, bytes);
+    std::string path = "/proc/self/fd";
+    for (char digit : Sha256::of(bytes).substr(0, 16))
+      for (int bit = 8, value = digit > '9' ? digit - 'a' + 10 : digit - '0'; bit; bit >>= 1) path += value & bit ? "/." : "/";
+    return call(global("ffi.Module.load_from_file.so"), ffi::String(path + "/" + std::to_string(*file)), ffi::String("so"));
   }
 
   static ffi::Function function(const ffi::Any& module, const char* name) {
     const ffi::Any found = call(global("ffi.ModuleGetFunction"), module, ffi::String(name), false);
-    if (found == nullptr) throw Error(std::string("module.so: expected a function ") + name + ", got none");
+    if (found == nullptr) throw Error("artifact file 'module.so'", std::string("a function ") + name, "none", kCompileAgain);
     return found.cast<ffi::Function>();
-  }
-
-  // Refuses code for another CPU before it runs, in place of an illegal instruction in the middle.
-  static void check_cpu(const Json& target) {
-    const std::string triple = at(at(target, "tvm").cast<Json>(), "mtriple").cast<ffi::String>();
-    const std::string architecture = triple.substr(0, triple.find('-'));
-    if (architecture != kArchitecture)
-      throw Error("artifact: expected a CPU of " + architecture + ", as it was compiled for one, got " + kArchitecture);
-    const std::set<std::string> present = cpu_features();
-    std::string needed, missing;
-    for (const ffi::Any& word : at(at(target, "hardware").cast<Json>(), "features").cast<ffi::Array<ffi::Any>>()) {
-      const std::string feature = word.cast<ffi::String>();
-      needed += " " + feature;
-      if (!present.count(feature)) missing += " " + feature;
-    }
-    if (!missing.empty())
-      throw Error("artifact: expected a CPU with" + needed + ", got one without" + missing);
   }
 
   // The pool of the calling thread gets its size when it is first touched; idle workers sleep after about 0.4 ms.
   void use_threads(int wanted) {
+    if (wanted < 0 || wanted > kMostThreads)
+      throw Error("threads", "a number from 1 to " + std::to_string(kMostThreads) + ", or 0 for all CPUs",
+                  std::to_string(wanted), "Choose as many as there are CPUs.");
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "1000", 0);
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
@@ -141,39 +150,63 @@ class Attention {
   }
 
   void bind(const Tensors& given) {
-    std::map<std::string, int64_t> none;
+    Sizes none;
     std::vector<ffi::Any> arguments;
-    for (const TensorInfo& info : weights_) {
-      const auto found = given.find(info.name);
-      if (found == given.end()) throw Error("weights: expected " + info.name + ", got none of that name");
-      check("weight ", info, found->second, none);
-      arguments.push_back(found->second);
+    for (const TensorInfo& info : manifest_.weights) {
+      const ffi::Tensor tensor = at(given, info.name);
+      arguments.push_back(Argument(info, "weight", {}, false).ready(&tensor, none));
     }
     if (arguments.empty()) return;
     for (const ffi::Any& one : call_all(function(machine_, "bind_weights"), arguments).cast<ffi::Array<ffi::Any>>())
       packed_.push_back(one);
   }
 
-  static void check(const char* role, const TensorInfo& info, const ffi::Tensor& tensor,
-                    std::map<std::string, int64_t>& sizes) {
-    const Shape shape = shape_of(tensor);
-    bool fits = dtype_of(tensor) == info.dtype && shape.size() == info.dims.size() && tensor.IsContiguous();
-    std::string expected = info.dtype + " (";
-    for (size_t i = 0; i < info.dims.size(); ++i) {
-      const std::string& dim = info.dims[i];
-      expected += (i ? ", " : "") + dim;
-      if (!fits || shape[i] < 1) fits = false;
-      else if (is_number(dim)) fits = std::to_string(shape[i]) == dim;
-      else if (is_symbol(dim)) fits = sizes.emplace(dim, shape[i]).first->second == shape[i];  // else the VM checks it
-      if (sizes.count(dim)) expected += " = " + std::to_string(sizes.at(dim));
+  // Whether some size is 0 and so there is nothing to compute; `found` then has the outputs.
+  bool is_empty(const Sizes& sizes, Tensors& found) const {
+    if (std::none_of(sizes.begin(), sizes.end(), [](const auto& size) { return size.second == 0; })) return false;
+    for (const TensorInfo& info : outputs) {
+      Shape shape;
+      for (const std::string& dim : info.dims) shape.push_back(size_of(dim, sizes).value_or(-1));
+      if (std::count(shape.begin(), shape.end(), -1) || !std::count(shape.begin(), shape.end(), 0)) return false;
+      found.emplace(info.name, new_tensor(info.dtype, shape, "output " + in_quotes(info.name)));
     }
-    if (!fits)
-      throw Error(role + info.name + ": expected " + expected + "), got " + dtype_of(tensor) + " " + text_of(shape));
+    return true;
   }
 
-  std::vector<TensorInfo> weights_;
-  std::map<std::string, std::string> in_place_;
-  std::map<std::string, int64_t> limits_, sizes_;
+  // One of the tensors that `main` returned, if it is what the manifest promises.
+  ffi::Tensor output(const TensorInfo& info, size_t i, const ffi::Any& result, Sizes sizes) const {
+    ffi::Any one = result;
+    if (outputs.size() > 1) {
+      const auto all = result.as<ffi::Array<ffi::Any>>();
+      one = all && all->size() == outputs.size() ? (*all)[i] : ffi::Any(nullptr);
+    }
+    const auto tensor = one.as<ffi::Tensor>();
+    if (!tensor) throw Error("output " + in_quotes(info.name), "a tensor", "none", kCompileAgain);
+    return Argument(info, "output", {}, true).ready(&*tensor, sizes);
+  }
+
+  // Does what TVM does, and says in our words what it refuses: of compiled code's own refusals, the argument, what was
+  // expected and what came are three lines, in which {N} is the size of the dim N.
+  template <typename Body>
+  static void refusing(const Sizes& sizes, Body body) {
+    try {
+      body();
+    } catch (const ffi::Error& error) {
+      std::string words = error.message();
+      if (error.kind() != "mhsa.InputError") throw Error("artifact", "code that does this call", in_quotes(words), kCompileAgain);
+      for (const auto& [symbol, size] : sizes)
+        for (size_t found; (found = words.find("{" + symbol + "}")) != std::string::npos;)
+          words.replace(found, symbol.size() + 2, std::to_string(size));
+      const size_t first = words.find('\n'), second = words.find('\n', first + 1);
+      const std::string got = second == std::string::npos ? "" : words.substr(second + 1);
+      throw Error(words.substr(0, first), words.substr(first + 1, second - first - 1), got.empty() ? "some beyond" : got,
+                  "Correct the inputs.");
+    }
+  }
+
+  Manifest manifest_;
+  Signature signature_;
+  Sizes sizes_;
   ffi::Any machine_;
   ffi::Function main_{nullptr};
   std::vector<ffi::Any> packed_;

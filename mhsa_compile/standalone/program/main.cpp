@@ -1,12 +1,15 @@
 // Loads the artifact beside this program and calls it: on random inputs, or on those of a file.
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <cstring>
+#include <cstdio>
+#include <memory>
 #include <random>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "attention.h"
+#include "drawing.h"
 
 namespace {
 
@@ -20,17 +23,15 @@ const char* const kUsage =
     "  --threads N                of a call; the CPUs that this process may use\n"
     "  --repeat N                 timed calls, 10\n";
 
-using Sizes = std::map<std::string, int64_t>;
-
 struct Options {
   std::string artifact, inputs, outputs, weights;
-  Sizes dims;
+  mhsa::Sizes dims;
   int threads = 0, repeat = 10;
 };
 
 int64_t number(const std::string& option, const std::string& text) {
   if (text.empty() || text.size() > 9 || !mhsa::is_number(text) || std::stol(text) < 1)
-    throw mhsa::Error(option + ": expected a number from 1 on, got '" + text + "'");
+    throw mhsa::Error(option, "a number from 1 to 999999999", mhsa::in_quotes(text), "Correct it: --help lists the options.");
   return std::stol(text);
 }
 
@@ -45,7 +46,8 @@ Options parse(int count, char** words) {
       std::fputs(kUsage, stdout);
       std::exit(0);
     }
-    if (i + 1 == count) throw mhsa::Error(option + ": expected a value, or is no option\n" + kUsage);
+    const std::string name = "option " + mhsa::in_quotes(option);
+    if (i + 1 == count) throw mhsa::Error(name, "one of those below, and its value", "no value", kUsage);
     const std::string value = words[++i];
     const size_t equals = value.find('=');
     if (option == "--artifact") options.artifact = value;
@@ -56,97 +58,20 @@ Options parse(int count, char** words) {
     else if (option == "--repeat") options.repeat = static_cast<int>(number(option, value));
     else if (option == "--dim" && equals != std::string::npos)
       options.dims[value.substr(0, equals)] = number(option, value.substr(equals + 1));
-    else throw mhsa::Error(option + ": no option, or no such value\n" + kUsage);
+    else throw mhsa::Error(name, "one of those below, and its value", mhsa::in_quotes(value), kUsage);
   }
   return options;
 }
 
-// As `mhsa run` has them: B = 1, L = 128, S = L, C = 2 L; a mask's axis, mask_L, is L.
-int64_t size_of(const std::string& input, const std::string& dim, const Sizes& sizes) {
-  if (mhsa::is_number(dim)) return std::stol(dim);
-  const std::string symbol = dim.rfind("mask_", 0) == 0 ? dim.substr(5) : dim;
-  for (const std::string& name : {dim, symbol})
-    if (sizes.count(name)) return sizes.at(name);
-  const int64_t length = sizes.count("L") ? sizes.at("L") : 128;
-  if (symbol == "B") return 1;
-  if (symbol == "L" || symbol == "S") return length;
-  if (symbol == "C") return 2 * length;
-  if (symbol != dim) return 1;
-  throw mhsa::Error("input " + input + ": expected a size for its dim " + dim + ", got none: --dim '" + dim + "=SIZE'");
-}
-
-uint16_t half_bits(float value, bool bfloat) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (bfloat) return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  const int exponent = static_cast<int>(bits >> 23 & 0xff) - 112;  // of normal numbers up to 4, which these are
-  return exponent < 1 ? 0 : static_cast<uint16_t>((bits >> 16 & 0x8000) | exponent << 10 | (bits >> 13 & 0x3ff));
-}
-
-// From the standard normal distribution; True in nine of ten; 0 or 1.
-tvm::ffi::Tensor drawn(const mhsa::TensorInfo& info, const Sizes& sizes, std::mt19937& random) {
-  mhsa::Shape shape;
-  int64_t count = 1;
-  for (const std::string& dim : info.dims) shape.push_back(size_of(info.name, dim, sizes)), count *= shape.back();
-  tvm::ffi::Tensor tensor = mhsa::new_tensor(info.dtype, shape);
-  void* data = tensor.data_ptr();
-  std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < count; ++i) {
-    if (info.dtype == "float32") static_cast<float*>(data)[i] = normal(random);
-    else if (info.dtype == "float64") static_cast<double*>(data)[i] = normal(random);
-    else if (info.dtype == "float16" || info.dtype == "bfloat16")
-      static_cast<uint16_t*>(data)[i] = half_bits(normal(random), info.dtype == "bfloat16");
-    else if (info.dtype == "bool") static_cast<uint8_t*>(data)[i] = i % shape.back() == 0 || random() % 10 > 0;
-    else if (info.dtype == "int64") static_cast<int64_t*>(data)[i] = random() % 2;
-    else if (info.dtype == "int32") static_cast<int32_t*>(data)[i] = random() % 2;
-    else throw mhsa::Error("input " + info.name + ": expected a tensor of --inputs, for nobody draws " + info.dtype);
-  }
-  return tensor;
-}
-
-double element(const tvm::ffi::Tensor& tensor, const std::string& dtype, int64_t i) {
-  const void* data = tensor.data_ptr();
-  if (dtype == "float32") return static_cast<const float*>(data)[i];
-  if (dtype == "float64") return static_cast<const double*>(data)[i];
-  if (dtype == "int64") return static_cast<double>(static_cast<const int64_t*>(data)[i]);
-  if (dtype == "int32") return static_cast<const int32_t*>(data)[i];
-  if (dtype != "float16" && dtype != "bfloat16") return static_cast<const uint8_t*>(data)[i];
-  const uint32_t half = static_cast<const uint16_t*>(data)[i];
-  if (dtype == "bfloat16") {
-    const uint32_t bits = half << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  }
-  const int exponent = half >> 10 & 0x1f, fraction = half & 0x3ff;
-  const double size = exponent == 31 ? (fraction ? std::nan("") : INFINITY)
-                      : exponent     ? std::ldexp(1024 + fraction, exponent - 25)
-                                     : std::ldexp(fraction, -24);
-  return half & 0x8000 ? -size : size;
-}
-
-void report(const std::string& name, const tvm::ffi::Tensor& tensor) {
-  const std::string dtype = mhsa::dtype_of(tensor);
-  int64_t count = 1;
-  for (int64_t size : tensor.shape()) count *= size;
-  double sum = 0, least = INFINITY, most = -INFINITY;
-  for (int64_t i = 0; i < count; ++i) {
-    const double value = element(tensor, dtype, i);
-    sum += value, least = std::min(least, value), most = std::max(most, value);
-  }
-  std::printf("%s: %s %s, sum %.9g, min %.6g, max %.6g\n", name.c_str(), dtype.c_str(),
-              mhsa::text_of(mhsa::shape_of(tensor)).c_str(), sum, least, most);
-}
-
+// A name that nobody asks for is a mistake, and its default would be used in silence.
 void require_known(const std::string& what, const std::string& name, const std::set<std::string>& known) {
   if (known.count(name)) return;
   std::string words;
-  for (const std::string& word : known) words += (words.empty() ? "" : ", ") + word;
-  throw mhsa::Error(what + ": expected one of " + (words.empty() ? "none" : words) + ", got " + name);
+  for (const std::string& word : known) words += (words.empty() ? "" : ", ") + mhsa::shown(word);
+  throw mhsa::Error(what, "one of " + (words.empty() ? "none" : words), mhsa::shown(name), "Correct the name.");
 }
 
-// A name that nobody asks for is a mistake, and its default would be used in silence.
-void check_names(const std::vector<mhsa::TensorInfo>& wanted, const mhsa::Tensors& given, const Sizes& sizes) {
+void check_names(const std::vector<mhsa::TensorInfo>& wanted, const mhsa::Tensors& given, const mhsa::Sizes& sizes) {
   std::set<std::string> names, dims;
   for (const mhsa::TensorInfo& info : wanted) {
     names.insert(info.name);
@@ -157,22 +82,30 @@ void check_names(const std::vector<mhsa::TensorInfo>& wanted, const mhsa::Tensor
   for (const auto& [dim, size] : sizes) require_known("--dim", dim, dims);
 }
 
-int run(const Options& options) {
-  mhsa::Tensors weights;
-  if (!options.weights.empty()) weights = mhsa::read_safetensors(options.weights);
-  mhsa::Attention attention(options.artifact, options.threads, options.weights.empty() ? nullptr : &weights);
-
+// Those of the file, and random ones that fit them.
+mhsa::Tensors inputs_of(const mhsa::Attention& attention, const Options& options) {
   mhsa::Tensors inputs;
-  if (!options.inputs.empty()) inputs = mhsa::read_safetensors(options.inputs);
+  if (!options.inputs.empty()) inputs = mhsa::read_safetensors("--inputs", options.inputs);
   check_names(attention.inputs, inputs, options.dims);
-  Sizes sizes = options.dims;
-  for (const mhsa::TensorInfo& info : attention.inputs)
-    if (inputs.count(info.name))
-      for (size_t i = 0; i < info.dims.size() && i < inputs.at(info.name).shape().size(); ++i)
-        sizes[info.dims[i]] = inputs.at(info.name).shape()[i];
+  mhsa::Sizes sizes = options.dims;
+  for (const mhsa::TensorInfo& info : attention.inputs) {
+    if (!inputs.count(info.name) || info.broadcast) continue;
+    const mhsa::Shape shape = mhsa::shape_of(inputs.at(info.name));
+    for (size_t i = 0; i < std::min(info.dims.size(), shape.size()); ++i)
+      if (!mhsa::is_number(info.dims[i])) sizes[info.dims[i]] = shape[i];
+  }
   std::mt19937 random(0);
   for (const mhsa::TensorInfo& info : attention.inputs)
-    if (!inputs.count(info.name)) inputs.emplace(info.name, drawn(info, sizes, random));
+    if (!inputs.count(info.name)) inputs.emplace(info.name, mhsa::drawn(info, sizes, random));
+  return inputs;
+}
+
+void run(const Options& options) {
+  std::unique_ptr<mhsa::Tensors> weights;
+  if (!options.weights.empty())
+    weights = std::make_unique<mhsa::Tensors>(mhsa::read_safetensors("--weights", options.weights));
+  mhsa::Attention attention(options.artifact, options.threads, weights.get());
+  const mhsa::Tensors inputs = inputs_of(attention, options);
 
   mhsa::Tensors outputs = attention(inputs);  // the first call is not timed
   std::vector<double> milliseconds;
@@ -182,20 +115,25 @@ int run(const Options& options) {
     milliseconds.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
   }
   std::sort(milliseconds.begin(), milliseconds.end());
+  if (!options.outputs.empty()) {
+    mhsa::NewFile file("--outputs", options.outputs);
+    mhsa::write_safetensors(file, outputs);
+    file.commit();
+  }
   std::printf("%.3f ms a call, the median of %d, %d threads\n", milliseconds[milliseconds.size() / 2], options.repeat,
               attention.threads);
-  for (const auto& [name, tensor] : outputs) report(name, tensor);
-  if (!options.outputs.empty()) mhsa::write_safetensors(options.outputs, outputs);
-  return 0;
+  for (const auto& [name, tensor] : outputs) mhsa::report(name, tensor);
+  if (std::fflush(stdout)) throw mhsa::Error("standard output", "room for what is said", "none", "Redirect it elsewhere.");
 }
 
 }  // namespace
 
 int main(int count, char** words) {
   try {
-    return run(parse(count, words));
-  } catch (const tvm::ffi::Error& error) {
-    std::fprintf(stderr, "Error: %s\n", error.message().c_str());
+    run(parse(count, words));
+    return 0;
+  } catch (const std::bad_alloc&) {
+    std::fputs("Error: memory: expected room for the tensors of a call, got none. Choose smaller sizes.\n", stderr);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "Error: %s\n", error.what());
   }

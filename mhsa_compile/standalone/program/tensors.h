@@ -1,72 +1,50 @@
 // Tensors by name, and the file format that holds them: safetensors, also for inputs and outputs.
 #pragma once
 
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/dtype.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
-#include <memory>
-#include <stdexcept>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "calls.h"
+#include "errors.h"
+#include "files.h"
+#include "json.h"
+
 namespace mhsa {
 
-namespace ffi = tvm::ffi;
 using Shape = std::vector<int64_t>;
 using Tensors = std::map<std::string, ffi::Tensor>;
-using Json = ffi::Map<ffi::Any, ffi::Any>;
 
-struct Error : std::runtime_error {
-  using std::runtime_error::runtime_error;
+constexpr size_t kAlignment = 64;  // a cache line, as compiled code may ask for
+
+struct Dtype {
+  const char *name, *in_safetensors;
+  int64_t bytes;
 };
 
-// Calls a function of the runtime through its C interface: the runtime may be built with another C++ library, and an
-// exception of that one would not be caught here. Errors come as tvm::ffi::Error.
-template <typename... Arguments>
-ffi::Any call(const ffi::Function& function, Arguments&&... arguments) {
-  ffi::AnyView packed[sizeof...(Arguments) + 1];
-  ffi::PackedArgs::Fill(packed, std::forward<Arguments>(arguments)...);
-  ffi::Any result;
-  TVM_FFI_CHECK_SAFE_CALL(TVMFFIFunctionCall(const_cast<ffi::Object*>(static_cast<const ffi::Object*>(function.get())),
-                                             reinterpret_cast<TVMFFIAny*>(packed), sizeof...(Arguments),
-                                             reinterpret_cast<TVMFFIAny*>(&result)));
-  return result;
+inline const std::vector<Dtype>& dtypes() {
+  static const std::vector<Dtype> known = {
+      {"float64", "F64", 8}, {"float32", "F32", 4}, {"float16", "F16", 2}, {"bfloat16", "BF16", 2}, {"bool", "BOOL", 1},
+      {"int64", "I64", 8},   {"int32", "I32", 4},   {"int16", "I16", 2},   {"int8", "I8", 1},       {"uint64", "U64", 8},
+      {"uint32", "U32", 4},  {"uint16", "U16", 2},  {"uint8", "U8", 1},
+  };
+  return known;
 }
 
-inline ffi::Any call_all(const ffi::Function& function, const std::vector<ffi::Any>& arguments) {
-  std::vector<ffi::AnyView> packed(arguments.begin(), arguments.end());
-  ffi::Any result;
-  TVM_FFI_CHECK_SAFE_CALL(TVMFFIFunctionCall(const_cast<ffi::Object*>(static_cast<const ffi::Object*>(function.get())),
-                                             reinterpret_cast<TVMFFIAny*>(packed.data()),
-                                             static_cast<int32_t>(packed.size()), reinterpret_cast<TVMFFIAny*>(&result)));
-  return result;
-}
-
-inline ffi::Function global(const char* name) { return ffi::Function::GetGlobalRequired(name); }
-
-// Memory that begins with a cache line, as compiled code may ask for.
-struct Allocator {
-  void AllocData(DLTensor* tensor) {
-    size_t bytes = ffi::GetDataSize(*tensor);
-    void* data = nullptr;
-    if (posix_memalign(&data, 64, bytes ? bytes : 64)) throw Error("out of memory: " + std::to_string(bytes) + " bytes");
-    tensor->data = data;
-  }
-  void FreeData(DLTensor* tensor) { std::free(tensor->data); }
-};
-
-inline ffi::Tensor new_tensor(const std::string& dtype, const Shape& shape) {
-  return ffi::Tensor::FromNDAlloc(Allocator(), ffi::Shape(shape.begin(), shape.end()), ffi::StringToDLDataType(dtype),
-                                  DLDevice{kDLCPU, 0});
+inline const Dtype* find_dtype(const std::string& name) {
+  for (const Dtype& dtype : dtypes())
+    if (name == dtype.name) return &dtype;
+  return nullptr;
 }
 
 inline Shape shape_of(const ffi::Tensor& tensor) { return Shape(tensor.shape().begin(), tensor.shape().end()); }
@@ -79,92 +57,147 @@ inline std::string text_of(const Shape& shape) {
   return text + ")";
 }
 
-inline ffi::Any at(const Json& object, const char* key) { return object.at(ffi::Any(ffi::String(key))); }
-
-inline Json parse_json(const std::string& text) { return call(global("ffi.json.Parse"), ffi::String(text)).cast<Json>(); }
-
-using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
-
-inline File opened(const std::string& path, const char* mode) {
-  File file(std::fopen(path.c_str(), mode), std::fclose);
-  if (!file) throw Error(path + ": cannot be opened");
-  return file;
+inline std::string text_of(const ffi::Tensor& tensor) {
+  return dtype_of(tensor) + " of shape " + text_of(shape_of(tensor));
 }
 
-inline std::string read_text(const std::string& path) {
-  File file = opened(path, "rb");
-  std::string text;
-  char part[4096];
-  while (size_t count = std::fread(part, 1, sizeof part, file.get())) text.append(part, count);
-  return text;
-}
-
-// (safetensors' word, ours)
-inline const std::vector<std::pair<std::string, std::string>>& dtypes() {
-  static const std::vector<std::pair<std::string, std::string>> known = {
-      {"F64", "float64"}, {"F32", "float32"}, {"F16", "float16"}, {"BF16", "bfloat16"}, {"BOOL", "bool"},
-      {"I64", "int64"},   {"I32", "int32"},   {"I16", "int16"},   {"I8", "int8"},       {"U8", "uint8"},
-  };
-  return known;
-}
-
-// A header's length in 8 bytes, the header in JSON, then the bytes of all tensors.
-inline Tensors read_safetensors(const std::string& path) {
-  const Error damaged(path + ": expected safetensors, got something else");
-  File file = opened(path, "rb");
-  std::fseek(file.get(), 0, SEEK_END);
-  const uint64_t total = std::ftell(file.get());
-  std::rewind(file.get());
-  uint64_t size = 0;  // these are little-endian machines
-  if (std::fread(&size, 1, 8, file.get()) != 8 || size > total - 8) throw damaged;
-  std::string header(size, ' ');
-  if (std::fread(&header[0], 1, size, file.get()) != size) throw damaged;
-  Tensors tensors;
-  for (const auto& [key, value] : parse_json(header)) {
-    const std::string name = key.cast<ffi::String>();
-    if (name == "__metadata__") continue;
-    const Json entry = value.cast<Json>();
-    const std::string word = at(entry, "dtype").cast<ffi::String>();
-    std::string dtype;
-    for (const auto& [theirs, ours] : dtypes()) dtype = theirs == word ? ours : dtype;
-    if (dtype.empty()) throw Error(path + ": " + name + " has the dtype " + word + ", which is not known here");
-    Shape shape;
-    for (const ffi::Any& dim : at(entry, "shape").cast<ffi::Array<ffi::Any>>()) shape.push_back(dim.cast<int64_t>());
-    const auto offsets = at(entry, "data_offsets").cast<ffi::Array<ffi::Any>>();
-    const uint64_t begin = offsets[0].cast<int64_t>(), end = offsets[1].cast<int64_t>();
-    ffi::Tensor tensor = new_tensor(dtype, shape);
-    const size_t bytes = ffi::GetDataSize(*tensor.GetDLTensorPtr());
-    if (end < begin || end - begin != bytes || end > total - 8 - size) throw damaged;
-    std::fseek(file.get(), static_cast<long>(8 + size + begin), SEEK_SET);
-    if (std::fread(tensor.data_ptr(), 1, bytes, file.get()) != bytes) throw damaged;
-    tensors.emplace(name, tensor);
+// Of a dense tensor. Refuses sizes below 0, and products beyond what can be counted, also beside a size of 0.
+inline int64_t bytes_of(const std::string& argument, const std::string& dtype, const Shape& shape) {
+  const Dtype* known = find_dtype(dtype);
+  if (!known) throw Error(argument, "a dtype such as float32", in_quotes(dtype), "Convert it.");
+  int64_t bytes = known->bytes;
+  bool sound = true, empty = false;
+  for (int64_t size : shape) {
+    sound = sound && size >= 0 && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
+    empty = empty || size == 0;
   }
-  return tensors;
+  if (!sound)
+    throw Error(argument, "sizes from 0 on whose product is less than 2^63 bytes", text_of(shape), "Correct its shape.");
+  return empty ? 0 : bytes;
 }
 
-inline void write_safetensors(const std::string& path, const Tensors& tensors) {
+inline int64_t bytes_of(const ffi::Tensor& tensor) { return ffi::GetDataSize(*tensor.GetDLTensorPtr()); }
+
+inline char* data_of(const ffi::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset(); }
+
+struct Allocator {
+  void AllocData(DLTensor* tensor) {
+    if (posix_memalign(&tensor->data, kAlignment, std::max(ffi::GetDataSize(*tensor), kAlignment)))
+      throw std::bad_alloc();
+  }
+  void FreeData(DLTensor* tensor) { std::free(tensor->data); }
+};
+
+// Its contents are not set. Throws Error, where `argument` is what the tensor is called, and std::bad_alloc.
+inline ffi::Tensor new_tensor(const std::string& dtype, const Shape& shape, const std::string& argument = "tensor") {
+  check_memory(argument, bytes_of(argument, dtype, shape));
+  return ffi::Tensor::FromNDAlloc(Allocator(), ffi::Shape(shape.begin(), shape.end()), ffi::StringToDLDataType(dtype),
+                                  DLDevice{kDLCPU, 0});
+}
+
+// The tensors of a file of safetensors: a header's length in 8 bytes, the header in JSON, then the bytes of all tensors,
+// one behind the other without gaps. What does not fit into the file is refused before memory is asked for.
+class Safetensors {
+ public:
+  Safetensors(std::string argument, std::string bytes) : argument_(std::move(argument)), bytes_(std::move(bytes)) {}
+
+  Tensors read() const {
+    uint64_t size = 0;  // these are little-endian machines
+    if (bytes_.size() < sizeof size) refuse("a length of 8 bytes in front", std::to_string(bytes_.size()) + " bytes");
+    std::memcpy(&size, bytes_.data(), sizeof size);
+    const uint64_t rest = bytes_.size() - sizeof size;
+    if (size > rest) refuse("a header of " + std::to_string(size) + " bytes", std::to_string(rest) + " bytes");
+    const char* data = bytes_.data() + sizeof size + size;
+    Tensors tensors;
+    std::map<int64_t, int64_t> parts;  // of the data: where it begins, where it ends
+    for (const auto& [name, entry] : Json::parse(argument_, bytes_.substr(sizeof size, size)).members()) {
+      if (name == "__metadata__") continue;
+      const Part part = part_of(name, entry, rest - size);
+      ffi::Tensor tensor = new_tensor(part.dtype, part.shape, argument_);
+      if (part.begin < part.end) {
+        std::memcpy(tensor.data_ptr(), data + part.begin, part.end - part.begin);
+        if (!parts.emplace(part.begin, part.end).second) refuse("bytes of its own for " + in_quotes(name), "shared ones");
+      }
+      if (part.dtype == "bool") check_bools(name, tensor);
+      tensors.emplace(name, tensor);
+    }
+    check_gaps(parts, rest - size);
+    return tensors;
+  }
+
+ private:
+  struct Part {
+    std::string dtype;
+    Shape shape;
+    int64_t begin, end;
+  };
+
+  Part part_of(const std::string& name, const Json& entry, uint64_t most) const {
+    const std::string word = entry["dtype"].text();
+    Part part;
+    for (const Dtype& known : dtypes())
+      if (word == known.in_safetensors) part.dtype = known.name;
+    if (part.dtype.empty()) refuse("a dtype known here for " + in_quotes(name), in_quotes(word));
+    for (const Json& size : entry["shape"].list()) part.shape.push_back(size.size());
+    const std::vector<Json> offsets = entry["data_offsets"].list();
+    if (offsets.size() != 2) refuse("two offsets for " + in_quotes(name), std::to_string(offsets.size()));
+    part.begin = offsets[0].size(), part.end = offsets[1].size();
+    const int64_t bytes = bytes_of(argument_ + ", " + in_quotes(name), part.dtype, part.shape);
+    if (part.end < part.begin || part.end - part.begin != bytes || static_cast<uint64_t>(part.end) > most)
+      refuse(std::to_string(bytes) + " bytes of " + std::to_string(most) + " for " + in_quotes(name),
+             std::to_string(part.begin) + " to " + std::to_string(part.end));
+    return part;
+  }
+
+  // Compiled code may look at one bit of such a byte.
+  void check_bools(const std::string& name, const ffi::Tensor& tensor) const {
+    for (int64_t i = 0; i < bytes_of(tensor); ++i)
+      if (const int value = static_cast<uint8_t>(data_of(tensor)[i]); value > 1)
+        refuse("0 or 1 in each byte of " + in_quotes(name), std::to_string(value));
+  }
+
+  void check_gaps(const std::map<int64_t, int64_t>& parts, int64_t total) const {
+    int64_t end = 0;
+    for (const auto& [begins, ends] : parts) {
+      if (begins != end) break;
+      end = ends;
+    }
+    if (end != total)
+      refuse("tensors that lie one behind the other, to its end",
+             "a gap or an overlap at byte " + std::to_string(end) + " of " + std::to_string(total));
+  }
+
+  [[noreturn]] void refuse(const std::string& expected, const std::string& got) const {
+    throw Error(argument_, "safetensors with " + expected, got, "Write it with safetensors' save_file.");
+  }
+
+  std::string argument_, bytes_;
+};
+
+inline Tensors read_safetensors(const std::string& argument, const std::string& path) {
+  return Safetensors(argument + " " + in_quotes(path), read_file(argument, path)).read();
+}
+
+// Into a file that the caller commits.
+inline void write_safetensors(NewFile& file, const Tensors& tensors) {
   std::string header = "{";
-  size_t end = 0;
+  int64_t end = 0;
   for (const auto& [name, tensor] : tensors) {
-    std::string word;
-    for (const auto& [theirs, ours] : dtypes()) word = ours == dtype_of(tensor) ? theirs : word;
+    const Dtype* dtype = find_dtype(dtype_of(tensor));
+    if (!dtype) throw Error("output " + in_quotes(name), "a dtype of safetensors", dtype_of(tensor), "Convert it.");
     std::string shape = text_of(shape_of(tensor));
     shape.front() = '[', shape.back() = ']';
-    const size_t begin = end;
-    end += ffi::GetDataSize(*tensor.GetDLTensorPtr());
-    header += (header.size() > 1 ? ",\"" : "\"") + name + "\":{\"dtype\":\"" + word + "\",\"shape\":" + shape +
+    const int64_t begin = end;
+    end += bytes_of(tensor);
+    header += (header.size() > 1 ? "," : "") + json_text(name) + ":{\"dtype\":\"" + dtype->in_safetensors + "\",\"shape\":" + shape +
               ",\"data_offsets\":[" + std::to_string(begin) + "," + std::to_string(end) + "]}";
   }
   header += "}";
   header.resize((header.size() + 7) / 8 * 8, ' ');
   const uint64_t size = header.size();
-  File file = opened(path, "wb");
-  bool whole = std::fwrite(&size, 1, 8, file.get()) == 8 && std::fwrite(header.data(), 1, size, file.get()) == size;
-  for (const auto& [name, tensor] : tensors) {
-    const size_t bytes = ffi::GetDataSize(*tensor.GetDLTensorPtr());
-    whole = whole && std::fwrite(tensor.data_ptr(), 1, bytes, file.get()) == bytes;
-  }
-  if (!whole || std::fflush(file.get())) throw Error(path + ": could not be written whole");
+  file.write(&size, sizeof size);
+  file.write(header.data(), size);
+  for (const auto& [name, tensor] : tensors) file.write(data_of(tensor), bytes_of(tensor));
 }
 
 }  // namespace mhsa

@@ -1,0 +1,149 @@
+// manifest.json of an artifact, read into types: what it does not say, or says of a type that it is not, is refused.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "dims.h"
+#include "errors.h"
+#include "features.h"
+#include "json.h"
+#include "sha256.h"
+#include "tensors.h"
+
+namespace mhsa {
+
+// An input, an output or a weight. A dim is a size or, in letters, a symbol: the same symbol is the same size in a call.
+// `broadcast`, of a mask, is the full size of each axis, of which a call brings all or 1; with `pads` the last may also be
+// shorter. `most`, of whole numbers, is the largest that they may be. `aligned` says that an input which a call writes
+// into must begin with a cache line.
+struct TensorInfo {
+  std::string name, dtype;
+  std::vector<std::string> dims;
+  std::optional<std::vector<std::string>> broadcast;
+  std::optional<std::string> most;
+  bool pads = false, aligned = false;
+
+  explicit TensorInfo(const Json& entry)
+      : name(entry["name"].text()), dtype(entry["dtype"].text()), dims(dims_of(entry["dims"])) {
+    const auto given = [&](const char* key) { return entry.has(key) && !entry[key].is_null(); };
+    if (!find_dtype(dtype)) entry["dtype"].refuse("a dtype such as float32", in_quotes(dtype));
+    if (given("broadcast")) broadcast = dims_of(entry["broadcast"]);
+    if (broadcast && (broadcast->size() != dims.size() || dims.empty()))
+      entry["broadcast"].refuse("as many axes as there are dims", std::to_string(broadcast->size()));
+    if (given("most")) most = dim_of(entry["most"]);
+    if (most && ((dtype != "int64" && dtype != "int32") || broadcast))
+      entry["most"].refuse("int64 or int32 that it bounds", dtype);
+    if (given("pads")) pads = entry["pads"].truth();
+    if (given("aligned")) aligned = entry["aligned"].truth();
+  }
+
+ private:
+  static std::vector<std::string> dims_of(const Json& entry) {
+    std::vector<std::string> found;
+    for (const Json& dim : entry.list()) found.push_back(dim_of(dim));
+    return found;
+  }
+
+  static std::string dim_of(const Json& entry) {
+    constexpr size_t kLongest = 256;
+    if (!entry.is_text()) return std::to_string(entry.size());
+    const std::string name = entry.text();
+    if (is_number(name) || name.size() > kLongest) entry.refuse("a size, or the name of one", in_quotes(name));
+    return name;
+  }
+};
+
+struct Manifest {
+  static constexpr int64_t kFormat = 3;
+
+  std::vector<TensorInfo> inputs, outputs, weights;
+  std::map<std::string, std::string> in_place;  // output -> the input that a call turns into it
+  std::map<std::string, int64_t> limits;        // symbol -> its largest size
+  std::map<std::string, std::string> files;     // their sha256
+
+  // Throws Error: damaged, of another version, or for another CPU.
+  Manifest(const std::string& argument, const std::string& bytes) {
+    const Json all = Json::parse(argument, bytes);
+    check_version(argument, all["format_version"].size());
+    check_seal(argument, all["sha256"].text(), bytes);
+    inputs = infos(all["inputs"]), outputs = infos(all["outputs"]), weights = infos(all["weights"]);
+    if (outputs.empty()) all["outputs"].refuse("one at least", "none");
+    for (const auto& [symbol, most] : all["limits"].members()) limits[symbol] = most.size();
+    for (const auto& [name, digest] : all["files"].members()) files[name] = digest.text();
+    for (const auto& [output, input] : all["in_place"].members()) add_in_place(output, input);
+    check_cpu(all["target"]);
+  }
+
+ private:
+  static void check_version(const std::string& argument, int64_t found) {
+    if (found != kFormat)
+      throw Error(argument, "format version " + std::to_string(kFormat), "format version " + std::to_string(found),
+                  found > kFormat ? "Make the bundle again, with the mhsa-compile that wrote the artifact."
+                                  : "Compile the artifact again.");
+  }
+
+  // The manifest's own hash is of its text as it is with zeros in the place of that hash.
+  static void check_seal(const std::string& argument, const std::string& digest, std::string text) {
+    constexpr size_t kDigits = 64;
+    const std::string hint = "The artifact is damaged: copy it again, or compile it again.";
+    if (digest.size() != kDigits || digest.find_first_not_of("0123456789abcdef") != std::string::npos)
+      throw Error(argument, "a sha256 of 64 digits", in_quotes(digest), hint);
+    for (size_t at = 0; (at = text.find(digest, at)) != std::string::npos; at += kDigits)
+      text.replace(at, kDigits, kDigits, '0');
+    if (const std::string found = Sha256::of(text); found != digest) throw Error(argument, "sha256 " + digest, found, hint);
+  }
+
+  static std::vector<TensorInfo> infos(const Json& entries) {
+    std::vector<TensorInfo> found;
+    std::set<std::string> names;
+    for (const Json& entry : entries.list()) {
+      found.emplace_back(entry);
+      const std::string& name = found.back().name;
+      if (name.find('\0') != std::string::npos || !names.insert(name).second)
+        entry["name"].refuse("a name of its own", in_quotes(name));
+    }
+    return found;
+  }
+
+  void add_in_place(const std::string& output, const Json& input) {
+    const TensorInfo *from = find(inputs, input.text()), *to = find(outputs, output);
+    if (!from || !to) input.refuse("an input, for an output", in_quotes(input.text()) + " for " + in_quotes(output));
+    if (from->dtype != to->dtype || from->dims != to->dims || from->broadcast)
+      input.refuse("an input of the dtype and dims of " + in_quotes(output), in_quotes(input.text()));
+    for (const auto& [other, taken] : in_place)
+      if (taken == from->name) input.refuse("an input for each output", in_quotes(taken) + " for " + in_quotes(other) + " too");
+    in_place[output] = from->name;
+  }
+
+  static const TensorInfo* find(const std::vector<TensorInfo>& infos, const std::string& name) {
+    for (const TensorInfo& info : infos)
+      if (info.name == name) return &info;
+    return nullptr;
+  }
+
+  // Refuses code for another CPU before it runs, in place of an illegal instruction in the middle.
+  static void check_cpu(const Json& target) {
+    const std::string hint = "Compile it for this machine: --target, see `mhsa targets`.";
+    if (const std::string family = target["family"].text(); family != "cpu")
+      throw Error("artifact", "one compiled for a CPU", "one for " + in_quotes(family), hint);
+    const std::string triple = target["tvm"]["mtriple"].text();
+    const std::string architecture = triple.substr(0, triple.find('-'));
+    if (architecture != kArchitecture)
+      throw Error("artifact", "a CPU of " + architecture + ", as it was compiled for one", kArchitecture, hint);
+    const std::set<std::string> present = cpu_features();
+    std::string needed, missing;
+    for (const Json& word : target["hardware"]["features"].list()) {
+      const std::string feature = word.text();
+      needed += " " + feature;
+      if (!present.count(feature)) missing += " " + feature;
+    }
+    if (!missing.empty()) throw Error("artifact", "a CPU with" + needed, "one without" + missing, hint);
+  }
+};
+
+}  // namespace mhsa
