@@ -152,16 +152,17 @@ def test_it_says_what_it_expected_and_what_it_got(there: Device, tmp_path: Path)
     save_file({"x": np.zeros((1, 5, 67), np.float32)}, tmp_path / "in.safetensors")
     done = there.run("--inputs", tmp_path / "in.safetensors")
     assert done.returncode == 2
-    assert "input x: expected float32 (B = 1, L = 5, 66), got float32 (1, 5, 67)" in done.stderr
+    expected = "input 'x': expected float32 of shape (B, L, 66), got float32 of shape (1, 5, 67)."
+    assert expected in done.stderr
     save_file({"z": np.zeros((1, 5, 66), np.float32)}, tmp_path / "in.safetensors")
-    assert "--inputs: expected one of mask, x, got z\n" in there.run("--inputs", tmp_path / "in.safetensors").stderr
-    assert re.search(r"--dim: expected one of B, L, .*got T\n", there.run("--dim", "T=5").stderr)
+    assert "--inputs: expected one of mask, x, got z." in there.run("--inputs", tmp_path / "in.safetensors").stderr
+    assert re.search(r"--dim: expected one of B, L, .*got T\.", there.run("--dim", "T=5").stderr)
     (tmp_path / "in.safetensors").write_bytes(b"no safetensors")
     assert "expected safetensors" in there.run("--inputs", tmp_path / "in.safetensors").stderr
     foreign = mhsa.compile(BLOCK, "aarch64-generic" if there.machine == "x86_64" else "x86-64-v3")
     done = there.run("--artifact", foreign.path)
     assert done.returncode == 2
-    assert re.search(rf"expected a CPU of \w+, .*got {there.machine}\n", done.stderr)
+    assert re.search(rf"expected a CPU of \w+, .*got {there.machine}\. ", done.stderr)
 
 
 @pytest.mark.parametrize("there", ["aarch64, built"], indirect=True)

@@ -20,7 +20,7 @@ from mhsa_compile.errors import InstallationError
 
 LIBRARY = "libtvm_runtime.so"
 _SOURCES = Path(__file__).parent / "sources"
-_UNITS = ("tvm_runtime.cc", "tvm_ffi.cc")
+UNITS = ("tvm_runtime.cc", "tvm_ffi.cc")
 _FLAGS = (
     *("-std=c++17", "-Os", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-ffunction-sections"),
     *("-DTVM_FFI_EXPORTS", "-DTVM_FFI_USE_LIBBACKTRACE=0", "-DTVM_FFI_BACKTRACE_ON_SEGFAULT=0"),
@@ -60,7 +60,17 @@ def _recipe() -> str:
 
 
 def _build(triple: str, tvm: Path, tvm_ffi: Path, place: Path) -> Path:
-    """One tree of the packages' sources and ours: they include each other by relative names."""
+    stage(tvm, tvm_ffi, place)
+    # In that folder: absolute paths would be in the bytes.
+    zig.run("c++", triple, [*_FLAGS, "-Iinclude", *UNITS, "-o", LIBRARY], "TVM's runtime", folder=place)
+    return place / LIBRARY
+
+
+def stage(tvm: Path, tvm_ffi: Path, place: Path) -> None:
+    """One tree of the packages' sources and ours, which include each other by relative names, with UNITS to compile.
+
+    Raises InstallationError.
+    """
     try:
         for source, target in (
             *((tvm / "include", place / "include"), (tvm / "src/runtime", place / "src/runtime")),
@@ -71,6 +81,3 @@ def _build(triple: str, tvm: Path, tvm_ffi: Path, place: Path) -> Path:
     except (OSError, shutil.Error) as error:
         hint = "Reinstall it, or name wheels or libraries: --runtime FOLDER."
         raise InstallationError("apache-tvm", "the sources of its runtime in its package", str(error), hint) from error
-    # In that folder: absolute paths would be in the bytes.
-    zig.run("c++", triple, [*_FLAGS, "-Iinclude", *_UNITS, "-o", LIBRARY], "TVM's runtime", folder=place)
-    return place / LIBRARY

@@ -10,7 +10,7 @@
 
 #include "dims.h"
 #include "errors.h"
-#include "features.h"
+#include "cpu_features.h"
 #include "json.h"
 #include "sha256.h"
 #include "tensors.h"
