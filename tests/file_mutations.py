@@ -24,8 +24,36 @@ Tree = Any
 _DEEP = "a hundred thousand brackets"
 _VALUES: tuple[Any, ...] = (
     *(0, 1, -1, 2, 7, 2**31, 2**57, 2**61, 2**63 - 1, -(2**63), 2**64, 1e300, -0.5, True, False, None),
-    *("", "B", "L", "P + S", "B * L // 0", "((((B", "c/d", "x" * 1000, "\0", "\x1b[31m", "\ud83d\ude00", "../x", "0" * 64),
-    *([], {}, [[]], [1], [2**57, 1, 32], [2**62, 2, 4], [0, 2**62, 8], {"": 0}, {"x": "y"}, _DEEP, "F32", "BOOL", "int64"),
+    *(
+        "",
+        "B",
+        "L",
+        "P + S",
+        "B * L // 0",
+        "((((B",
+        "c/d",
+        "x" * 1000,
+        "\0",
+        "\x1b[31m",
+        "\ud83d\ude00",
+        "../x",
+        "0" * 64,
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [1],
+        [2**57, 1, 32],
+        [2**62, 2, 4],
+        [0, 2**62, 8],
+        {"": 0},
+        {"x": "y"},
+        _DEEP,
+        "F32",
+        "BOOL",
+        "int64",
+    ),
 )
 _SIZES = (0, 1, 2, 3, 5, 7, 11)
 
@@ -121,7 +149,9 @@ def _options(rng: random.Random, artifact: Artifact, folder: Path) -> Case:
     words = list(_call(artifact.path))
     for _ in range(rng.randrange(1, 4)):
         word = rng.choice(("--dim", "--threads", "--inputs", "--help", "--x", "", "--dim", "--outputs"))
-        dim = f"{rng.choice(('B', 'L', 'S', 'C', 'T', 'mask_B', '', '8'))}={rng.choice((0, 1, 5, -1, 10**9, 10**30, ''))}"
+        dim = (
+            f"{rng.choice(('B', 'L', 'S', 'C', 'T', 'mask_B', '', '8'))}={rng.choice((0, 1, 5, -1, 10**9, 10**30, ''))}"
+        )
         value = rng.choice((dim, dim, dim, "0", "-1", "99999", "1e3", "x" * 5000, "\x1b]0;x", "=", "L"))
         words += [word, value] if rng.random() < 0.9 else [word]
     return Case("options", tuple(words), " ".join(words)[:200])
@@ -177,7 +207,9 @@ def mutated_bytes(rng: random.Random, raw: bytes) -> bytes:
         elif way == 2:
             data[at:at] = data[at:end][:4096]
         elif way == 3:
-            data[at:at] = rng.choice((b"[" * 10**5, b'{"a":' * 10**5, b'"', b"\\", b"\xff", b"\0", b",", b"-", b"1e999"))
+            data[at:at] = rng.choice(
+                (b"[" * 10**5, b'{"a":' * 10**5, b'"', b"\\", b"\xff", b"\0", b",", b"-", b"1e999")
+            )
         else:
             del data[at:]
     return bytes(data)
@@ -238,8 +270,8 @@ def resealed(tree: Tree) -> bytes:
     if not isinstance(digest, str) or len(digest) != 64:
         return encoded(tree)
     tree["sha256"] = "0" * 64
-    digest = hashlib.sha256(encoded(tree)).hexdigest()
-    return encoded(tree).replace(b"0" * 64, digest.encode())
+    tree["sha256"] = hashlib.sha256(encoded(tree)).hexdigest()
+    return encoded(tree)
 
 
 def _changed(

@@ -2,9 +2,9 @@
 
     python tests/fuzz_files_cpp.py --inputs 50000 --seed 0 [--workers 2] [--json build/fuzz-files-cpp.json]
 
-Each input runs in a process of its own (standalone_harness.cpp) and must end, within five seconds of CPU time and thirty
-of the clock, by code 0, or by code 2 with a message of four parts. What is under a hash and was changed must be refused, and calls must be refused that Python
-refuses. Exit code 1 if any was not so. A seed gives the same inputs again.
+Each input runs in a process of its own (standalone_harness.cpp) and must end, within five seconds of CPU time and
+thirty of the clock, by code 0, or by code 2 with a message of four parts. What is under a hash and was changed must be
+refused, and so must calls that Python refuses. Exit code 1 if any was not so. A seed gives the same inputs again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ BATCH = 200
 SPECS = {
     "padding": mhsa.AttentionSpec(embed_dim=66, num_heads=6, head_dim=11, num_kv_heads=2, mask="key_padding"),
     "cache": mhsa.AttentionSpec(embed_dim=32, num_heads=4, num_kv_heads=2, causal=True, kv_cache=True),
-    "additive": mhsa.AttentionSpec(embed_dim=24, num_heads=3, mask="additive", rope=True, outputs=("y", "lse", "top_k:2")),
+    "additive": mhsa.AttentionSpec(
+        embed_dim=24, num_heads=3, mask="additive", rope=True, outputs=("y", "lse", "top_k:2")
+    ),
 }
-_SANITIZERS = ("-std=c++17", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_WORDS = ("-std=c++17", "-fno-sanitize-recover=all")
+_SANITIZERS = "-fsanitize=address,undefined"
 _RUNTIME = ("-fPIC", "-shared", "-DNDEBUG", "-DTVM_FFI_EXPORTS", "-DTVM_FFI_USE_LIBBACKTRACE=0")
 _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:exitcode=99:handle_abort=1",
@@ -60,26 +63,27 @@ def compiler() -> str:
     if found is None:
         raise NoCompiler("no C++ compiler: apt-get install g++, or name one as CXX")
     with tempfile.TemporaryDirectory() as place:
-        words = [found, *_SANITIZERS, "-x", "c++", "-", "-o", f"{place}/empty"]
+        words = [found, _SANITIZERS, "-x", "c++", "-", "-o", f"{place}/empty"]
         done = subprocess.run(words, input="int main() {}", capture_output=True, text=True)
     if done.returncode:
         raise NoCompiler(f"{found} lacks the libraries of AddressSanitizer or UBSan:\n{done.stderr[-500:]}")
     return found
 
 
-def build(folder: Path, sanitized_runtime: bool = True, optimize: str = "-O1") -> Path:
-    """The harness, with TVM's runtime under sanitizers as well, which takes minutes, or as it is installed."""
+def build(folder: Path, quick: bool = False) -> Path:
+    """The harness and TVM's runtime, both under sanitizers: minutes. `quick`: the harness alone, and under
+    AddressSanitizer alone, with the runtime as it is installed."""
     cxx, tvm, ffi = compiler(), runtimes.package_folder("tvm"), runtimes.package_folder("tvm_ffi")
+    words = [cxx, *_WORDS, *(("-fsanitize=address", "-O0") if quick else (_SANITIZERS, "-O1", "-g1"))]
     libraries = [ffi / "lib/libtvm_ffi.so", tvm / "lib/libtvm_runtime.so"]
-    if sanitized_runtime:
-        runtime_build.stage(tvm, ffi, folder / "sources")
+    if not quick:
         libraries = [folder / runtime_build.LIBRARY]
-        words = [cxx, *_SANITIZERS, optimize, *_RUNTIME, "-Iinclude", *runtime_build.UNITS, "-o", libraries[0]]
-        subprocess.run(list(map(str, words)), cwd=folder / "sources", check=True)
-    program = Path(standalone.__file__).parent / "program"
+        runtime_build.stage(tvm, ffi, folder / "sources")
+        own = [*words, *_RUNTIME, "-Iinclude", *runtime_build.UNITS, "-o", libraries[0]]
+        subprocess.run(list(map(str, own)), cwd=folder / "sources", check=True)
     paths = [*(f"-Wl,-rpath,{library.parent}" for library in libraries), "-Wl,--no-as-needed", *libraries]
-    includes = ["-isystem", ffi / "include", "-I", program]
-    words = [cxx, *_SANITIZERS, optimize, *includes, HERE / "standalone_harness.cpp", *paths, "-o", folder / "harness"]
+    includes = ["-isystem", ffi / "include", "-I", Path(standalone.__file__).parent / "program"]
+    words += [*includes, HERE / "standalone_harness.cpp", *paths, "-o", folder / "harness"]
     subprocess.run(list(map(str, words)), check=True)
     return folder / "harness"
 
@@ -119,22 +123,17 @@ def judged(case: Case, status: str, said: str) -> str:
     return "accepted" if case.must != "refuse" else "accepted wrongly"
 
 
-def run(harness: Path, cases: list[Case], folder: Path) -> Outcome:
-    """Ends of cases whose files are there; `folder` is where relative names lead to."""
+def ends(harness: Path, cases: list[Case], folder: Path) -> list[tuple[str, str]]:
+    """(exit code or signal, what was said) of cases whose files are there; relative names lead to `folder`."""
     lines = "".join("\t".join(case.words) + "\n" for case in cases)
-    environment = {**os.environ, **_OPTIONS}
-    words = [harness, str(SECONDS), str(PATIENCE)]
+    words, environment = [harness, str(SECONDS), str(PATIENCE)], {**os.environ, **_OPTIONS}
     done = subprocess.run(
         words, input=lines, capture_output=True, text=True, errors="replace", env=environment, cwd=folder
     )
-    ends = done.stdout.removesuffix("\n").split("\n")
-    if len(ends) != len(cases):
-        raise RuntimeError(f"{len(ends)} answers to {len(cases)} cases: {done.stderr[-2000:]}")
-    outcome = Outcome()
-    for case, end in zip(cases, ends, strict=True):
-        status, _, said = end.partition("\t")
-        outcome.add(case, status, said)
-    return outcome
+    found = [line.partition("\t")[::2] for line in done.stdout.removesuffix("\n").split("\n")]
+    if len(found) != len(cases):
+        raise RuntimeError(f"{len(found)} answers to {len(cases)} cases: {done.stderr[-2000:]}")
+    return found
 
 
 def batch(harness: Path, artifacts: list[Artifact], seed: str, count: int) -> Outcome:
@@ -145,7 +144,10 @@ def batch(harness: Path, artifacts: list[Artifact], seed: str, count: int) -> Ou
         for number in range(count):
             (folder := Path(place, str(number))).mkdir()
             cases.append(file_mutations.draw(rng, rng.choice(artifacts), folder))
-        return run(harness, cases, Path(place))
+        outcome = Outcome()
+        for case, (status, said) in zip(cases, ends(harness, cases, Path(place)), strict=True):
+            outcome.add(case, status, said)
+        return outcome
 
 
 def campaign(harness: Path, artifacts: list[Artifact], inputs: int, seed: int, workers: int) -> Outcome:
@@ -163,14 +165,13 @@ def campaign(harness: Path, artifacts: list[Artifact], inputs: int, seed: int, w
 
 
 def table(outcome: Outcome) -> str:
-    ends = sorted({end for _, end in outcome.counts})
-    rows = [f"{'input':<20} {'inputs':>8} " + " ".join(f"{end:>{max(9, len(end))}}" for end in ends)]
+    """A row for each kind of input, a column for each way to end."""
+    ways = sorted({way for _, way in outcome.counts})
+    rows = [["input", "inputs", *ways]]
     for kind in (*sorted({kind for kind, _ in outcome.counts}), "all"):
-        found = [sum(n for (k, e), n in outcome.counts.items() if e == end and kind in (k, "all")) for end in ends]
-        rows.append(
-            f"{kind:<20} {sum(found):>8} " + " ".join(f"{n:>{max(9, len(e))}}" for n, e in zip(found, ends, strict=True))
-        )
-    return "\n".join(rows)
+        found = [sum(n for (k, w), n in outcome.counts.items() if w == way and kind in (k, "all")) for way in ways]
+        rows.append([kind, str(sum(found)), *map(str, found)])
+    return "\n".join(f"{row[0]:<20}" + "".join(f"{cell:>18}" for cell in row[1:]) for row in rows)
 
 
 def main() -> int:
@@ -195,7 +196,9 @@ def main() -> int:
     if options.json:
         counts = [{"kind": kind, "end": end, "inputs": n} for (kind, end), n in sorted(outcome.counts.items())]
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"seed": options.seed, "counts": counts, "bad": outcome.bad}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"seed": options.seed, "counts": counts, "bad": outcome.bad}, indent=2) + "\n"
+        )
     return 1 if outcome.bad else 0
 
 
