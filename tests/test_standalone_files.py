@@ -159,6 +159,7 @@ def test_hashes_are_those_of_sha256(program: Program, tmp_path: Path) -> None:
         (lambda tree: tree["inputs"][1].update(name="x"), "expected a name of its own, got 'x'"),
         (lambda tree: tree["outputs"][0].update(dims=["B", "L", 9]), "output 'y': expected float32 of shape (B, L, 9)"),
         (lambda tree: tree["files"].update({MODULE: "0" * 64}), f"module.so': expected sha256 {'0' * 64}, got "),
+        (lambda tree: tree["target"]["hardware"].update(features=["a\0\x1b[2J"]), r"got one without a\x00\x1b[2J."),
         (lambda tree: tree["target"].update(family="cuda"), "expected one compiled for a CPU, got one for 'cuda'"),
     ],
 )
