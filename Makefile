@@ -1,4 +1,4 @@
-# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +14,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -82,6 +82,10 @@ bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pi
 
 fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; half an hour
 	@$(BIN)/python tests/fuzz_campaign.py --kernels 1800 --flows 200 --workers 2
+
+fuzz-files: $(STAMP)  ## 100,000 damaged files of every kind into what reads them: no traceback, crash or hang; half an hour
+	@$(BIN)/python tests/fuzz_files.py --inputs 100000 --workers 2
+	@if [ -f tests/fuzz_files_cpp.py ]; then $(BIN)/python tests/fuzz_files_cpp.py; fi
 
 kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written, 200 while tuning: nothing is lost; 20 minutes
 	@$(BIN)/python tests/kill_campaign.py --kills 200 --tuning 200

@@ -136,7 +136,7 @@ def summary(artifact: Artifact, verdict: Verdict, report: Report) -> Table:
     for column in ("target", "error / budget", "latency", "PyTorch", "share of peak"):
         table.add_column(column)
     table.add_row(
-        f"{target['name']} ({target['tvm'].get('mcpu') or target['tvm']['mtriple']})",
+        f"{target.name} ({target.tvm.mcpu or target.tvm.mtriple})",
         f"{verdict.worst.error:.1e} / {verdict.worst.budget:.1e} " + ("[green]ok[/]" if verdict.ok else "[red]FAIL[/]"),
         *(f"{row.median_us / 1e3:.2f} ms" if row.median_us else row.missing for row in (ours, torch)),
         f"{ours.share_of_peak:.0%}" if ours.share_of_peak else "not known",

@@ -63,8 +63,7 @@ class Truth:
 
 def truth(artifact: Artifact, inputs: Arrays, weights: Arrays, seed: int = 0) -> Truth:
     """What an artifact's outputs must be on these inputs, and how far off they may be."""
-    fields = artifact.manifest.spec
-    spec = None if fields is None else AttentionSpec.from_dict(fields)
+    spec = artifact.manifest.spec
     if spec is None or artifact.manifest.int8_weights or any(getattr(spec, name) for name in _WHOLE):
         return _whole(artifact, inputs)
     query = inputs["q"] if "q" in inputs else inputs["x"]

@@ -20,23 +20,34 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from mhsa_compile import host
 from mhsa_compile.errors import ArtifactError
 from mhsa_compile.opened import OpenFolder
+from mhsa_compile.profile import CpuProfile, TargetProfile
+from mhsa_compile.refusals import reading
+from mhsa_compile.semantics import Semantics
+from mhsa_compile.spec import AttentionSpec
+from mhsa_compile.spec_checks import LARGEST
 from mhsa_compile.staging import Unfinished, replaced, unwritable
 
 FORMAT_VERSION = 3
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
+_COPY_AGAIN = "The artifact is damaged: copy it again, or compile it again."
 _UNSEALED = "0" * 64
 _BLOCK = 2**20  # bytes copied at once
 _ATTEMPTS = 100
 """To open an artifact that others replace: one fails if they do so within the microseconds that it takes."""
 
-Dims = tuple[int | str, ...]  # ints are fixed, names are symbols, "P + S" is what symbols make
+Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Dims = tuple[Size | str, ...]  # ints are fixed, names are symbols, "P + S" is what symbols make
+DType = Literal[
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64",
+]  # fmt: skip
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -50,12 +61,16 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """
 
     name: str
-    dtype: str
+    dtype: DType
     dims: Dims
     broadcast: Dims | None = None
     pads: bool = False
-    most: int | str | None = None
+    most: Size | str | None = None
     aligned: bool = False
+
+    def __post_init__(self) -> None:
+        if self.broadcast is not None and len(self.broadcast) != len(self.dims):
+            raise ValueError(f"{self.name!r} broadcasts to {len(self.broadcast)} axes, and has {len(self.dims)}")
 
 
 class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,15 +109,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in_place: dict[str, str] = {}  # output -> the input that a call turns into it
     weights: tuple[TensorInfo, ...]
     int8_weights: bool = False  # whether linears round them to eight bits when they are bound
-    semantics: tuple[dict[str, Any], ...]  # of each attention, as resolved
-    spec: dict[str, Any] | None  # an AttentionSpec's fields, where one was compiled
-    target: dict[str, Any]  # a TargetProfile's fields
+    semantics: tuple[Semantics, ...]  # of each attention, as resolved
+    spec: AttentionSpec | None  # where one was compiled
+    target: TargetProfile
     versions: dict[str, str]
     ops: tuple[OpReport, ...]
     attention: tuple[AttentionBlock, ...] = ()
-    limits: dict[str, int] = {}  # symbol -> its largest size, where a table of the model has no more rows
+    limits: dict[str, Size] = {}  # symbol -> its largest size, where a table of the model has no more rows
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
+
+    def __post_init__(self) -> None:
+        inputs, outputs, weights = (
+            [info.name for info in infos] for infos in (self.inputs, self.outputs, self.weights)
+        )
+        for names in (inputs, outputs, weights):
+            if len(set(names)) < len(names):
+                raise ValueError("two inputs, outputs or weights of one name")
+        if not self.in_place.keys() <= set(outputs) or not set(self.in_place.values()) <= set(inputs):
+            raise ValueError("in_place names what is no output, or no input")
+        if any(isinstance(dim, str) for info in self.weights for dim in info.dims):
+            raise ValueError("a weight whose size is not known")
 
     @property
     def has_fallbacks(self) -> bool:
@@ -246,12 +273,12 @@ def _open_whole(folder: Path, stack: ExitStack) -> OpenArtifact:
 def check_cpu(manifest: Manifest) -> None:
     """Raises ArtifactError unless this machine has the architecture and the features that the code was made for."""
     target = manifest.target
-    if target["family"] != "cpu":
-        raise ArtifactError("artifact", "one compiled for a CPU", f"one for {target['family']}")
-    architecture = target["tvm"]["mtriple"].partition("-")[0]
+    if not isinstance(target, CpuProfile):
+        raise ArtifactError("artifact", "one compiled for a CPU", f"one for {target.family}")
+    architecture = target.tvm.mtriple.partition("-")[0]
     if architecture != host.architecture():
         raise ArtifactError("artifact", f"a CPU of {architecture}, as it was compiled for one", host.architecture())
-    needed = set(target["hardware"]["features"])
+    needed = set(target.hardware.features)
     if missing := needed - host.cpu_features():
         raise ArtifactError(
             "artifact",
@@ -272,13 +299,11 @@ def _read_manifest(folder: Path, file: BufferedReader | None) -> tuple[bytes, Ma
         raise ArtifactError(argument, "a manifest", "no such file", "Is this the folder that `mhsa compile` wrote?")
     with file:
         raw = file.read()
-    try:
+    with reading(ArtifactError, argument, f"a manifest of format version {FORMAT_VERSION}", _COPY_AGAIN):
         found = msgspec.json.decode(raw, type=_Versioned).format_version
         if found != FORMAT_VERSION:
             raise _other_version(argument, found)
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(argument, f"a manifest of format version {FORMAT_VERSION}", str(error)) from error
     digest = hashlib.sha256(raw.replace(manifest.sha256.encode(), _UNSEALED.encode())).hexdigest()
     if digest != manifest.sha256:
         raise _damaged(argument, f"sha256 {manifest.sha256}", digest)
@@ -308,7 +333,7 @@ def _open_file(folder: Path, name: str, here: OpenFolder) -> BufferedReader:
 
 
 def _damaged(argument: str, expected: str, got: str) -> ArtifactError:
-    return ArtifactError(argument, expected, got, "The artifact is damaged: copy it again, or compile it again.")
+    return ArtifactError(argument, expected, got, _COPY_AGAIN)
 
 
 def _digest(path: Path) -> str:

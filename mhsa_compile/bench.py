@@ -20,6 +20,7 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.peers.base import Array, Opened, Peer, Problem
 from mhsa_compile.peers.compiled import Compiled
 from mhsa_compile.profile import detect
+from mhsa_compile.refusals import bounded
 from mhsa_compile.timing import Call, interleave, spread, tasks, workers_apart
 from mhsa_compile.verify import random_inputs
 
@@ -58,6 +59,7 @@ class _Timed:
     bandwidth_gbs: float
 
 
+@bounded
 def bench(
     artifact: Artifact | str | os.PathLike[str],
     *,
@@ -121,11 +123,12 @@ def module_of(workload: Workload) -> nn.Module:
 
 
 def returns_y_alone(artifact: Artifact) -> bool:
-    return bool((artifact.manifest.spec or {}).get("outputs", ["y"]) == ["y"])
+    spec = artifact.manifest.spec
+    return spec is None or spec.outputs == ("y",)
 
 
 def _check_family(artifact: Artifact) -> None:
-    if (family := artifact.manifest.target["family"]) != "cpu":
+    if (family := artifact.manifest.target.family) != "cpu":
         expected = "one for a CPU, whose clock times it"
         raise InputError("artifact", expected, f"one for {family}", "benchmarks/gpu.py times GPUs, on one of them.")
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,22 +24,26 @@ from typing import Annotated, Any, TypeVar
 import ml_dtypes
 import msgspec
 import numpy as np
-import safetensors
 from safetensors.numpy import load, save
 
-from mhsa_compile.errors import BundleError, MhsaError
+from mhsa_compile import files
+from mhsa_compile.errors import BundleError
 from mhsa_compile.jobs import Array, Candidate, Job
 from mhsa_compile.records import Isa
+from mhsa_compile.refusals import reading
 from mhsa_compile.staging import written
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _BFLOAT16 = ".bfloat16"  # ends the names of arrays that safetensors' NumPy side would not give back: they are uint16
+_FOLDED = 100
+"""Times that a bundle may unfold to its own size: code and numbers shrink to a third or so, only bombs to less."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same bytes for the same work
 
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(jobs/[0-9]+|candidates/[0-9]+-[0-9]+)\.(safetensors|so)$")]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Shape = tuple[int, ...]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Shape = tuple[Size, ...]
 Stated = TypeVar("Stated", bound=msgspec.Struct)
 
 
@@ -77,14 +80,14 @@ class Task:
 class _CandidateEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: str
     packed: tuple[tuple[Shape, str], ...]
-    constants: int
+    constants: Size
     workspace: Shape = ()
 
 
 class _TaskEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     label: str
-    inputs: int
-    weights: int
+    inputs: Size
+    weights: Size
     output: tuple[Shape, str]
     budget: float
     flops: int
@@ -107,14 +110,14 @@ class _Versioned(msgspec.Struct):
 def create(path: str | os.PathLike[str], order: Order) -> Iterator[Callable[[Task], None]]:
     """A function that adds a task; the bundle is in its place when the block ends well. Raises OutputError."""
     tasks: list[_TaskEntry] = []
-    files: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with (
         written(Path(path), repr(str(path))) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as bundle,
     ):
 
         def put(name: str, data: bytes) -> None:
-            files[name] = hashlib.sha256(data).hexdigest()
+            digests[name] = hashlib.sha256(data).hexdigest()
             bundle.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
 
         def add(task: Task) -> None:
@@ -127,7 +130,7 @@ def create(path: str | os.PathLike[str], order: Order) -> Iterator[Callable[[Tas
             tasks.append(_entry(task))
 
         yield add
-        manifest = _Manifest(order=order, tasks=tuple(tasks), files=files)
+        manifest = _Manifest(order=order, tasks=tuple(tasks), files=digests)
         bundle.writestr(zipfile.ZipInfo(MANIFEST, _EPOCH), encoded(manifest), zipfile.ZIP_DEFLATED)
 
 
@@ -146,18 +149,16 @@ class Work:
         """Raises BundleError."""
         what = f"bundle {str(path)!r}"
         with ExitStack() as stack:
-            try:
-                work = cls._checked(what, stack.enter_context(zipfile.ZipFile(path)))
-            except MhsaError:
-                raise
-            except OSError as error:
-                raise BundleError(what, "a file that can be read", error.strerror or str(error)) from error
-            except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, KeyError) as error:
-                raise BundleError(what, "a zip of `mhsa tune --on bundle`", str(error), COPY_AGAIN) from error
+            file = stack.enter_context(files.opened(path, BundleError, what, "a file that can be read"))
+            with reading(BundleError, what, "a zip of `mhsa tune --on bundle`", COPY_AGAIN):
+                work = cls._checked(what, stack.enter_context(zipfile.ZipFile(file)), os.fstat(file.fileno()).st_size)
             yield work
 
     @classmethod
-    def _checked(cls, what: str, bundle: zipfile.ZipFile) -> Work:
+    def _checked(cls, what: str, bundle: zipfile.ZipFile, size: int) -> Work:
+        # A reader unfolds no more than an entry states, so what all of them state bounds what a bundle can ask for.
+        if (unfolded := sum(entry.file_size for entry in bundle.infolist())) > _FOLDED * size:
+            raise BundleError(what, f"at most {_FOLDED} times the {size:,} bytes of the file in it", f"{unfolded:,}")
         raw = bundle.read(MANIFEST)
         manifest = decoded(what, raw, _Manifest)
         if odd := {MANIFEST, *manifest.files} ^ set(bundle.namelist()):
@@ -181,8 +182,8 @@ class Work:
             inputs=_listed(arrays, "input", entry.inputs),
             weights=_listed(arrays, "weight", entry.weights),
             output=entry.output,
-            checked=arrays["checked"],
-            expected=arrays["expected"],
+            checked=_one(arrays, "checked"),
+            expected=_one(arrays, "expected"),
             budget=entry.budget,
             flops=entry.flops,
             sets=entry.sets,
@@ -197,10 +198,8 @@ class Work:
         return Candidate(library, entry.packed, constants, entry.workspace, memory)
 
     def _arrays(self, name: str) -> dict[str, Array]:
-        try:
+        with reading(BundleError, f"bundle, {name}", "safetensors", COPY_AGAIN):
             found = load(self._bundle.read(name))
-        except safetensors.SafetensorError as error:
-            raise BundleError(f"bundle, {name}", "safetensors", str(error), COPY_AGAIN) from error
         return {
             key.removesuffix(_BFLOAT16): array.view(ml_dtypes.bfloat16) if key.endswith(_BFLOAT16) else array
             for key, array in found.items()
@@ -248,7 +247,13 @@ def _numbered(name: str, arrays: tuple[Array, ...]) -> dict[str, Array]:
 
 
 def _listed(arrays: Mapping[str, Array], name: str, count: int) -> tuple[Array, ...]:
-    return tuple(arrays[f"{name}{i}"] for i in range(count))
+    return tuple(_one(arrays, f"{name}{i}") for i in range(count))
+
+
+def _one(arrays: Mapping[str, Array], name: str) -> Array:
+    if name not in arrays:
+        raise BundleError("bundle", f"an array {name!r}, as its manifest counts them", "none", COPY_AGAIN)
+    return arrays[name]
 
 
 def _packed(arrays: Mapping[str, Array]) -> bytes:
@@ -268,11 +273,9 @@ def encoded(value: Any) -> bytes:
 
 def decoded(what: str, raw: bytes, kind: type[Stated]) -> Stated:
     """Raises BundleError for what is damaged, newer, or something else."""
-    try:
+    with reading(BundleError, what, f"what format {FORMAT} states", COPY_AGAIN):
         stated = msgspec.json.decode(raw, type=_Versioned).format
         if stated != FORMAT:
             hint = "Update mhsa-compile, here or there."
             raise BundleError(what, f"format {FORMAT}", f"format {stated}", hint)
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BundleError(what, f"what format {FORMAT} states", str(error), COPY_AGAIN) from error

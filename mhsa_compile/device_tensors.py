@@ -17,6 +17,7 @@ from mhsa_compile.artifact import Dims, Manifest, TensorInfo
 from mhsa_compile.errors import InputError
 from mhsa_compile.gpus import Gpu
 from mhsa_compile.memory import as_tvm_strides, is_torch
+from mhsa_compile.refusals import reading
 from mhsa_compile.tensors import Argument, Signature, Sizes, fits
 
 KINDS = (2, 13)
@@ -58,6 +59,10 @@ class DeviceArgument(Argument):
         if isinstance(value, np.ndarray):
             move = f"torch.from_numpy(x).to({str(self._gpu)!r}), or have it copied there and back: .from_host(x)"
             raise self._elsewhere("a NumPy array", move)
+        with reading(InputError, self.label, "DLPack memory of a GPU"):
+            return self._from_dlpack(value)
+
+    def _from_dlpack(self, value: Any) -> Any:
         if not hasattr(value, "__dlpack__"):
             got = "nothing" if value is None else type(value).__name__
             raise InputError(self.label, f"{self._described()}, from PyTorch or DLPack", got)

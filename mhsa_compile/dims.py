@@ -30,6 +30,12 @@ def made_of(dim: str, sizes: Mapping[str, int]) -> int | None:
     return None if tree is None else _value(tree, sizes)
 
 
+def names_of(dim: str) -> set[str]:
+    """The symbols of an expression; none of what is no expression."""
+    tree = _expression(dim)
+    return set() if tree is None else {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
 def is_expression(dim: Dim) -> bool:
     """Whether a dim is made of other symbols."""
     return isinstance(dim, str) and _expression(dim) is not None
@@ -40,7 +46,7 @@ def _expression(dim: str) -> ast.BinOp | None:
     """None for a symbol, also for one with a name that is none of Python's."""
     try:
         tree = ast.parse(dim, mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last is how the parser says "too deep"
         return None
     return tree if isinstance(tree, ast.BinOp) and _is_known(tree) else None
 

@@ -10,18 +10,30 @@
     ├── RecordsError         a file of tuned records: foreign, newer, on a full disk
     ├── BundleError          work for a device, or its results: damaged, newer, of other work
     ├── DeviceError          a device that is to measure or to run: absent, lost, full, of another architecture
+    ├── ResourceError        memory that what was asked for needs, and this machine has not
     ├── InstallationError    this environment: a missing extra, a TVM pair that would crash
     └── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
 
 Each message says four things, in this order: which argument, what was expected, what came, and what to do next.
-The command line prints it and exits with code 2; nothing else is printed.
+The command line prints it and exits with code 2; nothing else is printed. What other libraries raise becomes one of
+these in `refusals`.
 """
 
 from __future__ import annotations
 
+import json
+
 CALL_REFUSED = "mhsa.InputError"
 """The kind under which compiled code raises what becomes an InputError. Its text is three lines: the argument, what was
 expected, what came. {N} stands for the size of the dim N; where the third is empty it is the argument's own values."""
+
+
+def printable(text: str) -> str:
+    """`text` as a terminal may have it: names in files are anybody's, and an escape sequence in one could hide or forge
+    what else is printed. What is neither a line's end nor visible is spelled as in JSON's strings."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else json.dumps(c)[1:-1] for c in text)
 
 
 class MhsaError(Exception):
@@ -33,7 +45,7 @@ class MhsaError(Exception):
         self.got = got
         self.next_step = next_step
         message = f"{argument}: expected {expected}, got {got}."
-        super().__init__(f"{message} {next_step}".rstrip())
+        super().__init__(printable(f"{message} {next_step}".rstrip()))
 
 
 class SpecError(MhsaError, ValueError):
@@ -70,6 +82,10 @@ class BundleError(MhsaError, ValueError):
 
 class DeviceError(MhsaError, ConnectionError):
     """What was to measure or to run is not there, went away, is full, or is not what the target says."""
+
+
+class ResourceError(MhsaError, MemoryError):
+    """What was asked for needs more memory than this machine has."""
 
 
 class InstallationError(MhsaError, ImportError):

@@ -17,6 +17,7 @@ import numpy as np
 
 from mhsa_compile.artifact import Manifest
 from mhsa_compile.errors import ArtifactError, DeviceError, InputError, InstallationError
+from mhsa_compile.profile import CudaProfile
 
 FAMILY = "cuda"
 OLDEST_CUDA = 13
@@ -155,11 +156,12 @@ def _check_cuda(manifest: Manifest, found: Driver) -> None:
 
 def _check_target(manifest: Manifest, gpu: Gpu) -> None:
     target = manifest.target
-    arch = str(target["tvm"]["arch"])
+    assert isinstance(target, CudaProfile)  # who loads it looked at its family
+    arch = target.tvm.arch
     if not runs(arch, gpu.capability):
         expected = f"a GPU of compute capability {capabilities(arch)}, as it was compiled for one"
         raise ArtifactError("artifact", expected, f"{gpu}, {gpu.name}, of {_dotted(gpu.capability)}", _NEXT)
-    needed = int(target["hardware"]["shared_kib_per_block"])
+    needed = target.hardware.shared_kib_per_block
     if gpu.shared_kib_per_block < needed:
         expected = f"a GPU with {needed} KiB of shared memory a block, as it was compiled for one"
         raise ArtifactError("artifact", expected, f"{gpu}, {gpu.name}, with {gpu.shared_kib_per_block}", _NEXT)

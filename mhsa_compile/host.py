@@ -103,11 +103,30 @@ def thread_count(given: int | None) -> int:
     return given
 
 
+def available_memory(root: Path = ROOT) -> int | None:
+    """Bytes that this process can have before the system takes them from others, or ends it; None where nobody says."""
+    fields = (line.split() for line in _read(root / "proc/meminfo").splitlines())
+    free = next((1024 * int(words[1]) for words in fields if words[:1] == ["MemAvailable:"]), None)
+    bounds = [bound for bound in (free, *_memory_left(root)) if bound is not None]
+    return min(bounds, default=None)
+
+
 def threads_per_core(root: Path = ROOT) -> int:
     """Hardware threads that share the first CPU's core; 1 where nobody says."""
     spans = _read(root / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list").split(",")
     bounds = (span.partition("-") for span in spans if span)
     return sum(int(last or first) - int(first) + 1 for first, _, last in bounds) or 1
+
+
+def _memory_left(root: Path) -> Iterator[int]:
+    """What the control group that a container shows as its root leaves of its limit, of version 2 and 1."""
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, taken = (_read(root / "sys/fs/cgroup" / name) for name in (most, used))
+        if limit.isdigit() and taken.isdigit():
+            yield max(0, int(limit) - int(taken))
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:

@@ -7,7 +7,7 @@ compiled library whose `run` (and, where weights are packed, `pack`) computes th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -76,7 +76,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="timin
     error_share  its largest error as a share of the budget
     """
 
-    samples_us: tuple[float, ...]
+    samples_us: Annotated[tuple[Annotated[float, msgspec.Meta(gt=0)], ...], msgspec.Meta(min_length=1)]
     error_share: float
 
 

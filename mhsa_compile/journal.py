@@ -1,4 +1,4 @@
-"""A file of lines that only grows, for several writers at once, any of which may die. Standard library only.
+"""A file of lines that only grows, for several writers at once, any of which may die.
 
 A line is added under a lock of the file, and is on the disk when `append` returns. A writer that dies leaves at most
 the beginning of its line behind the last newline, and the next one cuts that off. `rewrite` puts a new file in the
@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mhsa_compile import files
+
 _BLOCK = 65_536
 
 
 def read(path: Path) -> tuple[list[bytes], bytes]:
     """(the lines, what stands behind the last newline). Raises OSError."""
-    with path.open("rb") as file:
+    with os.fdopen(files.regular(path), "rb") as file:
         with suppress(OSError):  # a file system without locks: a line that is being written may look torn, no more
             fcntl.flock(file, fcntl.LOCK_SH)
         return _split(file.read())
@@ -71,7 +73,7 @@ def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]])
 def _locked(path: Path) -> Iterator[int]:
     """The file, created where there is none, and nobody else's meanwhile."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = files.regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             if _is_at(file, path):

@@ -5,6 +5,7 @@ Notation: B batch, L new positions of a call, C capacity, G key/value heads, E h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from mhsa_compile.artifact import Manifest
 from mhsa_compile.device_tensors import torch_of_cuda
 from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.memory import aligned_zeros
+from mhsa_compile.refusals import require_memory
 
 Array = np.ndarray[Any, Any]
 
@@ -147,15 +149,19 @@ def new_cache(manifest: Manifest, batch: int | None, capacity: int | None, devic
     if rope is not None and sizes["capacity"] > rope["max_length"]:
         expected = f"at most the spec's rope.max_length = {rope['max_length']}"
         raise InputError("capacity", expected, str(sizes["capacity"]), "Raise max_length, and compile again.")
-    return KVCache(spec, **sizes) if device == "cpu" else DeviceKVCache(spec, **sizes, device=device)
+    if device != "cpu":
+        return DeviceKVCache(spec, **sizes, device=device)
+    elements = math.prod(sizes.values()) * spec["num_kv_heads"] * (spec["head_dim"] + spec["v_head_dim"])
+    require_memory("cache", elements * np.dtype(spec["dtype"]).itemsize)
+    return KVCache(spec, **sizes)
 
 
 def cached_spec(manifest: Manifest) -> Mapping[str, Any]:
     """The spec of an artifact that takes a cache, but for what it returns: no cache minds. Raises InputError."""
-    if manifest.spec is None or not manifest.spec.get("kv_cache"):
+    if manifest.spec is None or not manifest.spec.kv_cache:
         expected, hint = "an artifact of a spec with kv_cache", "Set kv_cache=True in the spec, and compile again."
         raise InputError("cache", expected, "one without", hint)
-    return {name: value for name, value in manifest.spec.items() if name != "outputs"}
+    return {name: value for name, value in manifest.spec.to_dict().items() if name != "outputs"}
 
 
 def check_call(manifest: Manifest, cache: object, x: Any, device: str = "cpu") -> KVCache:

@@ -21,6 +21,7 @@ from mhsa_compile.core import attention, rotated, to_numpy, written
 from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.outputs import array_names
 from mhsa_compile.positions import Rope, alibi_slopes
+from mhsa_compile.refusals import require_memory
 from mhsa_compile.spec import AttentionSpec
 
 _Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
@@ -67,6 +68,9 @@ class MultiHeadAttention(_Attention):
             spec.num_kv_heads * spec.head_dim,
             spec.num_kv_heads * spec.v_head_dim,
         )
+        width, source = spec.embed_dim, spec.source_dim
+        elements = width * query + source * (key + value) + spec.num_heads * spec.v_head_dim * width
+        require_memory("embed_dim and heads", elements * dtype.itemsize)
         self.q_proj = nn.Linear(spec.embed_dim, query, bias=spec.bias, dtype=dtype)
         self.k_proj = nn.Linear(spec.source_dim, key, bias=spec.bias, dtype=dtype)
         self.v_proj = nn.Linear(spec.source_dim, value, bias=spec.bias, dtype=dtype)

@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import onnx
@@ -18,7 +18,8 @@ from msgspec.structs import replace
 from onnx import numpy_helper
 from safetensors.numpy import save_file
 
-from mhsa_compile.artifact import TensorInfo
+from mhsa_compile.artifact import DType, TensorInfo
+from mhsa_compile.errors import ModelError
 from mhsa_compile.kernels.operations import Dim
 
 
@@ -57,7 +58,7 @@ def _point(tensor: onnx.TensorProto, location: str, offset: int, length: int) ->
 
 def weight_infos(model: onnx.ModelProto, names: Sequence[str]) -> tuple[TensorInfo, ...]:
     found = {t.name: t for t in model.graph.initializer}
-    return tuple(TensorInfo(n, _dtype(found[n].data_type), tuple(found[n].dims)) for n in names)
+    return tuple(TensorInfo(n, _dtype(n, found[n].data_type), tuple(found[n].dims)) for n in names)
 
 
 def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
@@ -73,7 +74,7 @@ def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, 
 def _info(value: onnx.ValueInfoProto) -> TensorInfo:
     kind = value.type.tensor_type
     dims = tuple(d.dim_param if d.HasField("dim_param") else d.dim_value for d in kind.shape.dim)
-    return TensorInfo(value.name, _dtype(kind.elem_type), dims)
+    return TensorInfo(value.name, _dtype(value.name, kind.elem_type), dims)
 
 
 def _with_bounds(info: TensorInfo, mask: Any | None, most: Dim | None) -> TensorInfo:
@@ -82,5 +83,10 @@ def _with_bounds(info: TensorInfo, mask: Any | None, most: Dim | None) -> Tensor
     return info if most is None else replace(info, most=most)
 
 
-def _dtype(code: int) -> str:
-    return str(onnx.helper.tensor_dtype_to_np_dtype(code))
+def _dtype(name: str, code: int) -> DType:
+    """Raises ModelError for a dtype that no array of a call or of a weight has: strings, complex numbers, four bits."""
+    found = onnx.helper.tensor_dtype_to_string(code).removeprefix("TensorProto.").lower()
+    dtype = {"float": "float32", "double": "float64"}.get(found, found)
+    if dtype not in get_args(DType):
+        raise ModelError(f"tensor {name!r}", f"a dtype among {', '.join(get_args(DType))}", dtype)
+    return cast(DType, dtype)

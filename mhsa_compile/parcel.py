@@ -23,6 +23,7 @@ from mhsa_compile.kernels.operations import Op
 from mhsa_compile.op_keys import elsewhere
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.records import isa_of
+from mhsa_compile.refusals import reading
 from mhsa_compile.results import Measured, Results
 from mhsa_compile.sampler import Found, found_in, plain, point_of
 from mhsa_compile.search import FINALISTS, Result, chosen, noise_of
@@ -105,7 +106,8 @@ def _places(subject: Subject, request: Request) -> list[tuple[str, Mapping[str, 
 
 
 def _of_task(found: Results, place: str) -> dict[Point, Measured]:
-    return {point_of(msgspec.json.decode(one.label)): one for one in found.measured if one.task == place}
+    with reading(BundleError, "results", "the labels of its bundle", bundles.COPY_AGAIN):
+        return {point_of(msgspec.json.decode(one.label)): one for one in found.measured if one.task == place}
 
 
 def _label(point: Point) -> str:

@@ -5,19 +5,20 @@ Notation: B batch, L query length, S key length, H heads.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 
 from mhsa_compile import softmax_parity
 from mhsa_compile.artifact import Manifest
 from mhsa_compile.dims import is_expression, size_of
-from mhsa_compile.errors import InputError
+from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.reference import Array, Arrays, eager, oracle
+from mhsa_compile.refusals import reading
 from mhsa_compile.spec import LIMITS_KEY, SPEC_KEY, AttentionSpec
 
 FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
@@ -173,8 +174,8 @@ def _longest(model: onnx.ModelProto, spec: AttentionSpec | None) -> int:
 def _limits(source: Any) -> dict[str, int]:
     """The largest sizes of symbols, and the numbers of rows that inputs pick from."""
     said = {prop.key: prop.value for prop in getattr(source, "metadata_props", ())}.get(LIMITS_KEY)
-    limits: dict[str, int] = json.loads(said) if said else {}
-    return limits
+    with reading(ModelError, f"metadata {LIMITS_KEY!r}", "a JSON object of sizes"):
+        return msgspec.json.decode(said, type=dict[str, int]) if said else {}
 
 
 def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[str, Array]:

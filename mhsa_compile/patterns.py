@@ -164,6 +164,7 @@ class Documents(Pattern, frozen=True):
         return visible
 
 
+AnyPattern = Longformer | BigBird | Strided | BlockDiagonal | Documents
 KINDS: dict[str, type[Pattern]] = {
     "longformer": Longformer,
     "bigbird": BigBird,
@@ -177,7 +178,7 @@ def pattern(fields: Mapping[str, Any]) -> Pattern:
     """A pattern from plain values: {"kind": "longformer", "window": 256, "global_tokens": 1}. Raises SpecError."""
     values = dict(fields)
     name = values.pop("kind", None)
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         near = difflib.get_close_matches(str(name), KINDS, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else ""
         raise SpecError("static_mask", f"a kind among {', '.join(KINDS)}", repr(name), hint)

@@ -13,9 +13,10 @@ import msgspec
 
 from mhsa_compile import __version__, cubin, installation, record_files, staging
 from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
-from mhsa_compile.errors import InputError, MhsaError, OutputError
+from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
 from mhsa_compile.profile import CudaProfile, TargetProfile, load_profile
 from mhsa_compile.records import Record, Shelf
+from mhsa_compile.refusals import bounded, reading
 from mhsa_compile.sources import Source, read_source
 from mhsa_compile.staging import Unfinished
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from mhsa_compile.spec import AttentionSpec
 
 
+_REPORT = "If `onnx.checker` finds the model valid, this is a defect of ours: report it, with the model."
+
+
+@bounded
 def compile(
     source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
     target: str | TargetProfile = "native",
@@ -65,7 +70,8 @@ def compile(
     tell("schedule")
     from mhsa_compile import build, onnx_weights, schedule
 
-    scheduled = schedule.schedule(imported, profile, shelf)
+    with reading(BuildError, "model", "operations that have code on this target", _REPORT):
+        scheduled = schedule.schedule(imported, profile, shelf)
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
     with _temporary_folder() as owner:
@@ -73,7 +79,8 @@ def compile(
         tell("weights")
         onnx_weights.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
         tell("build")
-        build.build(scheduled, profile, folder / MODULE)
+        with reading(BuildError, "model", "code for this target", _REPORT):
+            build.build(scheduled, profile, folder / MODULE)
         return Artifact.assemble(folder, _manifest(read, canonical, imported, scheduled, profile), owner=owner)
 
 
@@ -116,8 +123,9 @@ def _front(
     from mhsa_compile import importer  # TVM takes a second to load
     from mhsa_compile.canonical import canonicalize
 
-    canonical = canonicalize(read.model)
-    imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
+    with reading(ModelError, "model", "a graph that this library reads", _REPORT):
+        canonical = canonicalize(read.model)
+        imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
     return Source(canonical.model, read.spec), canonical, imported
 
 
@@ -163,7 +171,7 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
         int8_weights=any(isinstance(op, LinearOp) and op.int8_weights for op in imported.ops.values()),
         semantics=tuple(semantics),
         spec=read.spec,
-        target=msgspec.to_builtins(profile),
+        target=profile,
         versions=_versions(profile),
         ops=tuple(scheduled.reports),
         attention=canonical.blocks,

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from mhsa_compile import data, host
+from mhsa_compile import data, files, host
 from mhsa_compile.errors import TargetError
+from mhsa_compile.refusals import reading
 
 NATIVE = data.NATIVE
 _DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int16": 16, "int32": 32}
@@ -36,14 +37,15 @@ _NEVER = {"aarch64": ("-balance-fp-ops",)}
 """Of LLVM, by architecture: what makes wrong code. The pass that balances chains of multiply-adds between odd and even
 registers, on by default for the cortex-a53 and a57, gave linears with eight-bit weights wrong sums (LLVM 22)."""
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Triple = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+-]+\Z")]  # it becomes a word of command lines
 
 
 class TvmTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What TVM's code generator is told."""
 
     kind: Literal["llvm"]
-    mtriple: str
+    mtriple: Triple
     mcpu: str = ""
     mattr: tuple[str, ...] = ()
 
@@ -63,7 +65,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the shared library is linked for: a Zig triple such as x86_64-linux-gnu.2.17."""
 
-    triple: str
+    triple: Triple
 
 
 class CudaTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +76,7 @@ class CudaTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     kind: Literal["cuda"]
     arch: Annotated[str, msgspec.Meta(pattern=r"^sm_[1-9][0-9]{1,2}a?$")]
-    mtriple: str
+    mtriple: Triple
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -292,14 +294,11 @@ def _unknown(name: str) -> TargetError:
 
 
 def _parse(path: Path) -> TargetProfile:
-    try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    text = files.read_text(path, TargetError, "target", "a readable .toml file")
+    schema = "The schema is in targets/README.md; `mhsa targets native` prints an example."
+    with reading(TargetError, f"target file {str(path)!r}", "a target profile", schema):
+        fields = tomllib.loads(text)
         if "name" in fields:
             raise ValueError("a key `name`: the file's name is the target's")
         found: TargetProfile = msgspec.convert({"name": path.stem, **fields}, CpuProfile | CudaProfile)
         return found
-    except OSError as error:
-        raise TargetError("target", "a readable .toml file", f"{str(path)!r} ({error.strerror})") from error
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError and msgspec.ValidationError are ValueErrors
-        schema = "The schema is in targets/README.md; `mhsa targets native` prints an example."
-        raise TargetError(f"target file {str(path)!r}", "a target profile", str(error), schema) from error

@@ -16,6 +16,7 @@ import msgspec
 from mhsa_compile import journal
 from mhsa_compile.errors import RecordsError
 from mhsa_compile.records import FORMAT, Record, encoded, merged
+from mhsa_compile.refusals import reading
 
 _BEGIN = b'{"format":'
 
@@ -150,14 +151,12 @@ def _is_torn(tail: bytes) -> bool:
 
 
 def _parsed(what: str, line: bytes) -> Record:
-    try:
+    hint = "`mhsa records check --repair` sets such lines aside; what is missing then can be tuned again."
+    with reading(RecordsError, what, "a record", hint):
         stated = msgspec.json.decode(line, type=_Versioned).format
         if stated > FORMAT:
             raise RecordsError(what, f"format {FORMAT}", f"format {stated}", "Update mhsa-compile.")
         return msgspec.json.decode(line, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        hint = "`mhsa records check --repair` sets such lines aside; what is missing then can be tuned again."
-        raise RecordsError(what, "a record", str(error), hint) from error
 
 
 class _Versioned(msgspec.Struct):

@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-from mhsa_compile import bundles, installation, serve, sessions
+from mhsa_compile import bundles, files, installation, serve, sessions
 from mhsa_compile.bundles import Digest, Order, Work
 from mhsa_compile.errors import BundleError, DeviceError
 from mhsa_compile.jobs import LOST, Device, Failure, Outcome, Timing
@@ -85,12 +85,7 @@ def _measured(work: Work, session: sessions.Session, number: int, which: int) ->
 def read(path: str | os.PathLike[str]) -> Results:
     """Raises BundleError for what is damaged, newer, or no results."""
     what = f"results {str(path)!r}"
-    if Path(path).exists() and not Path(path).is_file():  # /dev/zero has no end
-        raise BundleError(what, "a file", "something that is none")
-    try:
-        return bundles.decoded(what, Path(path).read_bytes(), Results)
-    except OSError as error:
-        raise BundleError(what, "a file that can be read", error.strerror or str(error)) from error
+    return bundles.decoded(what, files.read(path, BundleError, what, "a file that can be read"), Results)
 
 
 class Summary(msgspec.Struct, frozen=True):

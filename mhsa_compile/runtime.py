@@ -18,23 +18,25 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from mhsa_compile import gpus, host, kv_cache, tvm_runtime
+from mhsa_compile import files, gpus, host, kv_cache, tvm_runtime
 from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu, opened
 from mhsa_compile.device_tensors import DeviceSignature, DeviceWeight
-from mhsa_compile.errors import InputError
+from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.kv_cache import KVCache
 from mhsa_compile.launches import Launches
 from mhsa_compile.outputs import together
 from mhsa_compile.positions import TABLES
+from mhsa_compile.refusals import bounded, first_line, reading, refusal_of
 from mhsa_compile.stored_weights import parsed
 from mhsa_compile.tensors import Argument, Signature, Sizes
 
+_AGAIN = "Compile it again."
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
+@bounded
 def load(
     path: str | os.PathLike[str] | Artifact,
     *,
@@ -54,10 +56,10 @@ def load(
     """
     if threads is not None:
         host.thread_count(threads)
-    with opened(path.path if isinstance(path, Artifact) else path) as files:
-        manifest = files.manifest
-        stored = files.contents(MODULE, *([WEIGHTS] if _reads_own(manifest, weights) else []))
-    if manifest.target["family"] == gpus.FAMILY:
+    with opened(path.path if isinstance(path, Artifact) else path) as held:
+        manifest = held.manifest
+        stored = held.contents(MODULE, *([WEIGHTS] if _reads_own(manifest, weights) else []))
+    if manifest.target.family == gpus.FAMILY:
         return _on_gpu(manifest, stored, weights, device, threads)
     if device not in (None, "cpu"):
         next_step = "Compile it for a GPU: --target cuda-..., see `mhsa targets`."
@@ -66,7 +68,7 @@ def load(
     runtime = tvm_runtime.start()
     with runtime.calls.lock:
         arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)
-        library = runtime.library(stored[MODULE], manifest.files[MODULE])
+        library = _library(runtime, manifest, stored)
         signature = Signature(
             manifest.inputs,
             manifest.outputs,
@@ -74,7 +76,9 @@ def load(
             in_place=manifest.in_place,
             limits=manifest.limits,
         )
-        return CompiledAttention(manifest, signature, _Threads(runtime, library, host.thread_count(threads)), arrays)
+        with reading(ArtifactError, "artifact", "code that `mhsa compile` made", _AGAIN):
+            thread = _Threads(runtime, library, host.thread_count(threads))
+        return CompiledAttention(manifest, signature, thread, arrays)
 
 
 def _on_gpu(
@@ -87,9 +91,15 @@ def _on_gpu(
     arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, partial(DeviceWeight, gpu))
     runtime = tvm_runtime.start_cuda()
     with runtime.calls.lock:
-        library = runtime.library(stored[MODULE], manifest.files[MODULE])
+        library = _library(runtime, manifest, stored)
         signature = DeviceSignature(manifest, gpu)
         return CompiledAttention(manifest, signature, Launches(library, manifest, signature, gpu), arrays)
+
+
+def _library(runtime: tvm_runtime.Runtime, manifest: Manifest, stored: Mapping[str, bytes]) -> tvm_runtime.Library:
+    hint = "Compile it for this machine. Where memory must not be mapped as code, TMPDIR must not be noexec."
+    with reading(ArtifactError, f"artifact file {MODULE!r}", "a library that this machine loads", hint):
+        return runtime.library(stored[MODULE], manifest.files[MODULE])
 
 
 class CompiledAttention:
@@ -101,9 +111,11 @@ class CompiledAttention:
         self.manifest = manifest
         self._signature = signature
         self._thread = thread
-        self._packed = thread.bind(weights)
+        self._words = [info.name for info in manifest.inputs if info.name in ("cache", "stream")]
+        with reading(ArtifactError, "artifact", "code that fits its manifest", _AGAIN):
+            self._packed = thread.bind(weights)
 
-    def __call__(self, *inputs: Any, cache: Any = None, stream: Any = None, **by_name: Any) -> Any:
+    def __call__(self, /, *inputs: Any, cache: Any = None, stream: Any = None, **by_name: Any) -> Any:
         """The output, or a named tuple of them: torch tensors if any input is one, else NumPy arrays.
 
         Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
@@ -114,7 +126,13 @@ class CompiledAttention:
                 (B, L, D), for any L, are written behind its length, which then grows by L
         stream  of a GPU, on which to run: PyTorch's, an object with __cuda_stream__, or a handle; by default PyTorch's
                 current one. Inputs in a GPU's memory must be contiguous, and are never copied
+
+        Of a model with inputs called `cache` or `stream` these are those.
         """
+        if self._words:
+            given = {"cache": cache, "stream": stream}
+            by_name |= {name: given[name] for name in self._words if given[name] is not None}
+            cache, stream = (None if name in self._words else value for name, value in given.items())
         if stream is not None:
             with self._thread.on(stream):
                 return self(*inputs, cache=cache, **by_name)
@@ -125,22 +143,32 @@ class CompiledAttention:
 
     def _called(self, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         signature, thread = self._signature, self._thread
-        arrays, sizes = signature.arrays(inputs, by_name)
+        try:
+            arrays, sizes = signature.arrays(inputs, by_name)
+        except MemoryError as error:
+            raise refusal_of(error) or error from error
         if 0 in sizes.values() and (results := signature.empty_results(arrays, sizes)) is not None:
             return results
         try:
             returned = thread.run(arrays, sizes, self._packed)
-        except InputError:
+            return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
+        except MhsaError:
             raise
-        except RuntimeError as error:
-            if (words := tvm_runtime.refusal(error)) is None:
-                raise
-            raise signature.refused(words, arrays, sizes) from None
-        except ValueError as error:  # of compiled code, about what the signature could not tell
-            raise InputError("inputs", "sizes that fit each other inside the model", str(error)) from error
-        return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
+        except Exception as error:
+            raise self._refusal(error, arrays, sizes) from error
 
-    def from_host(self, *inputs: Any, **by_name: Any) -> Any:
+    def _refusal(self, error: Exception, arrays: Sequence[Any], sizes: Sizes) -> MhsaError:
+        """What a call of compiled code raised, as an error of ours."""
+        if (words := tvm_runtime.refusal(error)) is not None:
+            return self._signature.refused(words, arrays, sizes)
+        if (shortage := refusal_of(error)) is not None:
+            return shortage
+        if isinstance(error, ValueError):  # of compiled code, about what the signature could not tell
+            return InputError("inputs", "sizes that fit each other inside the model", first_line(error))
+        return ArtifactError("artifact", "code that fits its manifest", first_line(error), _AGAIN)
+
+    @bounded
+    def from_host(self, /, *inputs: Any, **by_name: Any) -> Any:
         """As a call on NumPy arrays, wherever it runs: to a GPU they are copied, and its outputs back.
 
         For checks and first steps: a program that cares for time keeps its tensors on the GPU. Raises InputError and
@@ -243,22 +271,30 @@ def _weight_arrays(
     manifest: Manifest, stored: bytes | None, weights: Weights | None, make: Callable[..., Argument]
 ) -> list[Any]:
     """In the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises InputError."""
-    found = {} if stored is None else _read(WEIGHTS, lambda: parsed(stored))
+    found: Mapping[str, Any] = {}
+    if stored is not None:
+        with reading(InputError, "weights", f"a .safetensors file, {WEIGHTS!r}"):
+            found = parsed(stored)
     if weights is not None:
         tables = {name: array for name, array in found.items() if name in TABLES}
-        found = {**tables, **(weights if isinstance(weights, Mapping) else _read(weights, lambda: load_file(weights)))}
+        found = {**tables, **(weights if isinstance(weights, Mapping) else _read(weights))}
     names = {info.name for info in manifest.weights}
     if missing := sorted(names - found.keys()):
         raise InputError(
             "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"
         )
-    if extra := sorted(found.keys() - names):
+    if extra := sorted(map(str, found.keys() - names)):
         raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
     return [make(info, "weight", {}, manifest.has_fallbacks).ready(found[info.name], {}) for info in manifest.weights]
 
 
-def _read(path: str | os.PathLike[str], read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    try:
-        return read()
-    except (OSError, SafetensorError) as error:
-        raise InputError("weights", "a .safetensors file", f"{str(path)!r} ({error})") from error
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    expected = "a .safetensors file"
+    if not isinstance(path, str | os.PathLike):
+        raise InputError("weights", f"arrays by name, or {expected}", type(path).__name__)
+    with (
+        files.opened(path, InputError, "weights", expected) as file,
+        reading(InputError, "weights", f"{expected}, {str(path)!r}"),
+    ):
+        found: Mapping[str, Any] = load_file(f"/proc/self/fd/{file.fileno()}")
+        return found

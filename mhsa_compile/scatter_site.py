@@ -10,14 +10,13 @@ Notation: B batch, L length of the update, S length of the cache.
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
+import msgspec
 import onnx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.head_views import Operand, contradict, split_rows, spoken
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.refusals import reading
 from mhsa_compile.spec import DOMAIN, IN_PLACE_KEY
 
 SCATTER = "MhsaScatter"
@@ -128,13 +127,8 @@ def in_place(graph: Graph) -> dict[str, str]:
 def declared_in_place(model: onnx.ModelProto) -> dict[str, str]:
     """Input -> output, as the model says it. Raises ModelError."""
     said = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
-    try:
-        pairs: Any = json.loads(said)
-    except ValueError:
-        pairs = None
-    if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
-        raise ModelError(f"metadata {IN_PLACE_KEY!r}", 'a JSON object such as {"past_key": "present_key"}', repr(said))
-    return pairs
+    with reading(ModelError, f"metadata {IN_PLACE_KEY!r}", 'a JSON object such as {"past_key": "present_key"}'):
+        return msgspec.json.decode(said, type=dict[str, str])
 
 
 def _refuse_pair(source: str, result: str, expected: str, got: str) -> ModelError:

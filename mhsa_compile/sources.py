@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,11 @@ from typing import Any
 
 import onnx
 
+from mhsa_compile import files
 from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.refusals import reading
 from mhsa_compile.spec import SPEC_KEY, AttentionSpec
+from mhsa_compile.symbols import check_dims, dims_of, settled
 
 
 @dataclass(frozen=True)
@@ -19,19 +21,21 @@ class Source:
     """A model, and the spec it was exported from if it is one of ours."""
 
     model: onnx.ModelProto
-    spec: dict[str, Any] | None
+    spec: AttentionSpec | None
 
 
 def read_source(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple[Any, ...] | None) -> Source:
     """Raises ModelError, SpecError or InputError."""
+    check_dims(dims)
     if isinstance(source, str | Path):
-        model = fix_dims(_named_dims(read_onnx(Path(source))), dims)
+        model = settled(fix_dims(read_onnx(Path(source)), dims))
     elif isinstance(source, onnx.ModelProto):
-        model = fix_dims(_named_dims(source), dims)
+        _check("model", source)
+        model = settled(fix_dims(source, dims))
     else:
         model = _exported(source, dims, example_inputs)
     said = {entry.key: entry.value for entry in model.metadata_props}
-    return Source(model, json.loads(said[SPEC_KEY]) if SPEC_KEY in said else None)
+    return Source(model, AttentionSpec.from_json(said[SPEC_KEY]) if SPEC_KEY in said else None)
 
 
 def _exported(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple[Any, ...] | None) -> onnx.ModelProto:
@@ -54,76 +58,60 @@ def _exported(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple
 def read_onnx(path: Path) -> onnx.ModelProto:
     """An .onnx file, checked, with its external data, which must lie in the file's own folder."""
     name = f"model {str(path)!r}"
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except OSError as error:
-        raise ModelError(name, "a readable .onnx file", error.strerror or str(error)) from error
-    except Exception as error:  # protobuf's DecodeError has no public home
-        raise ModelError(name, "an ONNX model", "a file that does not parse: truncated, or not ONNX") from error
+    with files.opened(path, ModelError, name, "a readable .onnx file") as file:
+        try:
+            model = onnx.load_model_from_string(file.read())
+        except Exception as error:  # protobuf's DecodeError has no public home
+            raise ModelError(name, "an ONNX model", "a file that does not parse: truncated, or not ONNX") from error
     if not model.graph.node:
         raise ModelError(name, "an ONNX model", "no graph: the file is empty or truncated")
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:
             if entry.key == "location":
                 _check_inside(name, path.parent, entry.value)
-    try:
+    with reading(ModelError, name, "a valid ONNX model"):
         onnx.load_external_data_for_model(model, str(path.parent))
+    _check(name, model)
+    return model
+
+
+def _check(name: str, model: onnx.ModelProto) -> None:
+    """Raises ModelError for what ONNX itself does not allow, and for weights that are elsewhere."""
+    away = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    if away:
+        hint = "Load it with its data, onnx.load(path), or compile its path."
+        raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
+    with reading(ModelError, name, "a valid ONNX model"):
         onnx.checker.check_model(model, full_check=False)
         onnx.shape_inference.infer_shapes(model, strict_mode=True)
-    except Exception as error:
-        raise ModelError(name, "a valid ONNX model", _first_line(error)) from error
-    return model
 
 
 def _check_inside(name: str, folder: Path, location: str) -> None:
     inside = folder.resolve()
-    if not (inside / location).resolve().is_relative_to(inside):
+    with reading(ModelError, name, f"its external data {location!r} beside it"):
+        resolved = (inside / location).resolve()
+    if not resolved.is_relative_to(inside):
         raise ModelError(name, "external data in the model's own folder", repr(location), "Copy the data beside it.")
-    if not (inside / location).is_file():
+    if not resolved.is_file():
         raise ModelError(name, f"its external data {location!r} beside it", "no such file")
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
-
-
-def _named_dims(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with a name for every dim of an input that has neither name nor size."""
-    dims = {(i, axis) for i, value in enumerate(model.graph.input) for axis, dim in enumerate(_dims(value))
-            if dim.WhichOneof("value") is None}  # fmt: skip
-    if not dims:
-        return model
-    named = onnx.ModelProto()
-    named.CopyFrom(model)
-    for i, axis in dims:
-        value = named.graph.input[i]
-        _dims(value)[axis].dim_param = f"{value.name}_{axis}"
-    return named
-
-
-def _dims(value: onnx.ValueInfoProto) -> Any:
-    return value.type.tensor_type.shape.dim
-
-
 def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.ModelProto:
-    """The model with the named symbols fixed. Raises InputError for a symbol that no input has, or a size below 1."""
+    """The model with the named symbols fixed. Raises InputError for a symbol that no input has."""
     if not dims:
         return model
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
     del fixed.graph.value_info[:]  # shapes in between are inferred again
     values = [*fixed.graph.input, *fixed.graph.output]
-    known = {d.dim_param for value in values for d in value.type.tensor_type.shape.dim if d.dim_param}
-    for symbol, size in dims.items():
+    known = {d.dim_param for value in values for d in dims_of(value) if d.dim_param}
+    for symbol in dims:
         if symbol not in known:
             raise InputError(
                 "dims", f"a symbol of the model: {', '.join(sorted(known)) or 'it has none'}", repr(symbol)
             )
-        if size < 1:
-            raise InputError(f"dims[{symbol!r}]", "a size of at least 1", str(size))
     for value in values:
-        for dim in value.type.tensor_type.shape.dim:
+        for dim in dims_of(value):
             if dim.dim_param in dims:
                 dim.dim_value = dims[dim.dim_param]
     return fixed

@@ -15,8 +15,9 @@ import msgspec
 
 from mhsa_compile.errors import SpecError
 from mhsa_compile.outputs import checked_outputs
-from mhsa_compile.patterns import Pattern, pattern
+from mhsa_compile.patterns import AnyPattern, Pattern, pattern
 from mhsa_compile.positions import Rope, checked_rope
+from mhsa_compile.refusals import reading
 from mhsa_compile.spec_checks import (
     check_choice,
     check_dtype,
@@ -84,7 +85,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     causal: str | None = None
     window: tuple[int, int] | None = None
-    static_mask: Pattern | None = None
+    static_mask: AnyPattern | None = None
     mask: str | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -254,7 +255,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         known = cls.__struct_fields__
         for key in fields:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
+                near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(known)}."
                 raise SpecError(origin, "fields of AttentionSpec", f"the unknown field {key!r}", hint)
         for key in ("embed_dim", "num_heads"):
@@ -269,10 +270,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_json(cls, text: str | bytes) -> AttentionSpec:
         """The inverse of `to_json`. Raises SpecError."""
-        try:
+        with reading(SpecError, "spec", "JSON"):
             fields = json.loads(text)
-        except ValueError as error:
-            raise SpecError("spec", "JSON", f"text that does not parse ({error})") from None
         if not isinstance(fields, dict):
             raise SpecError("spec", "a JSON object", type(fields).__name__)
         return cls.from_dict(fields)
@@ -284,10 +283,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_toml(cls, text: str) -> AttentionSpec:
         """The inverse of `to_toml`. Raises SpecError."""
-        try:
+        with reading(SpecError, "spec", "TOML"):
             fields = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise SpecError("spec", "TOML", f"text that does not parse ({error})") from None
         return cls.from_dict(fields)
 
 

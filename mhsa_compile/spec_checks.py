@@ -8,6 +8,8 @@ import math
 from mhsa_compile.errors import SpecError
 
 DTYPES = ("float32", "bfloat16", "float16")
+LARGEST = 2**31 - 1
+"""Of any size: one more would not be a 32-bit number, in which ONNX Runtime and C programs keep some of them."""
 ALIGNMENTS = ("top_left", "bottom_right")
 
 
@@ -43,6 +45,8 @@ def resolve_cached_causal(causal: object) -> str:
 def check_positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(name, "a positive integer", repr(value))
+    if value > LARGEST:
+        raise SpecError(name, f"at most {LARGEST}", str(value))
 
 
 def check_flag(name: str, value: object) -> None:
@@ -70,7 +74,7 @@ def checked_window(window: object) -> tuple[int, int] | None:
     if window is None:
         return None
     sizes = tuple(window) if isinstance(window, list | tuple) else ()
-    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in sizes):
+    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or not -1 <= n <= LARGEST for n in sizes):
         expected = "(left, right): numbers of keys on each side of a query, -1 for unbounded"
         raise SpecError("window", expected, repr(window), "(256, 0) sees itself and 256 keys before it.")
     return None if sizes == (-1, -1) else (sizes[0], sizes[1])

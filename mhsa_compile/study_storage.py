@@ -38,6 +38,10 @@ def open_storage(url: str) -> Any:
     return storage
 
 
+class _Unreadable(Exception):
+    """What SQLAlchemy or a driver makes of a URL that is none."""
+
+
 def _with_tables(url: str) -> Any:
     """The storage, whose constructor makes its tables. Of several workers that begin at once all but one find that what
     they are about to make is there, and look again."""
@@ -53,6 +57,8 @@ def _with_tables(url: str) -> Any:
                 grace_period=GRACE,
                 heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(),
             )
+        except ValueError as error:  # a port that is no number, a host that is no name, a NUL in a path
+            raise _Unreadable(error) from error
         except sqlalchemy.exc.SQLAlchemyError as error:
             is_made_meanwhile = isinstance(error, sqlalchemy.exc.IntegrityError) or "already exists" in str(error)
             if attempt == OPENINGS or not is_made_meanwhile:
@@ -124,7 +130,7 @@ def named(url: str) -> Iterator[None]:
     said = _without_password(url)
     try:
         yield
-    except (sqlalchemy.exc.ArgumentError, sqlalchemy.exc.NoSuchModuleError) as error:
+    except (sqlalchemy.exc.ArgumentError, sqlalchemy.exc.NoSuchModuleError, _Unreadable) as error:
         hint = "Such as sqlite:////home/me/studies.db or postgresql+psycopg://me@host/database."
         raise InputError("--storage", "a database that SQLAlchemy knows", f"{said!r} ({_first(error)})", hint) from None
     except ImportError as error:

@@ -79,9 +79,10 @@ class Subject:
     @property
     def _longest(self) -> int:
         """What the positions of a spec allow, the capacity of its cache, and the tables of a model made elsewhere."""
-        rope = (self.manifest.spec or {}).get("rope") or {}
+        spec = self.manifest.spec
+        positions = 1 << 30 if spec is None or spec.rope is None else spec.rope.max_length
         tables = min(self.manifest.limits.values(), default=1 << 30)
-        return min(int(rope.get("max_length", 1 << 30)), self.fixed.get("C", 1 << 30), tables)
+        return min(positions, self.fixed.get("C", 1 << 30), tables)
 
     @property
     def longest_prefix(self) -> int:
@@ -138,8 +139,8 @@ class Subject:
 
     @property
     def why_no_prefixes(self) -> str:
-        bands = [attention["band"] for attention in self.manifest.semantics]
-        if not bands or any(band is None or band["right"] != 0 for band in bands):
+        bands = [attention.band for attention in self.manifest.semantics]
+        if not bands or any(band is None or band.right != 0 for band in bands):
             return "not causal"
         if self.cached:
             return "" if "L" in self.free else "a length is fixed"
@@ -229,9 +230,9 @@ class Subject:
         """Where a batch is padded. Before the keys where places are counted from the last one; also where attention is
         causal, since what comes after is hidden by that alone (places count among each other only in our own modules).
         """
-        bands = [attention["band"] for attention in self.manifest.semantics if attention["band"] is not None]
-        causal = self.manifest.spec is not None and any(band["right"] == 0 for band in bands)
-        from_the_end = any(band["alignment"] == "bottom_right" for band in bands)
+        bands = [attention.band for attention in self.manifest.semantics if attention.band is not None]
+        causal = self.manifest.spec is not None and any(band.right == 0 for band in bands)
+        from_the_end = any(band.alignment == "bottom_right" for band in bands)
         apart = any(self.keys not in axes for axes in self.axes.values())  # in self-attention queries go with the keys
         return "before" if (from_the_end if apart else causal) else "after"
 

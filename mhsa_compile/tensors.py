@@ -29,6 +29,7 @@ from mhsa_compile.memory import (
     to_torch,
 )
 from mhsa_compile.outputs import together
+from mhsa_compile.refusals import reading
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
 
@@ -84,13 +85,11 @@ class Argument:
             if value.device.type != "cpu":
                 raise InputError(self.label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
             return value
-        if not hasattr(value, "__dlpack__"):
-            got = "nothing" if value is None else type(value).__name__
-            raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
-        try:
-            return np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError) as error:
-            raise InputError(self.label, "DLPack memory of the CPU, in a dtype of NumPy's", str(error)) from error
+        with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's"):
+            if hasattr(value, "__dlpack__"):
+                return np.from_dlpack(value)
+        got = "nothing" if value is None else type(value).__name__
+        raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
 
     def _check_dtype(self, array: Any) -> None:
         if str(array.dtype).removeprefix("torch.") != self.info.dtype:

@@ -223,7 +223,7 @@ def _load_cudart() -> None:
     raise InstallationError("CUDA's runtime", _CUDART, "none", "Run: pip install 'mhsa-compile[cuda]'")
 
 
-def refusal(error: RuntimeError) -> str | None:
+def refusal(error: Exception) -> str | None:
     """What compiled code said as it refused a value, if that is what `error` is; see `errors.CALL_REFUSED`."""
     found = getattr(error, "__tvm_ffi_error__", None)
     return str(found.message) if found is not None and found.kind == CALL_REFUSED else None

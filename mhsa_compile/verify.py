@@ -13,6 +13,7 @@ from mhsa_compile import selfcheck
 from mhsa_compile.pairs import SelfCheck
 from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs, whole_masks
 from mhsa_compile.reference import Array, Arrays, eager, oracle
+from mhsa_compile.refusals import bounded
 from mhsa_compile.repeats import Run
 from mhsa_compile.stored_model import stored_model
 
@@ -53,6 +54,7 @@ class Verdict:
         return max(self.cases, key=lambda case: case.ratio)
 
 
+@bounded
 def verify(
     artifact: Artifact | str | os.PathLike[str],
     *,
@@ -83,7 +85,7 @@ def verify(
 
         return run
 
-    on_cpu = opened.manifest.target["family"] == "cpu"
+    on_cpu = opened.manifest.target.family == "cpu"
     verdict = judged(opened, start(threads), cases=cases, seed=seed, self_checks=self_checks)
     if not self_checks or not on_cpu:
         return verdict

@@ -52,7 +52,7 @@ def test_a_cpu_without_the_features_is_refused_before_any_code_runs(artifact: Ar
     """By load, with what is needed and what is missing; never by an illegal instruction."""
     with arm_runs.runs("cortex-a53") as small, pytest.raises(Refused) as refused:
         small.load(artifact)
-    needed = " ".join(artifact.manifest.target["hardware"]["features"])
+    needed = " ".join(artifact.manifest.target.hardware.features)
     words = rf"ArtifactError: .*expected a CPU with {needed}, .*got .* without asimddp asimdhp asimdrdm atomics "
     assert re.search(words, str(refused.value)), refused.value
 

@@ -13,21 +13,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from mhsa_compile import host, staging
 from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest, OpReport, TensorInfo, check_cpu
 from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.opened import OpenFolder
+from mhsa_compile.profile import CpuProfile, Hardware, Link, TargetProfile, TvmTarget, load_profile
+from mhsa_compile.semantics import BandMeaning, Semantics
+from mhsa_compile.spec import AttentionSpec
 
 FILES = {"model.onnx": b"a graph", "module.so": b"\x7fELF code", "weights.safetensors": bytes(range(256))}
-TARGET = {
-    "name": "here",
-    "family": "cpu",
-    "tvm": {"kind": "llvm", "mtriple": f"{host.architecture()}-linux-gnu"},
-    "hardware": {"features": sorted(host.cpu_features())[:3]},
-}
+TARGET = CpuProfile(
+    name="here",
+    tvm=TvmTarget(kind="llvm", mtriple=f"{host.architecture()}-linux-gnu"),
+    hardware=Hardware(features=tuple(sorted(host.cpu_features())[:3])),
+    link=Link(triple=f"{host.architecture()}-linux-gnu"),
+)
+MEANING = Semantics(
+    op="op_1", operator="ONNX Attention-25", num_heads=2, num_kv_heads=2, head_dim=4, v_head_dim=4, scale=0.125,
+    dtype="float32", causal=None, band=BandMeaning(None, 3, "top_left"), static_mask=None, softcap=None, lengths=None,
+    sinks=False, alibi=False, mask=None, bool_mask="True takes part", fully_masked_row="zeros", softmax="float32",
+)  # fmt: skip
 
 
 def manifest(**fields: object) -> Manifest:
@@ -36,8 +44,8 @@ def manifest(**fields: object) -> Manifest:
         "inputs": (TensorInfo("x", "float32", ("B", "L", 8)), TensorInfo("mask", "bool", ("m",), broadcast=("L",))),
         "outputs": (TensorInfo("y", "float32", ("B", "L", 8)),),
         "weights": (TensorInfo("w", "float32", (8, 8)),),
-        "semantics": ({"op": "op_1", "scale": 0.125, "causal": None},),
-        "spec": {"num_heads": 2, "embed_dim": 8},
+        "semantics": (MEANING,),
+        "spec": AttentionSpec(embed_dim=8, num_heads=2),
         "target": TARGET,
         "versions": {"onnx": "1", "apache-tvm": "2"},
         "ops": (OpReport("op_0", "linear", "cpu.linear", {"rows": 6, "columns": 4}, "default"),),
@@ -75,8 +83,7 @@ def test_open_returns_what_was_assembled(saved: Artifact) -> None:
 
 
 def test_the_same_content_gives_the_same_bytes(saved: Artifact, tmp_path: Path) -> None:
-    target = dict(reversed(TARGET.items()))
-    again = assemble(tmp_path / "again", target=target, versions={"apache-tvm": "2", "onnx": "1"})
+    again = assemble(tmp_path / "again", versions={"apache-tvm": "2", "onnx": "1"})
     assert (again.path / "manifest.json").read_bytes() == (saved.path / "manifest.json").read_bytes()
 
 
@@ -317,14 +324,20 @@ def test_check_cpu_accepts_this_machine(saved: Artifact) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("target", "message"),
     [
-        ({"family": "cuda"}, "one compiled for a CPU, got one for cuda"),
-        ({"tvm": {"mtriple": "vax-dec-ultrix"}}, f"a CPU of vax.*, got {host.architecture()}"),
-        ({"hardware": {"features": ["fpu", "time_travel"]}}, "a CPU with fpu time_travel.* without .*time_travel"),
+        (load_profile("cuda-sm90a"), "one compiled for a CPU, got one for cuda"),
+        (
+            replace(TARGET, tvm=replace(TARGET.tvm, mtriple="vax-dec-ultrix")),
+            f"a CPU of vax.*, got {host.architecture()}",
+        ),
+        (
+            replace(TARGET, hardware=Hardware(features=("fpu", "time_travel"))),
+            "a CPU with fpu time_travel.* without .*time_travel",
+        ),
     ],
 )
-def test_check_cpu_says_what_does_not_fit(saved: Artifact, change: dict[str, object], message: str) -> None:
-    other = msgspec.structs.replace(saved.manifest, target={**TARGET, **change})
+def test_check_cpu_says_what_does_not_fit(saved: Artifact, target: TargetProfile, message: str) -> None:
+    other = replace(saved.manifest, target=target)
     with pytest.raises(ArtifactError, match=message):
         check_cpu(other)

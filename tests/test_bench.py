@@ -19,6 +19,7 @@ from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.peers.base import Problem
 from mhsa_compile.peers.compiled import Compiled
+from mhsa_compile.profile import load_profile
 from mhsa_compile.timing import LEAST_ROUNDS
 from mhsa_compile.verify import random_inputs
 from mhsa_compile.workloads import GROUPS, WORKLOADS, Workload, choose
@@ -52,7 +53,7 @@ def test_a_report_has_a_row_for_everyone(report):
 
 
 def test_an_artifact_for_a_gpu_is_timed_elsewhere(artifact):
-    target = {**artifact.manifest.target, "family": "cuda"}
+    target = load_profile("cuda-sm90a")
     of_gpu = Artifact(artifact.path, msgspec.structs.replace(artifact.manifest, target=target))
     with pytest.raises(InputError, match=r"artifact: expected one for a CPU.*got one for cuda\. benchmarks/gpu\.py"):
         bench(of_gpu, dims={"L": 7})

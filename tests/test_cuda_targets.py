@@ -53,7 +53,7 @@ def test_a_block_compiles(compiled: Callable[[str], Artifact], profile: CudaProf
     artifact = compiled(profile.name)
     assert cubin.architecture(machine_code(artifact)) == profile.tvm.arch
     manifest = artifact.manifest
-    assert manifest.target["tvm"]["arch"] == profile.tvm.arch
+    assert manifest.target.tvm.arch == profile.tvm.arch
     assert {"nvcc", "nvrtc"} & manifest.versions.keys()
     assert b"__global__" not in (artifact.path / MODULE).read_bytes()  # nothing is left to compile
     assert {op.name for op in manifest.ops} >= {"op_0", "op_1", "op_2"}

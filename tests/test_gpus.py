@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from made_up_gpus import A10, A100, H200, L4, MadeUp
 
@@ -26,7 +25,7 @@ def manifest(target: str, **versions: str) -> Manifest:
         weights=(TensorInfo("w", "bfloat16", (1024, 1024)), TensorInfo("b", "float32", (256,))),
         semantics=(),
         spec=None,
-        target=msgspec.to_builtins(load_profile(target)),
+        target=load_profile(target),
         versions=versions,
         ops=(),
         files={},

@@ -139,7 +139,7 @@ def test_dtypes(dtype: str, precision: str | None) -> None:
     imported = import_onnx(model(attributes, dtypes=(dtype,) * 3))
     (op,) = imported.ops.values()
     assert op.dtype == dtype
-    assert op.semantics("op_0")["softmax"] == "float32"
+    assert op.semantics("op_0").softmax == "float32"
     assert str(imported.module["main"].ret_ty.dtype) == dtype
 
 

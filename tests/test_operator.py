@@ -211,7 +211,7 @@ def test_the_report_says_what_is_written_out() -> None:
         ("scores", "plain", "fallback"),
         ("present", "cpu.present", "default"),
     }
-    assert artifact.manifest.semantics[0]["softmax"] == "float64"
+    assert artifact.manifest.semantics[0].softmax == "float64"
     assert "its softmax is float32, not float64" in artifact.manifest.ops[2].note
 
 

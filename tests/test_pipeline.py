@@ -19,6 +19,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.core import to_numpy
 from mhsa_compile.errors import InputError, ModelError, OutputError, TargetError
 from mhsa_compile.model import weights
+from mhsa_compile.semantics import BandMeaning
 
 SPEC = mhsa.AttentionSpec(embed_dim=32, num_heads=4)
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
@@ -127,7 +128,7 @@ def test_a_window_made_elsewhere(tmp_path):
     """Without causality, and over lengths that differ: neither a spec of ours nor opset 24 could say it."""
     attributes = {"left_window_size": 5, "right_window_size": 2}
     artifact = mhsa.compile(attention_model(tmp_path / "core.onnx", opset=25, attributes=attributes))
-    assert artifact.manifest.semantics[0]["band"] == {"left": 5, "right": 2, "alignment": "top_left"}
+    assert artifact.manifest.semantics[0].band == BandMeaning(5, 2, "top_left")
     verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 7, "S": 31}, {"B": 1, "L": 31, "S": 7}])
     assert verdict.ok, verdict.worst
 
@@ -139,7 +140,7 @@ def test_a_constant_mask_for_each_head(tmp_path):
     mask[1, 3] = False
     model.graph.initializer.append(onnx.numpy_helper.from_array(mask, "mask"))
     artifact = mhsa.compile(model, dims={"L": 7, "S": 67})
-    assert artifact.manifest.semantics[0]["static_mask"].startswith("bool [2, 7, 67]")
+    assert artifact.manifest.semantics[0].static_mask.startswith("bool [2, 7, 67]")
     assert [info.name for info in artifact.manifest.inputs] == ["q", "k", "v"]
     assert artifact.manifest.weights == ()
     verdict = mhsa.verify(artifact, cases=[{"B": 3}])

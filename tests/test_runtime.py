@@ -112,7 +112,9 @@ def test_a_device_that_is_not_there(artifact: Artifact) -> None:
 def test_nothing_is_mapped_that_does_not_fit_this_cpu(artifact: Artifact, tmp_path: Path) -> None:
     shutil.copytree(artifact.path, tmp_path / "other")
     (tmp_path / "other" / "module.so").write_bytes(b"not a library")
-    target = {**artifact.manifest.target, "hardware": {"features": ["time_travel"]}}
+    target = artifact.manifest.target
+    strange = msgspec.structs.replace(target.hardware, features=("time_travel",))
+    target = msgspec.structs.replace(target, hardware=strange)
     other = Artifact.assemble(tmp_path / "other", msgspec.structs.replace(artifact.manifest, target=target))
     with pytest.raises(ArtifactError, match="without time_travel"):
         load(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -16,6 +17,7 @@ from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.export import export
 from mhsa_compile.pairs import Pairs, SelfCheck
 from mhsa_compile.selfcheck import CHECKS, self_checks
+from mhsa_compile.semantics import BandMeaning
 from mhsa_compile.subject import LENGTHS, PRIMES, Subject
 from mhsa_compile.verify import Verdict, eager
 
@@ -47,10 +49,17 @@ def subject(module: str = "MultiHeadAttention", dims: tuple[tuple[str, int], ...
         band |= {side: None for side in ("left", "right") if band[side] < 0}
     keys = "S" if spec.is_cross or module == "ScaledDotProductAttention" else "L"
     full = tuple(dict(dims).get(axis, axis) for axis in ("B", spec.num_heads, "L", keys))
-    return model, manifest(model, spec.to_dict(), [{"band": band}], {"mask": full})
+    return model, manifest(model, spec, [meaning(band)], {"mask": full})
 
 
-def manifest(model: onnx.ModelProto, spec: dict | None, semantics: list[dict], broadcast: dict | None = None):
+def meaning(band: dict | None) -> object:
+    """Of an attention, what these checks ask of it."""
+    return SimpleNamespace(band=None if band is None else BandMeaning(**band))
+
+
+def manifest(
+    model: onnx.ModelProto, spec: mhsa.AttentionSpec | None, semantics: list[object], broadcast: dict | None = None
+):
     def info(value: onnx.ValueInfoProto) -> TensorInfo:
         kind = value.type.tensor_type
         dims = tuple(d.dim_param or d.dim_value for d in kind.shape.dim)
@@ -268,7 +277,7 @@ def foreign(*nodes: onnx.NodeProto, **attributes: int) -> tuple:
     graph = helper.make_graph([unsqueeze, attention, *nodes], "g", inputs, [output], [axes])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
     band = {"left": None, "right": 0, "alignment": "top_left"} if attributes else None
-    return model, manifest(model, None, [{"band": band}])
+    return model, manifest(model, None, [meaning(band)])
 
 
 def no_mask(run, inputs):

@@ -107,7 +107,7 @@ def test_round_trips(spec: AttentionSpec) -> None:
 
 @pytest.mark.parametrize("read", [AttentionSpec.from_json, AttentionSpec.from_toml])
 def test_text_that_is_no_spec(read) -> None:
-    with pytest.raises(SpecError, match="does not parse"):
+    with pytest.raises(SpecError, match=r"expected (JSON|TOML)"):
         read("{ not = a spec")
     with pytest.raises(SpecError, match="a JSON object"):
         AttentionSpec.from_json("[1, 2]")

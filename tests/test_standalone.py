@@ -6,7 +6,6 @@ import re
 import zipfile
 from pathlib import Path
 
-import msgspec
 import pytest
 from tiny_artifact import MASK, X, Y
 from typer.testing import CliRunner
@@ -32,7 +31,7 @@ def artifact(tmp_path: Path) -> Artifact:
         (folder / name).write_bytes(name.encode())
     manifest = Manifest(
         mhsa_version="0.1.0", inputs=(X, MASK), outputs=(Y,), weights=(), semantics=(), spec=None,
-        target=msgspec.to_builtins(load_profile("native")), versions={}, ops=(), files={},
+        target=load_profile("native"), versions={}, ops=(), files={},
     )  # fmt: skip
     return Artifact.assemble(folder, manifest)
 

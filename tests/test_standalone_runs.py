@@ -170,5 +170,5 @@ def test_a_cpu_without_the_features_is_refused_before_any_code_runs(there: Devic
     """With what is needed and what is missing."""
     artifact = mhsa.compile(BLOCK, "neoverse-n1")
     done = there.run("--artifact", artifact.path)
-    needed = " ".join(artifact.manifest.target["hardware"]["features"])
+    needed = " ".join(artifact.manifest.target.hardware.features)
     assert f"expected a CPU with {needed}, got one without asimddp asimdhp " in done.stderr

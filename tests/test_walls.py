@@ -20,7 +20,8 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 # A room imports only from rooms before it.
 LIGHT = [
-    *("errors", "spec_checks", "patterns", "positions", "outputs", "spec", "workloads", "masks", "host"),
+    *("errors", "host", "refusals", "files"),
+    *("spec_checks", "patterns", "positions", "outputs", "spec", "workloads", "masks"),
     *(
         "installation",
         "zig",
@@ -29,6 +30,7 @@ LIGHT = [
         "dims",
         "opened",
         "staging",
+        "semantics",
         "artifact",
         "gpus",
         "calls_at_exit",
@@ -59,7 +61,7 @@ COMPILE_SIDE = [
     *("inside", "core", "operator_inside", "operators", "model", "conversion"),
     *("reference_inside", "reference_scores", "reference_attention", "reference", "stored_model"),
     *("softmax_parity", "parity", "subject", "pairs", "repeats", "selfcheck", "verify"),
-    *("export_check", "hugging_face", "signatures", "operator_function", "export", "sources", "kernels"),
+    *("export_check", "hugging_face", "signatures", "operator_function", "export", "symbols", "sources", "kernels"),
     *("onnx_graph", "canonical"),
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
     *("rotated_parts", "rotated_site", "scatter_site", "fusion"),

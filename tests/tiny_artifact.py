@@ -6,7 +6,6 @@ It computes y[b, l] = scale * W x[b, l] where mask[b, l], else 0, with mask (1 o
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -90,7 +89,7 @@ def make(folder: Path, scale: float = 1.0) -> Artifact:
         weights=(TensorInfo("w", "float32", (8, 8)),),
         semantics=(),
         spec=None,
-        target=msgspec.to_builtins(profile),
+        target=profile,
         versions={},
         ops=(),
         files={},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -17,14 +16,15 @@ from mhsa_compile.cli import (
     devices,
     diagnosing,
     inspecting,
+    output,
     records,
     running,
     tuning,
 )
-from mhsa_compile.errors import MhsaError, OutputError
+from mhsa_compile.errors import MhsaError
+from mhsa_compile.refusals import refusal_of
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compiling.compile_source,
     "run": running.run,
@@ -48,29 +48,23 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except MhsaError as error:
             _refuse(error)
-        except OSError as error:
-            if error.errno not in _DISK_ERRORS:
+        except Exception as error:
+            if (refusal := refusal_of(error)) is None:
                 raise
-            _refuse(_unwritable(error))
+            _refuse(refusal)
 
 
 def _refuse(error: MhsaError) -> None:
     typer.secho("Error: ", fg="red", err=True, nl=False)
-    typer.echo(str(error), err=True)
+    output.line(str(error), err=True)
     raise typer.Exit(2) from error
-
-
-def _unwritable(error: OSError) -> OutputError:
-    place = repr(error.filename) if error.filename else "file system"
-    next_step = "Free some space, or choose another place with -o or TMPDIR."
-    return OutputError(place, "room for it, and permission", error.strerror or str(error), next_step)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
         from mhsa_compile import __version__
 
-        typer.echo(f"mhsa {__version__}")
+        output.line(f"mhsa {__version__}")
         raise typer.Exit
 
 

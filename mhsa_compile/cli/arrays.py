@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from mhsa_compile import files
 from mhsa_compile.errors import InputError
+from mhsa_compile.refusals import reading, require_memory
 from mhsa_compile.staging import written
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import TensorInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_DRAWN_BYTES = 8  # of an element that NumPy draws, before it gets its dtype; once more for what comes of it
 _DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
 
 
@@ -35,7 +39,10 @@ def complete(
             sizes |= {str(dim): size for dim, size in zip(info.dims, given[info.name].shape, strict=False)}
     rng = np.random.default_rng(seed)
     given = {**given, **_rounded(given, inputs)}
-    drawn = {info.name: _random(info, sizes, rng) for info in inputs if info.name not in given}
+    missing = [info for info in inputs if info.name not in given]
+    shapes = [tuple(_size(info.name, dim, sizes) for dim in info.dims) for info in missing]
+    require_memory("inputs", sum(2 * _DRAWN_BYTES * math.prod(shape) for shape in shapes))
+    drawn = {info.name: _random(info, shape, rng) for info, shape in zip(missing, shapes, strict=True)}
     return {**given, **drawn}
 
 
@@ -63,17 +70,18 @@ def _split(assignment: str) -> tuple[str, Path]:
 
 
 def _load(name: str, path: Path) -> Array:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"--input {name}", "an .npy file", f"{path} ({error})") from error
+    argument, expected = f"--input {name}", "an .npy file"
+    with (
+        files.opened(path, InputError, argument, expected) as file,
+        reading(InputError, argument, f"{expected}, {path}"),
+    ):
+        array = np.load(file, allow_pickle=False)
     if not isinstance(array, np.ndarray):
-        raise InputError(f"--input {name}", "one array in an .npy file", f"{path}, an archive of several")
+        raise InputError(argument, "one array in an .npy file", f"{path}, an archive of several")
     return array
 
 
-def _random(info: TensorInfo, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
-    shape = tuple(_size(info.name, dim, sizes) for dim in info.dims)
+def _random(info: TensorInfo, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     if info.dtype == "bool":
         array = rng.random(shape) < 0.9
         array[..., 0] = True

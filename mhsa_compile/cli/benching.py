@@ -164,9 +164,9 @@ def _show(name: str, report: Report) -> None:
     output.print_table(title, columns, map(_cells, report.rows))
     for row in report.rows:
         if row.missing:
-            typer.echo(f"{row.name} is missing: {row.missing}")
+            output.line(f"{row.name} is missing: {row.missing}")
     if not report.ok:
-        typer.echo(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
+        output.line(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
 
 
 def _cells(row: Row) -> tuple[str, ...]:

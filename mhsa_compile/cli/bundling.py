@@ -39,6 +39,6 @@ def bundle(
         output.print_json({"bundle": out, "bytes": made.bytes, "sizes": made.sizes, "runtime": made.runtime})
         return
     rows = ((name, f"{size / 1e6:.2f}") for name, size in made.sizes.items())
-    title = f"{out} for {opened.manifest.target['name']}: {made.bytes / 1e6:.1f} MB, the runtime from {made.runtime}"
+    title = f"{out} for {opened.manifest.target.name}: {made.bytes / 1e6:.1f} MB, the runtime from {made.runtime}"
     output.print_table(title, ("part", "MB>"), rows)
-    typer.echo(f"On the device: ./{texts.PROGRAM}" if build else f"Compile its program: cd {out} && {made.command}")
+    output.line(f"On the device: ./{texts.PROGRAM}" if build else f"Compile its program: cd {out} && {made.command}")

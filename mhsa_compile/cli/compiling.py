@@ -136,14 +136,14 @@ def _pair(text: str) -> list[int]:
 def _report(out: Path, artifact: Artifact, seconds: float, json: bool) -> None:
     manifest = artifact.manifest
     if json:
-        said = {"artifact": out, "target": manifest.target["name"], "seconds": seconds, "ops": manifest.ops}
+        said = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
         output.print_json(said | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
     rows = ((op.name, op.op, op.kernel, op.source, op.note) for op in manifest.ops)
-    title = f"{out} for {manifest.target['name']}, {seconds:.1f} s"
+    title = f"{out} for {manifest.target.name}, {seconds:.1f} s"
     output.print_table(title, ("operation", "kind", "kernel", "config from", "note"), rows)
     fused = sum(block.fused for block in manifest.attention)
-    typer.echo(f"{fused} of {len(manifest.attention)} attention blocks fused")
+    output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
     for block in manifest.attention:
         if block.note:
-            typer.echo(f"  {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}: {block.note}")
+            output.line(f"  {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}: {block.note}")

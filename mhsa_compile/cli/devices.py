@@ -51,8 +51,8 @@ def serve(
     if json:
         output.print_json({"host": host, "port": listening.getsockname()[1], "threads": count, "device": device})
     else:
-        typer.echo(f"{device.cpu} ({device.architecture}), {count} threads, at {host}:{listening.getsockname()[1]}")
-        typer.echo("Ctrl-C ends it.", err=True)
+        output.line(f"{device.cpu} ({device.architecture}), {count} threads, at {host}:{listening.getsockname()[1]}")
+        output.line("Ctrl-C ends it.", err=True)
     if not room.is_loopback(host):
         typer.secho(
             "TVM's RPC asks for no password: whoever reaches this port can run anything here.", fg="yellow", err=True
@@ -60,7 +60,7 @@ def serve(
     try:
         room.serve(listening, count, tracker=place, key=key, emulated=emulated)
     except KeyboardInterrupt:
-        typer.echo("Stopped.", err=True)
+        output.line("Stopped.", err=True)
 
 
 def measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from mhsa_compile import host
@@ -33,7 +34,7 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
     tensors = [("input", info) for info in manifest.inputs] + [("output", info) for info in manifest.outputs]
     tensors += [("weight", info) for info in manifest.weights]
     output.print_table(
-        f"{opened.path}: format {manifest.format_version}, target {manifest.target['name']}",
+        f"{opened.path}: format {manifest.format_version}, target {manifest.target.name}",
         ("tensor", "name", "dtype", "dims"),
         ((role, info.name, info.dtype, output.dims_text(info.dims)) for role, info in tensors),
     )
@@ -46,11 +47,15 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
     if tuned:
         output.print_table("Tuning", ("operation", "config from", "record, or why there is none"), tuned)
     facts: list[tuple[str, str, object]] = [
-        (f"attention {s['op']}", key, value) for s in manifest.semantics for key, value in s.items()
+        (f"attention {one.op}", key, value)
+        for one in manifest.semantics
+        for key, value in _flat(msgspec.to_builtins(one))
     ]
     facts += [("linears", "weights", "int8, rounded when they are bound")] if manifest.int8_weights else []
-    facts += [("spec", key, value) for key, value in (manifest.spec or {}).items()]
-    facts += [("target", key, value) for key, value in _flat(manifest.target)]
+    facts += [
+        ("spec", key, value) for key, value in (manifest.spec.to_dict() if manifest.spec is not None else {}).items()
+    ]
+    facts += [("target", key, value) for key, value in _flat(msgspec.to_builtins(manifest.target))]
     facts += [("version", key, value) for key, value in manifest.versions.items()]
     output.print_table("Facts", ("of", "key", "value"), facts)
     files = ((name, f"{sizes[name]:,}", digest[:12], output.ok_cell(True)) for name, digest in manifest.files.items())
@@ -77,7 +82,7 @@ def targets(
         text = (_findings(profile.detect()) if name == profile.NATIVE else "") + found.to_toml()
         if out is not None:
             _save(text, out)
-        output.print_json(found) if json else typer.echo(text, nl=False)
+        output.print_json(found) if json else output.line(text, nl=False)
         return
     if out is not None:
         raise TargetError("NAME", "a target to write to -o, or --detect", "neither", "`mhsa targets` lists them.")

@@ -7,14 +7,22 @@ from typing import Annotated
 
 import typer
 
+from mhsa_compile.spec_checks import LARGEST
+
+_LARGEST_SEED = 2**63 - 1  # of PyTorch's generators
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ArtifactFolder = Annotated[
     Path, typer.Argument(metavar="DIR", help="An artifact: the folder that `mhsa compile` wrote.")
 ]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="B", help="Batch size.")]
-Length = Annotated[int | None, typer.Option("--length", min=1, metavar="L", help="Query length.")]
-Capacity = Annotated[int | None, typer.Option("--capacity", min=1, metavar="C", help="Positions of a cache.")]
-KvLength = Annotated[int | None, typer.Option("--kv-length", min=1, metavar="S", help="Key and value length.")]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, max=LARGEST, metavar="B", help="Batch size.")]
+Length = Annotated[int | None, typer.Option("--length", min=1, max=LARGEST, metavar="L", help="Query length.")]
+Capacity = Annotated[
+    int | None, typer.Option("--capacity", min=1, max=LARGEST, metavar="C", help="Positions of a cache.")
+]
+KvLength = Annotated[
+    int | None, typer.Option("--kv-length", min=1, max=LARGEST, metavar="S", help="Key and value length.")
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
 ]
@@ -22,7 +30,7 @@ Records = Annotated[
     Path | None,
     typer.Option("--records", metavar="FILE", help="Tuned records, instead of your own and those that are shipped."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of whatever is random.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=_LARGEST_SEED, help="Seed of whatever is random.")]
 
 
 def stated_dims(

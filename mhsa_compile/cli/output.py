@@ -10,11 +10,25 @@ from typing import Any
 import msgspec
 import typer
 
+from mhsa_compile.errors import printable
+
+
+def line(words: str, *, err: bool = False, nl: bool = True) -> None:
+    """Prints a line. All words that reach a terminal are `printable`: here, in `text`, and beside a bar."""
+    typer.echo(printable(words), err=err, nl=nl)
+
+
+def text(words: str, style: str = "") -> Any:
+    """The same for a table's cell or title."""
+    from rich.text import Text
+
+    return Text(printable(words), style)
+
 
 def print_json(value: Any) -> None:
     """`value` (builtins, structs and dataclasses of them; NumPy scalars and paths too) as indented JSON."""
     encoded = msgspec.json.encode(value, enc_hook=lambda other: other.item() if hasattr(other, "item") else str(other))
-    typer.echo(msgspec.json.format(encoded, indent=2).decode())
+    line(msgspec.json.format(encoded, indent=2).decode())
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -28,10 +42,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     for column in columns:
         table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else text(str(cell)) for cell in row))
     # A pipe has no width: wide enough that files and logs keep their rows whole.
     console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(Text(title, "bold"), table, sep="\n")
+    console.print(text(title, "bold"), table, sep="\n")
 
 
 def ok_cell(ok: bool) -> Any:
@@ -63,9 +77,9 @@ def stages() -> Iterator[Callable[[str], None]]:
 
         def start(stage: str) -> None:
             if not console.is_terminal:
-                typer.echo(stage, err=True)
+                line(stage, err=True)
             finish()
-            progress.add_task(stage, total=1)
+            progress.add_task(printable(stage), total=1)
 
         def finish() -> None:
             for task in progress.task_ids:
@@ -88,4 +102,4 @@ def counted(what: str) -> Iterator[Callable[[int, int, str], None]]:
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
-        yield lambda done, total, word: progress.update(task, completed=done, total=total, description=word)
+        yield lambda done, total, word: progress.update(task, completed=done, total=total, description=printable(word))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from mhsa_compile.cli import output, sources
 from mhsa_compile.cli.tuning_cases import Given
 
@@ -39,7 +37,7 @@ def predict(given: Given, target: str, json: bool) -> None:
     if json:
         output.print_json({"target": profile.name, "predictions": found})
     else:
-        typer.echo(_NOTE)
+        output.line(_NOTE)
 
 
 def _show(what: str, prediction: Prediction) -> None:

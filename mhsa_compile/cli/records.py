@@ -48,7 +48,7 @@ def list_(
         title = f"{path}: {len(records)} records"
         _show(title, "does not fit" if profile else "", ((r, (profile and misfit(r, profile)) or "") for r in records))
     if not found and profile is not None:
-        typer.echo(f"No records of {profile.name} are shipped, and none at {profile.own_records()}")
+        output.line(f"No records of {profile.name} are shipped, and none at {profile.own_records()}")
 
 
 def merge(
@@ -67,7 +67,7 @@ def merge(
     if json:
         output.print_json({"file": out, "records": len(kept), "read": {str(p): len(r) for p, r in given.items()}})
         return
-    typer.echo(f"{out}: {len(kept)} records, of {sum(map(len, given.values()))} in {len(given)} files")
+    output.line(f"{out}: {len(kept)} records, of {sum(map(len, given.values()))} in {len(given)} files")
 
 
 def promote(
@@ -132,7 +132,7 @@ def check(
     else:
         output.print_table(f"{file}: {len(found)} records, {len(named)} other lines", ("line>", "what it is"), named)
         if moved is not None:
-            typer.echo(f"The other lines are in {moved}")
+            output.line(f"The other lines are in {moved}")
     if flaws and not repair:
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mhsa_compile import files
 from mhsa_compile.cli import output
 from mhsa_compile.errors import ModelError
 
@@ -45,10 +46,9 @@ def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec
         )
     if source.suffix not in (".onnx", ".toml"):
         raise ModelError("SOURCE", "a file named .onnx or .toml", repr(str(source)))
-    if not source.is_file():
-        raise ModelError("SOURCE", "a file", f"{str(source)!r}, which is not one")
     if source.suffix == ".toml":
-        return AttentionSpec.from_toml(source.read_text(encoding="utf-8", errors="replace"))
+        return AttentionSpec.from_toml(files.read_text(source, ModelError, "SOURCE", "a spec .toml"))
+    files.opened(source, ModelError, "SOURCE", "an .onnx file").close()  # now, not after seconds of imports
     return source
 
 
@@ -58,7 +58,7 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
 
     found, torn = record_files.gather(paths)
     for sentence in torn:
-        typer.echo(f"Warning: {sentence}", err=True)
+        output.line(f"Warning: {sentence}", err=True)
     return found
 
 

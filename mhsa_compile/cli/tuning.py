@@ -173,5 +173,5 @@ def _bundle(given: Given, settings: Settings, out: Path, json: bool) -> None:
     if json:
         output.print_json({"bundle": out, "candidates": count})
         return
-    typer.echo(f"{out}: {count} candidates. On the device: mhsa measure {out.name} -o results.json")
-    typer.echo("Then here the same command with --results results.json instead of --on bundle and -o")
+    output.line(f"{out}: {count} candidates. On the device: mhsa measure {out.name} -o results.json")
+    output.line("Then here the same command with --results results.json instead of --on bundle and -o")

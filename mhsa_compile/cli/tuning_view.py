@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from mhsa_compile.bench_report import DISTURBED
 from mhsa_compile.cli import output
 
@@ -43,7 +41,7 @@ def _lines(name: str) -> Watch:
         for state in states:
             if state.tuned is not None and state.subject.names not in said:
                 said.add(state.subject.names)
-                typer.echo(f"{name}: {_title(state)}: {_told(state.tuned)}", err=True)
+                output.line(f"{name}: {_title(state)}: {_told(state.tuned)}", err=True)
 
     return watch
 
@@ -72,10 +70,10 @@ def _table(name: str, states: list[State], seconds: float, left: float | None, p
     for column in ("operation", "phase", "default µs", "best µs", "speedup", "noise", "trials", "failures"):
         table.add_column(column, justify="left" if column in ("operation", "phase", "failures") else "right")
     for state in states:
-        table.add_row(*map(Text, _live_cells(state)))
+        table.add_row(*map(output.text, _live_cells(state)))
     remaining = max(0.0, left or 0.0)
     bar = ProgressBar(total=seconds, completed=seconds - remaining, width=40)
-    return Group(Text(f"{name}{_overall(states, peers)}", "bold"), table, bar, Text(f"{remaining:.0f} s left"))
+    return Group(output.text(f"{name}{_overall(states, peers)}", "bold"), table, bar, Text(f"{remaining:.0f} s left"))
 
 
 def _live_cells(state: State) -> tuple[str, ...]:
@@ -115,29 +113,29 @@ def show(name: str, report: Report, gain: Gain | None, peers: Mapping[str, float
     title = f"{name}: {report.trials} trials in {report.seconds:.0f} s, records in {records}"
     output.print_table(title, columns, map(_cells, report.ops))
     if any(op.noise > DISTURBED for op in report.ops):
-        typer.echo(
+        output.line(
             "So much noise hides what there is to gain: something else was running. Tune again when it is quiet."
         )
     for op in report.ops:
         if op.found_us is not None:
-            typer.echo(
+            output.line(
                 f"{op.op}: the search found {op.found_us:,.1f} µs, a sweep of all {op.space:,} configs "
                 f"{op.best_us:,.1f} µs: {op.best_us / op.found_us:.1%} of its speed"
             )
     if gain is not None:
-        typer.echo(
+        output.line(
             f"{name} as a whole: {gain.default_us:,.0f} µs by default, {gain.best_us:,.0f} µs tuned: "
             f"{gain.speedup:.2f} times as fast, error {gain.error_share:.2f} of the budget"
         )
         for peer, ratio in peers.items():
-            typer.echo(f"  {gain.speedup * ratio:.2f} times as fast as {peer}")
+            output.line(f"  {gain.speedup * ratio:.2f} times as fast as {peer}")
 
 
 def show_rest(left: Sequence[Task], tuned: Sequence[TunedRest]) -> None:
     """What no kernel claims, on stdout: what MetaSchedule found, and why it was not asked about the others."""
     for one in tuned:
         found = f"{one.best_us:,.1f} µs" if one.record is not None else "nothing faster beyond the noise"
-        typer.echo(
+        output.line(
             f"{one.task.name}, of no kernel: {one.default_us:,.1f} µs by default, MetaSchedule found {found} "
             f"({one.trials} trials, {one.failures.total()} failures)"
         )
@@ -146,7 +144,7 @@ def show_rest(left: Sequence[Task], tuned: Sequence[TunedRest]) -> None:
         if task.reason:
             reasons.setdefault(task.reason, []).append(task.name)
     for reason, names in reasons.items():
-        typer.echo(f"not tuned, of no kernel: {', '.join(names)}: {reason}")
+        output.line(f"not tuned, of no kernel: {', '.join(names)}: {reason}")
 
 
 def _cells(op: Tuned) -> tuple[str, ...]:

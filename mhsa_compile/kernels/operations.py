@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from mhsa_compile.semantics import BandMeaning, Semantics
+
 Dim = int | str  # a fixed size, or the name of a symbolic one
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -121,29 +123,29 @@ class AttentionOp:
     slopes: bool = False
     softmax: Literal["float32", "float64"] = "float32"
 
-    def semantics(self, name: str) -> dict[str, Any]:
-        """What this attention means, resolved: nothing is left to a default that another library sets otherwise."""
-        return {
-            "op": name,
-            "operator": "ONNX Attention-25",
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "v_head_dim": self.v_head_dim,
-            "scale": self.scale,
-            "dtype": self.dtype,
-            "causal": self.band.alignment if self.band is not None and self.band.right == 0 else None,
-            "band": None if self.band is None else asdict(self.band),
-            "static_mask": None if self.static_mask is None else _described(self.static_mask),
-            "softcap": self.softcap or None,
-            "lengths": "a number of keys for each batch entry" if self.lengths else None,
-            "sinks": self.sinks,
-            "alibi": self.slopes,
-            "mask": None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
-            "bool_mask": "True takes part",
-            "fully_masked_row": "zeros",
-            "softmax": self.softmax,
-        }
+    def semantics(self, name: str) -> Semantics:
+        """What this attention means, resolved."""
+        return Semantics(
+            op=name,
+            operator="ONNX Attention-25",
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            scale=self.scale,
+            dtype=self.dtype,
+            causal=self.band.alignment if self.band is not None and self.band.right == 0 else None,
+            band=None if self.band is None else BandMeaning(**asdict(self.band)),
+            static_mask=None if self.static_mask is None else _described(self.static_mask),
+            softcap=self.softcap or None,
+            lengths="a number of keys for each batch entry" if self.lengths else None,
+            sinks=self.sinks,
+            alibi=self.slopes,
+            mask=None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
+            bool_mask="True takes part",
+            fully_masked_row="zeros",
+            softmax=self.softmax,
+        )
 
 
 def _described(mask: StaticMask) -> str:

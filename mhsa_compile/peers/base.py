@@ -62,8 +62,7 @@ class Problem:
     @cached_property
     def stated(self) -> AttentionSpec | None:
         """The spec; None for an artifact of a foreign .onnx: what it computes is known as a graph only."""
-        fields = self.artifact.manifest.spec
-        return None if fields is None else AttentionSpec.from_dict(fields)
+        return self.artifact.manifest.spec
 
     @cached_property
     def spec(self) -> AttentionSpec:

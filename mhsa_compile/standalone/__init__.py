@@ -71,11 +71,11 @@ def bundle(
     """
     folder = Path(path).resolve()
     check_folder(folder, force)
-    if (family := artifact.manifest.target["family"]) != "cpu":
+    if (family := artifact.manifest.target.family) != "cpu":
         raise InputError("artifact", "one for a CPU: bundles are for those so far", f"one for {family}")
     found = runtimes.find(artifact.manifest, runtime, progress)
     headers = runtimes.package_folder("tvm_ffi") / "include"
-    triple = artifact.manifest.target["link"]["triple"]
+    triple = artifact.manifest.target.link.triple
     with replaced(folder, force, f"{_ARTIFACT}/{MANIFEST}") as staged:
         artifact.save(staged / _ARTIFACT)
         shutil.copytree(_FILES, staged, dirs_exist_ok=True)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from mhsa_compile import host, installation
+from mhsa_compile import files, host, installation
 from mhsa_compile.artifact import Manifest
 from mhsa_compile.errors import InputError, InstallationError
+from mhsa_compile.refusals import reading
 from mhsa_compile.standalone import runtime_build
 
 BUILD = "build"
@@ -46,13 +47,13 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
 
     Raises InputError, InstallationError and BuildError.
     """
-    architecture = manifest.target["tvm"]["mtriple"].partition("-")[0]
+    architecture = manifest.target.tvm.mtriple.partition("-")[0]
     if source is None and architecture == host.architecture():
         installation.check_tvm_pair()
         folders = [package_folder(name) / "lib" for name in ("tvm_ffi", "tvm")]
         return _prebuilt(architecture, folders, "the packages installed where it was made")
     if source in (None, BUILD):
-        triple = manifest.target["link"]["triple"]
+        triple = manifest.target.link.triple
         library = runtime_build.built(triple, package_folder("tvm"), package_folder("tvm_ffi"), progress)
         origin = f"Zig, by the sources of apache-tvm {installation.TESTED_TVM}"
         return Runtime({library.name: library.read_bytes()}, origin, f"glibc {_glibc(triple)}")
@@ -94,11 +95,11 @@ def _library(name: str, architecture: str, places: list[Path]) -> bytes:
 
 def _candidates(name: str, place: Path) -> list[tuple[str, bytes]]:
     """(what it is called, its bytes) of every library of that name, in wheels and beside them."""
-    files = [place] if place.is_file() else sorted((*place.rglob("*.whl"), *place.rglob(name)))
+    paths = [place] if place.is_file() else sorted((*place.rglob("*.whl"), *place.rglob(name)))
     found = []
-    for path in files:
+    for path in paths:
         if path.suffix != ".whl":
-            found += [(str(path), path.read_bytes())] if path.name == name else []
+            found += [(str(path), files.read(path, InputError, "--runtime", "a library"))] if path.name == name else []
         elif path.name.startswith(f"{LIBRARIES[name]}-"):
             found += _in_wheel(name, path)
     return found
@@ -108,12 +109,14 @@ def _in_wheel(name: str, wheel: Path) -> list[tuple[str, bytes]]:
     version = wheel.name.split("-")[1]
     if not installation.fits(LIBRARIES[name].replace("_", "-"), version):
         return []
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            inside = [entry for entry in archive.namelist() if entry.endswith(f"/lib/{name}")]
-            return [(f"{wheel}/{entry}", archive.read(entry)) for entry in inside]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise InputError("--runtime", "a wheel that can be read", f"{str(wheel)!r} ({error})") from error
+    argument, expected = "--runtime", f"a wheel that can be read, {str(wheel)!r}"
+    with (
+        files.opened(wheel, InputError, argument, expected) as file,
+        reading(InputError, argument, expected),
+        zipfile.ZipFile(file) as archive,
+    ):
+        inside = [entry for entry in archive.namelist() if entry.endswith(f"/lib/{name}")]
+        return [(f"{wheel}/{entry}", archive.read(entry)) for entry in inside]
 
 
 def _is_for(architecture: str, library: bytes) -> bool:

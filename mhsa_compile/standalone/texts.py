@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from mhsa_compile.artifact import Manifest, TensorInfo
+from mhsa_compile.profile import CpuProfile
 from mhsa_compile.standalone.runtimes import Runtime
 
 PROGRAM, MAIN = "attention", "main.cpp"
@@ -43,11 +44,12 @@ zig:
 def readme(manifest: Manifest, runtime: Runtime, words: Sequence[str]) -> str:
     """What it is, how it is built and run, and what it takes and gives."""
     target = manifest.target
-    features = " ".join(target["hardware"]["features"]) or "nothing beyond its architecture"
+    assert isinstance(target, CpuProfile)  # bundles are for CPUs
+    features = " ".join(target.hardware.features) or "nothing beyond its architecture"
     return f"""\
-# A compiled attention for {target["name"]}
+# A compiled attention for {target.name}
 
-- `artifact/` was compiled by mhsa-compile {manifest.mhsa_version} for {target["tvm"]["mtriple"]}. Its code needs a CPU
+- `artifact/` was compiled by mhsa-compile {manifest.mhsa_version} for {target.tvm.mtriple}. Its code needs a CPU
   with {features}.
 - `lib/` is TVM's runtime, from {runtime.origin}. It needs {runtime.needs}.
 
@@ -60,7 +62,7 @@ make
 or on any machine with Python (`pip install ziglang`; the first time takes a minute):
 
 ```sh
-{zig_command(words, target["link"]["triple"])}
+{zig_command(words, target.link.triple)}
 ```
 
 Copy this folder to the device and run it; `include/`, the sources and the texts may be left behind:

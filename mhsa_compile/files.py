@@ -1,0 +1,57 @@
+"""Files from outside, opened so that none of them can hang or surprise whoever reads them. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from mhsa_compile.errors import MhsaError
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """A handle of a regular file. Raises OSError for anything else: a pipe would wait for its writer, and a device may
+    have no end."""
+    try:
+        # A pipe that nobody writes to opens at once with O_NONBLOCK; on regular files that means nothing.
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except ValueError as error:  # a NUL in the path, or half of a surrogate pair
+        raise OSError(errno.EINVAL, str(error), os.fspath(path)) from error
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, f"it is {next((name for is_one, name in _KINDS if is_one(mode)), 'no file')}", path)
+
+
+def opened(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> BinaryIO:
+    """A regular file, for reading. Anything else is refused by a `kind`."""
+    try:
+        return os.fdopen(regular(path), "rb")
+    except OSError as error:
+        raise kind(argument, expected, f"{str(path)!r} ({error.strerror})") from error
+
+
+def read(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> bytes:
+    """Its bytes; as `opened`."""
+    with opened(path, kind, argument, expected) as file:
+        return file.read()
+
+
+def read_text(path: str | Path, kind: type[MhsaError], argument: str, expected: str) -> str:
+    """Its text; as `opened`. What is no UTF-8 is refused."""
+    raw = read(path, kind, argument, expected)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise kind(argument, expected, f"{str(path)!r} ({error})") from error

@@ -1,0 +1,92 @@
+"""Where what other libraries raise becomes an error of ours. Standard library only.
+
+Two boundaries, and no others: `reading` around a reader of bytes from outside, whose author lists no exceptions; and
+`bounded` around the entry points of this library, for what any line within may run out of.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from mhsa_compile import host
+from mhsa_compile.errors import MhsaError, OutputError, ResourceError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "Unable to allocate", "vector::_M_default_append")
+"""How PyTorch and TVM, which raise RuntimeError, say that there is no memory."""
+_TERSE = (LookupError, AttributeError, AssertionError, ArithmeticError)  # whose words alone say little
+_LONGEST = 300  # characters of what somebody else says
+
+
+@contextmanager
+def reading(kind: type[MhsaError], argument: str, expected: str, next_step: str = "") -> Iterator[None]:
+    """Whatever a reader of foreign bytes raises in this block becomes a `kind`, or a ResourceError where the bytes ask
+    for more memory than there is. Errors of ours pass."""
+    try:
+        yield
+    except MhsaError:
+        raise
+    except Exception as error:
+        if (shortage := _shortage(argument, error)) is not None and not isinstance(error, RecursionError):
+            raise shortage from error
+        got = "values nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        raise kind(argument, expected, got, next_step) from error
+
+
+def bounded(function: Callable[P, T]) -> Callable[P, T]:
+    """An entry point: what its work runs out of is said by one of our errors. Defects stay what they are."""
+
+    @functools.wraps(function)
+    def entry(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if (refusal := refusal_of(error)) is None:
+                raise
+            raise refusal from error
+
+    return entry
+
+
+def refusal_of(error: Exception) -> MhsaError | None:
+    """What this machine or its file system could not give, as an error of ours; None for everything else."""
+    if isinstance(error, MhsaError):
+        return None
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        place = repr(str(error.filename)) if error.filename else "file system"
+        next_step = "Free some space, or choose another place with -o or TMPDIR."
+        return OutputError(place, "room for it, and permission", error.strerror or str(error), next_step)
+    return _shortage("memory", error)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in so many words as a message has room for."""
+    lines = [line.strip().removesuffix(".") for line in str(error).splitlines() if line.strip()]
+    kind = type(error).__name__
+    if not lines:
+        return kind
+    return f"{kind}: {lines[0][:_LONGEST]}" if isinstance(error, _TERSE) else lines[0][:_LONGEST]
+
+
+def require_memory(argument: str, needed: int) -> None:
+    """Whether `needed` bytes can be had, for what is about to be allocated and filled: the system hands out more than
+    it has, and ends who uses it. Raises ResourceError."""
+    found = host.available_memory()
+    if found is not None and needed > found:
+        got = f"{needed / 2**30:,.1f} GiB, where {found / 2**30:,.1f} GiB are free"
+        raise ResourceError(argument, "what fits this machine's memory", got, "Ask for smaller sizes.")
+
+
+def _shortage(argument: str, error: Exception) -> ResourceError | None:
+    if isinstance(error, RecursionError):
+        return ResourceError(argument, "values nested less deeply", "more levels than Python's stack has room for")
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in _NO_MEMORY)):
+        return ResourceError(argument, "what fits this machine's memory", first_line(error), "Ask for smaller sizes.")
+    return None
