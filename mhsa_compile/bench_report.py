@@ -18,7 +18,7 @@ class Row:
     median_us       microseconds a call, median over the rounds
     spread          interquartile range over the rounds, as a share of the median
     ratio           this candidate's time by ours in the same round, median over the rounds: above 1, we are faster
-    gflops          useful FLOPs a second; None for a foreign .onnx, whose FLOPs nobody counted
+    gflops          useful FLOPs a second; None without a floor, as of a foreign .onnx, whose FLOPs nobody counted
     share_of_peak   `gflops` as a share of the multiply-adds measured at the workload's dtype
     share_of_limit  the floor as a share of this candidate's time: of whichever limit binds, operations or bytes
     error_share     largest error against float64 as a share of the budget: above 1 is wrong
@@ -43,7 +43,8 @@ class Floor:
 
     limit            "compute" or "memory": which of the two is the larger
     compute_us       useful FLOPs at the measured rate of multiply-adds
-    memory_us        bytes at the measured rate of reading; None where they stay in the cache from call to call
+    memory_us        bytes that no cache can have kept since they were read last, at the measured rate of reading; None
+                     where they stay in the cache from call to call
     flops, bytes     of one call; bytes are inputs, weights and outputs, each once
     """
 
@@ -62,9 +63,9 @@ class Floor:
 class Report:
     """What `bench` found; the first row is this project.
 
-    peak_gflops      multiply-adds measured at the workload's dtype; `peak_spread` as for a row
-    bandwidth_gbs    10^9 bytes a second, read from memory
-    floor            None for a foreign .onnx
+    peak_gflops      multiply-adds measured at the workload's dtype, in the best round; `peak_spread` as for a row
+    bandwidth_gbs    10^9 bytes a second, read from memory, in the best round
+    floor            None for a foreign .onnx, a cache, and weights of eight bits
     budget           the largest error allowed
     """
 
@@ -83,6 +84,11 @@ class Report:
     def disturbed(self) -> bool:
         """Whether something else took CPU time meanwhile; the figures then mean little."""
         return self.peak_spread > DISTURBED
+
+    @property
+    def beyond_limit(self) -> list[str]:
+        """Who was faster than the limit: nobody can be, so it was measured too low."""
+        return [row.name for row in self.rows if (row.share_of_limit or 0.0) > 1]
 
     @property
     def ours(self) -> Row:

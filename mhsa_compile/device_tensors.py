@@ -55,6 +55,7 @@ class DeviceArgument(Argument):
                 raise self._elsewhere(f"one on {value.device}", f"x.to({str(self._gpu)!r})")
             if self._written:
                 self._check_writable(value)
+            self._check_no_gradient(value)
             return value
         if isinstance(value, np.ndarray):
             move = f"torch.from_numpy(x).to({str(self._gpu)!r}), or have it copied there and back: .from_host(x)"

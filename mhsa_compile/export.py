@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from mhsa_compile import operator_inside
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export_check import STATIC_MASK, Shape, check_declared, check_equal_but_for_sizes, check_symbols
+from mhsa_compile.free_dims import Program, asked, cause, quiet, settled, with_names
 from mhsa_compile.hugging_face import AttentionOf, flattened, is_attention_of_transformers, with_own_names
 from mhsa_compile.masks import BoolArray
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, opset
@@ -35,10 +33,9 @@ from mhsa_compile.signatures import (
     check_lengths,
     output_names,
     own_signature,
-    signature_of_examples,
     with_fixed_dims,
 )
-from mhsa_compile.spec import DOMAIN, IN_PLACE_KEY, SPEC_KEY, AttentionSpec
+from mhsa_compile.spec import DOMAIN, IN_PLACE_KEY, LIMITS_KEY, SPEC_KEY, AttentionSpec
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}
@@ -49,7 +46,7 @@ def export(
     *,
     dims: Mapping[str, int | None] | None = None,
     example_inputs: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
-    dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
 ) -> onnx.ModelProto:
     """The checked ONNX model of `module` at inference.
 
@@ -61,9 +58,10 @@ def export(
 
     dims            symbol -> size fixes it; None and absent ones stay symbolic
     example_inputs  any other module needs them, in the order of forward, or by name
-    dynamic_shapes  input -> {axis: symbol} for such a module. By default an input of rank 3 is (B, L, ...), or
-                    (B, S, ...) if its length differs from the first one's; one of rank 4 with "mask" or "bias" in its
-                    name has the first one's B and L, and other lengths as S; what is 1 there, and the rest, is fixed
+    dynamic_shapes  which dims of such a module's inputs are free, in torch.export's forms: input -> {axis: entry}, or
+                    an entry for each axis. One is a name or a Dim, which stays free or is an error; Dim.DYNAMIC, the
+                    same without a name; Dim.AUTO, free if the module allows; None, fixed. By default what looks like a
+                    batch or a length in the examples (`signatures.guessed`) is AUTO; what is fixed then is a warning
 
     An attention module of transformers gives y alone; its position_embeddings may be a pair, which become cos and sin.
 
@@ -73,16 +71,29 @@ def export(
     try:
         module.eval()
         if isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
+            if dynamic_shapes is not None:
+                hint = "Its batch and lengths are free as they are; dims fixes them."
+                raise InputError("dynamic_shapes", f"None for {type(module).__name__}", "some", hint)
             return _export_own(module, dict(dims or {}))
         if is_attention_of_transformers(module):
-            return with_own_names(export(AttentionOf(module), dims=dims, example_inputs=flattened(example_inputs)))
-        signature = with_fixed_dims(signature_of_examples(module, example_inputs, dynamic_shapes), dict(dims or {}))
-        model = _run_exporter(module, signature)
-        onnx.checker.check_model(model)
-        check_symbols(model, module, _shapes(signature))
-        return model
+            shapes = flattened(dynamic_shapes)
+            tensors = flattened(example_inputs)
+            return with_own_names(export(AttentionOf(module), dims=dims, example_inputs=tensors, dynamic_shapes=shapes))
+        wanted = asked(module, example_inputs, dynamic_shapes, dims or {})
+        return settled(module, wanted, lambda program: _export_any(module, program))
     finally:
         module.train(was_training)
+
+
+def _export_any(module: nn.Module, program: Program) -> onnx.ModelProto:
+    freedom = program.freedom
+    model = _converted(program.exported, list(freedom.signature), None, opset(module))
+    with_names(model, program.names)
+    onnx.checker.check_model(model)
+    if freedom.most:
+        onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
+    check_symbols(model, module, _shapes(freedom.signature))
+    return model
 
 
 def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: dict[str, int | None]) -> onnx.ModelProto:
@@ -157,7 +168,7 @@ def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:
     attention.input[3] = STATIC_MASK
 
 
-def _run_exporter(module: nn.Module, signature: Signature) -> onnx.ModelProto:
+def _run_exporter(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> onnx.ModelProto:
     symbols = list(dict.fromkeys(dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)))
     sizes = {symbol: 3 + 2 * i for i, symbol in enumerate(symbols)}  # torch.export specialises 1, and may equate twins
     axes = {symbol: torch.export.Dim(symbol) for symbol in symbols}
@@ -169,47 +180,37 @@ def _run_exporter(module: nn.Module, signature: Signature) -> onnx.ModelProto:
         name: {axis: axes[dim] for axis, dim in enumerate(shape) if isinstance(dim, str)}
         for name, (shape, _) in signature.items()
     }
+    return _converted(
+        module, list(signature), output_names(module), opset(module), kwargs=examples, dynamic_shapes=dynamic
+    )
+
+
+def _converted(
+    source: nn.Module | torch.export.ExportedProgram,
+    inputs: list[str],
+    outputs: list[str] | None,
+    version: int,
+    **of_module: Any,
+) -> onnx.ModelProto:
+    """By PyTorch's exporter to ONNX. `of_module`: what it takes beside a module, to trace it. Raises ModelError."""
     try:
-        with _quiet(), torch.no_grad():  # with gradients, PyTorch may choose kernels whose strides it cannot trace
+        with quiet(), torch.no_grad():
             program = torch.onnx.export(
-                module,
-                kwargs=examples,
-                dynamic_shapes=dynamic,
-                input_names=list(signature),
-                output_names=output_names(module)
-                if isinstance(module, MultiHeadAttention | ScaledDotProductAttention)
-                else None,
-                opset_version=opset(module),
+                source,
+                input_names=inputs,
+                output_names=outputs,
+                opset_version=version,
                 dynamo=True,
                 optimize=False,  # it would fold transposes into the weights, and with them their names and layouts
                 verbose=False,
+                **of_module,
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        cause = str(error.__cause__ or error).strip().splitlines()
-        hint = "If it speaks of constraints, name the symbolic axes in dynamic_shapes, or fix them in dims."
-        raise ModelError("module", "one that torch.onnx.export can export", cause[0] if cause else "", hint) from error
+        raise ModelError("module", "one that torch.onnx.export can export", cause(error.__cause__ or error)) from error
     assert program is not None
     model = program.model_proto
     _strip(model)
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences what the exporter says about itself, and nothing else."""
-
-    def relevant(record: logging.LogRecord) -> bool:
-        return "torchvision is not installed" not in record.msg
-
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    registration.addFilter(relevant)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated", FutureWarning)
-            warnings.filterwarnings("ignore", "# The axis name: .* will not be used", UserWarning)
-            yield
-    finally:
-        registration.removeFilter(relevant)
 
 
 def _strip(model: onnx.ModelProto) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 
 from mhsa_compile import softmax_parity
 from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.parity import budget, max_error
-from mhsa_compile.reference import Array, Arrays, eager, oracle
+from mhsa_compile.reference import Array, Arrays, Reference
 
 EXACT = 1e-9
 """How near two float64 results are that mean the same, as a share of the largest."""
@@ -79,10 +78,12 @@ class Pairs:
     function's fault not to run: Refused.
     """
 
-    def __init__(self, model: onnx.ModelProto, manifest: Manifest, run: Callable[[Arrays], list[Array]]) -> None:
-        self.model, self.manifest, self._run = model, manifest, run
+    def __init__(self, reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[Array]]) -> None:
+        self.reference, self.manifest, self._run = reference, manifest, run
+        self.model = model = reference.model
         self.own = manifest.spec is not None
-        self._judged_model = softmax_parity.in_weights(model)
+        judged = softmax_parity.in_weights(model)
+        self._judged = reference if judged is model else Reference(judged, int8_weights=manifest.int8_weights)
         names = [value.name for value in model.graph.output]
         self._keys = {names.index(name): name for name in softmax_parity.key_outputs(model)}
 
@@ -96,7 +97,7 @@ class Pairs:
     def truth(self, inputs: Arrays) -> list[Array]:
         """The outputs in float64; where they are keys, the weights of the right ones."""
         try:
-            return oracle(self._judged_model, inputs)
+            return self._judged.oracle(inputs)
         except Exception as error:  # whatever the evaluator trips over
             if self.own:
                 raise
@@ -105,7 +106,7 @@ class Pairs:
     def compare(self, name: str, base: Arrays, variants: Iterable[Variant]) -> SelfCheck:
         """The worst output's difference. Each of the two runs may be off by the budget: they may differ by two."""
         expected = self.truth(base)
-        yardstick = eager(self._judged_model, base, int8_weights=self.manifest.int8_weights)
+        yardstick = self._judged.eager(base)
         found_at_base = self.run(base)
         if [a.shape for a in found_at_base] != [e.shape for e in expected]:
             return SelfCheck(name, np.inf, 0.0, "another shape than the oracle's")

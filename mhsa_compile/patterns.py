@@ -165,6 +165,12 @@ class Documents(Pattern, frozen=True):
 
 
 AnyPattern = Longformer | BigBird | Strided | BlockDiagonal | Documents
+ARRAYS = (
+    "An array goes into a module of your own, as a buffer that is the attn_mask of F.scaled_dot_product_attention: "
+    'mhsa.compile(module, example_inputs=...) looks at it as at a pattern. Or each call takes it: mask="bool".'
+)
+"""How to compile for a constant mask that is none of the patterns."""
+
 KINDS: dict[str, type[Pattern]] = {
     "longformer": Longformer,
     "bigbird": BigBird,
@@ -172,6 +178,20 @@ KINDS: dict[str, type[Pattern]] = {
     "blockdiagonal": BlockDiagonal,
     "documents": Documents,
 }
+
+
+def checked_static_mask(value: object) -> Pattern | None:
+    """A pattern of KINDS, or None, from one or from plain values. Raises SpecError."""
+    made = pattern(value) if isinstance(value, Mapping) else value
+    if made is None or type(made) in KINDS.values():
+        return made  # type: ignore[return-value]
+    if isinstance(made, Pattern):
+        known = ", ".join(kind.__name__ for kind in KINDS.values())
+        hint = f"An artifact stores a pattern by its fields, and no code: lay yours out as an array. {ARRAYS}"
+        raise SpecError("static_mask", f"one of {known}", f"{type(made).__name__}, a class of your own", hint)
+    shape = getattr(made, "shape", None)
+    got = type(made).__name__ if shape is None else f"an array of shape {tuple(shape)}"
+    raise SpecError("static_mask", "a pattern of mhsa_compile.masks", got, ARRAYS)
 
 
 def pattern(fields: Mapping[str, Any]) -> Pattern:

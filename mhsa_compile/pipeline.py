@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +39,8 @@ def compile(
     target: str | TargetProfile = "native",
     *,
     dims: Mapping[str, int] | None = None,
-    example_inputs: tuple[Any, ...] | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | None = None,
     records: str | Path | Iterable[Record] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -50,7 +51,9 @@ def compile(
     source          a spec (weights at random), an nn.Module, an ONNX model or the path of one
     target          a name that `mhsa targets` lists, the path of a .toml profile, "native", or a TargetProfile
     dims            sizes to fix, by symbol ("B", "L", "S"); the others stay symbolic
-    example_inputs  for an nn.Module that is not one of ours
+    example_inputs  for an nn.Module that is not one of ours: tensors, in the order of forward or by name. Its batch
+                    and lengths stay symbolic where it allows; what it fixes is warned of, with the reason
+    dynamic_shapes  which of their dims stay symbolic, in torch.export's forms: {"x": {0: "B", 1: Dim("L", max=512)}}
     weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
                     with activations of eight bits, a scale for each row; the artifact stores the weights as they are
     records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
@@ -66,7 +69,7 @@ def compile(
         cubin.compiler()  # a missing one is said before the work
     shelf = Shelf(_records(records, profile), profile)
 
-    read, canonical, imported = _front(source, dims, example_inputs, weights, tell)
+    read, canonical, imported = _front(source, dims, example_inputs, dynamic_shapes, weights, tell)
     tell("schedule")
     from mhsa_compile import build, onnx_weights, schedule
 
@@ -88,28 +91,32 @@ def operations(
     source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
     *,
     dims: Mapping[str, int] | None = None,
-    example_inputs: tuple[Any, ...] | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | None = None,
 ) -> dict[str, Op]:
     """What a source asks of the kernels, by name; arguments and errors as `compile`."""
-    return imported(source, dims=dims, example_inputs=example_inputs, weights=weights).ops
+    found = imported(source, dims=dims, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes, weights=weights)
+    return found.ops
 
 
 def imported(
     source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
     *,
     dims: Mapping[str, int] | None = None,
-    example_inputs: tuple[Any, ...] | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | None = None,
 ) -> Imported:
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
-    return _front(source, dims, example_inputs, weights, lambda stage: None)[2]
+    return _front(source, dims, example_inputs, dynamic_shapes, weights, lambda stage: None)[2]
 
 
 def _front(
     source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
     dims: Mapping[str, int] | None,
-    example_inputs: tuple[Any, ...] | None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
     weights: str | None,
     tell: Callable[[str], None],
 ) -> tuple[Source, Canonical, Imported]:
@@ -118,7 +125,7 @@ def _front(
         raise InputError("weights", 'None or "int8"', repr(weights))
     installation.check_tvm_pair()
     tell("export")
-    read = read_source(source, dims, example_inputs)
+    read = read_source(source, dims, example_inputs, dynamic_shapes)
     tell("import")
     from mhsa_compile import importer  # TVM takes a second to load
     from mhsa_compile.canonical import canonicalize

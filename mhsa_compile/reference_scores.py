@@ -15,6 +15,8 @@ from mhsa_compile import reference_inside
 from mhsa_compile.outputs import Inside
 
 Array = np.ndarray
+LARGEST_FILL = -1e4
+"""What is added to hide a key is no more than this."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,18 @@ class Scoring:
     def seen(self) -> Array:
         """`visible`, and not hidden by the bias either."""
         return self.visible if self.bias is None else self.visible & ~np.isneginf(self.bias)
+
+    @property
+    def filled(self) -> Array | None:
+        """Rows that see no key but through a finite fill, bool (1 or B, 1 or H, queries, 1); None if there is none.
+
+        Added to all scores of a row it hides none of them: what is left of the scores is their rounding.
+        """
+        if self.bias is None:
+            return None
+        largest = np.where(self.visible, self.bias, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
+        rows: Array = np.isfinite(largest) & (largest <= LARGEST_FILL)
+        return rows if rows.any() else None
 
     def of_keys(self, keys: slice) -> Scoring:
         bias = None if self.bias is None else _take(self.bias, 3, keys)

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import onnx
 
 from mhsa_compile import host, repeats
 from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.errors import InputError
 from mhsa_compile.pairs import SAME, Meaningless, Pairs, Part, Refused, SelfCheck, Variant
 from mhsa_compile.parity import check, random_inputs
-from mhsa_compile.reference import Array, Arrays
+from mhsa_compile.reference import Array, Arrays, Reference
 from mhsa_compile.subject import Subject
 
 Check = Callable[[str, Subject, Pairs], SelfCheck]
@@ -31,10 +30,10 @@ PROMPT = 29
 
 
 def self_checks(
-    model: onnx.ModelProto, manifest: Manifest, run: Callable[[Arrays], list[Array]], seed: int = 0
+    reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[Array]], seed: int = 0
 ) -> tuple[SelfCheck, ...]:
     """Every check on a compiled function: `run` takes inputs by name and gives the outputs in the manifest's order."""
-    subject, pairs = Subject(manifest, seed), Pairs(model, manifest, run)
+    subject, pairs = Subject(manifest, seed), Pairs(reference, manifest, run)
     return tuple(_result(name, check, subject, pairs) for name, check in CHECKS.items())
 
 
@@ -138,10 +137,11 @@ def _unseen_sizes(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
         if not pairs.own:
             pairs.truth(random_inputs(pairs.model, case, subject.seed + i))
         int8 = pairs.manifest.int8_weights
-        results.append(check(pairs.model, pairs.run, case, subject.seed + i, int8_weights=int8))
+        result = check(pairs.model, pairs.run, case, subject.seed + i, int8_weights=int8, reference=pairs.reference)
+        results.append(result)
     worst = max(results, key=lambda result: result.ratio)
     tried = ", ".join(f"{symbol} {cases[0][symbol]} and {cases[1][symbol]}" for symbol in subject.free)
-    return SelfCheck(name, worst.error, worst.budget, tried)
+    return SelfCheck(name, worst.error, worst.budget, "; ".join(filter(None, (tried, worst.note))))
 
 
 def _decode_is_prefill(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:

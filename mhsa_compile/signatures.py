@@ -5,8 +5,7 @@ Notation: B batch, L query length, S key length, C capacity of a cache, E head d
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,9 @@ from mhsa_compile.spec import AttentionSpec
 
 Signature = dict[str, tuple[Shape, torch.dtype]]
 """Input name -> (dims, dtype); a dim is a size or the name of a symbol."""
+
+Axis = tuple[str, int]
+"""An input and one of its axes."""
 
 IN_PLACE = {"past_key": "present_key", "past_value": "present_value"}
 """Inputs of a spec with kv_cache, and the outputs that may be written over them."""
@@ -69,53 +71,40 @@ def output_names(module: nn.Module) -> list[str] | None:
     return [*array_names(module.spec.outputs), *(IN_PLACE.values() if module.spec.kv_cache else ())]
 
 
-def signature_of_examples(
-    module: nn.Module,
-    examples: Sequence[Tensor] | Mapping[str, Tensor] | None,
-    dynamic_shapes: Mapping[str, Mapping[int, str]] | None,
-) -> Signature:
-    """The inputs of any module, from example inputs and the symbols of their axes. Raises InputError."""
-    if not examples:
-        hint = "Pass the tensors that its forward takes; only their names, shapes and dtypes matter."
-        raise InputError("example_inputs", f"example inputs for {type(module).__name__}", "none", hint)
-    if not isinstance(examples, Mapping):
-        parameters = list(inspect.signature(module.forward).parameters)
-        if len(examples) > len(parameters):
-            raise InputError("example_inputs", f"at most {len(parameters)} tensors", str(len(examples)))
-        examples = dict(zip(parameters, examples, strict=False))
-    for name, value in examples.items():
-        if not isinstance(value, Tensor):
-            raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__)
-    if dynamic_shapes is None:
-        dynamic_shapes = _guessed_symbols(examples)
-    for name in dynamic_shapes:
-        if name not in examples:
-            raise InputError("dynamic_shapes", f"inputs among {', '.join(examples)}", repr(name))
-    return {
-        name: (
-            tuple(dynamic_shapes.get(name, {}).get(axis, size) for axis, size in enumerate(value.shape)),
-            value.dtype,
-        )
-        for name, value in examples.items()
-    }
+def guessed(examples: Mapping[str, Tensor]) -> dict[Axis, str]:
+    """Symbols of the axes that look like a batch or a length: B and L are those of the first sequence.
 
-
-def _guessed_symbols(examples: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
-    sequences = [value.shape for value in examples.values() if value.ndim == 3]
+    A sequence is (B, L) of whole numbers, (B, L, ...) or (B, heads, L, ...). Another length is S, and a third one has a
+    name of its own. Masks and biases have lengths of sequences; what is 1 in them is fixed.
+    """
+    masks = {name for name in examples if "mask" in name or "bias" in name}
+    sequences = {name: value for name, value in examples.items() if name not in masks and _length_of(value) is not None}
     if not sequences:
         return {}
-    batch, length, _ = sequences[0]
-    lengths = {shape[1] for shape in sequences if shape[1] != 1} | {length}
-    symbols: dict[str, dict[int, str]] = {}
+    lengths: dict[int, str] = {}
+    for name, value in sequences.items():
+        axis = _length_of(value)
+        assert axis is not None
+        new = "L" if not lengths else f"{name}_{axis}" if "S" in lengths.values() else "S"
+        lengths.setdefault(value.shape[axis], new)
+    batch = next(iter(sequences.values())).shape[0]
+    symbols: dict[Axis, str] = {}
     for name, value in examples.items():
-        shape = value.shape
-        of_batch = {0: "B"} if shape and shape[0] == batch else {}
-        if value.ndim == 3:
-            symbols[name] = of_batch | {1: "L" if shape[1] == length else "S"}
-        elif value.ndim == 4 and ("mask" in name or "bias" in name):
-            axes = [axis for axis in (2, 3) if shape[axis] in lengths and shape[axis] != 1]
-            symbols[name] = of_batch | {axis: "L" if shape[axis] == length else "S" for axis in axes}
+        for axis, size in enumerate(value.shape):
+            if axis == 0 and size == batch and (value.ndim > 1 or not value.is_floating_point()):
+                symbols[name, axis] = "B"
+            elif (axis == _length_of(value) and name not in masks) or (
+                size != 1 and size in lengths and (name in masks or axis == 0) and not (axis == 1 and value.ndim == 4)
+            ):
+                symbols[name, axis] = lengths[size]
     return symbols
+
+
+def _length_of(value: Tensor) -> int | None:
+    """The axis of a sequence along which it is long; None for what is none."""
+    if value.ndim == 2:
+        return None if value.is_floating_point() else 1
+    return {3: 1, 4: 2}.get(value.ndim)
 
 
 def with_fixed_dims(signature: Signature, dims: dict[str, int | None]) -> Signature:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from mhsa_compile import files
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.refusals import reading
 from mhsa_compile.spec import SPEC_KEY, AttentionSpec
-from mhsa_compile.symbols import check_dims, dims_of, settled
+from mhsa_compile.symbols import check_dims, dims_of, named, settled
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,34 @@ class Source:
     spec: AttentionSpec | None
 
 
-def read_source(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple[Any, ...] | None) -> Source:
+def read_source(
+    source: Any,
+    dims: Mapping[str, int] | None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> Source:
     """Raises ModelError, SpecError or InputError."""
     check_dims(dims)
+    if isinstance(source, str | Path | onnx.ModelProto) and dynamic_shapes is not None:
+        hint = "The symbols of an ONNX model are free as they are; dims fixes them."
+        raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
     if isinstance(source, str | Path):
-        model = settled(fix_dims(read_onnx(Path(source)), dims))
+        model = settled(fix_dims(named(read_onnx(Path(source))), dims))
     elif isinstance(source, onnx.ModelProto):
         _check("model", source)
-        model = settled(fix_dims(source, dims))
+        model = settled(fix_dims(named(source), dims))
     else:
-        model = _exported(source, dims, example_inputs)
+        model = _exported(source, dims, example_inputs, dynamic_shapes)
     said = {entry.key: entry.value for entry in model.metadata_props}
     return Source(model, AttentionSpec.from_json(said[SPEC_KEY]) if SPEC_KEY in said else None)
 
 
-def _exported(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple[Any, ...] | None) -> onnx.ModelProto:
+def _exported(
+    source: Any,
+    dims: Mapping[str, int] | None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
+) -> onnx.ModelProto:
     from torch import nn
 
     from mhsa_compile.conversion import from_torch
@@ -52,7 +65,7 @@ def _exported(source: Any, dims: Mapping[str, int] | None, example_inputs: tuple
     if not isinstance(source, nn.Module):
         wanted = "an AttentionSpec, an nn.Module, an onnx.ModelProto or the path of an .onnx file"
         raise ModelError("source", wanted, type(source).__name__)
-    return export(source, dims=dict(dims or {}), example_inputs=example_inputs)
+    return export(source, dims=dict(dims or {}), example_inputs=example_inputs, dynamic_shapes=dynamic_shapes)
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
@@ -84,6 +97,14 @@ def _check(name: str, model: onnx.ModelProto) -> None:
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.checker.check_model(model, full_check=False)
         onnx.shape_inference.infer_shapes(model, strict_mode=True)
+
+
+def symbols_of(path: Path) -> set[str]:
+    """Of the inputs of an .onnx file; those without a name get one. Raises ModelError."""
+    model = named(read_onnx(path))
+    constants = {tensor.name for tensor in model.graph.initializer}
+    values = (value for value in model.graph.input if value.name not in constants)
+    return {dim.dim_param for value in values for dim in dims_of(value) if dim.dim_param}
 
 
 def _check_inside(name: str, folder: Path, location: str) -> None:

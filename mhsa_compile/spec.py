@@ -15,7 +15,7 @@ import msgspec
 
 from mhsa_compile.errors import SpecError
 from mhsa_compile.outputs import checked_outputs
-from mhsa_compile.patterns import AnyPattern, Pattern, pattern
+from mhsa_compile.patterns import AnyPattern, Pattern, checked_static_mask
 from mhsa_compile.positions import Rope, checked_rope
 from mhsa_compile.refusals import reading
 from mhsa_compile.spec_checks import (
@@ -165,13 +165,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         self._set("rope", None if rope is None else rope.resolved(self.head_dim))
 
     def _resolve_static_mask(self) -> None:
+        self._set("static_mask", checked_static_mask(self.static_mask))
         if self.static_mask is None:
             return
-        if isinstance(self.static_mask, Mapping):
-            self._set("static_mask", pattern(self.static_mask))
-        if not isinstance(self.static_mask, Pattern):
-            hint = "An array of your own goes into an ONNX model, as the constant attn_mask of its Attention."
-            raise SpecError("static_mask", "a pattern of mhsa_compile.masks", type(self.static_mask).__name__, hint)
         if self.mask is not None:
             got, hint = f'static_mask and mask="{self.mask}"', "Combine them in the mask of the call: `array & mask`."
             raise SpecError("mask", "one mask, constant or of the call", got, hint)

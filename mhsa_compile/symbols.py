@@ -36,20 +36,26 @@ def settled(model: onnx.ModelProto) -> onnx.ModelProto:
             if dim.HasField("dim_value") and not 0 <= dim.dim_value <= LARGEST:
                 expected = f"a size from 0 to {LARGEST}, or a name for any"
                 raise ModelError(f"input {value.name!r}, axis {axis}", expected, str(dim.dim_value))
-    named = onnx.ModelProto()
-    named.CopyFrom(model)
-    for value in named.graph.input:
-        for axis, dim in enumerate(dims_of(value)):
-            if dim.WhichOneof("value") is None or (dim.dim_param == "" and not dim.HasField("dim_value")):
-                dim.dim_param = f"{value.name}_{axis}"
-    renamed = _renamed({dim.dim_param for value in named.graph.input for dim in dims_of(value) if dim.dim_param})
+    model = named(model)
+    renamed = _renamed({dim.dim_param for value in model.graph.input for dim in dims_of(value) if dim.dim_param})
     if renamed:
-        del named.graph.value_info[:]  # shapes in between are inferred again
-    for value in (*named.graph.input, *named.graph.output):
+        del model.graph.value_info[:]  # shapes in between are inferred again
+    for value in (*model.graph.input, *model.graph.output):
         for dim in dims_of(value):
             if dim.dim_param in renamed:
                 dim.dim_param = renamed[dim.dim_param]
-    return named
+    return model
+
+
+def named(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which every dim of an input that has neither a size nor a name has one: "x_0" and the like."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for value in copy.graph.input:
+        for axis, dim in enumerate(dims_of(value)):
+            if dim.WhichOneof("value") is None or (dim.dim_param == "" and not dim.HasField("dim_value")):
+                dim.dim_param = f"{value.name}_{axis}"
+    return copy
 
 
 def dims_of(value: onnx.ValueInfoProto) -> Any:

@@ -46,6 +46,7 @@ class Argument:
         self._written = written
         self._bfloat16 = info.dtype == "bfloat16"
         self.label = f"{role} {info.name!r}"
+        self._differentiable = role == "input" and not written
         self._first_seen = first_seen
         self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
 
@@ -84,6 +85,7 @@ class Argument:
         if is_torch(value):
             if value.device.type != "cpu":
                 raise InputError(self.label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
+            self._check_no_gradient(value)
             return value
         with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's"):
             if hasattr(value, "__dlpack__"):
@@ -98,6 +100,17 @@ class Argument:
                 hint = "Convert it: array.astype(ml_dtypes.bfloat16)."
             raise InputError(self.label, self._described(), _description(array), hint)
         self._right_dtypes.add(array.dtype)
+
+    def _check_no_gradient(self, tensor: Any) -> None:
+        """A result that silently has no gradient would train nothing. Weights are parameters, and bound once.
+
+        Raises InputError.
+        """
+        if self._differentiable and tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+            expected = "a tensor without a gradient to follow: compiled code computes none"
+            raise InputError(
+                self.label, expected, "one that requires grad", "Call under torch.no_grad(), or pass x.detach()."
+            )
 
     def _check_writable(self, array: Any) -> None:
         """What is written cannot be a copy. Raises InputError."""
@@ -209,7 +222,9 @@ class Signature:
         for symbol, most in self._limits.items():
             if sizes.get(symbol, 0) > most:
                 raise InputError(
-                    f"dim {symbol!r}", f"at most {most}, the size of a table of the model", str(sizes[symbol])
+                    f"dim {symbol!r}",
+                    f"at most {most}, the most that the model has tables or checks for",
+                    str(sizes[symbol]),
                 )
         if self._apart:
             self._check_apart(arrays)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from mhsa_compile import installation, kernels
+from mhsa_compile.errors import InputError
 from mhsa_compile.jobs import Device
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op
 from mhsa_compile.op_keys import key_of, kind_of, sized
@@ -125,12 +126,15 @@ class Report:
 
 
 def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[Subject]:
-    """The operations that have something to tune, equal ones as one."""
+    """The operations that have something to tune, equal ones as one. Raises InputError for a symbol without a size."""
     found: dict[str, Subject] = {}
     for name, op in ops.items():
         key = key_of(op)
         if key is not None:
-            measured = measured_at(op, sizes)
+            try:
+                measured = measured_at(op, sizes)
+            except KeyError as missing:
+                raise InputError("dims", f"a size for {missing}", "none", "State it: --dim NAME=N.") from None
             place = digest([kind_of(op), key, measured])
             names = (*(found[place].names if place in found else ()), name)
             found[place] = Subject(names, op, key, measured)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mhsa_compile import selfcheck
 from mhsa_compile.pairs import SelfCheck
 from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs, whole_masks
-from mhsa_compile.reference import Array, Arrays, eager, oracle
+from mhsa_compile.reference import Array, Arrays, Reference, eager, oracle
 from mhsa_compile.refusals import bounded
 from mhsa_compile.repeats import Run
 from mhsa_compile.stored_model import stored_model
@@ -105,5 +105,8 @@ def judged(
     manifest = artifact.manifest
     chosen = [{**case, **whole_masks(manifest, case)} for case in default_cases(model)] if cases is None else cases
     int8 = manifest.int8_weights
-    results = tuple(check(model, run, dims, seed + i, int8_weights=int8) for i, dims in enumerate(chosen))
-    return Verdict(results, selfcheck.self_checks(model, manifest, run, seed) if self_checks else ())
+    reference = Reference(model, int8_weights=int8)
+    results = tuple(
+        check(model, run, dims, seed + i, int8_weights=int8, reference=reference) for i, dims in enumerate(chosen)
+    )
+    return Verdict(results, selfcheck.self_checks(reference, manifest, run, seed) if self_checks else ())

@@ -396,6 +396,31 @@ def test_a_bench_reports_every_peer(compiled: Path) -> None:
     assert len(report["rows"]) == 2
 
 
+def test_symbols_of_other_names_have_their_sizes_by_dim(tmp_path: Path) -> None:
+    """An ONNX model made elsewhere: its inputs are not called x, and its symbols not B and L."""
+    folder, dims = tmp_path / "m.mhsa", ["batch", 2, "seq", 8]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name in ("query", "key", "y")]
+    graph = helper.make_graph(
+        [helper.make_node("Attention", ["query", "key", "key"], ["y"])], "g", values[:2], values[2:]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
+    assert "such as seq=128, got 'seq=0'" in refused(
+        mhsa("compile", tmp_path / "m.onnx", "--dim", "seq=0", "-o", folder)
+    )
+    assert mhsa("compile", tmp_path / "m.onnx", "--dim", "batch=1", "-o", folder).exit_code == 0
+    assert "State it: --dim seq=N" in refused(mhsa("run", folder))
+    assert "a symbol of the inputs: seq, got 'batch'" in refused(mhsa("run", folder, "--dim", "batch=1"))
+    ran = json.loads(mhsa("run", folder, "--dim", "seq=7", "--json").stdout)
+    assert ran["outputs"][0]["dims"] == [1, 2, 7, 8]
+    assert "expected sizes for seq, got none" in mhsa("bench", folder).stderr
+    assert "expected sizes for batch, seq, got none" in refused(mhsa("bench", tmp_path / "m.onnx"))
+    result = mhsa("bench", folder, "--dim", "seq=7", "--against", "onnxruntime", "--seconds", 0.1, "--json")
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(result.stdout).values()
+    assert (report["dims"], report["dtype"], report["floor"]) == ({"seq": 7}, "float32", None)
+
+
 def test_files_of_bfloat16_are_float32(tmp_path: Path) -> None:
     """An .npy file has no word for it: float32 comes in and is rounded, and goes out as it is."""
     infos = (TensorInfo("x", "bfloat16", ("B", 3)), TensorInfo("z", "bfloat16", ("B", 3)))

@@ -40,9 +40,12 @@ def test_what_begins_within_another_tensor_is_taken_where_a_kernel_can_read_it()
     assert taken is x
 
 
-def test_gradients_are_left_behind() -> None:
+def test_gradients_are_refused_and_left_behind_where_none_is_wanted() -> None:
     x = on_gpu(torch.zeros(2, 5, 64, dtype=torch.bfloat16, requires_grad=True))
-    (taken,), _ = signature(X).arrays((x,), {})
+    with pytest.raises(InputError, match=r"input 'x': .*got one that requires grad\. Call under torch\.no_grad\(\)"):
+        signature(X).arrays((x,), {})
+    with torch.no_grad():
+        (taken,), _ = signature(X).arrays((x,), {})
     assert not taken.requires_grad and taken.data_ptr() == x.data_ptr()
 
 

@@ -334,11 +334,6 @@ class Specialised(nn.Module):
         return x + self.position
 
 
-def test_a_specialised_dim_is_an_error() -> None:
-    with pytest.raises(ModelError, match="dynamic_shapes"):
-        export(Specialised(), example_inputs=[torch.randn(2, 5, 24)])
-
-
 def test_check_symbols_sees_a_dim_that_was_lost() -> None:
     module = block()
     with pytest.raises(ModelError, match=r"\(1, 5, 24\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import onnx
@@ -280,3 +281,41 @@ def test_a_little_over_budget_is_drawn_again() -> None:
     assert not off_by(0.0035).ok and len(turns) == DECIDING_VALUES // truth.size
     truth = np.ones((40, 64))  # one number, and so one error
     assert off_by(0.0019).ok and len(turns) == MOST_DRAWS
+
+
+def filled(fill: float) -> onnx.ModelProto:
+    """Attention whose hidden keys have `fill` added to their scores; every seventh row of a boolean mask sees none."""
+    four = ["B", 2, "L", 8]
+    values = [onnx.helper.make_tensor_value_info("q", onnx.TensorProto.FLOAT, four),
+              onnx.helper.make_tensor_value_info("mask", onnx.TensorProto.BOOL, ["B", 1, "L", "L"])]  # fmt: skip
+    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, four)
+    constants = [onnx.numpy_helper.from_array(np.float32(value), name) for name, value in (("z", 0), ("f", fill))]
+    nodes = [onnx.helper.make_node("Where", ["mask", "z", "f"], ["bias"]),
+             onnx.helper.make_node("Attention", ["q", "q", "q", "bias"], ["y"])]  # fmt: skip
+    graph = onnx.helper.make_graph(nodes, "g", values, [y], constants)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)])
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e6, -1e9, float(np.finfo(np.float32).min)])
+def test_rows_that_a_finite_fill_hides_whole_are_not_judged(fill: float) -> None:
+    """No two runtimes agree there; judged, they would raise the budget of all other rows by orders of magnitude."""
+    model, dims = filled(fill), {"B": 2, "L": 31}
+    hidden = np.arange(2 * 31).reshape(2, 1, 31, 1) % 7 == 3
+
+    def run(inputs, error_hidden=0.0, error_elsewhere=0.0):
+        (y,) = eager(model, inputs)
+        return [y + np.where(hidden, np.float32(error_hidden), np.float32(error_elsewhere))]
+
+    result = check(model, run, dims)
+    assert result.ok and result.budget < 1e-5
+    assert result.note.startswith(f"{hidden.mean():.0%} not judged: rows that a finite fill")
+    assert check(model, partial(run, error_hidden=0.5), dims).ok
+    assert not check(model, partial(run, error_elsewhere=1e-4), dims).ok
+
+
+def test_what_minus_infinity_hides_is_judged() -> None:
+    model = filled(-np.inf)
+    result = check(model, lambda inputs: eager(model, inputs), {"B": 2, "L": 31})
+    assert result.ok and not result.note
+    off = check(model, lambda inputs: [eager(model, inputs)[0] + np.float32(1e-4)], {"B": 2, "L": 31})
+    assert not off.ok

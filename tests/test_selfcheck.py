@@ -16,6 +16,7 @@ import mhsa_compile as mhsa
 from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.export import export
 from mhsa_compile.pairs import Pairs, SelfCheck
+from mhsa_compile.reference import Reference
 from mhsa_compile.selfcheck import CHECKS, self_checks
 from mhsa_compile.semantics import BandMeaning
 from mhsa_compile.subject import LENGTHS, PRIMES, Subject
@@ -80,7 +81,7 @@ def checked(case: tuple, fault: Callable[[Run, dict], list[np.ndarray]] | None =
     def run(inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
         return eager(model, inputs)
 
-    results = self_checks(model, described, run if fault is None else lambda inputs: fault(run, inputs))
+    results = self_checks(Reference(model), described, run if fault is None else lambda inputs: fault(run, inputs))
     assert tuple(result.name for result in results) == tuple(CHECKS)
     return {result.name: result for result in results}
 
@@ -209,7 +210,7 @@ def keys_of_the_padding(run, inputs):
 
 def of_one_check(name: str, case: tuple, fault: Callable[[Run, dict], list[np.ndarray]]) -> SelfCheck:
     model, described = case
-    pairs = Pairs(model, described, lambda inputs: fault(lambda given: eager(model, given), inputs))
+    pairs = Pairs(Reference(model), described, lambda inputs: fault(lambda given: eager(model, given), inputs))
     return CHECKS[name](name, Subject(described), pairs)
 
 

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from cases import PARITY
 from hypothesis import given
@@ -97,6 +98,26 @@ def test_refusals_name_the_field(fields: dict[str, object], named: str, expected
     assert isinstance(caught.value, MhsaError)
     assert caught.value.argument == named
     assert expected in caught.value.expected
+
+
+class Wider(masks.Longformer, frozen=True):
+    """What a user might write."""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            np.ones((7, 5), np.bool_),
+            r"got an array of shape \(7, 5\)\. An array goes into a module of your own, as a buffer",
+        ),
+        (Wider(window=4), r"got Wider, a class of your own\. An artifact stores a pattern by its fields, and no code"),
+    ],
+    ids=["array", "own class"],
+)
+def test_masks_that_no_pattern_describes_are_refused_at_once(given: object, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        AttentionSpec(embed_dim=64, num_heads=4, static_mask=given)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)

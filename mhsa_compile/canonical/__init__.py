@@ -29,7 +29,8 @@ _OTHERS = ("RotaryEmbedding", "TensorScatter")  # what a model without any atten
 class Canonical:
     """A model whose attention is the standard operator, and what became of each attention it had.
 
-    `limits`: symbols and their largest size, that of a table (of positions, say) which the graph takes a part of.
+    `limits`: symbols and their largest size, that of a table (of positions, say) which the graph takes a part of, or
+    that up to which a module was exported.
     """
 
     model: onnx.ModelProto
@@ -41,7 +42,7 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
     """Raises ModelError where nothing in the model is attention, or an operator of Microsoft's has no standard form."""
     if any(entry.key == SPEC_KEY for entry in model.metadata_props):
         return Canonical(model, _standard(model), {})
-    limits: dict[str, int] = {}
+    limits = _stated_limits(model)
     small, tensors = light(model)
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = settle(small, limits)
@@ -61,6 +62,13 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
         said = {entry.key: entry.value for entry in result.metadata_props}
         helper.set_model_props(result, said | {LIMITS_KEY: json.dumps(sizes)})
     return Canonical(result, blocks, limits)
+
+
+def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
+    """Of the symbols of inputs, as the export found them or was told."""
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    symbols = {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
+    return {symbol: most for symbol, most in json.loads(said.get(LIMITS_KEY, "{}")).items() if symbol in symbols}
 
 
 def _index_limits(model: onnx.ModelProto) -> dict[str, int]:

@@ -104,5 +104,10 @@ def _size(name: str, dim: int | str, sizes: Mapping[str, int]) -> int:
     if size is None and dim.startswith("mask_"):
         size = 1
     if size is None:
-        raise InputError(name, f"a size for its dim {dim!r}", "none", f"Give the array: --input {name}={name}.npy")
+        raise InputError(
+            name,
+            f"a size for its dim {dim!r}",
+            "none",
+            f"State it: --dim {dim}=N; or give the array: --input {name}={name}.npy.",
+        )
     return size

@@ -11,6 +11,7 @@ import typer
 from mhsa_compile import data, drawing, host, plots
 from mhsa_compile.cli import options, output, predicting, sources
 from mhsa_compile.cli.tuning_cases import Given
+from mhsa_compile.dims import is_expression
 from mhsa_compile.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def bench(
     length: options.Length = None,
     kv_length: options.KvLength = None,
     capacity: options.Capacity = None,
+    dim: options.OtherDims = None,
     threads: options.Threads = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time for each candidate.")] = 2.0,
     plot: Annotated[
@@ -65,10 +67,11 @@ def bench(
 
     The limit is the useful operations at the measured rate of multiply-adds, or the bytes at the measured rate of
     memory, whichever takes longer. Without a source: the workload base128. Without --batch, --length and --kv-length:
-    what the artifact fixes, else B = 1, L = 128, S = L. What is not compiled yet is compiled for these sizes.
+    what the artifact fixes, else B = 1, L = 128, S = L; symbols of other names have their sizes by --dim. What is not
+    compiled yet is compiled for these sizes.
     Exit code 1 where our own output is over its error budget. With --predict nothing runs, so any target will do.
     """
-    stated = options.stated_dims(batch, length, kv_length, capacity)
+    stated = options.stated_dims(batch, length, kv_length, capacity, dim)
     if predict:
         words = workload or ([_DEFAULT_WORKLOAD] if source is None else [])
         given = Given(source, words, dtype, stated, symbolic=False, around=False, weights=weights, seed=0)
@@ -87,7 +90,7 @@ def bench(
     from mhsa_compile.bench import bench as measure
 
     reports: dict[str, Report] = {}
-    for name, artifact, dims in _given(source, stated) if source is not None else _compiled(chosen or ()):
+    for name, artifact, dims in _given(source, stated, dim) if source is not None else _compiled(chosen or ()):
         with output.stages() as stage:
             stage(f"time {name}")
             reports[name] = measure(artifact, against=peers, dims=dims, threads=threads, seconds=seconds)
@@ -122,18 +125,35 @@ def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> t
     return tuple(replace(workload, B=B, L=L, S=S) for workload in chosen) if stated else chosen
 
 
-def _given(source: Path, stated: dict[str, int]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
+def _given(
+    source: Path, stated: dict[str, int], others: list[str] | None
+) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
     """(name, artifact, dims) of an artifact, or of what is compiled for these dims."""
     if source.is_dir():
         from mhsa_compile.artifact import Artifact
 
         artifact = Artifact.open(source)
-        open_dims = {dim for info in artifact.manifest.inputs for dim in info.dims}
-        defaults = {symbol: size for symbol, size in _with_defaults(stated).items() if symbol in open_dims}
-        yield str(source), artifact, defaults | stated
+        options.check_symbols(others, artifact.manifest.inputs)
+        symbols = {dim for info in artifact.manifest.inputs for dim in info.dims if isinstance(dim, str)}
+        yield str(source), artifact, _sizes_of(symbols, stated) | stated
     else:
+        from mhsa_compile.sources import symbols_of
+
+        resolved = sources.resolve(source, {})
         dims = _with_defaults(stated)
+        if isinstance(resolved, Path):
+            dims = _sizes_of(symbols_of(resolved), stated) | stated
         yield str(source), sources.compile_with_progress(source, {}, "native", dims=dims, seed=0), dims
+
+
+def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
+    """Sizes of symbols, by default those of B, L and S. Raises InputError for another that was not stated."""
+    sizes = {symbol: size for symbol, size in _with_defaults(stated).items() if symbol in symbols}
+    own = {symbol for symbol in symbols - sizes.keys() if not symbol.startswith("mask_") and not is_expression(symbol)}
+    if missing := sorted(own):
+        hint = f"State it: --dim {missing[0]}=128." if len(missing) == 1 else "State each: --dim NAME=N."
+        raise InputError("--dim", f"sizes for {', '.join(missing)}", "none", hint)
+    return sizes
 
 
 def _compiled(workloads: Iterable[Workload]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
@@ -165,6 +185,9 @@ def _show(name: str, report: Report) -> None:
     for row in report.rows:
         if row.missing:
             output.line(f"{row.name} is missing: {row.missing}")
+    if names := report.beyond_limit:
+        said = "The limit was measured too low, in rounds that something else disturbed: measure again."
+        output.line(f"{', '.join(names)}: more than 100 % of the limit. {said}")
     if not report.ok:
         output.line(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
 

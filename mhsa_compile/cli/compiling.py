@@ -67,6 +67,7 @@ def compile_source(
     length: options.Length = None,
     kv_length: options.KvLength = None,
     capacity: options.Capacity = None,
+    dim: options.OtherDims = None,
     weights: Annotated[
         Literal["int8"] | None, typer.Option("--weights", help="Linears compute in eight bits, rounded at load.")
     ] = None,
@@ -96,7 +97,7 @@ def compile_source(
 ) -> None:
     """Compile SOURCE, or a spec given by flags with random weights, for a target.
 
-    --batch, --length, --kv-length and --capacity fix those dims; they stay symbolic otherwise.
+    --batch, --length, --kv-length, --capacity and --dim fix those dims; they stay symbolic otherwise.
     """
     from mhsa_compile.outputs import split_words
     from mhsa_compile.patterns import parse_pattern
@@ -109,7 +110,7 @@ def compile_source(
         scale=scale, softcap=softcap, rope=rope and parse_rope(rope), alibi=alibi, sinks=sinks, kv_cache=kv_cache,
         outputs=outputs and split_words(outputs), dtype=dtype,
     )  # fmt: skip
-    dims = options.stated_dims(batch, length, kv_length, capacity)
+    dims = options.stated_dims(batch, length, kv_length, capacity, dim)
     from mhsa_compile.artifact import MANIFEST
     from mhsa_compile.staging import check_place
 

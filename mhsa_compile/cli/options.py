@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mhsa_compile.errors import InputError
 from mhsa_compile.spec_checks import LARGEST
+
+if TYPE_CHECKING:
+    from mhsa_compile.artifact import TensorInfo
 
 _LARGEST_SEED = 2**63 - 1  # of PyTorch's generators
 
@@ -23,6 +28,10 @@ Capacity = Annotated[
 KvLength = Annotated[
     int | None, typer.Option("--kv-length", min=1, max=LARGEST, metavar="S", help="Key and value length.")
 ]
+OtherDims = Annotated[
+    list[str] | None,
+    typer.Option("--dim", metavar="NAME=N", help="Size of any other symbol, as the model names it. Repeat it."),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
 ]
@@ -34,11 +43,31 @@ Seed = Annotated[int, typer.Option("--seed", min=0, max=_LARGEST_SEED, help="See
 
 
 def stated_dims(
-    batch: int | None, length: int | None, kv_length: int | None, capacity: int | None = None
+    batch: int | None,
+    length: int | None,
+    kv_length: int | None,
+    capacity: int | None = None,
+    others: Iterable[str] | None = None,
 ) -> dict[str, int]:
-    """The dims that were given, by symbol."""
+    """The dims that were given, by symbol. Raises InputError."""
     given = {"B": batch, "L": length, "S": kv_length, "C": capacity}
-    return {symbol: size for symbol, size in given.items() if size is not None}
+    stated = {symbol: size for symbol, size in given.items() if size is not None}
+    for assignment in others or ():
+        symbol, _, size = assignment.rpartition("=")
+        if not (symbol and size.isascii() and size.isdigit() and int(size)):
+            raise InputError("--dim", "NAME=N with N of at least 1, such as seq=128", repr(assignment))
+        if stated.setdefault(symbol, int(size)) != int(size):
+            raise InputError("--dim", f"one size for {symbol!r}", f"{stated[symbol]} and {size}")
+    return stated
+
+
+def check_symbols(others: Iterable[str] | None, inputs: Iterable[TensorInfo]) -> None:
+    """Whether --dim names symbols of an artifact's inputs. Raises InputError."""
+    symbols = list(dict.fromkeys(dim for info in inputs for dim in info.dims if isinstance(dim, str)))
+    for assignment in others or ():
+        name = assignment.rpartition("=")[0]
+        if name not in symbols:
+            raise InputError("--dim", f"a symbol of the inputs: {', '.join(symbols) or 'all are fixed'}", repr(name))
 
 
 def peers(against: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ def run(
     length: options.Length = None,
     kv_length: options.KvLength = None,
     capacity: options.Capacity = None,
+    dim: options.OtherDims = None,
     threads: options.Threads = None,
     seed: options.Seed = 0,
     json: options.Json = False,
@@ -37,8 +38,10 @@ def run(
     if out is not None:
         check_file(out, "--output")  # before the work, not after it
     given = arrays.read(inputs or ())
+    stated = options.stated_dims(batch, length, kv_length, capacity, dim)
     attention = load(artifact, threads=threads)
-    arguments = arrays.complete(given, attention.inputs, options.stated_dims(batch, length, kv_length, capacity), seed)
+    options.check_symbols(dim, attention.inputs)
+    arguments = arrays.complete(given, attention.inputs, stated, seed)
     started = time.perf_counter()
     result = attention.from_host(**arguments)
     seconds = time.perf_counter() - started
@@ -72,16 +75,23 @@ def verify(artifact: options.ArtifactFolder, *, seed: options.Seed = 0, json: op
         verdict = judge(artifact, seed=seed)
     if json:
         cases = [
-            {"dims": case.dims, "error": case.error, "budget": case.budget, "ok": case.ok} for case in verdict.cases
+            {"dims": case.dims, "error": case.error, "budget": case.budget, "ok": case.ok, "note": case.note}
+            for case in verdict.cases
         ]
         checks = [_described(check) for check in verdict.checks]
         output.print_json({"ok": verdict.ok, "cases": cases, "self_checks": checks})
     else:
         rows = [
-            (output.assignments(case.dims), f"{case.error:.3g}", f"{case.budget:.3g}", output.ok_cell(case.ok))
+            (
+                output.assignments(case.dims),
+                f"{case.error:.3g}",
+                f"{case.budget:.3g}",
+                output.ok_cell(case.ok),
+                case.note,
+            )
             for case in verdict.cases
         ]
-        output.print_table(f"{artifact}: max error against float64", ("dims", "error>", "budget>", ""), rows)
+        output.print_table(f"{artifact}: max error against float64", ("dims", "error>", "budget>", "", "note"), rows)
         columns = ("property", "difference>", "budget>", "", "note")
         output.print_table("Runs against each other", columns, map(_shown, verdict.checks))
     if not verdict.ok:

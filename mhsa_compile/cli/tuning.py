@@ -50,6 +50,7 @@ def tune(
     length: options.Length = None,
     kv_length: options.KvLength = None,
     capacity: options.Capacity = None,
+    dim: options.OtherDims = None,
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="The sizes are those to measure at; dims stay symbolic.")
     ] = False,
@@ -85,7 +86,7 @@ def tune(
     """
     source, tracker = split(arguments or [], on)
     _check(on, out, results, plot)
-    stated = options.stated_dims(batch, length, kv_length, capacity)
+    stated = options.stated_dims(batch, length, kv_length, capacity, dim)
     given = Given(source, workload or [], dtype, stated, symbolic, around, weights, seed)
     given.check()
     peers = options.peers(against)

@@ -84,9 +84,15 @@ class Problem:
         return "q" in self.inputs[0]
 
     @property
+    def float_dtype(self) -> str:
+        """What activations and weights are stored as: the first of the inputs and outputs that is no number or flag."""
+        manifest = self.artifact.manifest
+        return next((info.dtype for info in (*manifest.inputs, *manifest.outputs) if info.dtype in DTYPES), "float32")
+
+    @property
     def dtype(self) -> np.dtype[Any]:
-        """What activations and weights are stored as."""
-        return DTYPES[self.artifact.manifest.inputs[0].dtype]
+        """The same, as NumPy's."""
+        return DTYPES[self.float_dtype]
 
     @cached_property
     def sizes(self) -> dict[str, int]:

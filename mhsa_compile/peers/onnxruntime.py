@@ -8,9 +8,12 @@ from functools import partial
 
 from mhsa_compile import installation
 from mhsa_compile.artifact import MODEL
+from mhsa_compile.errors import ModelError
 from mhsa_compile.peers import onnx_graph
 from mhsa_compile.peers.base import Opened, Problem
 from mhsa_compile.peers.rewritten import Feed, RewrittenGraph
+
+_ROWS_OF_A_MASK = "inconsistent q_sequence_length (between attn_mask and Q)"
 
 
 class OwnGraph:
@@ -22,7 +25,16 @@ class OwnGraph:
     def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
         if problem.artifact.manifest.spec is not None:
             problem.check_scores_fit()
-        yield _session(str(problem.artifact.path / MODEL), threads, problem, lambda arrays, names: dict(arrays))
+        opened = _session(str(problem.artifact.path / MODEL), threads, problem, lambda arrays, names: dict(arrays))
+        try:
+            opened.calls[0]()
+        except Exception as error:  # the class is not public
+            if _ROWS_OF_A_MASK not in str(error):
+                raise
+            expected = "a mask with a row for each query, which is all that ONNX Runtime's Attention takes"
+            hint = "Its other forms take it: --against onnxruntime-fused."
+            raise ModelError("onnxruntime", expected, "one row for all queries, as key_padding is", hint) from error
+        yield opened
 
 
 def _session(model: str | bytes, threads: int, problem: Problem, feed: Feed) -> Opened:
