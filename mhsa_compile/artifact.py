@@ -24,17 +24,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from mhsa_compile import host
 from mhsa_compile.errors import ArtifactError
 from mhsa_compile.opened import OpenFolder
-from mhsa_compile.profile import CpuProfile, TargetProfile
+from mhsa_compile.profile import TargetProfile
 from mhsa_compile.refusals import reading
 from mhsa_compile.semantics import Semantics
 from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.spec_checks import LARGEST
 from mhsa_compile.staging import Unfinished, replaced, unwritable
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_READ = (3, FORMAT_VERSION)
+"""Formats that are read. Of 3 `loadable` refuses some: threads disturbed each other in their code."""
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
 _COPY_AGAIN = "The artifact is damaged: copy it again, or compile it again."
 _UNSEALED = "0" * 64
@@ -270,24 +271,6 @@ def _open_whole(folder: Path, stack: ExitStack) -> OpenArtifact:
     raise AssertionError("the last attempt returns or raises")
 
 
-def check_cpu(manifest: Manifest) -> None:
-    """Raises ArtifactError unless this machine has the architecture and the features that the code was made for."""
-    target = manifest.target
-    if not isinstance(target, CpuProfile):
-        raise ArtifactError("artifact", "one compiled for a CPU", f"one for {target.family}")
-    architecture = target.tvm.mtriple.partition("-")[0]
-    if architecture != host.architecture():
-        raise ArtifactError("artifact", f"a CPU of {architecture}, as it was compiled for one", host.architecture())
-    needed = set(target.hardware.features)
-    if missing := needed - host.cpu_features():
-        raise ArtifactError(
-            "artifact",
-            f"a CPU with {' '.join(sorted(needed))}, as it was compiled for one",
-            f"{host.cpu_model()} without {' '.join(sorted(missing))}",
-            "Compile it for this machine: --target native here, or elsewhere another of `mhsa targets`.",
-        )
-
-
 def _encode(manifest: Manifest) -> bytes:
     """The same bytes for the same content: fields in their order, keys of dicts sorted."""
     return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
@@ -301,7 +284,7 @@ def _read_manifest(folder: Path, file: BufferedReader | None) -> tuple[bytes, Ma
         raw = file.read()
     with reading(ArtifactError, argument, f"a manifest of format version {FORMAT_VERSION}", _COPY_AGAIN):
         found = msgspec.json.decode(raw, type=_Versioned).format_version
-        if found != FORMAT_VERSION:
+        if found not in _READ:
             raise _other_version(argument, found)
         manifest = msgspec.json.decode(raw, type=Manifest)
     digest = hashlib.sha256(raw.replace(manifest.sha256.encode(), _UNSEALED.encode())).hexdigest()

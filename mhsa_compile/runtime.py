@@ -21,11 +21,12 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from mhsa_compile import files, gpus, host, kv_cache, tvm_runtime
-from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, check_cpu, opened
+from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, opened
 from mhsa_compile.device_tensors import DeviceSignature, DeviceWeight
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.kv_cache import KVCache
 from mhsa_compile.launches import Launches
+from mhsa_compile.loadable import check_cpu, check_loops
 from mhsa_compile.outputs import together
 from mhsa_compile.positions import TABLES
 from mhsa_compile.refusals import bounded, first_line, reading, refusal_of
@@ -65,6 +66,7 @@ def load(
         next_step = "Compile it for a GPU: --target cuda-..., see `mhsa targets`."
         raise InputError("device", '"cpu", as it was compiled for one', repr(device), next_step)
     check_cpu(manifest)
+    check_loops(manifest, held.path)
     runtime = tvm_runtime.start()
     with runtime.calls.lock:
         arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)

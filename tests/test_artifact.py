@@ -17,8 +17,9 @@ import pytest
 from msgspec.structs import replace
 
 from mhsa_compile import host, staging
-from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest, OpReport, TensorInfo, check_cpu
+from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest, OpReport, TensorInfo
 from mhsa_compile.errors import ArtifactError, OutputError
+from mhsa_compile.loadable import check_cpu, check_loops
 from mhsa_compile.opened import OpenFolder
 from mhsa_compile.profile import CpuProfile, Hardware, Link, TargetProfile, TvmTarget, load_profile
 from mhsa_compile.semantics import BandMeaning, Semantics
@@ -341,3 +342,24 @@ def test_check_cpu_says_what_does_not_fit(saved: Artifact, target: TargetProfile
     other = replace(saved.manifest, target=target)
     with pytest.raises(ArtifactError, match=message):
         check_cpu(other)
+
+
+BY_TVM = OpReport("fallback_0", "softmax", "tvm", {}, "fallback", "no kernel claims it")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({"format_version": 3, "ops": (BY_TVM,)}, True),
+        ({"format_version": 3, "spec": None}, True),  # what branches of a model held was not listed then
+        ({"format_version": 3}, False),
+        ({"ops": (BY_TVM,), "spec": None}, False),
+    ],
+)
+def test_code_in_which_threads_may_disturb_each_other_is_not_run(fields: dict[str, object], is_refused: bool) -> None:
+    spec = AttentionSpec(embed_dim=8, num_heads=2)
+    aged = manifest(**{"spec": spec, "ops": (), **fields})
+    if not is_refused:
+        return check_loops(aged, Path("old.mhsa"))
+    with pytest.raises(ArtifactError, match=r"Compile it again: mhsa compile old.mhsa/model.onnx --target here -o NEW"):
+        check_loops(aged, Path("old.mhsa"))

@@ -71,7 +71,7 @@ def problem(tmp_path_factory) -> Callable[[str], Problem]:
         onnx_weights.write(model, weights, folder / WEIGHTS, folder / MODEL)
         inputs = [random_inputs(model, {}, seed) for seed in range(2)]
         infos = [SimpleNamespace(name=name, dtype=str(array.dtype)) for name, array in inputs[0].items()]
-        manifest = SimpleNamespace(spec=module.spec, weights=weights, inputs=infos, int8_weights=False)
+        manifest = SimpleNamespace(spec=module.spec, weights=weights, inputs=infos, outputs=[], int8_weights=False)
         artifact = SimpleNamespace(path=folder, manifest=manifest, contents=partial(contents, folder))
         found = Problem(artifact, inputs)
         return replace(found, error_share=accuracy.truth(found.artifact, found.inputs[0], found.weights).share)
@@ -217,7 +217,7 @@ def test_peers_are_not_asked_for_what_they_are_not_written_for(field: str) -> No
     """They would compute something else, at a low softcap within any budget."""
     value = 30.0 if field == "softcap" else True
     spec = AttentionSpec(embed_dim=16, num_heads=2, causal=True, **{field: value})
-    problem = Problem(SimpleNamespace(manifest=SimpleNamespace(spec=spec.to_dict())), [])
+    problem = Problem(SimpleNamespace(manifest=SimpleNamespace(spec=spec)), [])
     assert problem.stated == spec
     with pytest.raises(ModelError, match=f"got one with {field}"):
         _ = problem.spec

@@ -32,6 +32,7 @@ LIGHT = [
         "staging",
         "semantics",
         "artifact",
+        "loadable",
         "gpus",
         "calls_at_exit",
         "tvm_runtime",

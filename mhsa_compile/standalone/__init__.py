@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mhsa_compile import zig
-from mhsa_compile.artifact import MANIFEST, Artifact
+from mhsa_compile.artifact import FORMAT_VERSION, MANIFEST, Artifact
 from mhsa_compile.errors import InputError
 from mhsa_compile.staging import check_place, replaced
 from mhsa_compile.standalone import runtimes, texts
@@ -73,6 +73,11 @@ def bundle(
     check_folder(folder, force)
     if (family := artifact.manifest.target.family) != "cpu":
         raise InputError("artifact", "one for a CPU: bundles are for those so far", f"one for {family}")
+    if artifact.manifest.format_version != FORMAT_VERSION:
+        got = f"format version {artifact.manifest.format_version}"
+        raise InputError(
+            "artifact", f"one of format version {FORMAT_VERSION}, which programs read", got, "Compile it again."
+        )
     found = runtimes.find(artifact.manifest, runtime, progress)
     headers = runtimes.package_folder("tvm_ffi") / "include"
     triple = artifact.manifest.target.link.triple

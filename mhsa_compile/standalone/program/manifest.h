@@ -59,7 +59,7 @@ struct TensorInfo {
 };
 
 struct Manifest {
-  static constexpr int64_t kFormat = 3;
+  static constexpr int64_t kFormat = 4;
 
   std::vector<TensorInfo> inputs, outputs, weights;
   std::map<std::string, std::string> in_place;  // output -> the input that a call turns into it
