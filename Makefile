@@ -63,8 +63,9 @@ test-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: 
 sanitize-gpu: $(FOR_GPU)  ## A small part of test-gpu under compute-sanitizer: memory, races, uninitialised reads, barriers
 	@$(ON_GPU) tests/sanitize_gpu.py
 
-test-models: $(STAMP)  ## What of the tests of other people's models is too slow for the suite: minutes
+test-models: $(STAMP)  ## Other people's models: what is too slow for the suite, then the table of families; a quarter of an hour
 	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python tests/models_campaign.py
 
 fuzz-operator: $(STAMP)  ## 200 random nodes of the ONNX operator against float64; some minutes
 	@$(BIN)/python tests/fuzz_operator.py

@@ -31,6 +31,8 @@ from mhsa_compile.kernels.operations import (
     WeightsOp,
 )
 
+WEIGHTS = 3
+"""The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""
 _CHOSEN = ("weights_heads", "weights_rows")
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
 
@@ -97,7 +99,9 @@ class AttentionImport:
             shape = [full[0], heads, full[2], op.v_head_dim]
         made["y"] = self.graph.call(op, inputs, shape)
         if "scores" in self._texts("gives"):
-            made["scores"] = self.graph.call(ScoresOp(op, self.said["stage"]), inputs, full)
+            stage = self.said["stage"]
+            asked = WeightsOp(op) if stage == WEIGHTS else ScoresOp(op, stage)
+            made["scores"] = self.graph.call(asked, inputs, full)
         made |= self._inside(op, inputs, full)
         results = [made[role] for role in self._texts("gives")]
         return results[0] if len(results) == 1 else relax.Tuple(results)

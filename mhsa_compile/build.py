@@ -132,8 +132,18 @@ def _planning() -> list[Any]:
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
-        relax.transform.StaticPlanBlockMemory(),
+        tvm.transform.module_pass(_plan_memory, opt_level=0),
     ]
+
+
+def _plan_memory(module: Any, context: Any) -> Any:
+    """Arrays that live one after another share memory. Where a function branches they have each their own: TVM's plan
+    gives an array of one branch memory that only another one allocates."""
+    functions = [function for _, function in module.functions_items() if isinstance(function, relax.Function)]
+    bindings = (binding for function in functions for block in function.body.blocks for binding in block.bindings)
+    if any(isinstance(binding.value, relax.If) for binding in bindings):
+        return module
+    return relax.transform.StaticPlanBlockMemory()(module)
 
 
 def _lowering() -> list[Any]:

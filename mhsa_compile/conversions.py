@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tvm
-from tvm import relax
-from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices
+from tvm import relax, te, tirx
+from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices, get_type
 
 
 def range_up_to_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -17,6 +18,66 @@ def range_up_to_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
     if None in constants or not tvm.ir.is_prim_expr(end):
         return None
     return bb.normalize(relax.op.arange(constants[0], end, constants[1], str(start.ty.dtype)))
+
+
+def of_sizes(combine: Callable[[Any, Any], Any]) -> Callable[[Any, list[Any], dict[str, Any]], Any]:
+    """Arithmetic of one symbolic size with others or with numbers: a size again, which may be a dim."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        numbers = [value if tvm.ir.is_prim_expr(value) else _number(value) for value in inputs]
+        if None in numbers or all(isinstance(number, int) for number in numbers):
+            return None
+        sizes = [tirx.const(number, "int64") if isinstance(number, int) else number for number in numbers]
+        return relax.prim_value(tvm.sym.Analyzer().simplify(functools.reduce(combine, sizes)))
+
+    return convert
+
+
+def cast_of_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Cast of one symbolic size: to int64 it stays one, else it becomes a tensor."""
+    if not tvm.ir.is_prim_expr(inputs[0]):
+        return None
+    kind = get_type(attributes["to"])
+    return inputs[0] if kind == "int64" else bb.normalize(relax.op.astype(size_as_tensor(bb, inputs[0]), kind))
+
+
+def size_as_tensor(bb: Any, size: Any) -> Any:
+    """One symbolic size as a tensor without axes, for an operator that computes with tensors."""
+    return bb.normalize(relax.op.reshape(bb.normalize(relax.op.shape_to_tensor(relax.ShapeExpr([size]))), []))
+
+
+def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Pow whose exponent has a dtype of its own, as ONNX allows: computed, and given, in the base's."""
+    base, exponent = inputs
+    if any(not isinstance(value.ty, relax.TensorType) for value in inputs) or base.ty.dtype == exponent.ty.dtype:
+        return None
+    return bb.normalize(relax.op.power(base, bb.normalize(relax.op.astype(exponent, str(base.ty.dtype)))))
+
+
+def tile_by_sizes(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Tile by symbolic sizes: each axis is so many times as long. The dims of TVM's are those of nobody else."""
+    data, repeats = inputs
+    times = _sizes(bb, repeats)
+    dims = data.ty.shape.values if isinstance(data.ty.shape, relax.ShapeExpr) else None
+    if times is None or dims is None or len(times) != len(dims):
+        return None
+    shape = [tvm.sym.Analyzer().simplify(size * count) for size, count in zip(dims, times, strict=True)]
+
+    def tiled(data: Any) -> Any:
+        return te.compute(shape, lambda *at: data[tuple(i % n for i, n in zip(at, data.shape, strict=True))], "tile")
+
+    return bb.emit_te(tiled, data, primfunc_name_hint="tile")
+
+
+def _sizes(bb: Any, value: Any) -> list[Any] | None:
+    """The entries of a list of sizes that `sizes_as_tensors` made a tensor of."""
+    made = bb.lookup_binding(value) if isinstance(value, relax.Var) else value
+    while isinstance(made, relax.Call) and made.op.name == "relax.astype":
+        made = made.args[0]
+        made = bb.lookup_binding(made) if isinstance(made, relax.Var) else made
+    if not isinstance(made, relax.Call) or made.op.name != "relax.shape_to_tensor":
+        return None
+    return list(made.args[0].values) if isinstance(made.args[0], relax.ShapeExpr) else None
 
 
 def reshape_of_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -90,11 +151,23 @@ def _numbers(constant: Any) -> list[int]:
     return [int(number) for number in constant.value.numpy()]
 
 
+READ_SIZES = frozenset(("Gather", "Identity", "Range", "Reshape", "Slice", "Unsqueeze"))
+"""Operators of TVM's that take one symbolic size as it is. Others are given a tensor (`size_as_tensor`)."""
+
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
+    "Add": of_sizes(lambda one, other: one + other),
+    "Cast": cast_of_a_size,
+    "Div": of_sizes(tirx.truncdiv),
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
     "LayerNormalization": layer_normalization_in_float32,
+    "Max": of_sizes(tirx.max),
+    "Min": of_sizes(tirx.min),
+    "Mul": of_sizes(lambda one, other: one * other),
+    "Pow": power_of_another_kind,
     "Reshape": reshape_of_a_size,
     "Range": range_up_to_a_size,
     "Slice": slice_of_constants,
+    "Sub": of_sizes(lambda one, other: one - other),
+    "Tile": tile_by_sizes,
 }

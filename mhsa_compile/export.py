@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,12 +21,14 @@ from mhsa_compile import operator_inside
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export_check import STATIC_MASK, Shape, check_declared, check_equal_but_for_sizes, check_symbols
 from mhsa_compile.free_dims import Program, asked, cause, quiet, settled, with_names
-from mhsa_compile.hugging_face import AttentionOf, flattened, is_attention_of_transformers, with_own_names
 from mhsa_compile.masks import BoolArray
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, opset
+from mhsa_compile.module_calls import Called, flattened, with_own_names
+from mhsa_compile.onnx_graph import reads
 from mhsa_compile.operator_function import attention_function
 from mhsa_compile.outputs import inside_of
 from mhsa_compile.patterns import BlockDiagonal
+from mhsa_compile.sdpa_translation import TRANSLATIONS
 from mhsa_compile.signatures import (
     IN_PLACE,
     Signature,
@@ -36,6 +38,7 @@ from mhsa_compile.signatures import (
     with_fixed_dims,
 )
 from mhsa_compile.spec import DOMAIN, IN_PLACE_KEY, LIMITS_KEY, SPEC_KEY, AttentionSpec
+from mhsa_compile.torch_layers import slow_path
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}
@@ -63,7 +66,7 @@ def export(
                     same without a name; Dim.AUTO, free if the module allows; None, fixed. By default what looks like a
                     batch or a length in the examples (`signatures.guessed`) is AUTO; what is fixed then is a warning
 
-    An attention module of transformers gives y alone; its position_embeddings may be a pair, which become cos and sin.
+    What any other module takes and gives is told in `module_calls`: tuples, dicts and ModelOutputs of tensors among it.
 
     Raises ModelError where the export fails or a symbol did not survive it, InputError for wrong arguments.
     """
@@ -75,24 +78,25 @@ def export(
                 hint = "Its batch and lengths are free as they are; dims fixes them."
                 raise InputError("dynamic_shapes", f"None for {type(module).__name__}", "some", hint)
             return _export_own(module, dict(dims or {}))
-        if is_attention_of_transformers(module):
-            shapes = flattened(dynamic_shapes)
-            tensors = flattened(example_inputs)
-            return with_own_names(export(AttentionOf(module), dims=dims, example_inputs=tensors, dynamic_shapes=shapes))
-        wanted = asked(module, example_inputs, dynamic_shapes, dims or {})
-        return settled(module, wanted, lambda program: _export_any(module, program))
+        flat, paired = flattened(example_inputs)
+        wanted = asked(module, flat, flattened(dynamic_shapes)[0], dims or {})
+        called = Called(module, paired=paired).eval()
+        with slow_path():
+            return settled(called, wanted, lambda program: _export_any(called, program))
     finally:
         module.train(was_training)
 
 
-def _export_any(module: nn.Module, program: Program) -> onnx.ModelProto:
+def _export_any(called: Called, program: Program) -> onnx.ModelProto:
     freedom = program.freedom
-    model = _converted(program.exported, list(freedom.signature), None, opset(module))
+    names = {"input_names": list(freedom.signature), "output_names": program.outputs}
+    version = {"opset_version": opset(called.module), "custom_translation_table": TRANSLATIONS}
+    model = with_own_names(_converted(program.exported, **names, **version))
     with_names(model, program.names)
     onnx.checker.check_model(model)
     if freedom.most:
         onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
-    check_symbols(model, module, _shapes(freedom.signature))
+    check_symbols(model, called, _shapes(freedom.signature))
     return model
 
 
@@ -180,30 +184,20 @@ def _run_exporter(module: MultiHeadAttention | ScaledDotProductAttention, signat
         name: {axis: axes[dim] for axis, dim in enumerate(shape) if isinstance(dim, str)}
         for name, (shape, _) in signature.items()
     }
-    return _converted(
-        module, list(signature), output_names(module), opset(module), kwargs=examples, dynamic_shapes=dynamic
-    )
+    names = {"input_names": list(signature), "output_names": output_names(module)}
+    return _converted(module, opset_version=opset(module), kwargs=examples, dynamic_shapes=dynamic, **names)
 
 
-def _converted(
-    source: nn.Module | torch.export.ExportedProgram,
-    inputs: list[str],
-    outputs: list[str] | None,
-    version: int,
-    **of_module: Any,
-) -> onnx.ModelProto:
-    """By PyTorch's exporter to ONNX. `of_module`: what it takes beside a module, to trace it. Raises ModelError."""
+def _converted(source: nn.Module | torch.export.ExportedProgram, **options: Any) -> onnx.ModelProto:
+    """By PyTorch's exporter to ONNX, with some of its options. Raises ModelError."""
     try:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
                 source,
-                input_names=inputs,
-                output_names=outputs,
-                opset_version=version,
                 dynamo=True,
                 optimize=False,  # it would fold transposes into the weights, and with them their names and layouts
                 verbose=False,
-                **of_module,
+                **options,
             )
     except torch.onnx.errors.OnnxExporterError as error:
         raise ModelError("module", "one that torch.onnx.export can export", cause(error.__cause__ or error)) from error
@@ -219,7 +213,7 @@ def _strip(model: onnx.ModelProto) -> None:
     needed = {value.name for value in graph.output}
     for node in reversed(list(graph.node)):
         if needed.intersection(node.output):
-            needed.update(_reads(node))
+            needed.update(reads(node))
         else:
             graph.node.remove(node)
     weights = {initializer.name for initializer in graph.initializer}
@@ -227,14 +221,6 @@ def _strip(model: onnx.ModelProto) -> None:
         if value.name not in needed or value.name in weights:
             graph.value_info.remove(value)
     _forget(model)
-
-
-def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """What a node reads, the bodies of its subgraphs included."""
-    yield from node.input
-    for attribute in node.attribute:
-        for inner in attribute.g.node:
-            yield from _reads(inner)
 
 
 def _forget(message: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.core import to_numpy, to_torch
 from mhsa_compile.errors import ModelError
+from mhsa_compile.module_calls import Called
 from mhsa_compile.parity import budget, largest_sizes, max_error, random_inputs
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 
@@ -59,8 +60,11 @@ def check_symbols(model: onnx.ModelProto, module: nn.Module, requested: Mapping[
         expected = oracle(model, inputs)
         try:
             exact = _outputs(wide, {name: _widened(array) for name, array in inputs.items()})
+        except RuntimeError:
+            exact = []
+        if len(exact) == len(actual) and all(map(_equally_finite, exact, actual)):
             pairs = zip(exact, expected, actual, strict=True)
-        except RuntimeError:  # a forward that says float32 itself: its result is held against the graph's at that dtype
+        else:  # a forward that says float32 itself: its result is held against the graph's at that dtype
             pairs = zip(expected, actual, eager(model, inputs), strict=True)
         for truth, claim, yardstick in pairs:
             allowed = budget(truth, yardstick, str(yardstick.dtype))
@@ -69,9 +73,15 @@ def check_symbols(model: onnx.ModelProto, module: nn.Module, requested: Mapping[
 
 
 def _outputs(module: nn.Module, inputs: Arrays) -> list[Array]:
+    tensors = {name: to_torch(array) for name, array in inputs.items()}
     with torch.no_grad():
-        results = module(**{name: to_torch(array) for name, array in inputs.items()})
+        results = module(tensors) if isinstance(module, Called) else module(**tensors)
     return [to_numpy(result) for result in ([results] if isinstance(results, Tensor) else results)]
+
+
+def _equally_finite(one: Array, other: Array) -> bool:
+    """False where a forward makes float32 of float64's lowest number, with which it masks: rows become NaN."""
+    return np.array_equal(np.isfinite(one), np.isfinite(other))
 
 
 def check_equal_but_for_sizes(model: onnx.ModelProto, other: onnx.ModelProto) -> None:

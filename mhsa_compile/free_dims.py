@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.module_calls import Called
 from mhsa_compile.signatures import Axis, Signature, guessed, with_fixed_dims
+from mhsa_compile.torch_layers import plain_layers
 
 LEAST = 2
 """The smallest size that the exporter tells from others: it takes 0 and 1 for special."""
@@ -177,7 +179,7 @@ def _state(stated: _Stated, axis: Axis, entry: Any, size: int, guesses: Mapping[
         stated.most[symbol] = min(entry.max, stated.most.get(symbol, entry.max))
 
 
-def settled(module: nn.Module, wanted: Freedom, convert: Callable[[Program], onnx.ModelProto]) -> onnx.ModelProto:
+def settled(called: Called, wanted: Freedom, convert: Callable[[Program], onnx.ModelProto]) -> onnx.ModelProto:
     """What `convert` makes of the module with all that is wanted free, or else with as much as works.
 
     What had to be fixed, and why, is a warning. Raises ModelError where nothing less would do.
@@ -185,7 +187,7 @@ def settled(module: nn.Module, wanted: Freedom, convert: Callable[[Program], onn
     failures: list[ModelError] = []
     for freedom in _ever_less(wanted):
         try:
-            program = traced(module, freedom)
+            program = traced(called, freedom)
             model = convert(program)
         except ModelError as error:
             failures.append(error)
@@ -207,14 +209,16 @@ def _ever_less(wanted: Freedom) -> list[Freedom]:
 
 @dataclass(frozen=True)
 class Program:
-    """A module as torch.export traced it, what it left free, and the symbols that it uses for that."""
+    """A module as torch.export traced it, what it left free, the symbols that it uses for that, and the names of what
+    comes out; None for a lone tensor."""
 
     exported: torch.export.ExportedProgram
     freedom: Freedom
     names: Mapping[str, str]
+    outputs: list[str] | None
 
 
-def traced(module: nn.Module, wanted: Freedom) -> Program:
+def traced(called: Called, wanted: Freedom) -> Program:
     """The module at the examples' sizes. What may be fixed is free where the module allows, up to the size it allows.
 
     Raises ModelError.
@@ -233,19 +237,23 @@ def traced(module: nn.Module, wanted: Freedom) -> Program:
         }
         for name, shape in shapes.items()
     }
+    outputs = called.output_names(examples)
+    given: dict[str, Any] = {"kwargs": {"inputs": examples}, "dynamic_shapes": {"inputs": hints}}
     try:
-        with quiet(), torch.no_grad():  # with gradients, PyTorch may choose kernels whose strides it cannot trace
-            exported = torch.export.export(module, (), kwargs=examples, dynamic_shapes=hints, strict=False)
+        # With gradients, PyTorch may choose kernels whose strides it cannot trace.
+        with quiet(), torch.no_grad(), plain_layers(called):
+            exported = torch.export.export(called, (), strict=False, **given)
     except Exception as error:  # it is the user's code that runs here
         hint = "If it speaks of a dim, leave it out of dynamic_shapes, or fix it in dims."
         raise ModelError("module", "one that torch.export can export", cause(error), hint) from error
     freedom, names = _read(exported, wanted)
-    return Program(exported, freedom, names)
+    return Program(exported, freedom, names, outputs)
 
 
 def _read(exported: torch.export.ExportedProgram, wanted: Freedom) -> tuple[Freedom, dict[str, str]]:
     """What was left free, under our symbols; and what torch.export calls these."""
-    (_, by_name), given = exported.call_spec.in_spec.children(), exported.graph_signature.user_inputs
+    (_, arguments), given = exported.call_spec.in_spec.children(), exported.graph_signature.user_inputs
+    (by_name,) = arguments.children()
     nodes = {node.name: node for node in exported.graph.nodes}
     shapes = {name: nodes[node].meta["val"].shape for name, node in zip(by_name.context, given, strict=True)}
     theirs = {axis: getattr(getattr(shapes[axis[0]][axis[1]], "node", None), "expr", None) for axis in wanted.symbols}
@@ -304,14 +312,21 @@ def quiet() -> Iterator[None]:
     """Silences what the exporter says about itself, and nothing else."""
 
     def relevant(record: logging.LogRecord) -> bool:
-        return "torchvision is not installed" not in record.msg
+        return not any(words in record.msg for words in _SAID_ANYWAY)
 
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    registration.addFilter(relevant)
+    exporter = "torch.onnx._internal.exporter"
+    loggers = [logging.getLogger(f"{exporter}.{part}") for part in ("_registration", "_core")]
+    for logger in loggers:
+        logger.addFilter(relevant)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "# The axis name: .* will not be used", UserWarning)
             yield
     finally:
-        registration.removeFilter(relevant)
+        for logger in loggers:
+            logger.removeFilter(relevant)
+
+
+_SAID_ANYWAY = ("torchvision is not installed", "has None output", "Skipping constant argument")
+"""Of a module that gives None, such as weights that nobody asked for, the rest is what is exported."""

@@ -21,7 +21,7 @@ from onnx import numpy_helper
 from mhsa_compile.attention_site import AttentionSite
 from mhsa_compile.head_views import Site
 from mhsa_compile.kernels.base import CACHE_LINE
-from mhsa_compile.onnx_graph import Graph, attributes, constant_value, live_nodes
+from mhsa_compile.onnx_graph import Graph, attributes, branches, constant_value, live_nodes
 from mhsa_compile.rotary_site import RotarySite
 from mhsa_compile.rotated_site import rotations
 from mhsa_compile.scatter_site import ScatterSite, in_place
@@ -76,21 +76,25 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     for site in sites:
         fused |= dict.fromkeys(map(id, site.absorbed))
         fused[id(site.node)] = site.fused_node()
-    nodes = [fused.get(id(node), _plain_constant(node)) for node in graph.nodes]
+    nodes = [fused.get(id(node), node) for node in graph.nodes]
     result = onnx.ModelProto()
     result.CopyFrom(model)
     del result.graph.node[:]
     result.graph.node.extend(live_nodes((node for node in nodes if node is not None), graph.outputs))
+    _make_constants_plain(result.graph)
     result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
     return result
 
 
-def _plain_constant(node: onnx.NodeProto) -> onnx.NodeProto:
-    """A Constant as a tensor, the one form that TVM's importer reads; any other node as it is."""
-    value = constant_value(node) if node.op_type == "Constant" else None
-    if value is None:
-        return node
-    return onnx.helper.make_node("Constant", [], node.output, name=node.name, value=numpy_helper.from_array(value))
+def _make_constants_plain(graph: onnx.GraphProto) -> None:
+    """Writes every Constant as a tensor, the one form that TVM's importer reads, in branches, too."""
+    for node in graph.node:
+        for branch in branches(node):
+            _make_constants_plain(branch)
+        value = constant_value(node) if node.op_type == "Constant" else None
+        if value is not None:
+            del node.attribute[:]
+            node.attribute.append(onnx.helper.make_attribute("value", numpy_helper.from_array(value)))
 
 
 def _find_linears(graph: Graph) -> dict[str, Linear]:
@@ -117,7 +121,7 @@ def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
     linear = Linear(x, name, None, transposed, width, node.output[0], [node])
     add = graph.only_consumer(node.output[0], "Add")
     if add is not None:
-        bias = next((i for i in add.input if i in graph.initializers and graph.shape(i) == (width,)), None)
+        bias = next((i for i in add.input if graph.is_weight(i) and graph.shape(i) == (width,)), None)
         if bias is not None:
             linear.bias, linear.output = bias, add.output[0]
             linear.nodes.append(add)
@@ -133,7 +137,7 @@ def _gemm(graph: Graph, node: onnx.NodeProto) -> Linear | None:
     transposed = not stated.get("transB", 0)
     width = _width(graph, x, weight, transposed)
     bias = rest[0] if rest and rest[0] else None
-    if width is None or (bias is not None and (bias not in graph.initializers or graph.shape(bias) != (width,))):
+    if width is None or (bias is not None and (not graph.is_weight(bias) or graph.shape(bias) != (width,))):
         return None
     return Linear(x, weight, bias, transposed, width, node.output[0], [node])
 
@@ -143,7 +147,7 @@ _FORMS = {"MatMul": _matmul, "Gemm": _gemm}
 
 def _width(graph: Graph, x: str, weight: str, transposed: bool) -> int | None:
     """How many features a constant matrix makes of rows x; None where that is no product of ours."""
-    shape = graph.shape(weight) if weight in graph.initializers else None
+    shape = graph.shape(weight) if graph.is_weight(weight) else None
     if shape is None or len(shape) != 2 or len(graph.shape(x) or ()) < 2:
         return None
     if graph.dtype(x) not in DTYPES or graph.dtype(weight) != graph.dtype(x):

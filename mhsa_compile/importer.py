@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +17,16 @@ import tvm
 from onnx import numpy_helper
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
+from tvm_ffi import structural_equal
 
 from mhsa_compile.attention_import import AttentionImport, Broadcast, stated, text
 from mhsa_compile.attention_masks import dims
 from mhsa_compile.attention_site import ATTENTION
-from mhsa_compile.conversions import CONVERSIONS
+from mhsa_compile.conversions import CONVERSIONS, READ_SIZES, size_as_tensor
 from mhsa_compile.errors import ModelError
 from mhsa_compile.fusion import LINEAR, fuse
 from mhsa_compile.kernels.operations import Dim, LinearOp, Op, Placement, RotaryOp, ScatterOp
+from mhsa_compile.onnx_graph import inner_nodes, reads
 from mhsa_compile.rotary_site import ROTARY
 from mhsa_compile.scatter_site import SCATTER, declared_in_place
 
@@ -70,14 +71,16 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
 class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     """TVM's importer, with two operators of ours and the weights as parameters."""
 
+    _nodes: dict[str, Any]  # by name, what was converted
+
     def __init__(self, int8_weights: bool) -> None:
         super().__init__(None, None, keep_params_in_input=True)
         self.result = Imported(module=None)
-        self._fresh = itertools.count()
+        self._computed: list[tuple[Any, str]] = []  # sizes that are computed, and their names
         self._int8_weights = int8_weights
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
-        used = {name for node in graph.node for name in node.input}
+        used = {name for node in graph.node for name in reads(node)}
         for tensor in graph.initializer:
             if tensor.name not in used:
                 continue
@@ -89,13 +92,32 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 self._params[parameter] = (variable, tvm.runtime.tensor(np.empty(0)))  # the value is not needed here
                 self.result.weights[parameter] = tensor.name
             else:
-                self._nodes[tensor.name] = relax.const(array, str(array.dtype))  # else scalars become int32
+                self._nodes[tensor.name] = _constant(array)
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
-        known = {*_get_convert_map(), LINEAR, ATTENTION, ROTARY, SCATTER, "If", "Constant"} - {"Attention"}
-        unknown = sorted({node.op_type for node in graph.node} - known)
+        convertible = {*_get_convert_map(), "If", "Constant"} - {"Attention"}  # TVM's means something else
+        unknown = {node.op_type for node in graph.node} - convertible - {LINEAR, ATTENTION, ROTARY, SCATTER}
         if unknown:
-            raise ModelError("model", "operators that can be compiled", ", ".join(unknown))
+            raise ModelError("model", "operators that can be compiled", ", ".join(sorted(unknown)))
+        inner = {inside.op_type for node in graph.node for inside in inner_nodes(node)}
+        if unknown := inner - (convertible - {"RotaryEmbedding"}):
+            expected = "operators that can be compiled in the branches of an If"
+            raise ModelError("model", expected, ", ".join(sorted(unknown)), "Attention is compiled outside of them.")
+
+    def _convert_subgraph(self, bb: Any, graph: onnx.GraphProto) -> Any:
+        """A branch of an If as a block of its own: what it holds runs only where it is taken."""
+        for name in {name for node in graph.node for name in reads(node)} & self._nodes.keys():
+            self._nodes[name] = self._bound(self._nodes[name])  # here, for whoever reads it behind the branch
+        outside = dict(self._nodes)
+        bb._begin_binding_block()
+        try:
+            self._nodes |= {t.name: _constant(numpy_helper.to_array(t)) for t in graph.initializer}
+            self._construct_nodes(graph)
+            made = [self._bound(self._nodes[value.name]) for value in graph.output]
+        finally:
+            block = bb._end_block()
+            self._nodes = outside
+        return relax.SeqExpr([block], made[0] if len(made) == 1 else relax.Tuple(made))
 
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
         ours = {LINEAR: self._linear, ATTENTION: self._attention, ROTARY: self._rotary, SCATTER: self._scatter}
@@ -103,14 +125,24 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             return ours[op_name](list(inputs), attrs)
         if op_name == "Range" and (counted := _counted(inputs)) is not None:
             return self.bb.normalize(counted)
+        for i, value in enumerate(inputs):
+            if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
+                inputs[i] = self.bb.emit(value)
         try:
             converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is not None:
                 return converted
+            if op_name not in READ_SIZES:
+                for i, value in enumerate(inputs):
+                    inputs[i] = size_as_tensor(self.bb, value) if tvm.ir.is_prim_expr(value) else value
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
             what = f"{op_name} node {text(attrs['tvm_custom']['name'])!r}"
             raise ModelError(what, "a form that TVM converts", f"{type(error).__name__}: {error}") from error
+
+    def _bound(self, value: Any) -> Any:
+        """A value that was computed, as a variable."""
+        return self.bb.emit(value) if isinstance(value, relax.Call) else value
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         rows = dims(inputs[0])
@@ -184,10 +216,16 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return next((name for name, given in self._inputs.items() if given.same_as(value)), None)
 
     def dim(self, size: Any) -> Dim:
-        """A fixed size, or the name under which a kernel binds the size it finds."""
+        """A fixed size, or the name under which a kernel binds the size it finds; what is computed alike has one."""
         if isinstance(size, int | tvm.tirx.IntImm):
             return int(size)
-        return str(size.name) if isinstance(size, tvm.ir.Var) else f"dim_{next(self._fresh)}"
+        if isinstance(size, tvm.ir.Var):
+            return str(size.name)
+        found = next((name for known, name in self._computed if structural_equal(known, size)), None)
+        if found is None:
+            found = f"dim_{len(self._computed)}"
+            self._computed.append((size, found))
+        return found
 
     def call(self, op: Op, inputs: list[Any], shape: list[Any]) -> Any:
         return self.call_for_several(op, inputs, [relax.TensorType(shape, op.dtype)])[0]
@@ -199,6 +237,10 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
         made = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
         return [made] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(made, i)) for i in range(len(types))]
+
+
+def _constant(array: Any) -> Any:
+    return relax.const(array, str(array.dtype))  # else scalars become int32
 
 
 def _counted(inputs: list[Any]) -> Any:

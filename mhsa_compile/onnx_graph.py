@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class Graph:
         self._producers = {name: node for node in self.nodes for name in node.output if name}
         self._consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:
-            for name in node.input:
+            for name in reads(node):
                 self._consumers[name].append(node)
 
     def producer(self, name: str, op_type: str | None = None) -> onnx.NodeProto | None:
@@ -63,6 +63,12 @@ class Graph:
             code = self._types[name].elem_type if name in self._types else 0
         return str(onnx.helper.tensor_dtype_to_np_dtype(code)) if code else None
 
+    def is_weight(self, name: str) -> bool:
+        """Whether a value is an initializer, or a part or a view of one, as of projections that are stored as one."""
+        while (node := self.producer(name)) is not None and node.op_type in ("Split", "Squeeze"):
+            name = node.input[0]
+        return name in self.initializers
+
     def constant(self, name: str) -> np.ndarray | None:
         """The value of an initializer or a Constant node, None where it is computed."""
         if name in self.initializers:
@@ -91,11 +97,56 @@ def constant_value(node: onnx.NodeProto) -> np.ndarray | None:
     return None
 
 
+def branches(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The graphs that a node holds: the branches of an If, the body of a Loop."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of the graphs that a node holds, and of those in them."""
+    for graph in branches(node):
+        for inner in graph.node:
+            yield inner
+            yield from inner_nodes(inner)
+
+
+def reads(node: onnx.NodeProto) -> Iterator[str]:
+    """What a node reads, and what the graphs in it read: the names that are made there are no other value's."""
+    yield from node.input
+    for graph in branches(node):
+        yield from (value.name for value in graph.output)
+        for inner in graph.node:
+            yield from reads(inner)
+
+
+def in_order(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The nodes, each behind those that make what it reads; where nothing else is needed, as they stand."""
+    given = list(nodes)
+    makers = {name: node for node in given for name in node.output if name}
+    placed: set[int] = set()
+    result: list[onnx.NodeProto] = []
+
+    def place(node: onnx.NodeProto) -> None:
+        if id(node) not in placed:
+            placed.add(id(node))
+            for name in reads(node):
+                if name in makers:
+                    place(makers[name])
+            result.append(node)
+
+    for node in given:
+        place(node)
+    return result
+
+
 def live_nodes(nodes: Iterable[onnx.NodeProto], outputs: Iterable[str]) -> list[onnx.NodeProto]:
     """The nodes that the outputs depend on, in their order."""
     wanted, kept = set(outputs), []
     for node in reversed(list(nodes)):
         if wanted & set(node.output):
-            wanted |= set(node.input)
+            wanted |= set(reads(node))
             kept.append(node)
     return kept[::-1]

@@ -17,15 +17,19 @@ from typing import Any
 from tvm import relax, te, tirx
 
 from mhsa_compile.attention_masks import masked_element
-from mhsa_compile.kernels.operations import AttentionOp, Placement, ScoresOp
+from mhsa_compile.kernels.operations import AttentionOp, Placement, ScoresOp, WeightsOp
 
 Expr = Any  # tirx.PrimExpr
 EXACT = "float64"
+_WEIGHTS = 3  # the last stage of a ScoresOp
 _HIDDEN = tirx.const(-math.inf, EXACT)
 
 
-def emit(builder: relax.BlockBuilder, op: AttentionOp | ScoresOp, inputs: list[Any]) -> Any:
-    """The value of `op` on its `inputs`, in the order that it says."""
+def emit(builder: relax.BlockBuilder, op: AttentionOp | ScoresOp | WeightsOp, inputs: list[Any]) -> Any:
+    """The value of `op` on its `inputs`, in the order that it says. Weights are those of all heads and rows."""
+    if isinstance(op, WeightsOp):
+        assert op.whole
+        op = ScoresOp(op.attention, _WEIGHTS)
     attention = op.attention if isinstance(op, ScoresOp) else op
     constants = [] if attention.static_mask is None else [relax.const(attention.static_mask.visible)]
     compute = partial(_compute, op, attention)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor
@@ -157,7 +157,10 @@ def _promote(graph: Any) -> None:
         _promote_tensor(tensor)
     for node in graph.node:
         for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.TENSOR:
+            if attribute.name in ("value_float", "value_floats"):  # of a Constant
+                value = np.asarray(helper.get_attribute_value(attribute), np.float64)
+                attribute.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(value)))
+            elif attribute.type == onnx.AttributeProto.TENSOR:
                 _promote_tensor(attribute.t)
             elif attribute.type == onnx.AttributeProto.GRAPH:
                 _promote(attribute.g)

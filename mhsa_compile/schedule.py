@@ -76,7 +76,7 @@ def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Schedu
     main, packed, passed = _rewrite_main(imported, others, choices, run)
     builder.update_func(others.get_global_var(MAIN), main)
     if packed or passed:
-        _add_bind_function(builder, imported, choices, packed, passed)
+        _add_bind_function(builder, others[MAIN], imported, choices, packed, passed)
     reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
     aligned = _read_by_tvm(written["main"], imported.ops)
     bound = sum(map(len, packed.values())) + len(passed)
@@ -146,8 +146,8 @@ def _described_band(band: Band | None) -> str:
 
 def _plain_form(op: Op) -> Callable[[Any, Any, list[Any]], Any] | None:
     """What writes an operation out in TVM's operators."""
-    if isinstance(op, AttentionOp | ScoresOp):
-        return plain_attention.emit
+    if isinstance(op, AttentionOp | ScoresOp | WeightsOp):
+        return None if isinstance(op, WeightsOp) and not op.whole else plain_attention.emit
     return plain_linear.emit if isinstance(op, LinearOp) and not op.int8_weights else None
 
 
@@ -224,7 +224,7 @@ def _rewrite_main(
                 return relax.TupleGetItem(self.builder_.emit(both), 0)
             return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
 
-    body = Rewrite(others).visit_expr(main.body)
+    body = _without_unused(main.params, Rewrite(others).visit_expr(main.body))
     inputs = [p for p in main.params if p.name not in imported.weights]
     used = set(relax.analysis.free_vars(body))
     passed = [p for p in main.params if p.name in imported.weights and p in used]
@@ -233,18 +233,22 @@ def _rewrite_main(
 
 
 def _add_bind_function(
-    builder: Any, imported: Imported, choices: dict[str, _Chosen], packed: dict[str, list[Any]], passed: list[Any]
+    builder: Any,
+    main: Any,
+    imported: Imported,
+    choices: dict[str, _Chosen],
+    packed: dict[str, list[Any]],
+    passed: list[Any],
 ) -> None:
-    """Adds bind_weights: weights -> everything that `main` takes after its inputs."""
-    originals = {p.name: p for p in imported.module["main"].params if p.name in imported.weights}
-    params = {name: relax.Var(name, p.ty) for name, p in originals.items()}
-    weights_of = _weights_of(imported.module["main"])
+    """Adds bind_weights: weights -> everything that `main` takes after its inputs. `main` is as it was before."""
+    params = {p.name: relax.Var(p.name, p.ty) for p in main.params if p.name in imported.weights}
+    weights_of, parts = _weights_of(main), _Parts(builder, main, params)
     with builder.function(BIND, list(params.values())):
         with builder.dataflow():
             results = []
             for name, variables in packed.items():
                 pack = builder.add_func(choices[name].emitted.pack, f"pack_{name}")
-                sources = [params[w] for w in weights_of[name]]
+                sources = [parts.visit_expr(weight) for weight in weights_of[name]]
                 made = builder.emit(relax.call_tir(pack, sources, [v.ty for v in variables]))
                 results += [builder.emit(relax.TupleGetItem(made, i)) for i in range(len(variables))]
             results += [params[p.name] for p in passed]
@@ -252,22 +256,58 @@ def _add_bind_function(
         builder.emit_func_output(output)
 
 
-def _calls(main: Any) -> list[Any]:
-    return [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+@mutator
+class _Parts(PyExprMutator):  # type: ignore[misc]
+    """Weights as they stand in `main`, which may cut them from its parameters, computed anew from `params`."""
+
+    def __init__(self, builder: Any, main: Any, params: dict[str, Any]) -> None:
+        super().__init__()
+        self._target, self._made = builder, {p: params[p.name] for p in main.params if p.name in params}
+        self._values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
+
+    def visit_var_(self, variable: Any) -> Any:
+        return self._computed(variable)
+
+    def visit_dataflow_var_(self, variable: Any) -> Any:
+        return self._computed(variable)
+
+    def _computed(self, variable: Any) -> Any:
+        if variable not in self._made:
+            self._made[variable] = self._target.emit(self.visit_expr(self._values[variable]))
+        return self._made[variable]
 
 
-def _weights_of(main: Any) -> dict[str, list[str]]:
-    """For each of our linears, the parameters that hold its weights and biases."""
+def _without_unused(params: Any, body: Any) -> Any:
+    """The body without what was computed for nobody but `bind_weights`."""
+    free = [variable for variable in relax.analysis.free_vars(body) if variable not in set(params)]
+    return relax.analysis.remove_all_unused(relax.Function([*params, *free], body, body.ty)).body
+
+
+def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:
+    """(a call, whether it stands in a branch of an If) of a function's body, in order."""
+    found = []
+    for value in (binding.value for block in body.blocks for binding in block.bindings):
+        if isinstance(value, relax.Call):
+            found.append((value, nested))
+        elif isinstance(value, relax.If):
+            found += [*_calls(value.true_branch, nested=True), *_calls(value.false_branch, nested=True)]
+    return found
+
+
+def _weights_of(main: Any) -> dict[str, list[Any]]:
+    """For each operation of ours, what it takes behind its first input: of a linear, its weights and biases."""
     dps = tvm.ir.Op.get("relax.call_dps_packed")
-    return {str(c.args[0].global_symbol): [v.name for v in c.args[1].fields[1:]] for c in _calls(main) if c.op == dps}
+    calls = [call for call, _ in _calls(main.body) if call.op == dps]
+    return {str(call.args[0].global_symbol): list(call.args[1].fields[1:]) for call in calls}
 
 
 def _fallbacks(main: Any) -> list[OpReport]:
     """The operators that TVM's own lowering will run, and what `attention_masks` adds."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
-    calls = [c for c in _calls(main) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
-    names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c in calls]
+    found = [(c, nested) for c, nested in _calls(main.body) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
+    names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in found]
+    notes = ["no kernel claims it" + (", in a branch of an If" if nested else "") for _, nested in found]
     return [
-        OpReport(f"fallback_{i}", n.removeprefix("relax."), "tvm", {}, "fallback", "no kernel claims it")
-        for i, n in enumerate(names)
+        OpReport(f"fallback_{i}", name.removeprefix("relax."), "tvm", {}, "fallback", note)
+        for i, (name, note) in enumerate(zip(names, notes, strict=True))
     ]

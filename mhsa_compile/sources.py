@@ -60,7 +60,7 @@ def _exported(
 
     if isinstance(source, AttentionSpec):
         source = MultiHeadAttention(source).eval()
-    if isinstance(source, nn.MultiheadAttention):
+    if isinstance(source, nn.MultiheadAttention) and example_inputs is None:
         source = from_torch(source)
     if not isinstance(source, nn.Module):
         wanted = "an AttentionSpec, an nn.Module, an onnx.ModelProto or the path of an .onnx file"

@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
     "weights that are dropped": (
         lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2), -1).square() @ v,
         CORE,
-        "(Pow|Mul) '.*' stands between the Softmax and the product with the values|read by others",
+        "(Pow|Mul) '.*' stands between the Softmax and the product with the values",
     ),
 }
 

@@ -61,10 +61,10 @@ LIGHT = [
 COMPILE_SIDE = [
     *("inside", "core", "operator_inside", "operators", "model", "conversion"),
     *("reference_inside", "reference_scores", "reference_attention", "reference", "stored_model"),
-    *("softmax_parity", "parity", "subject", "pairs", "repeats", "selfcheck", "verify"),
-    *("export_check", "hugging_face", "signatures", "free_dims", "operator_function", "export"),
-    *("symbols", "sources", "kernels"),
-    *("onnx_graph", "canonical"),
+    *("onnx_graph", "softmax_parity", "parity", "subject", "pairs", "repeats", "selfcheck", "verify"),
+    *("module_calls", "export_check", "sdpa_translation", "signatures", "operator_function"),
+    *("torch_layers", "free_dims", "export", "symbols", "sources", "kernels"),
+    "canonical",
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
     *("rotated_parts", "rotated_site", "scatter_site", "fusion"),
     *(

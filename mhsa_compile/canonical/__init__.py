@@ -1,8 +1,10 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Five steps, each from a whole model to a whole model: the opset is raised, Einsum becomes MatMul, what is known of
-shapes becomes constants, Microsoft's operators become standard ones, and decomposed attention becomes one node. A model
-of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it was.
+Seven steps, each from a whole model to a whole model: the opset is raised, Einsum becomes MatMul, ends of tables get
+the length of the sequence, convolutions of one pixel become linears and sequences the parts of a Split, what is known
+of shapes becomes constants, Microsoft's operators become standard ones, and decomposed attention becomes one node.
+A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
+was.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.artifact import AttentionBlock
-from mhsa_compile.canonical import decomposed, einsum, lookups, microsoft, opset
+from mhsa_compile.canonical import convolutions, decomposed, einsum, lookups, microsoft, opset, sequences, tails
 from mhsa_compile.canonical.aliases import without_aliases
 from mhsa_compile.canonical.settle import settle
 from mhsa_compile.canonical.sizes import sizes_as_tensors
@@ -48,7 +50,9 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
         small = settle(small, limits)
     small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))
     standard = _standard(small)
-    small = settle(without_aliases(einsum.rewrite(small)), limits)
+    small = settle(tails.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
+    if (plain := sequences.rewrite(convolutions.rewrite(small))) is not small:
+        small = settle(without_aliases(plain), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)
     small, found = decomposed.rewrite(without_aliases(lookups.rewrite(small)))
     blocks = (*standard, *theirs, *found)

@@ -16,9 +16,11 @@ from mhsa_compile.canonical import masks as masking
 from mhsa_compile.canonical.known import Known
 from mhsa_compile.canonical.operands import Operands, operands
 from mhsa_compile.canonical.rewriter import Rewriter
-from mhsa_compile.canonical.scores import NotRecognised, is_attention, scores_before, weights_after
+from mhsa_compile.canonical.scores import NotRecognised, Weights, is_attention, scores_before, weights_after
+from mhsa_compile.onnx_graph import Dim, Graph
 
 FORM = "decomposed"
+_WEIGHTS = 3  # the standard's qk_matmul_output_mode for what the softmax gives
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionBlock]]:
@@ -40,9 +42,11 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionBloc
 
 
 def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> list[str]:
-    product = weights_after(rewriter.graph, softmax)
+    weights = weights_after(rewriter.graph, softmax)
+    product = weights.product
     scores = scores_before(rewriter.graph, known, softmax.input[0])
-    found = operands(rewriter, known, scores.product, product.input[1])
+    found = operands(rewriter, known, scores.product, product.input[1], scores.apart)
+    last, output = _result(rewriter.graph, product, scores.apart)
     masks = masking.collect(rewriter, known, scores.masks, found)
     scale = float(np.float32(scores.scale * found.factor))
     if scale <= 0:
@@ -54,13 +58,42 @@ def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> l
         said["is_causal"] = 1
     mask = _fitted(rewriter, masks, found)
     inputs = [found.query, found.key, found.value, *([mask] if mask else [])]
-    if found.rank == 4:
-        rewriter.node("Attention", *inputs, output=product.output[0], **said)
-    else:
-        y = rewriter.node("Attention", *inputs, **said)
-        rewriter.node("Squeeze", y, rewriter.constant([1], "int64"), output=product.output[0])
-    rewriter.place(product)
+    read = _read(rewriter.graph, weights, found)
+    if read:
+        said["qk_matmul_output_mode"] = _WEIGHTS
+    results = [output, *([read] if read else [])]
+    made = results if found.rank == 4 else [rewriter.fresh(name) for name in results]
+    rewriter.nodes("Attention", tuple(inputs), [made[0], *(["", "", made[1]] if read else [])], **said)
+    if found.rank == 3:
+        axis = rewriter.constant([1], "int64")
+        for name, result in zip(made, results, strict=True):
+            rewriter.node("Squeeze", name, axis, output=result)
+    rewriter.place(last)
+    if read and (maker := rewriter.graph.producer(read)) is not None:
+        rewriter.remove(maker)
     return masks.notes
+
+
+def _result(graph: Graph, product: onnx.NodeProto, apart: tuple[Dim, ...]) -> tuple[onnx.NodeProto, str]:
+    """(the node that gives what the operator gives, its output): the product, or its Reshape to (B, H, L, F)."""
+    rank = len(graph.shape(product.output[0]) or ())
+    if not apart and rank == len(graph.shape(product.input[0]) or ()):
+        return product, str(product.output[0])
+    split = graph.only_consumer(product.output[0], "Reshape")
+    dims = graph.shape(split.output[0]) if split is not None else None
+    if split is None or not apart or rank != 3 or dims is None or dims[:3] != apart or len(dims) != 4:
+        raise NotRecognised("batch and heads are one axis of some of its products and not of others")
+    return split, str(split.output[0])
+
+
+def _read(graph: Graph, weights: Weights, found: Operands) -> str:
+    """The weights as others read them, or an empty name. Raises NotRecognised where the operator gives others."""
+    name = weights.read
+    if name and graph.dtype(name) != found.dtype:
+        raise NotRecognised(f"its weights are read as {graph.dtype(name)}, the values are {found.dtype}")
+    if name and len(graph.shape(name) or ()) != found.rank:
+        raise NotRecognised("its weights are read where batch and heads are one axis")
+    return name
 
 
 def _fitted(rewriter: Rewriter, masks: masking.Masks, found: Operands) -> str:

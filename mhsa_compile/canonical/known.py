@@ -20,10 +20,10 @@ Entry = int | bool | str | None
 _MOST_ELEMENTS = 1 << 24  # of a constant that is computed here
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 _FOLDABLE = frozenset(
-    ("Abs", "Add", "And", "Cast", "CastLike", "Concat", "ConstantOfShape", "CumSum", "Div", "Equal", "Exp", "Expand",
-     "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "IsInf", "Less", "LessOrEqual", "Log", "Max", "Min",
-     "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "Reciprocal", "Reshape", "Size", "Slice", "Sqrt", "Squeeze",
-     "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor")
+    ("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "CumSum", "Div", "Equal", "Exp",
+     "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "IsInf", "Less", "LessOrEqual", "Log", "Max",
+     "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "Reciprocal", "Reshape", "Size", "Slice", "Sqrt",
+     "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor")
 )  # fmt: skip
 
 
@@ -78,6 +78,9 @@ class Known:
         inputs = [name for name in node.input if name]
         if node.op_type in _FOLDABLE and inputs and all(name in self._arrays for name in inputs) and self._fits(node):
             self._arrays[node.output[0]] = self._evaluated(node)
+            return
+        if node.op_type == "CastLike" and inputs[0] in self._arrays and (like := self._graph.dtype(node.output[0])):
+            self._arrays[node.output[0]] = self._arrays[inputs[0]].astype(like)  # like what, is known by its type
             return
         entries = self._entries(node)
         if entries is None:

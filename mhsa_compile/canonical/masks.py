@@ -5,7 +5,7 @@
 - What is added otherwise stays added, a finite stand-in for -inf included: over a row that it hides whole, the softmax
   is that of the scores as they are.
 - A choice between the scores and a finite number hides, too, but a row that is hidden whole gets the mean of the
-  values. The lowest float32, added, does just that: no score is left beside it.
+  values. Half the lowest float32, added, does just that: no score is left beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from mhsa_compile.onnx_graph import Graph
 
 HIDES = -1e4
 """A fill of at most this hides: beside any usual score its weight is exp(-10000), zero at every dtype."""
+
+LEAST = -(2.0**127)
+"""No score is left beside it, and it is finite in units of log2, in which kernels add; float32's lowest is not."""
 
 
 @dataclass
@@ -53,6 +56,9 @@ def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], of:
         if isinstance(mask, Added) and mask.windows:
             masks.added.append(_times(rewriter, _of_each_entry(rewriter, mask, of), mask.factor, dtype))
             continue
+        if isinstance(mask, Added) and mask.flat and len(rewriter.graph.shape(mask.name) or ()) == 3:
+            masks.added.append(_times(rewriter, _with_heads(rewriter, mask, of), mask.factor, dtype))
+            continue
         choice = _as_choice(rewriter.graph, known, mask)
         if choice is not None:
             _add_choice(rewriter, known, masks, choice, dtype)
@@ -77,6 +83,15 @@ def _of_each_entry(rewriter: Rewriter, mask: Added, of: Operands) -> str:
     batch = rewriter.node("Squeeze", rewriter.node("Shape", of.query, start=0, end=1), axis)
     window = rewriter.node("Mod", rewriter.node("Range", zero, batch, one), rewriter.constant(windows, "int64"))
     return rewriter.node("Gather", rewriter.node("Squeeze", name, axis), window, axis=0)
+
+
+def _with_heads(rewriter: Rewriter, mask: Added, of: Operands) -> str:
+    """(B or 1, H or 1, 1 or L, S) of a mask (B * H or 1, 1 or L, S). Raises NotRecognised."""
+    name = _of_dtype(rewriter.graph, mask.name, of.dtype)
+    whole = rewriter.node("Unsqueeze", name, rewriter.constant([0], "int64"))
+    if (rewriter.graph.shape(name) or ())[0] == 1:
+        return whole
+    return rewriter.node("Reshape", whole, rewriter.constant([-1, of.scores[1], 0, 0], "int64"))
 
 
 def _as_choice(graph: Graph, known: Known, mask: Added | Selected) -> _Choice | None:
@@ -111,6 +126,7 @@ def _add_choice(rewriter: Rewriter, known: Known, masks: Masks, choice: _Choice,
         if dtype == "float16":
             raise NotRecognised(f"masked scores are replaced by {fill:g} in float16; -inf would be a mask")
         fill = float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
+    fill = max(fill, LEAST)
     masks.sources += [part.name for part in parts]
     condition = _all_of(rewriter, parts)
     masks.added.append(rewriter.node("Where", condition, rewriter.constant(0, dtype), rewriter.constant(fill, dtype)))

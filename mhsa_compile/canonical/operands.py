@@ -23,7 +23,8 @@ Dims = tuple[Dim, ...]
 class Operands:
     """query (B, H, L, E), key (B, G, S, E), value (B, G, S, F); of `dtype`; `factor` was taken out of Q and K.
 
-    `scores` are the dims (B, H, L, S). Where the products are of rank 3, H and G are axes of 1 that were put in.
+    `scores` are the dims (B, H, L, S). Where the products are of rank 3, H and G are axes of 1 that were put in, unless
+    batch and heads were one axis there: they are two here.
     """
 
     query: str
@@ -35,8 +36,11 @@ class Operands:
     rank: int
 
 
-def operands(rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: str) -> Operands:
-    """Of MatMul(queries, transposed keys) and of the values. Raises NotRecognised."""
+def operands(rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: str, apart: Dims = ()) -> Operands:
+    """Of MatMul(queries, transposed keys) and of the values. `apart`: (B, H, L) where those are of B * H matrices.
+
+    Raises NotRecognised.
+    """
     graph = rewriter.graph
     dims = [_dims_of(graph, name) for name in (*product.input, values)]
     rank = len(dims[0])
@@ -50,6 +54,11 @@ def operands(rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: 
     query, query_factor = without_factor(rewriter, known, product.input[0])
     key, key_factor = without_factor(rewriter, known, product.input[1])
     query, key = (_of_dtype(graph, name, dtype) for name in (query, key))
+    if apart:
+        key = _swapped(rewriter, key, rank)
+        query, key, value = (_of_heads(rewriter, name, apart) for name in (query, key, values))
+        scores = (*apart, dims[1][-1])
+        return Operands(query, key, value, query_factor * key_factor, dtype, scores, 4)
     key, value = _swapped(rewriter, key, rank), values
     heads: Dim = 1
     if rank == 3:
@@ -65,6 +74,20 @@ def operands(rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: 
     return Operands(
         query, key, value, query_factor * key_factor, dtype, (dims[0][0], heads, dims[0][-2], dims[1][-1]), rank
     )
+
+
+def _of_heads(rewriter: Rewriter, name: str, apart: Dims) -> str:
+    """(B, H, n, E) that was reshaped to the value, (B * H, n, E). Raises NotRecognised."""
+    graph = rewriter.graph
+    joined = graph.producer(name, "Reshape")
+    before, after = (graph.shape(joined.input[0]) or (), graph.shape(name) or ()) if joined is not None else ((), ())
+    if joined is None or len(before) != 4 or before[:2] != apart[:2] or None in before or before[2:] != after[1:]:
+        raise NotRecognised(
+            f"{name!r} has batch and heads as one axis, and is no Reshape of ({apart[0]}, {apart[1]}, ...)"
+        )
+    if not isinstance(before[3], int):
+        raise NotRecognised(f"the head size of {name!r} is not a fixed number")
+    return str(joined.input[0])
 
 
 def _dims_of(graph: Graph, name: str) -> Dims:

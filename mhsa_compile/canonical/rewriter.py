@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from mhsa_compile.onnx_graph import Dim, Graph, live_nodes
+from mhsa_compile.onnx_graph import Dim, Graph, in_order, live_nodes, reads
 
 Array = np.ndarray[Any, Any]
 
@@ -27,8 +27,9 @@ class Rewriter:
         self._placed: dict[int, list[onnx.NodeProto]] = {}
         self._kept: list[onnx.TensorProto] = []
         self._hints: list[onnx.ValueInfoProto] = []
-        self._taken = {name for node in self.graph.nodes for name in (*node.input, *node.output, node.name)}
+        self._taken = {name for node in self.graph.nodes for name in (*reads(node), *node.output, node.name)}
         self._taken |= {*self.graph.inputs, *self.graph.initializers}
+        self._taken |= {info.name for info in model.graph.value_info}  # which tells the type of whatever has the name
 
     def fresh(self, hint: str) -> str:
         """A name that begins with `hint`."""
@@ -69,6 +70,10 @@ class Rewriter:
         self._kept += self._constants
         self._written, self._constants = [], []
 
+    def remove(self, node: onnx.NodeProto) -> None:
+        """Something else makes what `node` made."""
+        self._placed[id(node)] = []
+
     def drop(self) -> None:
         """Forgets what was written since the last call of `place`."""
         self._written, self._constants = [], []
@@ -93,21 +98,16 @@ class Rewriter:
         graph = result.graph
         told = {info.name: info for info in (*graph.value_info, *self._hints)}
         del graph.node[:], graph.value_info[:]
-        graph.node.extend(live_nodes(self._all_nodes(), self.graph.outputs))
+        graph.node.extend(live_nodes(in_order(self._all_nodes()), self.graph.outputs))
         made = {name for node in graph.node for name in node.output}
         graph.value_info.extend(info for name, info in told.items() if name in made)
-        used = {name for node in graph.node for name in node.input} | set(self.graph.outputs)
+        used = {name for node in graph.node for name in reads(node)} | set(self.graph.outputs)
         graph.initializer.extend(self._kept)
         for i in reversed(range(len(graph.initializer))):
-            if graph.initializer[i].name not in used and not _has_subgraphs(graph):
+            if graph.initializer[i].name not in used:
                 del graph.initializer[i]
         return result
 
     def _all_nodes(self) -> Iterator[onnx.NodeProto]:
         for node in self.graph.nodes:
             yield from self._placed.get(id(node), [node])
-
-
-def _has_subgraphs(graph: onnx.GraphProto) -> bool:
-    """Whether a node holds a graph of its own, which may read values of this one by name."""
-    return any(attribute.HasField("g") for node in graph.node for attribute in node.attribute)

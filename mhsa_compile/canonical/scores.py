@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from mhsa_compile.canonical.known import Known
-from mhsa_compile.onnx_graph import Graph, attributes
+from mhsa_compile.onnx_graph import Dim, Graph, attributes
 
 PRODUCTS = ("MatMul", "Einsum", "Gemm", "FusedMatMul")
 _THROUGH = frozenset(
@@ -30,11 +30,13 @@ class Added:
     """A mask that is added to the scores, after it was multiplied by `factor`.
 
     With `windows` W it is one for each of W windows, which take turns in the batch, (1, W, 1 or H, L, S), as Swin's.
+    `flat`: it is added where batch and heads are one axis, (B * H or 1, 1 or L, S), as BLOOM's.
     """
 
     name: str
     factor: float
     windows: int = 0
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,34 @@ class Selected:
 
 @dataclass
 class Scores:
-    """softmax(scale * Q K^T, capped at softcap, then masked), the product being `product`."""
+    """softmax(scale * Q K^T, capped at softcap, then masked), the product being `product`.
+
+    Where that has batch and heads as one axis, `apart` is (B, H, L) of what it was reshaped to.
+    """
 
     product: onnx.NodeProto
     scale: float = 1.0
     softcap: float = 0.0
     masks: list[Added | Selected] = field(default_factory=list)
+    apart: tuple[Dim, ...] = ()
 
 
 def scores_before(graph: Graph, known: Known, value: str) -> Scores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
     masks: list[Added | Selected] = []
     factor, softcap, windows = 1.0, 0.0, 0
+    apart: tuple[Dim, ...] = ()
     for _ in range(_FAR):
         node = graph.producer(value)
         if node is None:
             break
         if node.op_type == "MatMul" and not windows:
-            return Scores(node, factor, softcap, masks)
-        if node.op_type == "Reshape" and (apart := _windows(graph, node, apart=bool(windows))):
-            value, windows = node.input[0], 0 if windows else apart
+            return Scores(node, factor, softcap, masks, apart)
+        if node.op_type == "Reshape" and not (windows or apart) and (apart := _heads_apart(graph, node)):
+            value = node.input[0]
+            continue
+        if node.op_type == "Reshape" and (count := _windows(graph, node, apart=bool(windows))):
+            value, windows = node.input[0], 0 if windows else count
             continue
         if node.op_type in ("Cast", "Identity", "Dropout"):
             value = node.input[0]
@@ -79,9 +89,13 @@ def scores_before(graph: Graph, known: Known, value: str) -> Scores:
                 raise NotRecognised(f"{_said(node)} selects by windows; a mask of windows is taken where it is added")
             if softcap:
                 raise NotRecognised(f"{_said(node)} masks scores before they are capped")
+            if apart and node.op_type == "Where":
+                raise NotRecognised(f"{_said(node)} selects where batch and heads are one axis; a mask is added there")
             mask: Added | Selected
             value, mask = (
-                _added(graph, node, factor, windows) if node.op_type == "Add" else _selected(graph, known, node, factor)
+                _added(graph, node, factor, windows, bool(apart))
+                if node.op_type == "Add"
+                else _selected(graph, known, node, factor)
             )
             masks.append(mask)
         elif node.op_type == "Tanh" and not softcap and factor > 0:
@@ -109,11 +123,18 @@ def _windows(graph: Graph, node: onnx.NodeProto, apart: bool) -> int:
     return split[1] if same and isinstance(split[1], int) else 0
 
 
-def _added(graph: Graph, node: onnx.NodeProto, factor: float, windows: int) -> tuple[str, Added]:
+def _heads_apart(graph: Graph, node: onnx.NodeProto) -> tuple[Dim, ...]:
+    """(B, H, L) of a Reshape (B * H, L, S) -> (B, H, L, S); empty of any other."""
+    before, after = (graph.shape(name) or () for name in (node.input[0], node.output[0]))
+    whole = len(before) == 3 and len(after) == 4 and None not in after and before[1] == after[2]
+    return after[:3] if whole and isinstance(after[1], int) else ()
+
+
+def _added(graph: Graph, node: onnx.NodeProto, factor: float, windows: int, flat: bool) -> tuple[str, Added]:
     scores, mask = _scores_and_other(graph, node, list(node.input))
     if factor <= 0:
         raise NotRecognised(f"{_said(node)} adds a mask that is then multiplied by {factor:g}")
-    return scores, Added(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0)
+    return scores, Added(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0, flat)
 
 
 def _selected(graph: Graph, known: Known, node: onnx.NodeProto, factor: float) -> tuple[str, Selected]:
@@ -154,25 +175,68 @@ def product_before(graph: Graph, value: str) -> onnx.NodeProto | None:
 
 def _is_weight(graph: Graph, name: str) -> bool:
     transpose = graph.producer(name, "Transpose")
-    return (transpose.input[0] if transpose is not None else name) in graph.initializers
+    return graph.is_weight(transpose.input[0] if transpose is not None else name)
 
 
-def weights_after(graph: Graph, softmax: onnx.NodeProto) -> onnx.NodeProto:
-    """The MatMul(weights, values) that the result of a Softmax goes into. Raises NotRecognised."""
-    value = softmax.output[0]
+@dataclass(frozen=True)
+class Weights:
+    """Where the result of a Softmax goes: into `product` with the values, and, as `read`, to somebody else."""
+
+    product: onnx.NodeProto
+    read: str = ""
+
+
+def weights_after(graph: Graph, softmax: onnx.NodeProto) -> Weights:
+    """The MatMul(weights, values) that the result of a Softmax goes into, and the weights as others see them.
+
+    Raises NotRecognised.
+    """
+    value, read = softmax.output[0], ""
     for _ in range(_FAR):
-        readers = [node for node in graph.consumers(value) if node.op_type != "IsNaN"]
-        if value in graph.outputs or len(readers) > 1:
-            raise NotRecognised("its weights are an output, or read by others as well")
-        (node,) = readers
-        if node.op_type == "MatMul" and node.input[0] == value:
-            return node
-        replaces_nan = node.op_type == "Where" and graph.producer(node.input[0], "IsNaN") is not None
-        if node.op_type in ("Cast", "Identity", "Dropout") or (replaces_nan and node.input[2] == value):
-            value = node.output[0]
-        else:
-            raise NotRecognised(f"{_said(node)} stands between the Softmax and the product with the values")
+        readers = graph.consumers(value)
+        products = [node for node in readers if node.op_type == "MatMul" and node.input[0] == value]
+        if len(products) == 1:
+            alone = len(readers) == 1 and value not in graph.outputs
+            return Weights(products[0], read or ("" if alone else value))
+        same = (node for node in readers if _leaves_weights(graph, node, value))
+        onwards = [node for node in same if _meets_product(graph, node.output[0])]
+        if len(onwards) != 1:
+            raise NotRecognised(_why_lost(graph, readers, products))
+        tests = sum(node.op_type == "IsNaN" for node in readers)
+        if value in graph.outputs or len(readers) > 1 + tests:
+            read = read or value
+        value = onwards[0].output[0]
     raise NotRecognised("no product with values was found after the Softmax")
+
+
+def _leaves_weights(graph: Graph, node: onnx.NodeProto, value: str) -> bool:
+    """Whether what `node` makes of weights are the same weights. A row without a visible key has no NaN here."""
+    if node.op_type in ("Cast", "Identity", "Dropout") or _joins_heads(graph, node):
+        return True
+    replaces_nan = node.op_type == "Where" and graph.producer(node.input[0], "IsNaN") is not None
+    return replaces_nan and node.input[2] == value
+
+
+def _joins_heads(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Whether it is a Reshape (B, H, L, S) -> (B * H, L, S)."""
+    if node.op_type != "Reshape":
+        return False
+    before, after = (graph.shape(name) or () for name in (node.input[0], node.output[0]))
+    return len(before) == 4 and len(after) == 3 and None not in before and before[2:] == after[1:]
+
+
+def _why_lost(graph: Graph, readers: list[onnx.NodeProto], products: list[onnx.NodeProto]) -> str:
+    lead = [node for node in readers if node.op_type != "IsNaN" and _leads(graph, node)]
+    if products or any(node is not lead[0] for node in lead):
+        return "its weights go into several products"
+    if not lead:
+        return "no product with values was found after the Softmax"
+    return f"{_said(lead[0])} stands between the Softmax and the product with the values"
+
+
+def _leads(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Whether a node is a product or leads on to one."""
+    return node.op_type in PRODUCTS or _meets_product(graph, node.output[0])
 
 
 def is_attention(graph: Graph, softmax: onnx.NodeProto) -> bool:

@@ -280,5 +280,10 @@ class WeightsOp:
     def dtype(self) -> DType:
         return self.attention.dtype
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is all heads and rows."""
+        return self.heads is None and self.rows is None
+
 
 Op = LinearOp | AttentionOp | ScoresOp | StatisticsOp | WeightsOp | PresentOp | RotaryOp | ScatterOp
