@@ -43,6 +43,10 @@ class Called(nn.Module):
 
     def output_names(self, inputs: Mapping[str, Tensor]) -> list[str] | None:
         """The names of the results; None for a lone tensor. Raises ModelError where the module does not take them."""
+        for name, value in inputs.items():
+            if value.is_complex():
+                hint = "Have the module take, and compute with, the real and the imaginary part."
+                raise ModelError(name, "real numbers, as ONNX's operators take no others", str(value.dtype), hint)
         try:
             with torch.no_grad():
                 names = list(self.results(inputs))

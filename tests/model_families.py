@@ -36,7 +36,8 @@ Inputs = dict[str, Any]
 class Family:
     """`model` of `config` with `fields`; `part`: the submodule that is compiled, "" for the whole.
 
-    `free`: input -> {axis: symbol} where that is not what `export` takes for granted.
+    `free`: input -> {axis: symbol} where that is not what `export` takes for granted; `refused`: with what words, where
+    there is a reason that is no fault of ours.
     """
 
     config: str
@@ -45,6 +46,7 @@ class Family:
     fields: dict[str, Any]
     part: str = ""
     free: dict[str, dict[int, str]] | None = None
+    refused: str = ""
 
     def build(self, kind: str) -> nn.Module:
         """With attention of that kind, "eager" or "sdpa". Raises ValueError where the model knows no such kind."""
@@ -121,8 +123,7 @@ def _results(module: nn.Module, inputs: dict[str, Tensor], paired: bool) -> list
 def ids(batch: int, length: int) -> Inputs:
     """Token ids, and a mask that hides the end of the last row."""
     mask = torch.ones(batch, length, dtype=torch.int64)
-    if batch > 1:
-        mask[-1, length - 2 :] = 0
+    mask[-1, length - 2 :] = 0  # in every batch: a mask that hides nothing is none to some models
     return {"input_ids": torch.randint(0, VOCABULARY, (batch, length)), "attention_mask": mask}
 
 
@@ -209,6 +210,7 @@ FAMILIES = {
     "llama4": Family(
         "Llama4TextConfig", "Llama4TextModel", ids,
         {**EXPERTS, "head_dim": 10, "intermediate_size_mlp": 70, "attention_chunk_size": 4}, ATTENTION,
+        refused="position_embeddings: expected real numbers",
     ),
     "cohere2": _same("Cohere2", {**GROUPED, **WINDOW}),
     "gemma3n, window": Family("Gemma3nTextConfig", "Gemma3nTextModel", ids, GEMMA3N, ATTENTION),
@@ -216,7 +218,8 @@ FAMILIES = {
     "gpt_oss": Family("GptOssConfig", "GptOssModel", ids, {**EXPERTS, **WINDOW}, ATTENTION),
     "qwen3": _same("Qwen3", GROUPED),
     "qwen3_moe": Family(
-        "Qwen3MoeConfig", "Qwen3MoeModel", ids, {**GROUPED, "num_experts": 4, "moe_intermediate_size": 16}, ATTENTION
+        "Qwen3MoeConfig", "Qwen3MoeModel", ids,
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, ATTENTION,
     ),
     "olmo2": _same("Olmo2", GROUPED),
     "phi3": _same("Phi3", GROUPED),

@@ -32,7 +32,7 @@ def main() -> int:
         for kind in asked.kinds:
             row = _row(name, kind, asked.threads)
             crashes += row[2] == CRASHED
-            over += row[2] not in (CRASHED, ABSENT) and float(row[3]) > 1
+            over += row[2] not in (CRASHED, ABSENT, REFUSED) and float(row[3]) > 1
             print(*row, sep="\t", file=sys.stderr, flush=True)
             table.add_row(*row)
     Console(width=160 if not sys.stdout.isatty() else None).print(table)
@@ -40,7 +40,7 @@ def main() -> int:
     return 1 if crashes or over else 0
 
 
-CRASHED, ABSENT = "crash", "-"
+CRASHED, ABSENT, REFUSED = "crash", "-", "refused"
 
 
 def _row(name: str, kind: str, threads: int) -> tuple[str, ...]:
@@ -53,7 +53,8 @@ def _row(name: str, kind: str, threads: int) -> tuple[str, ...]:
         outcome = run(family, kind, threads)
     except Exception as error:  # whatever it is, it is what is counted here
         said = str(error) if isinstance(error, MhsaError) else f"{type(error).__name__}: {error}"
-        return name, kind, CRASHED, "", f"{time.monotonic() - began:.0f}", said[:300]
+        expected = isinstance(error, MhsaError) and family.refused and family.refused in said
+        return name, kind, REFUSED if expected else CRASHED, "", f"{time.monotonic() - began:.0f}", said[:300]
     fused = sum(block.fused for block in outcome.blocks)
     why = "; ".join(dict.fromkeys(block.note for block in outcome.blocks if not block.fused))
     return (

@@ -152,7 +152,7 @@ def test_sizes_are_computed_with() -> None:
     tensors = {"axis": [0], "zero": 0, "step": 1, "one": [-1], "single": [2], "base": np.float32(0.5)}
     tensors |= {"row": np.arange(6, dtype=np.float32).reshape(2, 3)}
     inputs: dict[str, Dims] = {"x": ("B", H, "L", E), "cos": ("B", "L", 2), "sin": ("B", "L", 2)}
-    outputs: dict[str, Dims | None] = {"y": ("B", H, "L", E), "sums": None, "powers": None, "tiled": None}
+    outputs: dict[str, Dims] = {"y": ("B", H, "L", E), "sums": ("N",), "powers": ("N",), "tiled": ("M", 6)}
     source = model(nodes, inputs, outputs, {name: np.asarray(value) for name, value in tensors.items()})
     given = drawn({"x": (B, H, L, E), "cos": (B, L, 2), "sin": (B, L, 2)})
     _, sums, powers, tiled = mhsa.load(mhsa.compile(source))(**given)
@@ -192,6 +192,29 @@ def test_a_result_that_is_no_tensor() -> None:
         export(Cached(), example_inputs={"x": torch.randn(2, 5, 8)})
     with pytest.raises(ModelError, match=r"a forward that takes input \(2, 5, 8\)"):
         export(nn.Linear(7, 7), example_inputs={"input": torch.randn(2, 5, 8)})
+
+
+class JoinedHeads(nn.Module):
+    """Attention whose products have batch and heads as one axis, which gives its weights as well."""
+
+    def __init__(self, weights_joined: bool) -> None:
+        super().__init__()
+        self.weights_joined = weights_joined
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        B, L, _ = x.shape
+        rows = x.unflatten(-1, (3, 4)).transpose(1, 2).reshape(B * 3, L, 4)
+        weights = (rows @ rows.transpose(1, 2)).view(B, 3, L, L).softmax(-1)
+        joined = weights.view(B * 3, L, L)
+        return (joined @ rows).view(B, 3, L, 4), joined if self.weights_joined else weights
+
+
+@pytest.mark.parametrize("weights_joined", [False, True])
+def test_weights_are_read_where_heads_lie_apart(weights_joined: bool) -> None:
+    source = canonicalize(export(JoinedHeads(weights_joined), example_inputs={"x": torch.randn(2, 5, 12)}))
+    (block,) = source.blocks
+    assert block.fused is not weights_joined
+    assert block.note == ("its weights are read where batch and heads are one axis" if weights_joined else "")
 
 
 def test_a_whole_model_gives_a_named_tuple() -> None:
