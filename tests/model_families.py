@@ -170,6 +170,7 @@ GEMMA3N = {
     "laurel_rank": 8, "activation_sparsity_pattern": [0.0, 0.0],
 }  # fmt: skip
 GPT2 = {**DECODER, "n_embd": 60, "n_head": 3, "n_layer": 2, "n_positions": 64}
+IMAGES = {"pixel_values": {0: "B"}}
 IMAGE = {**{k: v for k, v in PLAIN.items() if k != "max_position_embeddings"}, "image_size": 32, "patch_size": 8}
 PAIR = {
     **DECODER, "d_model": 60, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3,
@@ -242,8 +243,8 @@ FAMILIES = {
         {**ENCODER, **TOKENS, "num_hidden_layers": 3, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 8},
     ),
     "electra": _same("Electra", ENCODER, embedding_size=30),
-    "vit": Family("ViTConfig", "ViTModel", pixels, IMAGE),
+    "vit": Family("ViTConfig", "ViTModel", pixels, IMAGE, free=IMAGES),
     "clip, text": Family("CLIPTextConfig", "CLIPTextModel", ids, {**PLAIN, **TOKENS}),
-    "clip, vision": Family("CLIPVisionConfig", "CLIPVisionModel", pixels, IMAGE),
-    "siglip, vision": Family("SiglipVisionConfig", "SiglipVisionModel", pixels, IMAGE),
+    "clip, vision": Family("CLIPVisionConfig", "CLIPVisionModel", pixels, IMAGE, free=IMAGES),
+    "siglip, vision": Family("SiglipVisionConfig", "SiglipVisionModel", pixels, IMAGE, free=IMAGES),
 }  # fmt: skip
