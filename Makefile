@@ -1,4 +1,4 @@
-# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +14,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -90,6 +90,9 @@ fuzz-files: $(STAMP)  ## 100,000 damaged files of every kind into what reads the
 
 kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written, 200 while tuning: nothing is lost; 20 minutes
 	@$(BIN)/python tests/kill_campaign.py --kills 200 --tuning 200
+
+races: $(STAMP)  ## What threads could do to each other: every rule, kernel and some models, 200 times with 1, 2, 3 and 8 threads; half an hour
+	@$(BIN)/python tests/races_campaign.py
 
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
 	@$(BIN)/python tests/fleet_campaign.py --json build/fleet.json

@@ -164,8 +164,11 @@ class Subject:
 
     def draw_large(self) -> dict[str, Array]:
         """Random inputs of sizes that are shared among threads."""
-        sizes = self._sizes(*LARGE)
-        return random_inputs(self.manifest, sizes | self.mask_sizes(sizes), self.seed)
+        return self.draw_at(self._sizes(*LARGE))
+
+    def draw_at(self, sizes: Mapping[str, int]) -> dict[str, Array]:
+        """Random inputs at these sizes, by the names of axes."""
+        return random_inputs(self.manifest, {**sizes, **self.mask_sizes(sizes)}, self.seed)
 
     def mask_sizes(self, sizes: Mapping[str, int], *, narrow: bool = False) -> dict[str, int]:
         """Of the axes of a mask that broadcasts: all full but the heads', or `narrow`: 1 but for queries and keys."""
