@@ -17,7 +17,7 @@ from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.export import export
 from mhsa_compile.pairs import Pairs, SelfCheck
 from mhsa_compile.reference import Reference
-from mhsa_compile.selfcheck import CHECKS, self_checks
+from mhsa_compile.selfcheck import CHECKS, THREADS, self_checks
 from mhsa_compile.semantics import BandMeaning
 from mhsa_compile.subject import LENGTHS, PRIMES, Subject
 from mhsa_compile.verify import Verdict, eager
@@ -316,7 +316,7 @@ def test_unseen_sizes_are_fresh_primes_of_the_seed():
 def test_a_compiled_artifact_is_held_to_all_of_them():
     artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=24, num_heads=3, num_kv_heads=1, **CAUSAL))
     verdict = mhsa.verify(artifact, cases=[{"B": 2, "L": 7}])
-    assert [check.name for check in verdict.checks] == list(CHECKS)
+    assert [check.name for check in verdict.checks] == [*CHECKS, THREADS]
     assert verdict.ok and all(check.applies for check in verdict.checks)
     assert verdict.checks[0].note == "to the bit"
     assert mhsa.verify(artifact, cases=[{"B": 2, "L": 7}], self_checks=False).checks == ()
