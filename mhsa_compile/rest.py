@@ -288,6 +288,8 @@ def _in_parallel_if_large(function: Function, size: Expr) -> Function:
     """
     compact = traces.COMPACT(tvm.IRModule({"main": function}))
     shared = s_tir.transform.LowerOpaqueBlock()(compact)["main"].body
+    if not isinstance(shared, tirx.For):  # one row: its loop is gone
+        return function
     alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)
     choice = tirx.IfThenElse(size > WORTH_SHARING, shared, alone)
     root = compact["main"].body.block

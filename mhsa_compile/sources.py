@@ -95,8 +95,19 @@ def _check(name: str, model: onnx.ModelProto) -> None:
         hint = "Load it with its data, onnx.load(path), or compile its path."
         raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
     with reading(ModelError, name, "a valid ONNX model"):
-        onnx.checker.check_model(model, full_check=False)
+        onnx.checker.check_model(_with_ranks(model), full_check=False)
         onnx.shape_inference.infer_shapes(model, strict_mode=True)
+
+
+def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:
+    """For the checker, which wants a shape of every output; nobody else does, as it follows from the graph."""
+    if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for value in copy.graph.output:
+        value.type.tensor_type.shape.SetInParent()
+    return copy
 
 
 def symbols_of(path: Path) -> set[str]:

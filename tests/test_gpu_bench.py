@@ -370,7 +370,7 @@ def small() -> Callable[[str], tuple[Problem, Artifact]]:
             workload = Workload(name, kind, "small", spec, 3, 37, 37)
             torch.manual_seed(0)
             weights = {n: t.detach() for n, t in module_of(workload).state_dict().items()}
-            artifact: Any = SimpleNamespace(manifest=SimpleNamespace(spec=spec.to_dict(), int8_weights=False))
+            artifact: Any = SimpleNamespace(manifest=SimpleNamespace(spec=spec, int8_weights=False))
             made[name] = draw(workload, weights, "cpu", 1000), artifact
         return made[name]
 
