@@ -49,6 +49,8 @@ def model(
         inputs["lengths"] = (TensorProto.INT64, ["B"])
     roles = ("q", "k", "v", "mask", "past_key", "past_value", "lengths")
     names = [role if role in inputs else "" for role in roles]
+    while not names[-1]:  # opset 23 has no place for the last
+        names.pop()
     said = {**(attributes or {}), **({} if axes == 4 else {"q_num_heads": H, "kv_num_heads": G})}
     node = helper.make_node("Attention", names, list(outputs), name="attention", **said)
     values = [helper.make_tensor_value_info(name, *what) for name, what in inputs.items()]
