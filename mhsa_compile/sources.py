@@ -85,6 +85,8 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.load_external_data_for_model(model, str(path.parent))
     _check(name, model)
+    with reading(ModelError, name, "a valid ONNX model"):
+        onnx.shape_inference.infer_shapes(model, strict_mode=True)
     return model
 
 
@@ -96,7 +98,6 @@ def _check(name: str, model: onnx.ModelProto) -> None:
         raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.checker.check_model(_with_ranks(model), full_check=False)
-        onnx.shape_inference.infer_shapes(model, strict_mode=True)
 
 
 def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:

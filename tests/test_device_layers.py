@@ -6,6 +6,7 @@ The layer is compiled for this CPU, its memory planned as for a GPU; tensors of 
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def loaded(compiled: tuple[mhsa.Artifact, Path]) -> CompiledAttention:
     from safetensors.numpy import load_file
 
     artifact, path = compiled
-    library = tvm_runtime.start().library(path, "0" * 64)
+    code = path.read_bytes()
+    library = tvm_runtime.start().library(code, sha256(code).hexdigest())
     on_cpu: Any = type("OnCpu", (), {"new_vm": lambda self, gpu: library.new_vm()})()
     manifest: Manifest = artifact.manifest
     signature = DeviceSignature(manifest, GPU)
