@@ -29,7 +29,6 @@ from mhsa_compile.records import Shelf
 Expr = Any  # TVM has no type stubs
 Function = Any  # a PrimFunc
 Schedule = Any
-Statement = Any
 
 
 @dataclass(frozen=True)
