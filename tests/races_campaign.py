@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import operator_models
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -133,6 +134,9 @@ def kernels() -> Iterator[Case]:
         yield Case("kernels", f"{name}, one query", spec, {"dims": {"L": 1}}, (4099,))
     cross = mhsa.AttentionSpec(embed_dim=256, num_heads=8, kv_embed_dim=96)
     yield Case("kernels", "cross, few queries", cross, {"dims": {"L": 5}}, (4099,))
+    presents = ("y", "present_key", "present_value")
+    grown = operator_models.model({"is_causal": 1}, L="L", S="L", past="P", outputs=presents)
+    yield Case("kernels", "cache inside of the operator", grown, {})
 
 
 def table() -> Iterator[Case]:
