@@ -23,9 +23,11 @@ from torch.nn import functional as F
 import mhsa_compile as mhsa
 from mhsa_compile.artifact import AttentionBlock
 from mhsa_compile.canonical import canonicalize
+from mhsa_compile.canonical.settle import settle
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.importer import import_onnx
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp
+from mhsa_compile.onnx_graph import Graph
 from mhsa_compile.verify import budget, eager, max_error, oracle
 
 B, L, S, H, G, E, V, W, M = 2, 5, 7, 6, 3, 8, 3, 11, 9  # W windows of M
@@ -379,3 +381,21 @@ def test_an_operator_of_microsoft_that_nobody_knows() -> None:
     )
     with pytest.raises(ModelError, match="Trilu9 node 'odd': expected an operator among Attention, "):
         canonicalize(model)
+
+
+def test_a_zero_in_the_target_of_a_reshape_is_no_size() -> None:
+    """It stands for a size of what is reshaped, perhaps not known when the target is: PP-OCR's recogniser."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", "S", 6])
+    same, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("same", "y"))
+    ints = {"zero": [0], "one": [1], "two": [2], "six": [6]}
+    nodes = [
+        helper.make_node("Shape", ["x"], ["dims"]),
+        helper.make_node("Slice", ["dims", "one", "two"], ["length"]),
+        helper.make_node("Concat", ["zero", "one", "length", "six"], ["target"], axis=0),
+        helper.make_node("Reshape", ["same", "target"], ["apart"]),
+        helper.make_node("Relu", ["apart"], ["y"]),
+    ]
+    constants = [helper.make_tensor(name, TensorProto.INT64, [1], value) for name, value in ints.items()]
+    graph = helper.make_graph(nodes, "g", [x, same], [y], constants)
+    settled = settle(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), {})
+    assert all(0 not in (Graph(settled).shape(name) or ()) for name in ("apart", "y"))

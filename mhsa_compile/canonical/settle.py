@@ -93,10 +93,12 @@ def _counted(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | 
 
 
 def _reshaped(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
-    wanted, source = known.partial(node.input[1]), graph.shape(node.input[0]) or ()
+    wanted, source = known.partial(node.input[1]), graph.shape(node.input[0])
     if wanted is None or wanted.ndim != 1 or -1 in wanted or attributes(node).get("allowzero"):
         return None
-    return [source[i] if size == 0 and i < len(source) else size for i, size in enumerate(wanted)]
+    if 0 in wanted and source is None:  # a 0 stands for a size of the source, which is not known yet
+        return None
+    return [source[i] if size == 0 and source is not None else size for i, size in enumerate(wanted)]
 
 
 def _expanded(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
