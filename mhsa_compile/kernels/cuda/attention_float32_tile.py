@@ -21,8 +21,8 @@ from mhsa_compile.kernels.cuda import ring
 from mhsa_compile.kernels.cuda.attention_launch import TileShape
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_scores import Scores
+from mhsa_compile.kernels.cuda.attention_softmax import raised
 from mhsa_compile.kernels.cuda.cells import Cells, StridedCells
-from mhsa_compile.kernels.cuda.decode_softmax import raised
 from mhsa_compile.kernels.cuda.ring import Element, Format, SharedTiles
 from mhsa_compile.kernels.cuda.tile_order import TileOrder
 from mhsa_compile.kernels.cuda.warp import (
