@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cuda.attention_in_tiles import AttentionInTiles
 from mhsa_compile.kernels.cuda.attention_plan import Plan
-from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, Shape
+from mhsa_compile.kernels.cuda.hopper_memory import Shape
 from mhsa_compile.kernels.cuda.hopper_roles import attention
+from mhsa_compile.kernels.cuda.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.cuda.warp import Expr
 from mhsa_compile.kernels.operations import AttentionOp, Op
 from mhsa_compile.profile import CudaProfile

@@ -15,7 +15,6 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.cuda import hopper_words as words
-from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS
 from mhsa_compile.kernels.cuda.hopper_tiles import PANEL
 from mhsa_compile.kernels.cuda.linear import Arguments, LinearKernel, launch_by_rows, likely_rows, linear_function
 from mhsa_compile.kernels.cuda.linear_block import dealt
@@ -28,6 +27,7 @@ from mhsa_compile.kernels.cuda.linear_hopper_block import (
     produce,
 )
 from mhsa_compile.kernels.cuda.linear_weights import WIDEST, pack, packed
+from mhsa_compile.kernels.cuda.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.cuda.warp import ROWS, WARP, Expr, Place, barrier, settle
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import CudaProfile
