@@ -20,7 +20,7 @@ from mhsa_compile.core import attend, to_numpy, to_torch
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.jobs import Array, Candidate, Job
 from mhsa_compile.kernels.base import Config, Kernel
-from mhsa_compile.kernels.cpu.decode import MOST_QUERIES
+from mhsa_compile.kernels.few_queries import MOST_QUERIES
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, Placement
 from mhsa_compile.op_keys import sized, symbols
 from mhsa_compile.parity import budget

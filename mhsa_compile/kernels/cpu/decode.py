@@ -25,15 +25,16 @@ from mhsa_compile.kernels.cpu.decode_work import Heads, Part
 from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, constant, load, settle, splat, store
-from mhsa_compile.kernels.few_queries import rows_of_key_head, unfit_for_few_queries
+from mhsa_compile.kernels.few_queries import MOST_QUERIES, rows_of_key_head, unfit_for_few_queries
 from mhsa_compile.kernels.operations import AttentionOp, Op
 from mhsa_compile.kernels.placements import HeadView, head_view
 from mhsa_compile.profile import CpuProfile
 
-MOST_QUERIES, MOST_ROWS = 12, 96
+MOST_ROWS = 96
 MOST_QUERIES_BESIDE_DOT = 8
-"""Where `cpu.attention` overtakes it, or is about to: `benchmarks/crossover.py` shows both. Earlier in a dtype whose
-products of pairs the CPU adds at once, as tiles of queries are made of those, and this kernel is not."""
+"""Instead of MOST_QUERIES. Both are where `cpu.attention` overtakes this kernel, or is about to, as
+`benchmarks/crossover.py` shows: earlier in a dtype whose products of pairs the CPU adds at once, since tiles of queries
+are made of those, and this kernel is not."""
 LEAST_PARALLEL = 1 << 16
 """Keys and values (elements) below which waking threads takes longer than the work."""
 

@@ -45,8 +45,8 @@ Shape = TypeVar("Shape", bound=TileShape)
 
 
 class Block(ABC, Generic[Shape]):
-    """One block of queries of one head: its `operands` are elements of Q, K, V and Y. How tiles get into its ring is the
-    same for all; what becomes of them is each one's own."""
+    """One block of queries of one head: its `operands` are elements of Q, K, V and Y. How tiles come
+    into its ring is the same for all; what becomes of them is each one's own."""
 
     order: KeyTiles
 

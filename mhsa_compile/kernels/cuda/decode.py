@@ -25,7 +25,7 @@ from mhsa_compile.kernels.operations import AttentionOp, Op
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("keys", "stages", "warps", "blocks")
-MOST_QUERIES, MOST_ROWS = 8, 32
+MOST_QUERIES, MOST_ROWS = 8, 32  # of its own: fewer than a CPU takes
 
 
 class DecodeKernel:
