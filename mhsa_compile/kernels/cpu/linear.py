@@ -23,7 +23,7 @@ from mhsa_compile.kernels.cpu.linear_packing import pack
 from mhsa_compile.kernels.cpu.linear_product import Product, tasks
 from mhsa_compile.kernels.cpu.linear_rows import prepared
 from mhsa_compile.kernels.cpu.vectors import Expr, register_tile, settle, tile_registers
-from mhsa_compile.kernels.linear_arguments import packed_arguments
+from mhsa_compile.kernels.op_args import packed_arguments
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import CpuProfile
 

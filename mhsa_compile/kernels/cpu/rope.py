@@ -16,10 +16,10 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, each_task, each_vector, load, settle, store
+from mhsa_compile.kernels.op_args import angle_arguments
 from mhsa_compile.kernels.operations import Op, RotaryOp
 from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.refusal import refuse_unless, spelled
-from mhsa_compile.kernels.rotary_arguments import angle_arguments
 from mhsa_compile.profile import CpuProfile
 
 

@@ -26,7 +26,7 @@ from mhsa_compile.kernels.cuda.linear_tensor import TensorBlock
 from mhsa_compile.kernels.cuda.linear_tiles import unfit_copy
 from mhsa_compile.kernels.cuda.linear_weights import WIDEST, Packed, pack, packed
 from mhsa_compile.kernels.cuda.warp import Expr, Place, at_once, settle
-from mhsa_compile.kernels.linear_arguments import packed_arguments
+from mhsa_compile.kernels.op_args import packed_arguments
 from mhsa_compile.kernels.operations import LinearOp, Op
 from mhsa_compile.profile import CudaProfile
 

@@ -15,9 +15,9 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import Piece, coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr, settle
+from mhsa_compile.kernels.op_args import angle_arguments
 from mhsa_compile.kernels.operations import Op, RotaryOp
 from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
-from mhsa_compile.kernels.rotary_arguments import angle_arguments
 from mhsa_compile.profile import TargetProfile
 
 
