@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.base import Kernel
 from mhsa_compile.kernels.operations import Op
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.op_keys import key_of, kind_of
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.records import Record, Shelf, is_of_default

@@ -33,9 +33,9 @@ from kernel_runs import compiled, vector_machine
 
 from mhsa_compile import inside, reference_inside
 from mhsa_compile.core import to_numpy, to_torch
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.base import Emitted, Kernel
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, StatisticsOp, WeightsOp
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.outputs import Inside, inside_of
 from mhsa_compile.parity import Draw, judge
 from mhsa_compile.profile import TargetProfile, detect

@@ -10,9 +10,9 @@ import pytest
 from kernel_runs import attention, call, compiled, vector_machine
 
 import mhsa_compile as mhsa
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.cpu.decode import DecodeKernel
 from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement, StaticMask
+from mhsa_compile.kernels.registry import KERNELS
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
 RTOL = 4e-6  # of the largest value: float32 sums of up to a thousand terms, in many parts

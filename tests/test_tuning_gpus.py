@@ -18,8 +18,8 @@ from mhsa_compile.bundles import Work
 from mhsa_compile.errors import DeviceError, InstallationError
 from mhsa_compile.guesses import first_guesses
 from mhsa_compile.jobs import GpuDevice
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.operations import AttentionOp, Placement
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.records import Shelf, isa_of, misfit
 from mhsa_compile.spaces import Point, Space
