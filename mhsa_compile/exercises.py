@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> Job:
     return _Attention(op, known).job(rng)
 
 
-def candidate_of(op: Op, kernel: Kernel, config: Config, profile: TargetProfile) -> Candidate:
+def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetProfile) -> Candidate:
     """Emits, compiles and links one config. Raises BuildError."""
     try:
         emitted = kernel.emit(op, profile, config)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import DTYPE_BYTES, Dims, Expr, argument
-from mhsa_compile.kernels.operations import LinearOp, Op, RotaryOp, ScatterOp
+from mhsa_compile.kernels.operations import LinearOp, RotaryOp, ScatterOp
 from mhsa_compile.kernels.refusal import refuse_unless, spelled
 
 # Linears and the packing of their weights.
@@ -49,10 +49,8 @@ def angle_arguments(op: RotaryOp, dim: Dims) -> tuple[Expr, Expr, Expr | None]:
 # Scatters.
 
 
-def unfit_scatter(op: Op) -> str | None:
-    """Why an operation is no scatter of elements that can be copied as they are, or None if it is one."""
-    if not isinstance(op, ScatterOp):
-        return "not a scatter"
+def unfit_scatter(op: ScatterOp) -> str | None:
+    """Why the elements of a scatter cannot be copied as they are, or None if they can."""
     if op.dtype not in DTYPE_BYTES:
         return f"no elements of {op.dtype}"
     return None

@@ -1,4 +1,5 @@
-"""The kernels of each family, in the order in which they are asked: the first that applies takes the operation."""
+"""The kernels of each family, in the order in which they are asked about operations of their type: the first that
+applies takes the operation."""
 
 from __future__ import annotations
 
@@ -24,8 +25,28 @@ from mhsa_compile.kernels.cuda import (
     statistics,
     weights,
 )
+from mhsa_compile.kernels.operations import (
+    AttentionOp,
+    LinearOp,
+    PresentOp,
+    RotaryOp,
+    ScatterOp,
+    StatisticsOp,
+    WeightsOp,
+)
 
-KERNELS: dict[str, tuple[Kernel, ...]] = {
+AnyKernel = (
+    Kernel[LinearOp]
+    | Kernel[AttentionOp]
+    | Kernel[StatisticsOp]
+    | Kernel[WeightsOp]
+    | Kernel[RotaryOp]
+    | Kernel[ScatterOp]
+    | Kernel[PresentOp]
+)
+"""Spelt out, not `Kernel[Any]`, so that a type checker compares each kernel's methods with its `op_type`."""
+
+KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         LinearKernel(),
         DecodeKernel(),
