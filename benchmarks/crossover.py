@@ -17,7 +17,7 @@ import msgspec
 
 from mhsa_compile import exercises, sessions, tuning_plots
 from mhsa_compile.jobs import Failure, Timing
-from mhsa_compile.kernels.cpu.decode import MOST_QUERIES
+from mhsa_compile.kernels.few_queries import MOST_QUERIES
 from mhsa_compile.kernels.operations import AttentionOp, Placement
 from mhsa_compile.profile import detect
 from mhsa_compile.spaces import Space

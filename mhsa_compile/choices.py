@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.base import Kernel
 from mhsa_compile.kernels.operations import Op
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.op_keys import key_of, kind_of
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.records import Record, Shelf, is_of_default
@@ -16,25 +17,28 @@ from mhsa_compile.records import Record, Shelf, is_of_default
 class Choice:
     """A kernel and its config. `record` is where they come from, None for the default; `tuning` says it in words."""
 
-    kernel: Kernel
+    kernel: Kernel[Any]
     config: dict[str, int]
     record: Record | None
     tuning: str
 
 
-def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel], list[str]]:
+def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list[str]]:
     """(the kernels that can compute an operation, the preferred one first; why others made for such cannot)."""
-    willing, reasons = [], []
-    for kernel in KERNELS.get(profile.family, ()):
+    willing, reasons = list[Kernel[Any]](), list[str]()
+    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
+    for kernel in kernels:
+        if not isinstance(op, kernel.op_type):
+            continue
         reason = kernel.applies(op, profile)
         if reason is None:
             willing.append(kernel)
-        elif not reason.startswith("not a"):  # else it is made for another kind of operation
+        else:
             reasons.append(f"{kernel.name}: {reason}")
     return willing, reasons
 
 
-def choose(op: Op, profile: TargetProfile, willing: list[Kernel], shelf: Shelf) -> Choice:
+def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: Shelf) -> Choice:
     """Of kernels that can compute the operation, the one of the best record that fits, else the first."""
     key = key_of(op)
     default = willing[0].default(op, profile)
@@ -42,7 +46,7 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel], shelf: Shelf) 
         return Choice(willing[0], default, None, "nothing to tune")
     kernels = {kernel.name: kernel for kernel in willing}
 
-    def use(record: Record) -> Kernel | str:
+    def use(record: Record) -> Kernel[Any] | str:
         kernel = kernels.get(record.kernel)
         if kernel is None:
             return f"no kernel {record.kernel} takes it"

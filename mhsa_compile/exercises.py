@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from mhsa_compile.core import attend, to_numpy, to_torch
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.jobs import Array, Candidate, Job
 from mhsa_compile.kernels.base import Config, Kernel
-from mhsa_compile.kernels.cpu.decode import MOST_QUERIES
+from mhsa_compile.kernels.few_queries import MOST_QUERIES
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, Placement
 from mhsa_compile.op_keys import sized, symbols
 from mhsa_compile.parity import budget
@@ -56,7 +57,7 @@ def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> Job:
     return _Attention(op, known).job(rng)
 
 
-def candidate_of(op: Op, kernel: Kernel, config: Config, profile: TargetProfile) -> Candidate:
+def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetProfile) -> Candidate:
     """Emits, compiles and links one config. Raises BuildError."""
     try:
         emitted = kernel.emit(op, profile, config)

@@ -43,7 +43,7 @@ class Space:
 
     op: Op
     profile: TargetProfile
-    kernels: dict[str, Kernel]
+    kernels: dict[str, Kernel[Any]]
     values: dict[str, dict[str, tuple[int, ...]]]
     default: Point
 

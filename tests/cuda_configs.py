@@ -16,7 +16,6 @@ from cuda_linear import linear
 from test_rope import BASE as ROPE
 from test_scatter import BASE as SCATTER
 
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.operations import (
     AttentionOp,
     Band,
@@ -28,6 +27,7 @@ from mhsa_compile.kernels.operations import (
     StatisticsOp,
     WeightsOp,
 )
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.profile import CudaProfile
 from mhsa_compile.spaces import Point
 

@@ -32,8 +32,8 @@ from fuzz_cases import MACHINES, AttentionCase, InsideCase, LinearCase, Outcome
 from kernel_runs import compiled, vector_machine
 
 from mhsa_compile import inside, reference_inside
+from mhsa_compile.choices import willing_kernels
 from mhsa_compile.core import to_numpy, to_torch
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.base import Emitted, Kernel
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, StatisticsOp, WeightsOp
 from mhsa_compile.outputs import Inside, inside_of
@@ -196,9 +196,9 @@ def profile(machine: str, cores: int) -> TargetProfile:
     return msgspec.structs.replace(found, hardware=msgspec.structs.replace(found.hardware, cores=cores))
 
 
-def _built(op: Op, target: TargetProfile) -> tuple[Kernel, Emitted, Any]:
+def _built(op: Op, target: TargetProfile) -> tuple[Kernel[Any], Emitted, Any]:
     """The kernel that the compiler would take, its code and that as functions."""
-    kernel = next(kernel for kernel in KERNELS["cpu"] if kernel.applies(op, target) is None)
+    (kernel, *_), _ = willing_kernels(op, target)
     emitted = kernel.emit(op, target, kernel.default(op, target))
     return kernel, emitted, compiled(emitted, target)
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import mhsa_compile as mhsa
 from mhsa_compile import masks, repeats
-from mhsa_compile.kernels import KERNELS
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.subject import Subject
 
 SIZES = (67, 331)

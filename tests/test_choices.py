@@ -9,7 +9,7 @@ import pytest
 
 from mhsa_compile.choices import choose, willing_kernels
 from mhsa_compile.jobs import Device
-from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, Placement
+from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, Placement, ScoresOp
 from mhsa_compile.op_keys import bucket, key_of, kind_of, symbols
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.records import Record, Shelf, isa_of
@@ -39,6 +39,14 @@ def record(op, kernel: str, config: dict[str, int], profile: TargetProfile, **fi
 def chosen(op, profile: TargetProfile, *records: Record):
     willing, _ = willing_kernels(op, profile)
     return choose(op, profile, willing, Shelf(records, profile))
+
+
+@pytest.mark.parametrize("target", ["x86-64-v4", "cuda-sm90a"])
+def test_kernels_are_asked_about_operations_of_their_type_only(target: str):
+    profile, double = load_profile(target), attention(softmax="float64")
+    assert willing_kernels(ScoresOp(attention(), 3), profile) == ([], [])
+    willing, reasons = willing_kernels(double, profile)
+    assert not willing and reasons and all("attention" in said or "decode" in said for said in reasons)
 
 
 def test_a_record_that_fits_is_used_and_said():

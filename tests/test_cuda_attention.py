@@ -16,10 +16,10 @@ from fuzz_attention import draw_operands
 from simt_banks import counted
 
 import mhsa_compile as mhsa
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.cuda.attention_plan import plan
 from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS
 from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, StaticMask
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.profile import load_profile
 
 KERNEL, GPU = MMA.kernel, MMA.profile

@@ -19,7 +19,7 @@ from cuda_configs import CASES, HOPPER, TARGETS, WHOLE, Case, covering, kernel_o
 from cuda_configs_campaign import Job, Outcome, profile_of
 
 from mhsa_compile import cubin
-from mhsa_compile.kernels import KERNELS
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.spaces import Point
 
 slow = pytest.mark.cuda  # of `make test-cuda`

@@ -178,7 +178,7 @@ def test_what_they_do_not_take_is_named():
     for kernel, asked in ((StatisticsKernel(), StatisticsOp), (WeightsKernel(), WeightsOp)):
         assert "float64" in str(kernel.applies(asked(operation(softmax="float64")), GPU))
         assert "softcap" in str(kernel.applies(asked(operation(softcap=1e30)), GPU))
-        assert "not " in str(kernel.applies(operation(), GPU))
+        assert kernel.op_type is asked
 
 
 EVERYTHING = {

@@ -13,7 +13,7 @@ from cuda_tile_kernels import TILE_KERNELS
 from fuzz_attention import NUMPY, draw_operands, evaluated
 from kernel_runs import attention
 
-from mhsa_compile.kernels.operations import Band, LinearOp, MaskInput, Placement, StaticMask
+from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement, StaticMask
 from mhsa_compile.parity import judge
 
 slow = pytest.mark.cuda  # of `make test-cuda`; a part of what these see is in the suite with each kernel
@@ -164,7 +164,7 @@ def test_scores_that_rise_or_fall_with_the_keys(kernel, step):
 def test_what_none_of_them_takes_is_named(kernel):
     profile, chunk = kernel.profile, kernel.chunk
     E, F = 5 * chunk // 2, 5 * chunk
-    assert "not an attention" in str(kernel.kernel.applies(LinearOp((1, 1), 8, (8,), (False,), (False,)), profile))
+    assert kernel.kernel.op_type is AttentionOp
     mask = {"mask": MaskInput("bool", ("B", 1, "L", "S")), "static_mask": StaticMask(scattered((1, 67, 131)))}
     refused = [
         (kernel.operation(widths=(E, F)), f"multiple of {chunk}"),

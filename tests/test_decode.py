@@ -10,9 +10,10 @@ import pytest
 from kernel_runs import attention, call, compiled, vector_machine
 
 import mhsa_compile as mhsa
-from mhsa_compile.kernels import KERNELS
+from mhsa_compile.choices import willing_kernels
 from mhsa_compile.kernels.cpu.decode import DecodeKernel
 from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement, StaticMask
+from mhsa_compile.kernels.registry import KERNELS
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
 RTOL = 4e-6  # of the largest value: float32 sums of up to a thousand terms, in many parts
@@ -137,7 +138,7 @@ def test_keys_outside_the_band_do_not_leak():
 def test_a_hidden_value_in_a_column_of_its_own_does_not_leak(L):
     """17 columns are a vector and one lane, whose products with zero the simplifier would leave out."""
     op, profile = decode(L=L, F=17, mask=MaskInput("bool", (1, 1, 1, "S"))), machine()
-    kernel = next(kernel for kernel in KERNELS["cpu"] if kernel.applies(op, profile) is None)
+    (kernel, *_), _ = willing_kernels(op, profile)
     function = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
     q, k, v = operands(op, 2, 40)
     mask = np.arange(40).reshape(1, 1, 1, 40) >= 3

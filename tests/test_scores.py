@@ -84,7 +84,7 @@ def poisoned(op: AttentionOp, taken: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(
-    kernel: Kernel, compiled_for: AttentionOp, profile: TargetProfile, *runs: tuple[AttentionOp, list[int]]
+    kernel: Kernel[AttentionOp], compiled_for: AttentionOp, profile: TargetProfile, *runs: tuple[AttentionOp, list[int]]
 ) -> None:
     """Compiles one operation, and runs it at the fixed sizes and lengths of each of `runs`."""
     assert kernel.applies(compiled_for, profile) is None
@@ -202,7 +202,7 @@ def test_uneven_caches_are_dealt_out_whole(count):
 
 
 @pytest.mark.parametrize(("kernel", "L", "F"), [(ATTENTION, 64, 40), (DECODE, 7, 1)], ids=["attention", "decode"])
-def test_sums_of_equal_weights_are_exact(kernel: Kernel, L: int, F: int):
+def test_sums_of_equal_weights_are_exact(kernel: Kernel[AttentionOp], L: int, F: int):
     """All scores are 0: all weights are one number, and each addition of it to a long sum is rounded the same way."""
     op = operation(L, 256, B=64 // L + 3, G=4, F=F, sinks=True)
     taken = operands(op, [])

@@ -15,11 +15,12 @@ from test_cuda_builds import needs_compiler
 
 from mhsa_compile import cubin, exercises, gpus, parcel, record_files, results, serve, sessions
 from mhsa_compile.bundles import Work
+from mhsa_compile.choices import willing_kernels
 from mhsa_compile.errors import DeviceError, InstallationError
 from mhsa_compile.guesses import first_guesses
 from mhsa_compile.jobs import GpuDevice
-from mhsa_compile.kernels import KERNELS
 from mhsa_compile.kernels.operations import AttentionOp, Placement
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.records import Shelf, isa_of, misfit
 from mhsa_compile.spaces import Point, Space
@@ -110,7 +111,7 @@ def test_a_device_says_which_gpu_it_has(monkeypatch: pytest.MonkeyPatch):
 
 @needs_compiler
 def test_a_candidate_is_a_library_with_machine_code(tmp_path: Path):
-    kernel = next(kernel for kernel in KERNELS["cuda"] if kernel.applies(OP, AMPERE) is None)
+    (kernel, *_), _ = willing_kernels(OP, AMPERE)
     candidate = exercises.candidate_of(OP, kernel, kernel.default(OP, AMPERE), AMPERE)
     assert candidate.memory == "cuda"
     start = candidate.library.index(b"\x7fELF", 4)

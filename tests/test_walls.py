@@ -97,7 +97,7 @@ WALLS = {
 }
 FAMILIES = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/__init__.py"))
 KERNELS = [
-    path for path in FILES if (PACKAGE / "kernels") in path.parents and path != PACKAGE / "kernels" / "__init__.py"
+    path for path in FILES if (PACKAGE / "kernels") in path.parents and path != PACKAGE / "kernels" / "registry.py"
 ]
 KNOWS_TARGET_NAMES = {"profile", "data", "cli"}
 LONGEST_FILE = 350  # the aim is 300; past this a file holds two rooms
@@ -152,7 +152,7 @@ def test_walls_hold(path: Path) -> None:
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_families_of_kernels_do_not_know_each_other(path: Path) -> None:
-    """What two of them need lies beside them and knows neither. Only the lists of `kernels/__init__.py` know both."""
+    """What two of them need lies beside them and knows neither. Only the lists of `kernels/registry.py` know both."""
     own = path.relative_to(PACKAGE / "kernels").parts[0]
     others = [f"mhsa_compile.kernels.{family}" for family in FAMILIES if family != own]
     broken = {name for name in imports(tree_of(path)) for other in others if within(name, other)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,26 +36,31 @@ Profile = Any
 """The profile of the kernel's own family: a CpuProfile or a CudaProfile."""
 
 
-class Kernel(Protocol):
-    """One template. `applies` is the only statement of its constraints: None, or the reason why not."""
+OpT = TypeVar("OpT", bound=Op)
+
+
+class Kernel(Protocol[OpT]):
+    """One template, for operations of one type. It is asked about no others; of those that it is asked about, `applies`
+    is the only statement of its constraints: None, or the reason why not."""
 
     name: str
+    op_type: type[OpT]
 
-    def applies(self, op: Op, profile: Profile) -> str | None: ...
+    def applies(self, op: OpT, profile: Profile) -> str | None: ...
 
-    def space(self, op: Op, profile: Profile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: OpT, profile: Profile) -> dict[str, tuple[int, ...]]:
         """The choices of each knob, for a tuner."""
         ...
 
-    def default(self, op: Op, profile: Profile) -> dict[str, int]:
+    def default(self, op: OpT, profile: Profile) -> dict[str, int]:
         """A config that is good without tuning."""
         ...
 
-    def unfit(self, op: Op, profile: Profile, config: Config) -> str | None:
+    def unfit(self, op: OpT, profile: Profile, config: Config) -> str | None:
         """Why nothing can be emitted for a config, or None: asked of what a tuner draws, and of what a record says."""
         ...
 
-    def emit(self, op: Op, profile: Profile, config: Config) -> Emitted: ...
+    def emit(self, op: OpT, profile: Profile, config: Config) -> Emitted: ...
 
 
 class Fixed:

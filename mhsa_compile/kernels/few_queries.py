@@ -6,6 +6,9 @@ from __future__ import annotations
 from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.kernels.scores import unfit_scores
 
+MOST_QUERIES = 12
+"""The most that any kernel for few queries takes, of either family; what kernels say of themselves may be less."""
+
 
 def rows_of_key_head(op: AttentionOp) -> int:
     """Query rows that share a key head."""

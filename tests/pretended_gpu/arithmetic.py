@@ -22,7 +22,7 @@ from pretended_gpu.libraries import FOLDER, Pretended
 
 import mhsa_compile as mhsa
 from mhsa_compile import cubin
-from mhsa_compile.kernels import KERNELS
+from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.verify import judged
 
 NAMES = ("h1-e7-d11", "bool-cross", "bottom-right-cross", "f24", "longformer-cross", "bf16-key-padding-cross",

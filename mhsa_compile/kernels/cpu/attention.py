@@ -28,7 +28,7 @@ from mhsa_compile.kernels.cpu.attention_tile import AttentionTile, Runs
 from mhsa_compile.kernels.cpu.dot import Dot, available, matrix
 from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
 from mhsa_compile.kernels.cpu.vectors import Expr, settle
-from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.kernels.placements import HeadView, head_view
 from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.kernels.static_masks import constant_arguments, divided_band
@@ -39,15 +39,14 @@ class AttentionKernel:
     """Tiled attention with an online softmax, for any vector CPU."""
 
     name = "cpu.attention"
+    op_type = AttentionOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        if not isinstance(op, AttentionOp):
-            return "not an attention"
+    def applies(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         return unfit_scores(op)
 
-    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")
         return {
             "queries": tuple(lanes * n for n in (1, 2, 3, 4, 6)),
@@ -55,7 +54,7 @@ class AttentionKernel:
             "keys": (24, 48, 60, 64, 72, 96, 120, 128, 192, 256, 384),
         }
 
-    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
+    def unfit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("queries", "key_tile", "keys")):
             return reason
         queries, key_tile, keys = config["queries"], config["key_tile"], config["keys"]
@@ -64,9 +63,8 @@ class AttentionKernel:
         columns = -(-queries // profile.vector_lanes("float32"))
         return unfit_tile(key_tile, columns, profile.hardware.vector_registers)
 
-    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
+    def default(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the fewest loads a product; a block of keys whose P^T and V fill two thirds of L1."""
-        assert isinstance(op, AttentionOp)
         # Of 32 registers 4 x 4 accumulators leave room for the exponentials beside them; of 16, 6 x 2 was the fastest.
         columns, key_tile = (4, 4) if profile.hardware.vector_registers >= 32 else (2, 6)
         if (dot := _instruction(op, profile, key_tile)) and dot.rows > 1:
@@ -76,8 +74,7 @@ class AttentionKernel:
         keys = min(512, max(32, room)) // key_tile * key_tile
         return {"queries": queries, "key_tile": key_tile, "keys": keys}
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, AttentionOp)
+    def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         op, planned = planned_apart(op, profile, config)
         return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
 

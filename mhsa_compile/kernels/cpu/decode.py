@@ -25,15 +25,16 @@ from mhsa_compile.kernels.cpu.decode_work import Heads, Part
 from mhsa_compile.kernels.cpu.operands import Extras, mask_reader
 from mhsa_compile.kernels.cpu.storage import store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, constant, load, settle, splat, store
-from mhsa_compile.kernels.few_queries import rows_of_key_head, unfit_for_few_queries
-from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.few_queries import MOST_QUERIES, rows_of_key_head, unfit_for_few_queries
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.kernels.placements import HeadView, head_view
 from mhsa_compile.profile import CpuProfile
 
-MOST_QUERIES, MOST_ROWS = 12, 96
+MOST_ROWS = 96
 MOST_QUERIES_BESIDE_DOT = 8
-"""Where `cpu.attention` overtakes it, or is about to: `benchmarks/crossover.py` shows both. Earlier in a dtype whose
-products of pairs the CPU adds at once, as tiles of queries are made of those, and this kernel is not."""
+"""Instead of MOST_QUERIES. Both are where `cpu.attention` overtakes this kernel, or is about to, as
+`benchmarks/crossover.py` shows: earlier in a dtype whose products of pairs the CPU adds at once, since tiles of queries
+are made of those, and this kernel is not."""
 LEAST_PARALLEL = 1 << 16
 """Keys and values (elements) below which waking threads takes longer than the work."""
 
@@ -42,14 +43,13 @@ class DecodeKernel:
     """Few queries against many keys: every key and value is read once, for all the query heads that share it."""
 
     name = "cpu.decode"
+    op_type = AttentionOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        if not isinstance(op, AttentionOp):
-            return "not an attention"
+    def applies(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         has_dot = dot.available(profile, op.dtype) or dot.matrix(profile, op.dtype)
         return unfit_for_few_queries(op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS)
 
-    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {
             "keys": (32, 64, 128, 256, 512, 1024),
             "value_rows": (1, 2, 3, 4, 6, 8),
@@ -57,21 +57,19 @@ class DecodeKernel:
             "least_keys": (64, 128, 256, 512),
         }
 
-    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
+    def unfit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("keys", "value_rows", "value_columns", "least_keys")):
             return reason
         return unfit_tile(config["value_rows"], config["value_columns"], profile.hardware.vector_registers)
 
-    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
+    def default(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
-        assert isinstance(op, AttentionOp)
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
         rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers)
         keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.dtype] * op.v_head_dim)
         return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, AttentionOp)
+    def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(run=_decode(op, profile, config))
 
 

@@ -23,8 +23,8 @@ from mhsa_compile.kernels.cpu.linear_packing import pack
 from mhsa_compile.kernels.cpu.linear_product import Product, tasks
 from mhsa_compile.kernels.cpu.linear_rows import prepared
 from mhsa_compile.kernels.cpu.vectors import Expr, register_tile, settle, tile_registers
-from mhsa_compile.kernels.linear_arguments import packed_arguments
-from mhsa_compile.kernels.operations import LinearOp, Op
+from mhsa_compile.kernels.op_args import packed_arguments
+from mhsa_compile.kernels.operations import LinearOp
 from mhsa_compile.profile import CpuProfile
 
 MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
@@ -34,16 +34,14 @@ class LinearKernel:
     """Packed-weight matrix product with a fused bias, for any vector CPU and every dtype."""
 
     name = "cpu.linear"
+    op_type = LinearOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        if not isinstance(op, LinearOp):
-            return "not a linear projection"
+    def applies(self, op: LinearOp, profile: CpuProfile) -> str | None:
         if op.int8_weights and op.in_features > MOST_INT8_TERMS:
             return f"sums of int8 products up to {MOST_INT8_TERMS} terms, not {op.in_features}"
         return None
 
-    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        assert isinstance(op, LinearOp)
+    def space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         fixed = [dim for dim in op.rows if isinstance(dim, int)]
         count = prod(fixed) if len(fixed) == len(op.rows) else 4096
         format = format_of(op, profile, 1)
@@ -56,20 +54,18 @@ class LinearKernel:
             "group": (1, 2, 4, 8),
         }
 
-    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
+    def unfit(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
             return reason
-        assert isinstance(op, LinearOp)
         joined, rows = format_of(op, profile, 1).joined, config["rows"]
         if rows % joined:
             return f"a tile of {rows} rows, where an instruction takes {joined} at once"
         # So many rows of sums lie in one register, which then holds so many features fewer.
         return unfit_tile(rows // joined, config["columns"] * joined, profile.hardware.vector_registers)
 
-    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
+    def default(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that
         divide the usual lengths; a block of rows of x that the caches hold."""
-        assert isinstance(op, LinearOp)
         format = format_of(op, profile, 1)
         lanes, joined = format.lanes, format.joined
         registers = profile.hardware.vector_registers
@@ -102,8 +98,7 @@ class LinearKernel:
         block, group = min(512, block), max(1, min(8, group))
         return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, LinearOp)
+    def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
         format = format_of(op, profile, config["columns"])
         return Emitted(_linear(format, profile.hardware.cores, config), pack(format), format.packed)
 

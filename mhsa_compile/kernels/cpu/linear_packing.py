@@ -16,7 +16,7 @@ from mhsa_compile.kernels.cpu.linear_format import Format
 from mhsa_compile.kernels.cpu.linear_rows import LARGEST, magnitude, nearest, quantising_factor
 from mhsa_compile.kernels.cpu.storage import load_wide
 from mhsa_compile.kernels.cpu.vectors import Expr, load, settle, store
-from mhsa_compile.kernels.linear_arguments import packed_arguments, weight_arguments
+from mhsa_compile.kernels.op_args import packed_arguments, weight_arguments
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.arguments import DTYPE_BYTES, Dims, argument, ceil_div
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.vectors import Expr, each_task, each_vector, load, settle, store
-from mhsa_compile.kernels.operations import Op, PresentOp
+from mhsa_compile.kernels.operations import PresentOp
 from mhsa_compile.kernels.placements import head_view, placed_shape
 from mhsa_compile.profile import CpuProfile
 
@@ -24,12 +24,12 @@ class PresentKernel(Fixed):
     """Appends new keys or values to those of the past, for any CPU."""
 
     name = "cpu.present"
+    op_type = PresentOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        return None if isinstance(op, PresentOp) else "not a present"
+    def applies(self, op: PresentOp, profile: CpuProfile) -> str | None:
+        return None
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, PresentOp)
+    def emit(self, op: PresentOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_present(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
 
 

@@ -16,10 +16,10 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, each_task, each_vector, load, settle, store
-from mhsa_compile.kernels.operations import Op, RotaryOp
+from mhsa_compile.kernels.op_args import angle_arguments
+from mhsa_compile.kernels.operations import RotaryOp
 from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.refusal import refuse_unless, spelled
-from mhsa_compile.kernels.rotary_arguments import angle_arguments
 from mhsa_compile.profile import CpuProfile
 
 
@@ -27,14 +27,12 @@ class RotaryKernel(Fixed):
     """RotaryEmbedding for any vector CPU."""
 
     name = "cpu.rope"
+    op_type = RotaryOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        if not isinstance(op, RotaryOp):
-            return "not a rotary embedding"
+    def applies(self, op: RotaryOp, profile: CpuProfile) -> str | None:
         return None
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, RotaryOp)
+    def emit(self, op: RotaryOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_rope(op, profile.vector_lanes("float32")))
 
 

@@ -16,9 +16,9 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.arguments import DTYPE_BYTES
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cpu.vectors import Expr, bind, each_task, each_vector, load, settle, store
-from mhsa_compile.kernels.operations import Op, ScatterOp
+from mhsa_compile.kernels.op_args import refuse_too_many_rows, scatter_arguments, unfit_scatter
+from mhsa_compile.kernels.operations import ScatterOp
 from mhsa_compile.kernels.refusal import refuse_unless, spelled
-from mhsa_compile.kernels.scatter_arguments import refuse_too_many_rows, scatter_arguments, unfit_scatter
 from mhsa_compile.profile import CpuProfile
 
 
@@ -26,12 +26,12 @@ class ScatterKernel(Fixed):
     """TensorScatter for any CPU, any rank and any dtype of whole bytes."""
 
     name = "cpu.scatter"
+    op_type = ScatterOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
+    def applies(self, op: ScatterOp, profile: CpuProfile) -> str | None:
         return unfit_scatter(op)
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, ScatterOp)
+    def emit(self, op: ScatterOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_scatter(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
 
 

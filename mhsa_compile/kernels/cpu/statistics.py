@@ -26,7 +26,7 @@ from mhsa_compile.kernels.cpu.statistics_call import Call, call_arguments, defau
 from mhsa_compile.kernels.cpu.statistics_rows import Candidates, RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.vectors import Expr, load, scratch, settle, store
-from mhsa_compile.kernels.operations import Op, StatisticsOp
+from mhsa_compile.kernels.operations import StatisticsOp
 from mhsa_compile.profile import CpuProfile
 
 
@@ -34,25 +34,21 @@ class StatisticsKernel:
     """Log-sum-exp, entropy and the largest weights of every row."""
 
     name = "cpu.statistics"
+    op_type = StatisticsOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        if not isinstance(op, StatisticsOp):
-            return "not a softmax's statistics"
+    def applies(self, op: StatisticsOp, profile: CpuProfile) -> str | None:
         return AttentionKernel().applies(op.attention, profile)
 
-    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        assert isinstance(op, StatisticsOp)
+    def space(self, op: StatisticsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return AttentionKernel().space(op.attention, profile)
 
-    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
-        assert isinstance(op, StatisticsOp)
+    def unfit(self, op: StatisticsOp, profile: CpuProfile, config: Config) -> str | None:
         return AttentionKernel().unfit(op.attention, profile, config)
 
-    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
+    def default(self, op: StatisticsOp, profile: CpuProfile) -> dict[str, int]:
         return default_config(profile)
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, StatisticsOp)
+    def emit(self, op: StatisticsOp, profile: CpuProfile, config: Config) -> Emitted:
         attention, planned = planned_apart(op.attention, profile, config)
         run = _statistics(replace(op, attention=attention), profile, config, planned)
         return Emitted(run, constants=planned.arrays if planned else ())

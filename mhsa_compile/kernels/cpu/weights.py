@@ -26,7 +26,7 @@ from mhsa_compile.kernels.cpu.statistics_rows import RowSums
 from mhsa_compile.kernels.cpu.statistics_sweep import Sweep
 from mhsa_compile.kernels.cpu.statistics_weights import WeightsWriter
 from mhsa_compile.kernels.cpu.vectors import Expr, settle, store
-from mhsa_compile.kernels.operations import MaskInput, Op, WeightsOp
+from mhsa_compile.kernels.operations import MaskInput, WeightsOp
 from mhsa_compile.kernels.placements import HeadView
 from mhsa_compile.profile import CpuProfile
 
@@ -35,27 +35,22 @@ class WeightsKernel:
     """Rows of weights, all or chosen ones."""
 
     name = "cpu.weights"
+    op_type = WeightsOp
 
-    def applies(self, op: Op, profile: CpuProfile) -> str | None:
-        if not isinstance(op, WeightsOp):
-            return "not a softmax's weights"
+    def applies(self, op: WeightsOp, profile: CpuProfile) -> str | None:
         return AttentionKernel().applies(op.attention, profile)
 
-    def space(self, op: Op, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        assert isinstance(op, WeightsOp)
+    def space(self, op: WeightsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return AttentionKernel().space(op.attention, profile)
 
-    def unfit(self, op: Op, profile: CpuProfile, config: Config) -> str | None:
-        assert isinstance(op, WeightsOp)
+    def unfit(self, op: WeightsOp, profile: CpuProfile, config: Config) -> str | None:
         return AttentionKernel().unfit(op.attention, profile, config)
 
-    def default(self, op: Op, profile: CpuProfile) -> dict[str, int]:
-        assert isinstance(op, WeightsOp)
+    def default(self, op: WeightsOp, profile: CpuProfile) -> dict[str, int]:
         # A chosen row is a task of its own, with one query in one lane: its neighbours are not wanted.
         return default_config(profile) | ({} if op.rows is None else {"queries": 1})
 
-    def emit(self, op: Op, profile: CpuProfile, config: Config) -> Emitted:
-        assert isinstance(op, WeightsOp)
+    def emit(self, op: WeightsOp, profile: CpuProfile, config: Config) -> Emitted:
         heads = np.array(range(op.attention.num_heads) if op.heads is None else op.heads, np.int32)
         if op.rows is None:
             attention, planned = planned_apart(op.attention, profile, config)

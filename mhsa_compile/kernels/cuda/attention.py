@@ -15,7 +15,7 @@ from mhsa_compile.kernels.cuda.attention_plan import Plan
 from mhsa_compile.kernels.cuda.attention_scores import QUICK_SOFTCAP
 from mhsa_compile.kernels.cuda.attention_tile import AttentionBlock, Shape
 from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr, room_for
-from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
@@ -33,14 +33,13 @@ class AttentionKernel(AttentionInTiles[Shape]):
     dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
     knobs = KNOBS
 
-    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (64, 128), "keys": (16, 32, 48, 64, 96, 128), "stages": (1, 2, 3)}
 
-    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
+    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         """Two blocks are to share a multiprocessor, so that one multiplies while the other waits or takes exponentials.
         With 128 rows, each piece of K and V that comes out of shared memory is multiplied by twice as many queries;
         with 64, there are blocks for more multiprocessors."""
-        assert isinstance(op, AttentionOp)
         sizes = [(queries, keys, 1) for queries in (128, 64) for keys in (64, 32)]
         for config in (dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes):
             shape = self.shape(op, config)

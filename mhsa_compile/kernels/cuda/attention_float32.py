@@ -13,7 +13,7 @@ from mhsa_compile.kernels.cuda.attention_in_tiles import AttentionInTiles
 from mhsa_compile.kernels.cuda.attention_launch import attention
 from mhsa_compile.kernels.cuda.attention_plan import Plan
 from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr, room_for
-from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
@@ -30,13 +30,12 @@ class AttentionFloat32Kernel(AttentionInTiles[Shape]):
     dtypes, dtypes_in_words = ("float32",), "float32"
     knobs = KNOBS
 
-    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32, 64), "keys": (16, 32, 48, 64), "stages": (1, 2)}
 
-    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
+    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         """Two blocks are to share a multiprocessor, so that one multiplies while the other waits; many rows, since a
         thread multiplies each key and value by all of its own."""
-        assert isinstance(op, AttentionOp)
         sizes = [(64, 64, 1), (64, 48, 1), (64, 32, 1), (32, 64, 1), (32, 32, 1), (32, 16, 1), (16, 16, 1)]
         configs = [dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes]
         fitting = [config for config in configs if self.unfit(op, profile, config) is None]

@@ -18,13 +18,13 @@ import math
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda import ring
-from mhsa_compile.kernels.cuda.attention_launch import TileShape
+from mhsa_compile.kernels.cuda.attention_launch import Block, TileShape
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_scores import Scores
+from mhsa_compile.kernels.cuda.attention_softmax import raised
 from mhsa_compile.kernels.cuda.cells import Cells, StridedCells
-from mhsa_compile.kernels.cuda.decode_softmax import raised
 from mhsa_compile.kernels.cuda.ring import Element, Format, SharedTiles
-from mhsa_compile.kernels.cuda.tile_order import TileOrder
+from mhsa_compile.kernels.cuda.tile_order import KeyTiles
 from mhsa_compile.kernels.cuda.warp import (
     Expr,
     Place,
@@ -88,8 +88,8 @@ class Shape(TileShape):
         return self.rows * (sums + self.keys_of_lane + 3 + CHUNK) + CHUNK * max(self.chunks, self.keys_of_lane)
 
 
-class AttentionBlock:
-    """Emits one block. `operands` are the elements of Q, K, V and Y of its head."""
+class AttentionBlock(Block[Shape]):
+    """Emits one block."""
 
     def __init__(
         self,
@@ -100,8 +100,7 @@ class AttentionBlock:
         visibility: Visibility,
         scores: Scores,
     ) -> None:
-        self.op, self.shape, self.place, self.operands = op, shape, place, operands
-        self.visibility, self.scores = visibility, scores
+        super().__init__(op, shape, place, operands, visibility, scores)
         E, F, stages = shape.head_dim, shape.v_head_dim, shape.stages
         pool = T.alloc_buffer((shape.shared_bytes // WORD,), "float32", scope="shared.dyn")
         self.queries = SharedTiles(pool, 0, 1, shape.queries, E, "float32", shape.key_form)
@@ -109,7 +108,7 @@ class AttentionBlock:
         self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, F, "float32", shape.value_form)
         self.weights = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.weight_form)
         self.first_row, self.lane = _rows_and_lane(shape, place)
-        self.order = TileOrder(op, visibility, shape.keys)
+        self.order = KeyTiles(op, visibility, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
         self.scored = registers(rows * shape.keys_of_lane)
         self.summed, self.added = registers(rows * columns), registers(rows * columns)
@@ -144,7 +143,7 @@ class AttentionBlock:
     def _visit(self, turn: Expr) -> None:
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         slot = settle(T.truncmod(turn, T.int32(stages)))
-        first_key = settle(self.order.tile(turn) * self.shape.keys)
+        first_key = self.order.first_key(turn)
         bits_row, hides = self.order.hides(turn, first_key)
         # 1. K has arrived; all are done with the V before.
         ring.wait(pending)
@@ -167,19 +166,6 @@ class AttentionBlock:
         # 5. O = 2^(m - m') O + P V.
         self._add_values(slot, hides)
 
-    # Copies.
-
-    def _copy(self, tiles: SharedTiles, slot: Expr, source: Element, first: Expr, end: Expr) -> None:
-        tiles.copy(slot, source, first, end, self.place.thread, self.shape.threads)
-
-    def _copy_tile(self, tiles: SharedTiles, source: Element, turn: Expr) -> None:
-        """Begins to copy the tile whose turn it will be, if there is one."""
-        with T.If(turn < self.order.count), T.Then():
-            slot = T.truncmod(turn, T.int32(self.shape.stages))
-            first = settle(self.order.tile(turn) * self.shape.keys)
-            self._copy(tiles, slot, source, first, self.visibility.kv_length)
-        ring.commit()
-
     # Products.
 
     def _multiply_keys(self, slot: Expr) -> None:
@@ -201,7 +187,7 @@ class AttentionBlock:
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
         for at in range(rows * columns):
             put(self.added, at, T.float32(0))
-        if not self.order.hides_values:
+        if not self.hides_values:
             self._multiply_values(slot, hides=False)
         else:
             with T.If(hides):
@@ -257,7 +243,7 @@ class AttentionBlock:
             exp2(self.scored, at, self.scored[at] * factor - origin)
             put(self.total, row, self.total[row] + self.scored[at])
             weight = self.scored[at]
-            if self.order.hides_values:
+            if self.hides_values:
                 weight = settle(T.Select(hidden, T.float32(HIDDEN), weight), "float32")
             store(self.weights.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [weight])
 

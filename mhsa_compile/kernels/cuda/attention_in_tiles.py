@@ -10,7 +10,7 @@ from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.cuda.attention_plan import Plan, planned_apart
 from mhsa_compile.kernels.cuda.operands import unfit_widths
 from mhsa_compile.kernels.cuda.warp import Expr
-from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import CudaProfile
 
@@ -34,6 +34,7 @@ Shape = TypeVar("Shape", bound=Sizes)
 class AttentionInTiles(ABC, Generic[Shape]):
     """A kernel whose block has a tile of queries of one head and goes over tiles of keys."""
 
+    op_type = AttentionOp
     dtypes: tuple[str, ...]
     dtypes_in_words: str
     knobs: tuple[str, ...]
@@ -54,17 +55,14 @@ class AttentionInTiles(ABC, Generic[Shape]):
     def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
         """The PrimFunc."""
 
-    def applies(self, op: Op, profile: CudaProfile) -> str | None:
-        if not isinstance(op, AttentionOp):
-            return "not an attention"
+    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if op.dtype not in self.dtypes:
             return f"of {self.dtypes_in_words}, not {op.dtype}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         return unfit_widths(op) or unfit_scores(op)
 
-    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
-        assert isinstance(op, AttentionOp)
+    def unfit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, self.knobs) or self.unfit_config(config):
             return reason
         shape, available = self.shape(op, config), profile.hardware.shared_kib_per_block * 1024
@@ -72,8 +70,7 @@ class AttentionInTiles(ABC, Generic[Shape]):
             return f"{shape.shared_bytes} bytes of shared memory of {available}"
         return self.unfit_shape(op, shape)
 
-    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
-        assert isinstance(op, AttentionOp)
+    def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
         shape = self.shape(op, config)
         op, planned = planned_apart(op, shape.queries, shape.keys)
         return Emitted(self.function(op, shape, planned, profile), constants=planned.arrays if planned else ())

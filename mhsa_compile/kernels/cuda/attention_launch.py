@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Generic, TypeVar
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import ceil_div
 from mhsa_compile.kernels.attention_arguments import attention_arguments
+from mhsa_compile.kernels.cuda import ring
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility
 from mhsa_compile.kernels.cuda.attention_plan import Plan, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.cells import Cells
 from mhsa_compile.kernels.cuda.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.operands import Extras, elements
-from mhsa_compile.kernels.cuda.ring import Element
+from mhsa_compile.kernels.cuda.ring import Element, SharedTiles
+from mhsa_compile.kernels.cuda.tile_order import KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, at_once, settle
 from mhsa_compile.kernels.operations import AttentionOp
 
@@ -38,29 +41,51 @@ class TileShape:
         return WARPS * WARP
 
 
-class Block(Protocol):
-    """One block of queries of one head: its `operands` are elements of Q, K, V and Y."""
+Shape = TypeVar("Shape", bound=TileShape)
+
+
+class Block(ABC, Generic[Shape]):
+    """One block of queries of one head: its `operands` are elements of Q, K, V and Y. How tiles come
+    into its ring is the same for all; what becomes of them is each one's own."""
+
+    order: KeyTiles
 
     def __init__(
         self,
         op: AttentionOp,
-        shape: Any,
+        shape: Shape,
         place: Place,
         operands: tuple[Element, Element, Element, Element],
         visibility: Visibility,
         scores: Scores,
-    ) -> None: ...
+    ) -> None:
+        self.op, self.shape, self.place, self.operands = op, shape, place, operands
+        self.visibility, self.scores = visibility, scores
+        self.hides_values = hides_values(op, copied_to_length=True)
 
     @staticmethod
-    def layout(shape: Any, place: Place, first: Expr) -> tuple[Rows, Cells]:
+    @abstractmethod
+    def layout(shape: Shape, place: Place, first: Expr) -> tuple[Rows, Cells]:
         """Which of the rows from `first` on a thread has, and which of a tile's keys."""
-        ...
 
-    def emit(self) -> None: ...
+    @abstractmethod
+    def emit(self) -> None:
+        """All that the block computes."""
+
+    def _copy(self, tiles: SharedTiles, slot: Expr, source: Element, first: Expr, end: Expr) -> None:
+        tiles.copy(slot, source, first, end, self.place.thread, self.shape.threads)
+
+    def _copy_tile(self, tiles: SharedTiles, source: Element, turn: Expr) -> None:
+        """Begins to copy the tile whose turn it will be, if there is one."""
+        with T.If(turn < self.order.count), T.Then():
+            slot = T.truncmod(turn, T.int32(self.shape.stages))
+            first = self.order.first_key(turn)
+            self._copy(tiles, slot, source, first, self.visibility.kv_length)
+        ring.commit()
 
 
 def attention(
-    op: AttentionOp, shape: TileShape, planned: Plan | None, block_type: type[Block], together: int | None
+    op: AttentionOp, shape: Shape, planned: Plan | None, block_type: type[Block[Shape]], together: int | None
 ) -> Expr:
     """The kernel: a block for each `shape.queries` rows of each head; `together` is what `at_once` is told."""
     with IRBuilder() as builder:

@@ -1,6 +1,7 @@
-"""The softmax of a thread's rows, one tile of keys after the other: m, l and O of `attention_tile`.
+"""The online softmax: m, l and O of rows, brought up to date tile of keys by tile of keys.
 
-m stays as it is while no row of the warp outgrows it by much, so few tiles scale O (FlashAttention-4 does so).
+`Softmax` is that of a thread's rows of `attention_tile`. Its m stays as it is while no row of the warp outgrows it by
+much, so few tiles scale O (FlashAttention-4 does so). `raised` is one row's step where m always follows.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Softmax:
     def weigh(self) -> None:
         """Scores become weights, and are added up."""
         for row in self.rows:
-            reference = settle(_reference(self.largest[row]), "float32")
+            reference = finite(self.largest[row])
             for pair in self._pairs(row):
                 for at in pair:
                     exp2(self.scored, at, self.scored[at] * T.float32(self.scores.factor) - reference)
@@ -96,6 +97,22 @@ class Softmax:
         return [cell(row, self.value_tiles, n, e) for n in range(self.value_tiles) for e in range(2)]
 
 
+def finite(largest: Expr) -> Expr:
+    """What scores are counted from: their maximum, 0 where nothing was seen."""
+    return settle(_reference(largest), "float32")
+
+
+def raised(new: Expr, largest: Expr, total: Expr, shrink: Expr, row: int) -> Expr:
+    """Raises the maximum of a row to that of `new` scores, and brings l to that; O is to become `shrink[row]` times
+    what it was. Gives what the new scores are to be counted from."""
+    maximum = settle(T.max(largest[row], new), "float32")
+    origin = finite(maximum)
+    exp2(shrink, row, largest[row] - origin)
+    put(largest, row, maximum)
+    put(total, row, total[row] * shrink[row])
+    return origin
+
+
 def _reference(largest: Expr) -> Expr:
-    """What is subtracted from the scores of a row: 0 while it has seen nothing."""
+    """`finite` as an expression, for use in one place."""
     return T.Select(largest == T.float32(-math.inf), T.float32(0), largest)

@@ -22,13 +22,13 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda import ring
 from mhsa_compile.kernels.cuda.attention_finite import Finite
-from mhsa_compile.kernels.cuda.attention_launch import WARPS, TileShape
+from mhsa_compile.kernels.cuda.attention_launch import WARPS, Block, TileShape
 from mhsa_compile.kernels.cuda.attention_mask import Rows, Visibility, rows_of
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.attention_softmax import Softmax
 from mhsa_compile.kernels.cuda.cells import Cells, QuadCells, cell
 from mhsa_compile.kernels.cuda.ring import Element, SharedTiles, padded
-from mhsa_compile.kernels.cuda.tile_order import TileOrder
+from mhsa_compile.kernels.cuda.tile_order import KeyTiles
 from mhsa_compile.kernels.cuda.warp import (
     COLUMNS,
     DEPTH,
@@ -85,8 +85,8 @@ class Shape(TileShape):
         return self.row_tiles * padded(self.head_dim) // DEPTH * 4 <= HELD_WORDS
 
 
-class AttentionBlock:
-    """Emits one block. `operands` are the elements of Q, K, V and Y of its head."""
+class AttentionBlock(Block[Shape]):
+    """Emits one block."""
 
     def __init__(
         self,
@@ -97,9 +97,8 @@ class AttentionBlock:
         visibility: Visibility,
         scores: Scores,
     ) -> None:
-        self.op, self.shape, self.place, self.operands = op, shape, place, operands
-        self.visibility, self.scores = visibility, scores
-        self.order = TileOrder(op, visibility, shape.keys)
+        super().__init__(op, shape, place, operands, visibility, scores)
+        self.order = KeyTiles(op, visibility, shape.keys)
         E, F = shape.head_dim, shape.v_head_dim
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
         pool = T.alloc_buffer((shape.shared_bytes // ring.ELEMENT,), op.dtype, scope="shared.dyn")
@@ -126,7 +125,7 @@ class AttentionBlock:
         # 1. Q.
         self._copy(self.queries, T.int32(0), self.operands[0], self.visibility.rows.first, self.visibility.q_length)
         # 2. One tile after the other, and once more if need be.
-        if self.order.hides_values:
+        if self.hides_values:
             put(self.attempts, 0, T.int32(0))
             with T.While(self.attempts[0] < 2):
                 self._sweep()
@@ -152,7 +151,7 @@ class AttentionBlock:
     def _visit(self, turn: Expr) -> None:
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         slot = settle(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
-        first_key = settle(self.order.tile(turn) * self.shape.keys)
+        first_key = self.order.first_key(turn)
         bits_row, hides = self.order.hides(turn, first_key)
         # 1. K has arrived; all are done with the V before.
         ring.wait(pending)
@@ -185,28 +184,17 @@ class AttentionBlock:
 
     def _with_care(self, hides: Expr, act: Callable[[], None]) -> None:
         """With a tile of which not all rows see all, in the second attempt."""
-        if self.order.hides_values:
+        if self.hides_values:
             with T.If(T.And(hides, self.attempts[0] == 1)), T.Then():
                 act()
 
     # Copies.
-
-    def _copy(self, tiles: SharedTiles, slot: Expr, source: Element, first: Expr, end: Expr) -> None:
-        tiles.copy(slot, source, first, end, self.place.thread, self.shape.threads)
 
     def _copy_keys(self, turn: Expr) -> None:
         self._copy_tile(self.keys, self.operands[1], turn)
 
     def _copy_values(self, turn: Expr) -> None:
         self._copy_tile(self.values, self.operands[2], turn)
-
-    def _copy_tile(self, tiles: SharedTiles, source: Element, turn: Expr) -> None:
-        """Begins to copy the tile whose turn it will be, if there is one."""
-        with T.If(turn < self.order.count), T.Then():
-            slot = T.truncmod(turn, T.int32(self.shape.stages))
-            first = settle(self.order.tile(turn) * self.shape.keys)
-            self._copy(tiles, slot, source, first, self.visibility.kv_length)
-        ring.commit()
 
     # Products.
 

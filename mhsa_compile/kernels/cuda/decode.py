@@ -21,11 +21,11 @@ from mhsa_compile.kernels.cuda.decode_shares import Shares
 from mhsa_compile.kernels.cuda.operands import Extras, unfit_widths
 from mhsa_compile.kernels.cuda.warp import MOST_REGISTERS, Expr, Place, at_once, settle
 from mhsa_compile.kernels.few_queries import rows_of_key_head, unfit_for_few_queries
-from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("keys", "stages", "warps", "blocks")
-MOST_QUERIES, MOST_ROWS = 8, 32
+MOST_QUERIES, MOST_ROWS = 8, 32  # of its own: fewer than a CPU takes
 
 
 class DecodeKernel:
@@ -33,21 +33,19 @@ class DecodeKernel:
     the `blocks` that a multiprocessor is given."""
 
     name = "cuda.decode"
+    op_type = AttentionOp
 
-    def applies(self, op: Op, profile: CudaProfile) -> str | None:
-        if not isinstance(op, AttentionOp):
-            return "not an attention"
+    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if reason := unfit_for_few_queries(op, MOST_QUERIES, MOST_ROWS) or unfit_widths(op):
             return reason
         if not self._fitting(op, profile):
             return f"{rows_of_key_head(op)} rows of {op.v_head_dim} columns are more than a block has room for"
         return None
 
-    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"keys": (8, 16, 32), "stages": (2, 3, 4), "warps": (2, 4, 8), "blocks": (1, 2, 3, 4, 6)}
 
-    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
-        assert isinstance(op, AttentionOp)
+    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         return self._fitting(op, profile)[0]
 
     def _fitting(self, op: AttentionOp, profile: CudaProfile) -> list[dict[str, int]]:
@@ -58,8 +56,7 @@ class DecodeKernel:
         configs = [dict(zip(KNOBS, sizes, strict=True)) for sizes in preferred]
         return [config for config in configs if self.unfit(op, profile, config) is None]
 
-    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
-        assert isinstance(op, AttentionOp)
+    def unfit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, KNOBS):
             return reason
         if config["keys"] not in ((8, 16, 32) if op.dtype == "float32" else (16, 32)) or config["stages"] < 2:
@@ -77,8 +74,7 @@ class DecodeKernel:
         """What a block takes of shared memory."""
         return _shape(op, config).shared_bytes
 
-    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
-        assert isinstance(op, AttentionOp)
+    def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
         shape, count = _shape(op, config), config["blocks"] * profile.hardware.multiprocessors
         return Emitted(
             _decode(op, shape, config["blocks"], count), workspace=(2 * count, shape.rows, shape.result_pitch)

@@ -1,7 +1,7 @@
 """One block of decode: a share of all keys, a part of a head after another.
 
     for each part, its K and V copied ahead through a ring of each warp's own:
-        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `decode_softmax`
+        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `attention_softmax`
         the warps' results are put together
         a whole head:  Y = O / l, zeros where nothing was visible (l = 0);  else m, l and O go to the workspace
 

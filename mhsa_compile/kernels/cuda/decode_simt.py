@@ -13,9 +13,10 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention_mask import Visibility
 from mhsa_compile.kernels.cuda.attention_scores import Scores
+from mhsa_compile.kernels.cuda.attention_softmax import raised
 from mhsa_compile.kernels.cuda.cells import Cells, StridedCells
 from mhsa_compile.kernels.cuda.decode_shape import Shape
-from mhsa_compile.kernels.cuda.decode_softmax import Area, raised
+from mhsa_compile.kernels.cuda.decode_softmax import Area
 from mhsa_compile.kernels.cuda.ring import Element, SharedTiles
 from mhsa_compile.kernels.cuda.warp import (
     WARP,

@@ -1,4 +1,4 @@
-"""The running softmax of a row of decode, in the warps and where their results are put together.
+"""The results of the warps of a row of decode, and how they are put together.
 
 A result is (m, l, O): the largest score of some keys in units of log2, the sum of 2^(score - m), and that of V so
 weighted. Milakov and Gimelshein 2018 (arXiv:1805.02867)
@@ -11,24 +11,9 @@ from collections.abc import Callable, Sequence
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.cuda.attention_softmax import finite
 from mhsa_compile.kernels.cuda.decode_shape import Shape
 from mhsa_compile.kernels.cuda.warp import Expr, exp2, load, put, registers, settle, store
-
-
-def finite(largest: Expr) -> Expr:
-    """What scores are counted from: their maximum, 0 where nothing was seen."""
-    return settle(T.Select(largest == T.float32(-math.inf), T.float32(0), largest), "float32")
-
-
-def raised(new: Expr, largest: Expr, total: Expr, shrink: Expr, row: int) -> Expr:
-    """Raises the maximum of a row to that of `new` scores, and brings l to that; O is to become `shrink[row]` times
-    what it was. Gives what the new scores are to be counted from."""
-    maximum = settle(T.max(largest[row], new), "float32")
-    origin = finite(maximum)
-    exp2(shrink, row, largest[row] - origin)
-    put(largest, row, maximum)
-    put(total, row, total[row] * shrink[row])
-    return origin
 
 
 class Area:

@@ -17,10 +17,11 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention_mask import Visibility
 from mhsa_compile.kernels.cuda.attention_scores import Scores
+from mhsa_compile.kernels.cuda.attention_softmax import raised
 from mhsa_compile.kernels.cuda.cells import Cells
 from mhsa_compile.kernels.cuda.decode_finite import Finite
 from mhsa_compile.kernels.cuda.decode_shape import Shape
-from mhsa_compile.kernels.cuda.decode_softmax import Area, raised
+from mhsa_compile.kernels.cuda.decode_softmax import Area
 from mhsa_compile.kernels.cuda.ring import CHUNK, Element, SharedTiles, padded
 from mhsa_compile.kernels.cuda.warp import (
     DEPTH,

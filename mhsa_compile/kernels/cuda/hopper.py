@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from mhsa_compile.kernels.base import Config
 from mhsa_compile.kernels.cuda.attention_in_tiles import AttentionInTiles
 from mhsa_compile.kernels.cuda.attention_plan import Plan
-from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, Shape
+from mhsa_compile.kernels.cuda.hopper_memory import Shape
 from mhsa_compile.kernels.cuda.hopper_roles import attention
+from mhsa_compile.kernels.cuda.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.cuda.warp import Expr
-from mhsa_compile.kernels.operations import AttentionOp, Op
+from mhsa_compile.kernels.operations import AttentionOp
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("consumers", "keys", "stages")
@@ -38,21 +39,19 @@ class HopperAttentionKernel(AttentionInTiles[Shape]):
     dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
     knobs = KNOBS
 
-    def applies(self, op: Op, profile: CudaProfile) -> str | None:
-        if isinstance(op, AttentionOp) and not profile.has_wgmma:
+    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
+        if not profile.has_wgmma:
             return "made for GPUs whose warpgroups multiply"
         if reason := super().applies(op, profile):
             return reason
-        assert isinstance(op, AttentionOp)
         if next(self._fitting(op, profile), None) is None:
             return f"no tile of keys fits the registers and shared memory beside heads of {op.head_dim, op.v_head_dim}"
         return None
 
-    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"consumers": (2, 3), "keys": (*KEYS, 144, 160, 176), "stages": (2, 3, 4)}
 
-    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
-        assert isinstance(op, AttentionOp)
+    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         return next(self._fitting(op, profile))
 
     def _fitting(self, op: AttentionOp, profile: CudaProfile) -> Iterator[dict[str, int]]:

@@ -25,9 +25,9 @@ from mhsa_compile.kernels.cuda.attention_softmax import Softmax
 from mhsa_compile.kernels.cuda.cells import cell
 from mhsa_compile.kernels.cuda.hopper_finite import SharedFinite
 from mhsa_compile.kernels.cuda.hopper_memory import BlockMemory, Shape
-from mhsa_compile.kernels.cuda.hopper_schedule import KeyTiles
 from mhsa_compile.kernels.cuda.hopper_tiles import Tensor
 from mhsa_compile.kernels.cuda.ring import padded
+from mhsa_compile.kernels.cuda.tile_order import KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.warp import (
     COLUMNS,
     DEPTH,
@@ -47,11 +47,6 @@ _TOKEN, _ALL, _GROUP = 1, 4, 5  # the first number of each kind of named barrier
 
 _WIDEST_IN_TURN = 128
 """Heads. Beyond, products take so much longer than exponentials that the order does not matter, and registers do."""
-
-
-def hides_values(op: AttentionOp) -> bool:
-    """Whether a row may not see what another does; beyond the last key that there is, the copy engine makes zeros."""
-    return op.lengths or any(mask is not None for mask in (op.band, op.mask, op.static_mask))
 
 
 class Consumer:
@@ -188,7 +183,7 @@ class Consumer:
                 at = 4 * (2 * step + i // 2) + 2 * (i % 2)
                 pack(self.weights, 4 * step + i, self.scored[at], self.scored[at + 1], self.op.dtype)
         # 4. A weight of zero makes NaN of what is not finite.
-        if hides_values(self.op):
+        if hides_values(self.op, copied_to_length=False):
             with T.If(hides), T.Then():
                 self._look_after_values(visibility, first_key, bits_row, use)
 

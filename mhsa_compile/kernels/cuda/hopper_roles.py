@@ -17,11 +17,13 @@ from mhsa_compile.kernels.cuda.attention_plan import Plan, Visits, plan_argument
 from mhsa_compile.kernels.cuda.attention_scores import Scores
 from mhsa_compile.kernels.cuda.cells import Cells, QuadCells
 from mhsa_compile.kernels.cuda.hopper_consumer import Consumer
-from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS, BlockMemory, Shape, Slots
-from mhsa_compile.kernels.cuda.hopper_schedule import KeyTiles, Schedule, scheduled
+from mhsa_compile.kernels.cuda.hopper_memory import BlockMemory, Shape
+from mhsa_compile.kernels.cuda.hopper_schedule import Schedule, scheduled
 from mhsa_compile.kernels.cuda.hopper_tiles import Tensor
 from mhsa_compile.kernels.cuda.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.mbarrier_pipeline import REGISTERS, Slots
 from mhsa_compile.kernels.cuda.operands import Extras
+from mhsa_compile.kernels.cuda.tile_order import KeyTiles
 from mhsa_compile.kernels.cuda.warp import ROWS, WARP, Expr, Place, barrier, put, registers, settle
 from mhsa_compile.kernels.operations import AttentionOp
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention_mask import Visibility
 from mhsa_compile.kernels.cuda.ring import ELEMENT
 from mhsa_compile.kernels.cuda.warp import Expr, settle
 from mhsa_compile.kernels.operations import AttentionOp
@@ -61,29 +60,3 @@ def scheduled(op: AttentionOp, sizes: tuple[Expr, Expr, Expr], queries: int, mul
     section = T.min(shared * (op.num_heads // op.num_kv_heads), heads)
     blocks = T.min(heads * tiles, T.int64(multiprocessors))
     return Schedule(*(settle(T.cast(number, "int32")) for number in (heads, tiles, blocks, section)))
-
-
-class KeyTiles:
-    """The tiles of keys that an item visits: those of a plan, or all from the first to the last that some row sees."""
-
-    def __init__(self, op: AttentionOp, visibility: Visibility, keys: int) -> None:
-        self.op, self.visibility, self.keys, self.visits = op, visibility, keys, visibility.visits
-        if self.visits is not None:
-            self.count = self.visits.count
-            return
-        first, end = visibility.seen_by_any()
-        self._first = settle(T.truncdiv(first, T.int32(keys)))
-        self.count = settle(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
-
-    def first_key(self, turn: Expr) -> Expr:
-        tile = self._first + turn if self.visits is None else self.visits.tile(turn)
-        return settle(tile * self.keys)
-
-    def hides(self, turn: Expr, first_key: Expr) -> tuple[Expr | None, Expr]:
-        """(the tile's row of bits, whether anything of it is hidden from any row)."""
-        seen = self.visibility.seen_by_all(first_key, self.keys)
-        if self.visits is None:
-            return None, settle(T.Not(seen), "bool")
-        bits_row = self.visits.bits_row(turn)
-        late = self.op.lengths or self.op.band is not None
-        return bits_row, settle(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")

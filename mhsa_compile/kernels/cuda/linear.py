@@ -26,8 +26,8 @@ from mhsa_compile.kernels.cuda.linear_tensor import TensorBlock
 from mhsa_compile.kernels.cuda.linear_tiles import unfit_copy
 from mhsa_compile.kernels.cuda.linear_weights import WIDEST, Packed, pack, packed
 from mhsa_compile.kernels.cuda.warp import Expr, Place, at_once, settle
-from mhsa_compile.kernels.linear_arguments import packed_arguments
-from mhsa_compile.kernels.operations import LinearOp, Op
+from mhsa_compile.kernels.op_args import packed_arguments
+from mhsa_compile.kernels.operations import LinearOp
 from mhsa_compile.profile import CudaProfile
 
 FEW_ROWS = 16
@@ -78,14 +78,13 @@ class _LinearOnGpu:
     """What both have in common: knobs, and the choice of a default among a few shapes by `Shape.clocks`."""
 
     name: str
+    op_type = LinearOp
     dtypes: tuple[str, ...]
     shape: type[Shape]
     defaults: tuple[tuple[int, ...], ...]
     """In the order of KNOBS; the last one fits everywhere."""
 
-    def applies(self, op: Op, profile: CudaProfile) -> str | None:
-        if not isinstance(op, LinearOp):
-            return "not a linear projection"
+    def applies(self, op: LinearOp, profile: CudaProfile) -> str | None:
         if op.int8_weights:
             return "weights of the inputs' dtype, not of eight bits"
         if op.dtype not in self.dtypes:
@@ -95,8 +94,7 @@ class _LinearOnGpu:
     def unfit_operation(self, op: LinearOp) -> str | None:
         return None
 
-    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
-        assert isinstance(op, LinearOp)
+    def space(self, op: LinearOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         rows = tuple(n for n in (4, 8, 16, 32, 64, 128, 256) if n >= self.shape.least_rows)
         most = next((n for n in rows if n >= max(likely_rows(op))), rows[-1])
         return {
@@ -109,9 +107,8 @@ class _LinearOnGpu:
             "slices": (1, 2, 4, 8),
         }
 
-    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
+    def default(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
         """The fastest of those that fit, by the estimate; in the geometric mean over the rows that there may be."""
-        assert isinstance(op, LinearOp)
         configs = [dict(zip(KNOBS, sizes, strict=True)) for sizes in self.defaults]
         fitting = [config for config in configs if self.unfit(op, profile, config) is None] or configs[-1:]
 
@@ -121,8 +118,7 @@ class _LinearOnGpu:
 
         return min(fitting, key=clocks)
 
-    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
-        assert isinstance(op, LinearOp)
+    def unfit(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unfit_knobs(config):
             return reason
         shape = self.shape(**config)
@@ -134,8 +130,7 @@ class _LinearOnGpu:
         unit = gcd(CHUNK // shape.element, op.in_features)
         return unfit_copy(shape.depth, unit, shape.threads)
 
-    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
-        assert isinstance(op, LinearOp)
+    def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:
         width = self.packed_width(op)
         return Emitted(self._function(op, profile, self.shape(**config)), pack(op, width), packed(op, width))
 

@@ -15,7 +15,6 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.base import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.cuda import hopper_words as words
-from mhsa_compile.kernels.cuda.hopper_memory import REGISTERS
 from mhsa_compile.kernels.cuda.hopper_tiles import PANEL
 from mhsa_compile.kernels.cuda.linear import Arguments, LinearKernel, launch_by_rows, likely_rows, linear_function
 from mhsa_compile.kernels.cuda.linear_block import dealt
@@ -28,8 +27,9 @@ from mhsa_compile.kernels.cuda.linear_hopper_block import (
     produce,
 )
 from mhsa_compile.kernels.cuda.linear_weights import WIDEST, pack, packed
+from mhsa_compile.kernels.cuda.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.cuda.warp import ROWS, WARP, Expr, Place, barrier, settle
-from mhsa_compile.kernels.operations import LinearOp, Op
+from mhsa_compile.kernels.operations import LinearOp
 from mhsa_compile.profile import CudaProfile
 
 KNOBS = ("columns", "stages")
@@ -42,12 +42,12 @@ class HopperLinearKernel:
     """Of 16-bit types, for more rows than few."""
 
     name = "cuda.linear_hopper"
+    op_type = LinearOp
     few = LinearKernel()
 
-    def applies(self, op: Op, profile: CudaProfile) -> str | None:
+    def applies(self, op: LinearOp, profile: CudaProfile) -> str | None:
         if reason := self.few.applies(op, profile):
             return reason
-        assert isinstance(op, LinearOp)
         if not profile.has_wgmma:
             return "made for GPUs with wgmma"
         if op.pitch % _CHUNK:
@@ -60,12 +60,11 @@ class HopperLinearKernel:
             return f"parts of y for half of the multiprocessors, not {most} for {profile.hardware.multiprocessors}"
         return None
 
-    def space(self, op: Op, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def space(self, op: LinearOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"columns": (64, 128, 192, 256), "stages": (2, 3, 4, 5, 6, 7)}
 
-    def default(self, op: Op, profile: CudaProfile) -> dict[str, int]:
+    def default(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
         """The columns that are fastest by the estimate, and as many tiles as fit."""
-        assert isinstance(op, LinearOp)
         sizes = (
             {"columns": columns, "stages": stages} for columns in (256, 192, 128, 64) for stages in (6, 5, 4, 3, 2)
         )
@@ -83,7 +82,7 @@ class HopperLinearKernel:
     def _fits(self, config: Config, profile: CudaProfile) -> bool:
         return HopperShape(**config).shared_bytes <= 1024 * profile.hardware.shared_kib_per_block
 
-    def unfit(self, op: Op, profile: CudaProfile, config: Config) -> str | None:
+    def unfit(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, KNOBS):
             return reason
         if config["columns"] % PANEL or config["columns"] > WIDEST or config["stages"] < 2:
@@ -93,8 +92,7 @@ class HopperLinearKernel:
             return f"{needed} bytes of shared memory of {most}"
         return None
 
-    def emit(self, op: Op, profile: CudaProfile, config: Config) -> Emitted:
-        assert isinstance(op, LinearOp)
+    def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:
         shape = HopperShape(**config)
 
         def body(arguments: Arguments) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda import hopper_words as words
-from mhsa_compile.kernels.cuda.hopper_memory import BARRIER_BYTES, Slots
 from mhsa_compile.kernels.cuda.hopper_tiles import ALIGNMENT, PANEL, ROW_BYTES, SwizzledTiles, tile_bytes
+from mhsa_compile.kernels.cuda.mbarrier_pipeline import BARRIER_BYTES, Slots
 from mhsa_compile.kernels.cuda.warp import (
     COLUMNS,
     DEPTH,

@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.operands import wide
 from mhsa_compile.kernels.cuda.warp import Expr, settle
-from mhsa_compile.kernels.linear_arguments import packed_arguments, weight_arguments
+from mhsa_compile.kernels.op_args import packed_arguments, weight_arguments
 from mhsa_compile.kernels.operations import LinearOp
 
 THREADS = 256

@@ -9,7 +9,7 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr
-from mhsa_compile.kernels.operations import Op, PresentOp
+from mhsa_compile.kernels.operations import PresentOp
 from mhsa_compile.kernels.placements import head_view, placed_shape
 from mhsa_compile.profile import TargetProfile
 
@@ -18,12 +18,12 @@ class PresentKernel(Fixed):
     """Appends new keys or values to those of the past, a piece of a row by each thread."""
 
     name = "cuda.present"
+    op_type = PresentOp
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        return None if isinstance(op, PresentOp) else "not a present"
+    def applies(self, op: PresentOp, profile: TargetProfile) -> str | None:
+        return None
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
-        assert isinstance(op, PresentOp)
+    def emit(self, op: PresentOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_present(op))
 
 

@@ -15,9 +15,9 @@ from mhsa_compile.kernels.arguments import Dims, argument
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import Piece, coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr, settle
-from mhsa_compile.kernels.operations import Op, RotaryOp
+from mhsa_compile.kernels.op_args import angle_arguments
+from mhsa_compile.kernels.operations import RotaryOp
 from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
-from mhsa_compile.kernels.rotary_arguments import angle_arguments
 from mhsa_compile.profile import TargetProfile
 
 
@@ -25,12 +25,12 @@ class RotaryKernel(Fixed):
     """RotaryEmbedding on NVIDIA GPUs from sm_80 on."""
 
     name = "cuda.rope"
+    op_type = RotaryOp
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        return None if isinstance(op, RotaryOp) else "not a rotary embedding"
+    def applies(self, op: RotaryOp, profile: TargetProfile) -> str | None:
+        return None
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
-        assert isinstance(op, RotaryOp)
+    def emit(self, op: RotaryOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_rope(op))
 
 

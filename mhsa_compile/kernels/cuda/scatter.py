@@ -18,8 +18,8 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.base import Config, Emitted, Fixed
 from mhsa_compile.kernels.cuda.pieces import coordinates, copy_piece, each_thread, piece_of, row_steps
 from mhsa_compile.kernels.cuda.warp import Expr, settle
-from mhsa_compile.kernels.operations import Op, ScatterOp
-from mhsa_compile.kernels.scatter_arguments import refuse_too_many_rows, scatter_arguments, unfit_scatter
+from mhsa_compile.kernels.op_args import refuse_too_many_rows, scatter_arguments, unfit_scatter
+from mhsa_compile.kernels.operations import ScatterOp
 from mhsa_compile.profile import TargetProfile
 
 
@@ -27,12 +27,12 @@ class ScatterKernel(Fixed):
     """TensorScatter of any rank and any dtype of whole bytes."""
 
     name = "cuda.scatter"
+    op_type = ScatterOp
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
+    def applies(self, op: ScatterOp, profile: TargetProfile) -> str | None:
         return unfit_scatter(op)
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
-        assert isinstance(op, ScatterOp)
+    def emit(self, op: ScatterOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_scatter(op))
 
 

@@ -16,7 +16,7 @@ from mhsa_compile.kernels.cuda.row_largest import Largest
 from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.row_sums import RowSums
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, settle
-from mhsa_compile.kernels.operations import Op, StatisticsOp
+from mhsa_compile.kernels.operations import StatisticsOp
 from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import TargetProfile
 
@@ -27,12 +27,12 @@ class StatisticsKernel(Fixed):
     """Log-sum-exp, entropy and the largest weights of every row, of any dtype."""
 
     name = "cuda.statistics"
+    op_type = StatisticsOp
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        return unfit_scores(op.attention) if isinstance(op, StatisticsOp) else "not a softmax's statistics"
+    def applies(self, op: StatisticsOp, profile: TargetProfile) -> str | None:
+        return unfit_scores(op.attention)
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
-        assert isinstance(op, StatisticsOp)
+    def emit(self, op: StatisticsOp, profile: TargetProfile, config: Config) -> Emitted:
         mask = op.attention.static_mask
         return Emitted(_statistics(op), constants=() if mask is None else (packed_bits(mask),))
 

@@ -9,33 +9,38 @@ from mhsa_compile.kernels.cuda.warp import Expr, settle
 from mhsa_compile.kernels.operations import AttentionOp
 
 
-class TileOrder:
+class KeyTiles:
     """Those of a plan, or all from the first to the last that some row sees. `count` is how many there are."""
 
     def __init__(self, op: AttentionOp, visibility: Visibility, keys: int) -> None:
-        self.op, self.visibility, self.keys = op, visibility, keys
-        if visibility.visits is not None:
-            self.count = visibility.visits.count
+        self.op, self.visibility, self.keys, self.visits = op, visibility, keys, visibility.visits
+        if self.visits is not None:
+            self.count = self.visits.count
             return
         first, end = visibility.seen_by_any()
-        self.first_tile = settle(T.truncdiv(first, T.int32(keys)))
-        beyond = T.truncdiv(end + (keys - 1), T.int32(keys))
-        self.count = settle(T.max(T.int32(0), beyond - self.first_tile))
+        self._first = settle(T.truncdiv(first, T.int32(keys)))
+        self.count = settle(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
 
-    @property
-    def hides_values(self) -> bool:
-        """Whether a row may not see what another does; beyond the last key there are zeros."""
-        return self.op.band is not None or self.op.mask is not None or self.visibility.visits is not None
-
-    def tile(self, turn: Expr) -> Expr:
-        """The number of a tile."""
-        return self.first_tile + turn if self.visibility.visits is None else self.visibility.visits.tile(turn)
+    def first_key(self, turn: Expr) -> Expr:
+        tile = self._first + turn if self.visits is None else self.visits.tile(turn)
+        return settle(tile * self.keys)
 
     def hides(self, turn: Expr, first_key: Expr) -> tuple[Expr | None, Expr]:
         """(the tile's row of bits, whether anything of it is hidden from any row)."""
         seen = self.visibility.seen_by_all(first_key, self.keys)
-        if self.visibility.visits is None:
+        if self.visits is None:
             return None, settle(T.Not(seen), "bool")
-        bits_row = self.visibility.visits.bits_row(turn)
+        bits_row = self.visits.bits_row(turn)
         late = self.op.lengths or self.op.band is not None
         return bits_row, settle(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
+
+
+def hides_values(op: AttentionOp, *, copied_to_length: bool) -> bool:
+    """Whether a value in shared memory may be hidden from a row, so that a weight of 0 meets what may not be finite.
+
+    `copied_to_length` says who copies: threads stop at the length of the batch entry and write zeros beyond it. The
+    copy engine knows only the tensor's own last key: from there on it makes zeros, but keys between an entry's length
+    and that one are copied as they are, and hidden.
+    """
+    masked = any(mask is not None for mask in (op.band, op.mask, op.static_mask))
+    return masked or (op.lengths and not copied_to_length)

@@ -18,7 +18,7 @@ from mhsa_compile.kernels.cuda.pieces import coordinates, narrow
 from mhsa_compile.kernels.cuda.row_scores import ROWS, WARPS, RowCall, RowScores, packed_bits
 from mhsa_compile.kernels.cuda.row_sums import RowSums
 from mhsa_compile.kernels.cuda.warp import WARP, Expr, Place, settle
-from mhsa_compile.kernels.operations import Op, WeightsOp
+from mhsa_compile.kernels.operations import WeightsOp
 from mhsa_compile.kernels.scores import unfit_scores
 from mhsa_compile.profile import TargetProfile
 
@@ -29,12 +29,12 @@ class WeightsKernel(Fixed):
     """Rows of weights, all or chosen ones, of any dtype."""
 
     name = "cuda.weights"
+    op_type = WeightsOp
 
-    def applies(self, op: Op, profile: TargetProfile) -> str | None:
-        return unfit_scores(op.attention) if isinstance(op, WeightsOp) else "not a softmax's weights"
+    def applies(self, op: WeightsOp, profile: TargetProfile) -> str | None:
+        return unfit_scores(op.attention)
 
-    def emit(self, op: Op, profile: TargetProfile, config: Config) -> Emitted:
-        assert isinstance(op, WeightsOp)
+    def emit(self, op: WeightsOp, profile: TargetProfile, config: Config) -> Emitted:
         mask, chosen = op.attention.static_mask, (op.heads, op.rows)
         numbers = [np.array(of_axis, np.int32) for of_axis in chosen if of_axis is not None]
         return Emitted(_weights(op), constants=(*([] if mask is None else [packed_bits(mask)]), *numbers))

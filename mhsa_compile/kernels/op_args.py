@@ -1,24 +1,56 @@
-"""What a TensorScatter is called with, on a CPU and on a GPU, and when it is refused.
+"""What linears, rotary embeddings and scatters are called with, on a CPU and on a GPU, and when a call is refused.
 
-A cache is seen as (batch, heads, rows, row), whatever its rank: the axes between the batch and the rows are one, and so
-are those behind.
+A scatter sees its cache as (batch, heads, rows, row), whatever its rank: the axes between the batch and the rows are
+one, and so are those behind.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.arguments import DTYPE_BYTES, Dims, Expr, argument
-from mhsa_compile.kernels.operations import Op, ScatterOp
+from mhsa_compile.kernels.operations import LinearOp, RotaryOp, ScatterOp
 from mhsa_compile.kernels.refusal import refuse_unless, spelled
 
+# Linears and the packing of their weights.
 
-def unfit_scatter(op: Op) -> str | None:
-    """Why an operation is no scatter of elements that can be copied as they are, or None if it is one."""
-    if not isinstance(op, ScatterOp):
-        return "not a scatter"
+
+def weight_arguments(op: LinearOp) -> tuple[list[Expr], list[Expr | None]]:
+    """(weights, biases), one of each for each projection; None where it has no bias."""
+    weights, biases = [], []
+    for i, width in enumerate(op.widths):
+        shape = (op.in_features, width) if op.transposed[i] else (width, op.in_features)
+        weights.append(argument(f"weight{i}", [T.int64(n) for n in shape], op.dtype))
+    for i, width in enumerate(op.widths):
+        biases.append(argument(f"bias{i}", [T.int64(width)], op.dtype) if op.biased[i] else None)
+    return weights, biases
+
+
+def packed_arguments(packed: Iterable[tuple[tuple[int, ...], str]]) -> list[Expr]:
+    """Of the shapes and dtypes that `Emitted.packed` has."""
+    return [argument(f"packed{i}", [T.int64(n) for n in shape], dtype) for i, (shape, dtype) in enumerate(packed)]
+
+
+# Rotary embeddings.
+
+
+def angle_arguments(op: RotaryOp, dim: Dims) -> tuple[Expr, Expr, Expr | None]:
+    """(cos, sin, positions): the angles of each place or, where there are positions, tables that these point into."""
+    places = [T.int64(1) if op.shared_angles else dim(op.batch), dim(op.length)]
+    rows = places if op.max_positions is None else [dim(op.max_positions)]
+    columns = T.int64(op.rotary_dim if op.whole_angles else op.rotary_dim // 2)
+    cos, sin = (argument(name, [*rows, columns], op.dtype) for name in ("cos", "sin"))
+    return cos, sin, None if op.max_positions is None else argument("positions", places, "int64")
+
+
+# Scatters.
+
+
+def unfit_scatter(op: ScatterOp) -> str | None:
+    """Why the elements of a scatter cannot be copied as they are, or None if they can."""
     if op.dtype not in DTYPE_BYTES:
         return f"no elements of {op.dtype}"
     return None
