@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from mhsa_compile import installation
-from mhsa_compile.jobs import Device
+from mhsa_compile.device import Device
 from mhsa_compile.profile import CudaProfile, TargetProfile
 
 T = TypeVar("T")

@@ -45,6 +45,7 @@ LIGHT = [
         "runtime",
     ),
     *(
+        "device",
         "jobs",
         "records",
         "journal",
