@@ -40,9 +40,10 @@ from torch import Tensor, nn
 import mhsa_compile as mhsa
 from mhsa_compile.artifact import Artifact
 from mhsa_compile.conversion import from_bert
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.model import weights
 from mhsa_compile.runtime import CompiledAttention
-from mhsa_compile.verify import CaseResult, budget, eager, max_error, oracle
+from mhsa_compile.verify import CaseResult, eager, oracle
 
 if TYPE_CHECKING:
     from transformers import BertModel

@@ -20,9 +20,9 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.peers.base import Array, Opened, Peer, Problem
 from mhsa_compile.peers.compiled import Compiled
 from mhsa_compile.profile import detect
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.refusals import bounded
 from mhsa_compile.timing import Call, interleave, spread, tasks, workers_apart
-from mhsa_compile.verify import random_inputs
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,13 +17,13 @@ from torch import Tensor
 from mhsa_compile import build
 from mhsa_compile.bench import INPUT_SETS
 from mhsa_compile.core import attend, to_numpy, to_torch
+from mhsa_compile.error_budget import budget
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.jobs import Array, Candidate, Job
 from mhsa_compile.kernels.base import Config, Kernel
 from mhsa_compile.kernels.cpu.decode import MOST_QUERIES
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, Placement
 from mhsa_compile.op_keys import sized, symbols
-from mhsa_compile.parity import budget
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.reference import product_in_int8
 

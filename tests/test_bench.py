@@ -20,8 +20,8 @@ from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.peers.base import Problem
 from mhsa_compile.peers.compiled import Compiled
 from mhsa_compile.profile import load_profile
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.timing import LEAST_ROUNDS
-from mhsa_compile.verify import random_inputs
 from mhsa_compile.workloads import GROUPS, WORKLOADS, Workload, choose
 
 

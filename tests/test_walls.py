@@ -62,7 +62,8 @@ LIGHT = [
 COMPILE_SIDE = [
     *("inside", "core", "operator_inside", "operators", "model", "conversion"),
     *("reference_inside", "reference_scores", "reference_attention", "reference", "stored_model"),
-    *("onnx_graph", "softmax_parity", "parity", "subject", "pairs", "repeats", "selfcheck", "verify"),
+    *("error_budget", "random_inputs", "onnx_graph", "softmax_parity", "parity"),
+    *("subject", "pairs", "repeats", "selfcheck", "verify"),
     *("module_calls", "export_check", "sdpa_translation", "signatures", "operator_function"),
     *("torch_layers", "free_dims", "export", "symbols", "sources", "kernels"),
     "canonical",
