@@ -78,7 +78,7 @@ COMPILE_SIDE = [
         "plain_attention",
         "plain_linear",
     ),
-    *("op_keys", "choices"),
+    *("op_keys", "op_summary", "lowered_module", "choices"),
     *("elementary", "traces", "rest", "rest_cuda", "schedule"),
     *("cubin", "device_code", "device_memory", "empty_grids", "races", "build", "pipeline"),
     *("limits", "accuracy", "timing", "peers", "bench_report", "bench", "gpu_bench"),
