@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mhsa_compile import errors
+from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from mhsa_compile.spec import AttentionSpec
     from mhsa_compile.verify import verify
 
-__version__ = "0.1.0"
 __all__ = [
     "Artifact",
     "AttentionSpec",
