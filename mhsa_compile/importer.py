@@ -24,8 +24,9 @@ from mhsa_compile.attention_masks import dims
 from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.conversions import CONVERSIONS, READ_SIZES, size_as_tensor
 from mhsa_compile.errors import ModelError
-from mhsa_compile.fusion import LINEAR, fuse
+from mhsa_compile.fusion import fuse
 from mhsa_compile.kernels.operations import Dim, LinearOp, Op, Placement, RotaryOp, ScatterOp
+from mhsa_compile.linear_pattern import LINEAR
 from mhsa_compile.onnx_graph import inner_nodes, reads
 from mhsa_compile.rotary_site import ROTARY
 from mhsa_compile.scatter_site import SCATTER, declared_in_place

@@ -68,7 +68,7 @@ COMPILE_SIDE = [
     *("torch_layers", "free_dims", "export", "symbols", "sources", "kernels"),
     "canonical",
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
-    *("rotated_parts", "rotated_site", "scatter_site", "fusion"),
+    *("rotated_parts", "rotated_site", "scatter_site", "linear_pattern", "fusion"),
     *(
         "attention_masks",
         "attention_import",
