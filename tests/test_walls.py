@@ -60,11 +60,11 @@ LIGHT = [
     ),
 ]
 COMPILE_SIDE = [
-    *("inside", "core", "operator_inside", "operators", "model", "conversion"),
+    *("inside", "core", "mhsa_operator", "operators", "model", "conversion"),
     *("reference_inside", "reference_scores", "reference_attention", "reference", "stored_model"),
     *("error_budget", "random_inputs", "onnx_graph", "softmax_parity", "parity"),
     *("subject", "pairs", "repeats", "selfcheck", "verify"),
-    *("module_calls", "export_check", "sdpa_translation", "signatures", "operator_function"),
+    *("module_calls", "export_check", "sdpa_translation", "signatures"),
     *("torch_layers", "free_dims", "export", "symbols", "sources", "kernels"),
     "canonical",
     *("head_views", "attention_inputs", "attention_site", "rotary_site"),
