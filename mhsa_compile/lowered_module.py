@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mhsa_compile.artifact import OpReport
+from mhsa_compile.manifest import OpReport
 
 
 @dataclass

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import onnx
 
-from mhsa_compile.artifact import Manifest
 from mhsa_compile.dims import is_expression, size_of
 from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.manifest import Manifest
 from mhsa_compile.refusals import reading
 from mhsa_compile.spec import LIMITS_KEY, SPEC_KEY, AttentionSpec
 

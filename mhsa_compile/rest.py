@@ -20,8 +20,8 @@ from tvm import relax, s_tir, te, tirx
 from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile import elementary, traces
-from mhsa_compile.artifact import OpReport
 from mhsa_compile.kernels.cpu.vectors import WORTH_SHARING
+from mhsa_compile.manifest import OpReport
 from mhsa_compile.profile import CpuProfile, TargetProfile
 from mhsa_compile.records import Shelf
 

@@ -16,13 +16,13 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile import plain_attention, plain_linear, rest, rest_cuda
-from mhsa_compile.artifact import OpReport
 from mhsa_compile.choices import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels.base import Emitted
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, ScatterOp, ScoresOp, WeightsOp
 from mhsa_compile.lowered_module import Scheduled
+from mhsa_compile.manifest import OpReport
 from mhsa_compile.op_keys import kind_of
 from mhsa_compile.op_summary import summary
 from mhsa_compile.profile import CudaProfile, TargetProfile

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from mhsa_compile import host, repeats
-from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.errors import InputError
+from mhsa_compile.manifest import Manifest, TensorInfo
 from mhsa_compile.pairs import SAME, Meaningless, Pairs, Part, Refused, SelfCheck, Variant
 from mhsa_compile.parity import check
 from mhsa_compile.random_inputs import random_inputs

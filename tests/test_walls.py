@@ -31,6 +31,7 @@ LIGHT = [
         "opened",
         "staging",
         "semantics",
+        "manifest",
         "artifact",
         "loadable",
         "gpus",
@@ -93,7 +94,7 @@ ORDER = [*LIGHT, *COMPILE_SIDE, "__init__", "__main__"]
 HEAVY = {"torch", "onnx", "onnxscript", "onnxruntime", "tvm.relax", *(f"mhsa_compile.{room}" for room in COMPILE_SIDE)}
 WALLS = {
     **dict.fromkeys(LIGHT, HEAVY),
-    "artifact": HEAVY | {"tvm", "tvm_ffi"},
+    **dict.fromkeys(("manifest", "artifact"), HEAVY | {"tvm", "tvm_ffi"}),
     "kernels": {"torch", "onnx", *(f"mhsa_compile.{room}" for room in ("model", "parity", "selfcheck", "verify"))},
     **{room: {"tvm", "tvm_ffi"} for room in ("core", "operators", "model", "conversion")},
 }
