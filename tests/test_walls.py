@@ -20,16 +20,15 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 # A room imports only from rooms before it.
 LIGHT = [
-    *("version", "errors", "host", "refusals", "files"),
+    *("version", "errors", "refusals", "files", "opened", "staging", "free_memory"),
     *("spec_checks", "patterns", "positions", "outputs", "spec", "workloads", "masks"),
     *(
+        "host",
         "installation",
         "zig",
         "data",
         "profile",
         "dims",
-        "opened",
-        "staging",
         "semantics",
         "manifest",
         "artifact",

@@ -12,7 +12,8 @@ import numpy as np
 
 from mhsa_compile import files
 from mhsa_compile.errors import InputError
-from mhsa_compile.refusals import reading, require_memory
+from mhsa_compile.free_memory import require_memory
+from mhsa_compile.refusals import reading
 from mhsa_compile.staging import written
 
 if TYPE_CHECKING:
