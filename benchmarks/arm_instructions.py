@@ -31,9 +31,9 @@ from rich.table import Table
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench import module_of
-from mhsa_compile.parity import random_inputs
 from mhsa_compile.peers import onnx_graph
 from mhsa_compile.peers.base import Problem
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.workloads import Workload, choose
 
 HERE = Path(__file__).resolve().parent

@@ -39,9 +39,9 @@ from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import InputError
 from mhsa_compile.model import MultiHeadAttention, weights
 from mhsa_compile.profile import load_profile
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.reference import Arrays
 from mhsa_compile.timing import interleave, spread, workers_apart
-from mhsa_compile.verify import random_inputs
 from mhsa_compile.workloads import Workload, choose
 
 BATCH = 64

@@ -39,10 +39,10 @@ from torch import Tensor, nn
 
 import mhsa_compile as mhsa
 from mhsa_compile.artifact import Artifact
-from mhsa_compile.conversion import from_bert
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.model import weights
 from mhsa_compile.runtime import CompiledAttention
-from mhsa_compile.verify import CaseResult, budget, eager, max_error, oracle
+from mhsa_compile.verify import CaseResult, eager, oracle
 
 if TYPE_CHECKING:
     from transformers import BertModel
@@ -109,7 +109,7 @@ def main() -> int:
         batches = padded_batches(Tokenizer.from_file(str(folder / "tokenizer.json")), sentences)
     console.print(f"  {len(sentences)} sentences of {_lengths(batches)} tokens, in {len(batches)} padded batches")
     with step("Compile its attention block once, for any length") as detail:
-        artifact = mhsa.compile(from_bert(reference.encoder.layer[0].attention), "native", progress=detail)
+        artifact = mhsa.compile(mhsa.from_bert(reference.encoder.layer[0].attention), "native", progress=detail)
     with step("Load it six times, each with the weights of one layer"):
         ours = with_compiled_attention(reference, artifact)
     with step("Embed the sentences, with both models"):
@@ -162,7 +162,7 @@ def with_compiled_attention(
     """A copy of the model with compiled attention, and PyTorch set to as many threads."""
     ours = copy.deepcopy(reference)
     for layer in ours.encoder.layer:
-        compiled = load(artifact, weights=weights(from_bert(layer.attention)))
+        compiled = load(artifact, weights=weights(mhsa.from_bert(layer.attention)))
         torch.set_num_threads(compiled.threads)
         layer.attention = CompiledBertAttention(compiled, layer.attention.output.LayerNorm)
     return ours
@@ -201,7 +201,7 @@ def layer_errors(reference: BertModel, artifact: Artifact, recorded: list[list[S
     graph = onnx.load(artifact.path / "model.onnx")
     worst = []
     for layer, calls in zip(reference.encoder.layer, recorded, strict=True):
-        bound = with_weights(graph, from_bert(layer.attention))
+        bound = with_weights(graph, mhsa.from_bert(layer.attention))
         worst.append(max((judge(bound, call) for call in calls), key=lambda result: result.ratio))
     return worst
 

@@ -19,9 +19,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mhsa_compile import errors
+from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
+    from mhsa_compile import masks
     from mhsa_compile.artifact import Artifact
+    from mhsa_compile.conversion import from_bert, from_llama, from_torch
     from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
     from mhsa_compile.pipeline import compile
     from mhsa_compile.profile import TargetProfile
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from mhsa_compile.spec import AttentionSpec
     from mhsa_compile.verify import verify
 
-__version__ = "0.1.0"
 __all__ = [
     "Artifact",
     "AttentionSpec",
@@ -39,20 +41,30 @@ __all__ = [
     "__version__",
     "compile",
     "errors",
+    "from_bert",
+    "from_llama",
+    "from_torch",
     "load",
+    "masks",
     "verify",
 ]
 
 _ROOMS = {
-    "Artifact": "artifact",
-    "AttentionSpec": "spec",
-    "MultiHeadAttention": "model",
-    "ScaledDotProductAttention": "model",
-    "TargetProfile": "profile",
-    "compile": "pipeline",
-    "load": "runtime",
-    "verify": "verify",
+    "Artifact": "mhsa_compile.artifact",
+    "AttentionSpec": "mhsa_compile.spec",
+    "MultiHeadAttention": "mhsa_compile.model",
+    "ScaledDotProductAttention": "mhsa_compile.model",
+    "TargetProfile": "mhsa_compile.profile",
+    "compile": "mhsa_compile.pipeline",
+    "from_bert": "mhsa_compile.conversion",
+    "from_llama": "mhsa_compile.conversion",
+    "from_torch": "mhsa_compile.conversion",
+    "load": "mhsa_compile.runtime",
+    "verify": "mhsa_compile.verify",
 }
+"""Where each public name is."""
+_PUBLIC_ROOMS = {"masks": "mhsa_compile.masks"}
+"""Rooms that are public themselves."""
 
 
 class _Package(ModuleType):
@@ -67,9 +79,11 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:
+    if name in _PUBLIC_ROOMS:
+        return import_module(_PUBLIC_ROOMS[name])
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(_ROOMS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from mhsa_compile.core import attend, to_numpy, to_torch
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.stored_model import stored_model
-from mhsa_compile.verify import budget, max_error
 
 if TYPE_CHECKING:
     from torch import Tensor

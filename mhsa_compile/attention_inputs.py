@@ -13,14 +13,14 @@ from typing import Any, Literal
 import onnx
 from onnx import TensorProto
 
-from mhsa_compile import operator_inside
+from mhsa_compile import mhsa_operator
 from mhsa_compile.errors import ModelError
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
 from mhsa_compile.outputs import Inside
 from mhsa_compile.spec_checks import DTYPES
 
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
-OUTPUTS = ("y", "present_key", "present_value", "scores", *operator_inside.NAMES)
+OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
 """The last of both are those of our own operator of this name; see `operators`."""
 _PRECISIONS = {
     TensorProto.FLOAT: "float32",
@@ -113,7 +113,7 @@ def read(graph: Graph, node: onnx.NodeProto) -> Asked:
 
 def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> Inside:
     """What our own operator's outputs say of the softmax's rows."""
-    wanted = operator_inside.wanted_of(node)
+    wanted = mhsa_operator.wanted_of(node)
     given = set(zip(OUTPUTS, map(bool, node.output), strict=False))
     if {("top_k_weights", True), ("top_k_keys", True)} & given and not said.get("top_k", 0) > 0:
         raise refusal(node, "top_k of 1 or more, the number of keys", f"top_k={said.get('top_k', 0)}")

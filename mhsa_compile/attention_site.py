@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from mhsa_compile import attention_inputs, operator_inside
+from mhsa_compile import attention_inputs, mhsa_operator
 from mhsa_compile.head_views import Operand, keeps_rows, split_rows
 from mhsa_compile.onnx_graph import Dim, Graph, attributes
 from mhsa_compile.spec import DOMAIN, SPEC_KEY
@@ -177,7 +177,7 @@ class AttentionSite:
             stage=asked.stage,
             **({"extras": list(extras)} if extras else {}),
             gives=list(outputs),
-            **operator_inside.attributes_of(asked.wanted),
+            **mhsa_operator.attributes_of(asked.wanted),
             key_mask=int(self.key_mask),
             pads_mask=int(self._pads_mask),
             output_layout=self.output_layout,

@@ -20,17 +20,15 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.peers.base import Array, Opened, Peer, Problem
 from mhsa_compile.peers.compiled import Compiled
 from mhsa_compile.profile import detect
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.refusals import bounded
-from mhsa_compile.timing import Call, interleave, spread, tasks, workers_apart
-from mhsa_compile.verify import random_inputs
+from mhsa_compile.timing import INPUT_SETS, Call, interleave, spread, tasks, workers_apart
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mhsa_compile.workloads import Workload
 
-INPUT_SETS = 4
-"""Calls go through so many sets of inputs, so that none finds its own in the cache."""
 BEYOND_CACHE = 2
 """What calls go through must be so many times the last-level cache before bytes are said to come from memory."""
 

@@ -15,8 +15,8 @@ import tvm
 from tvm import relax
 
 from mhsa_compile import device_code, device_memory, empty_grids, races, staging, zig
+from mhsa_compile.lowered_module import Scheduled
 from mhsa_compile.profile import CudaProfile, TargetProfile
-from mhsa_compile.schedule import Scheduled
 
 _FLOAT16 = Path(__file__).with_name("float16.c")
 

@@ -57,15 +57,5 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: Sh
         return Choice(willing[0], default, None, found)
     record, kernel = found
     if is_of_default(record):  # of its own target: caches may give this one another
-        return Choice(willing[0], default, record, f"the default was the fastest there: {described(record)}")
-    return Choice(kernel, dict(record.config), record, described(record))
-
-
-def described(record: Record) -> str:
-    """Where a record comes from and what it gained there."""
-    sizes = " ".join(f"{name}={size}" for name, size in record.sizes.items())
-    at = f" at {sizes}" if sizes else ""
-    gain = record.default_us / record.median_us
-    threads = "" if record.isa.gpu else f", {record.threads} threads"
-    where = f"{record.device.name}{threads}{', emulated' if record.device.emulated else ''}"
-    return f"{record.median_us:,.1f} us{at}, {gain:.2f} times as fast as the default ({where}, {record.date})"
+        return Choice(willing[0], default, record, f"the default was the fastest there: {record.summary()}")
+    return Choice(kernel, dict(record.config), record, record.summary())

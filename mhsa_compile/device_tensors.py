@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from mhsa_compile import tvm_runtime
-from mhsa_compile.artifact import Dims, Manifest, TensorInfo
 from mhsa_compile.errors import InputError
 from mhsa_compile.gpus import Gpu
+from mhsa_compile.manifest import Dims, Manifest, TensorInfo
 from mhsa_compile.memory import as_tvm_strides, is_torch
 from mhsa_compile.refusals import reading
 from mhsa_compile.tensors import Argument, Signature, Sizes, fits

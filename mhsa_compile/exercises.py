@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from mhsa_compile import build
-from mhsa_compile.bench import INPUT_SETS
 from mhsa_compile.core import attend, to_numpy, to_torch
+from mhsa_compile.error_budget import budget
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
 from mhsa_compile.jobs import Array, Candidate, Job
 from mhsa_compile.kernels.base import Config, Kernel
 from mhsa_compile.kernels.few_queries import MOST_QUERIES
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, Placement
 from mhsa_compile.op_keys import sized, symbols
-from mhsa_compile.parity import budget
 from mhsa_compile.profile import TargetProfile
 from mhsa_compile.reference import product_in_int8
+from mhsa_compile.timing import INPUT_SETS
 
 ROWS = 64
 """Rows of the output that are checked; the first and the last are among them."""

@@ -17,15 +17,15 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile import operator_inside
+from mhsa_compile import mhsa_operator
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export_check import STATIC_MASK, Shape, check_declared, check_equal_but_for_sizes, check_symbols
 from mhsa_compile.free_dims import Program, asked, cause, quiet, settled, with_names
 from mhsa_compile.masks import BoolArray
+from mhsa_compile.mhsa_operator import attention_function
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention, opset
 from mhsa_compile.module_calls import Called, flattened, with_own_names
 from mhsa_compile.onnx_graph import reads
-from mhsa_compile.operator_function import attention_function
 from mhsa_compile.outputs import inside_of
 from mhsa_compile.patterns import BlockDiagonal
 from mhsa_compile.sdpa_translation import TRANSLATIONS
@@ -158,7 +158,7 @@ def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
     """Gives the operator of our domain, if the graph has it, its definition in standard ones."""
     for node in model.graph.node:
         if node.domain == DOMAIN:
-            operator_inside.put_in_place(node, inside_of(spec.outputs))
+            mhsa_operator.put_in_place(node, inside_of(spec.outputs))
             standard = next(entry.version for entry in model.opset_import if entry.domain == "")
             model.functions.append(attention_function(node, standard, bool_mask=spec.mask != "additive"))
             if all(entry.domain != DOMAIN for entry in model.opset_import):

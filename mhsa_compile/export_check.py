@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.core import to_numpy, to_torch
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import ModelError
 from mhsa_compile.module_calls import Called
-from mhsa_compile.parity import budget, largest_sizes, max_error, random_inputs
+from mhsa_compile.random_inputs import largest_sizes, random_inputs
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 
 Shape = tuple[int | str, ...]

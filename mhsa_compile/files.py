@@ -55,3 +55,11 @@ def read_text(path: str | Path, kind: type[MhsaError], argument: str, expected: 
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise kind(argument, expected, f"{str(path)!r} ({error})") from error
+
+
+def text_or_nothing(path: Path) -> str:
+    """The text of a file of the system's, as /proc and /sys have them; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

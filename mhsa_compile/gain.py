@@ -8,10 +8,11 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mhsa_compile.bench import INPUT_SETS, returns_y_alone
+from mhsa_compile.bench import returns_y_alone
 from mhsa_compile.peers.base import Array, Arrays, Problem, to_list
-from mhsa_compile.timing import interleave, workers_apart
-from mhsa_compile.verify import random_inputs, verify
+from mhsa_compile.random_inputs import random_inputs
+from mhsa_compile.timing import INPUT_SETS, interleave, workers_apart
+from mhsa_compile.verify import verify
 
 if TYPE_CHECKING:
     from mhsa_compile.artifact import Artifact

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from mhsa_compile.artifact import Manifest
 from mhsa_compile.errors import ArtifactError, DeviceError, InputError, InstallationError
+from mhsa_compile.manifest import Manifest
 from mhsa_compile.profile import CudaProfile
 
 FAMILY = "cuda"

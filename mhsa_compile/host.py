@@ -1,4 +1,4 @@
-"""What this machine is, and how much of it this process may use. The standard library, and our errors.
+"""What this machine is, and how much of it this process may use. The standard library only.
 
 `root` is the root of the file system: a test points it at another machine's /proc and /sys. Whatever those lack is
 answered with nothing (an empty set, None, "unknown"), so that callers can fall back on their own defaults.
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from mhsa_compile.errors import InputError
+from mhsa_compile.files import text_or_nothing
 
 ROOT = Path("/")
 _MOST_THREADS_PER_CPU = 16
@@ -56,7 +57,7 @@ def emulated(root: Path = ROOT) -> bool:
     """Whether QEMU's user mode runs this process, as far as it shows: by the name that the kernel has for the process,
     or by a /proc/cpuinfo of another architecture."""
     foreign = {"x86_64": "Features", "aarch64": "flags"}.get(architecture())
-    return foreign in _first_cpu(root) or _read(root / "proc/self/comm").startswith(_EMULATOR)
+    return foreign in _first_cpu(root) or text_or_nothing(root / "proc/self/comm").startswith(_EMULATOR)
 
 
 def cpu_model(root: Path = ROOT) -> str:
@@ -74,8 +75,8 @@ def cpu_model(root: Path = ROOT) -> str:
 def cache_kib(level: int, root: Path = ROOT) -> int | None:
     """KiB of the first CPU's data (or unified) cache of that level."""
     for cache in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        if _read(cache / "level") == str(level) and _read(cache / "type") in ("Data", "Unified"):
-            size = _read(cache / "size")
+        if text_or_nothing(cache / "level") == str(level) and text_or_nothing(cache / "type") in ("Data", "Unified"):
+            size = text_or_nothing(cache / "size")
             unit = {"K": 1, "M": 1024}.get(size[-1:])
             return int(size[:-1]) * unit if unit and size[:-1].isdigit() else None
     return None
@@ -103,35 +104,16 @@ def thread_count(given: int | None) -> int:
     return given
 
 
-def available_memory(root: Path = ROOT) -> int | None:
-    """Bytes that this process can have before the system takes them from others, or ends it; None where nobody says."""
-    fields = (line.split() for line in _read(root / "proc/meminfo").splitlines())
-    free = next((1024 * int(words[1]) for words in fields if words[:1] == ["MemAvailable:"]), None)
-    bounds = [bound for bound in (free, *_memory_left(root)) if bound is not None]
-    return min(bounds, default=None)
-
-
 def threads_per_core(root: Path = ROOT) -> int:
     """Hardware threads that share the first CPU's core; 1 where nobody says."""
-    spans = _read(root / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list").split(",")
+    spans = text_or_nothing(root / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list").split(",")
     bounds = (span.partition("-") for span in spans if span)
     return sum(int(last or first) - int(first) + 1 for first, _, last in bounds) or 1
 
 
-def _memory_left(root: Path) -> Iterator[int]:
-    """What the control group that a container shows as its root leaves of its limit, of version 2 and 1."""
-    for most, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit, taken = (_read(root / "sys/fs/cgroup" / name) for name in (most, used))
-        if limit.isdigit() and taken.isdigit():
-            yield max(0, int(limit) - int(taken))
-
-
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """CPUs granted by every control group above this process, of version 2 ("0::/a/b") and 1 ("4:cpu,cpuacct:/a/b")."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in text_or_nothing(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers:
             mounts = ["", "unified"]
@@ -147,9 +129,9 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> Iterator[float]:
-    quota, _, period = _read(folder / "cpu.max").partition(" ")
+    quota, _, period = text_or_nothing(folder / "cpu.max").partition(" ")
     if not quota:
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        quota, period = text_or_nothing(folder / "cpu.cfs_quota_us"), text_or_nothing(folder / "cpu.cfs_period_us")
     if quota.isdigit() and period.isdigit() and int(period) > 0:  # unlimited is "max" in version 2, "-1" in version 1
         yield int(quota) / int(period)
 
@@ -165,13 +147,6 @@ def _hwcap_features(root: Path) -> frozenset[str]:
 
 def _first_cpu(root: Path) -> dict[str, str]:
     """The first block of /proc/cpuinfo. Cores of one machine differ in their features only where Linux hides it."""
-    block = _read(root / "proc/cpuinfo").split("\n\n", 1)[0]
+    block = text_or_nothing(root / "proc/cpuinfo").split("\n\n", 1)[0]
     fields = (line.partition(":") for line in block.splitlines())
     return {key.strip(): value.strip() for key, _, value in fields}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -24,8 +24,9 @@ from mhsa_compile.attention_masks import dims
 from mhsa_compile.attention_site import ATTENTION
 from mhsa_compile.conversions import CONVERSIONS, READ_SIZES, size_as_tensor
 from mhsa_compile.errors import ModelError
-from mhsa_compile.fusion import LINEAR, fuse
+from mhsa_compile.fusion import fuse
 from mhsa_compile.kernels.operations import Dim, LinearOp, Op, Placement, RotaryOp, ScatterOp
+from mhsa_compile.linear_pattern import LINEAR
 from mhsa_compile.onnx_graph import inner_nodes, reads
 from mhsa_compile.rotary_site import ROTARY
 from mhsa_compile.scatter_site import SCATTER, declared_in_place
@@ -123,8 +124,6 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         ours = {LINEAR: self._linear, ATTENTION: self._attention, ROTARY: self._rotary, SCATTER: self._scatter}
         if op_name in ours:
             return ours[op_name](list(inputs), attrs)
-        if op_name == "Range" and (counted := _counted(inputs)) is not None:
-            return self.bb.normalize(counted)
         for i, value in enumerate(inputs):
             if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
                 inputs[i] = self.bb.emit(value)
@@ -241,13 +240,6 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
 def _constant(array: Any) -> Any:
     return relax.const(array, str(array.dtype))  # else scalars become int32
-
-
-def _counted(inputs: list[Any]) -> Any:
-    """A Range from 0 in steps of 1 up to a dim, whose length stays that dim: TVM's converter would make it unknown."""
-    start, limit, step = inputs
-    stated = [int(v.value.numpy()) for v in (start, step) if isinstance(v, tvm.ir.GenericConst)]
-    return relax.op.arange(0, limit, 1, "int64") if stated == [0, 1] and tvm.ir.is_prim_expr(limit) else None
 
 
 def _output_dims(main: Any) -> list[tuple[Dim, ...] | None]:

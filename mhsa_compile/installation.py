@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from mhsa_compile import __version__
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.version import __version__
 
 TESTED_TVM = "0.27.0.post1"
 TESTED_TVM_FFI = ">=0.1.14.post0,<0.1.15"

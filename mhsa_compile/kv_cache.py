@@ -13,11 +13,11 @@ import ml_dtypes  # noqa: F401  # NumPy knows bfloat16 by name from then on
 import numpy as np
 from numpy.typing import NDArray
 
-from mhsa_compile.artifact import Manifest
 from mhsa_compile.device_tensors import torch_of_cuda
 from mhsa_compile.errors import InputError, InstallationError
+from mhsa_compile.free_memory import require_memory
+from mhsa_compile.manifest import Manifest
 from mhsa_compile.memory import aligned_zeros
-from mhsa_compile.refusals import require_memory
 
 Array = np.ndarray[Any, Any]
 

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from mhsa_compile import gpus, tvm_runtime
-from mhsa_compile.artifact import Manifest, OpReport
 from mhsa_compile.device_tensors import DeviceSignature, empty, torch_of_cuda
 from mhsa_compile.errors import DeviceError, InputError
 from mhsa_compile.gpus import Gpu
+from mhsa_compile.manifest import Manifest, OpReport
 from mhsa_compile.memory import is_torch
 from mhsa_compile.tensors import Sizes
 

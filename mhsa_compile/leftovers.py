@@ -12,8 +12,8 @@ import tvm
 
 from mhsa_compile import build, rest, traces
 from mhsa_compile.build import pass_context
+from mhsa_compile.error_budget import budget
 from mhsa_compile.jobs import Candidate, Job
-from mhsa_compile.parity import budget
 from mhsa_compile.profile import CpuProfile
 
 Function = Any  # a PrimFunc; TVM has no type stubs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mhsa_compile import host
-from mhsa_compile.artifact import FORMAT_VERSION, MODEL, Manifest
 from mhsa_compile.errors import ArtifactError
+from mhsa_compile.manifest import FORMAT_VERSION, MODEL, Manifest
 from mhsa_compile.profile import CpuProfile
 
 _LOOPS_CHECKED = 4

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from mhsa_compile import operators
 from mhsa_compile.core import attention, rotated, to_numpy, written
 from mhsa_compile.errors import InputError, SpecError
+from mhsa_compile.free_memory import require_memory
 from mhsa_compile.outputs import array_names
 from mhsa_compile.positions import Rope, alibi_slopes
-from mhsa_compile.refusals import require_memory
 from mhsa_compile.spec import AttentionSpec
 
 _Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length

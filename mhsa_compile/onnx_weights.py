@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from onnx import numpy_helper
 from safetensors.numpy import save_file
 
-from mhsa_compile.artifact import DType, TensorInfo
 from mhsa_compile.errors import ModelError
 from mhsa_compile.kernels.operations import Dim
+from mhsa_compile.manifest import DType, TensorInfo
 
 
 def write(model: onnx.ModelProto, names: Sequence[str], weights: Path, onnx_file: Path) -> None:

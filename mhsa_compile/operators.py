@@ -2,8 +2,8 @@
 
 What ONNX Attention has no word for (sinks, ALiBi, what the softmax is like) is one operator of the domain "mhsa", also
 named Attention: inputs 0 to 6, attributes and outputs 0 to 3 as the standard's, input 7 the sinks (H,), input 8 the
-slopes (H,); `operator_inside` says the other outputs.
-`operator_function.attention_function` defines it for everybody else.
+slopes (H,); `mhsa_operator` says the other outputs.
+`mhsa_operator.attention_function` defines it for everybody else.
 
 Notation: B batch, L query length, S key length, C capacity of a cache, H heads, G key/value heads, E head dim.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.onnx.ops import symbolic, symbolic_multi_out
 
-from mhsa_compile import operator_inside
+from mhsa_compile import mhsa_operator
 from mhsa_compile.core import checked_mask
 from mhsa_compile.outputs import Inside, inside_of
 from mhsa_compile.positions import Rope
@@ -64,10 +64,10 @@ def attention_node(
     shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
     if not wanted.names:
         return symbolic(name, inputs, attributes, dtype=q.dtype, shape=shape, version=version), {}
-    attributes |= operator_inside.attributes_of(wanted)
+    attributes |= mhsa_operator.attributes_of(wanted)
     extra = _inside_shapes(spec, wanted, B=q.shape[0], L=q.shape[-2], S=k.shape[-2])
     dtypes = [q.dtype if name == "weights" else _INSIDE_DTYPES.get(name, torch.float32) for name in extra]
-    # They come side by side, without places for outputs that are not there: `operator_inside.put_in_place`.
+    # They come side by side, without places for outputs that are not there: `mhsa_operator.put_in_place`.
     y, *found = symbolic_multi_out(
         name, inputs, attributes, dtypes=[q.dtype, *dtypes], shapes=[shape, *extra.values()], version=version
     )

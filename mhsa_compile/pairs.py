@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mhsa_compile import softmax_parity
-from mhsa_compile.artifact import Manifest, TensorInfo
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import MhsaError
-from mhsa_compile.parity import budget, max_error
+from mhsa_compile.manifest import Manifest, TensorInfo
 from mhsa_compile.reference import Array, Arrays, Reference
 
 EXACT = 1e-9

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mhsa_compile import __version__, cubin, installation, record_files, staging
-from mhsa_compile.artifact import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Artifact, Manifest
+from mhsa_compile import cubin, installation, record_files, staging
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
+from mhsa_compile.manifest import FORMAT_VERSION, MODEL, MODULE, WEIGHTS, Manifest
 from mhsa_compile.profile import CudaProfile, TargetProfile, load_profile
 from mhsa_compile.records import Record, Shelf
 from mhsa_compile.refusals import bounded, reading
 from mhsa_compile.sources import Source, read_source
 from mhsa_compile.staging import Unfinished
+from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
     import onnx

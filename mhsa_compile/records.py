@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from mhsa_compile import installation
-from mhsa_compile.jobs import Device
+from mhsa_compile.device import Device
 from mhsa_compile.profile import CudaProfile, TargetProfile
 
 T = TypeVar("T")
@@ -70,6 +70,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     versions: dict[str, str]
     date: Date
     trace: str = ""
+
+    def summary(self) -> str:
+        """Where a record comes from and what it gained there."""
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        at = f" at {sizes}" if sizes else ""
+        gain = self.default_us / self.median_us
+        threads = "" if self.isa.gpu else f", {self.threads} threads"
+        where = f"{self.device.name}{threads}{', emulated' if self.device.emulated else ''}"
+        return f"{self.median_us:,.1f} us{at}, {gain:.2f} times as fast as the default ({where}, {self.date})"
 
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")

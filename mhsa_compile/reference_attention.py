@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx.reference.op_run import OpRun
 
-from mhsa_compile import operator_inside, reference_inside
+from mhsa_compile import mhsa_operator, reference_inside
 from mhsa_compile.outputs import Inside
 from mhsa_compile.reference_scores import Array, Scoring, View, padded, stages
 from mhsa_compile.spec import DOMAIN
@@ -101,11 +101,11 @@ class _Evaluation:
         if node.output[3]:
             scores = stages(self.q, self.k, self._scoring(slice(0, L)))
             stage = scores[self.attributes["qk_matmul_output_mode"]]
-        wanted = operator_inside.wanted_of(node)
+        wanted = mhsa_operator.wanted_of(node)
         inside = reference_inside.collected(self._look, blocks, L, self.view.S, wanted)
         if self.inputs.probe is not None:
             inside["probe"] = reference_inside.probed(self._look, blocks, self.view.S, self.inputs.probe)
-        named = (inside.get(name, nothing) for name in (*operator_inside.NAMES, "probe"))
+        named = (inside.get(name, nothing) for name in (*mhsa_operator.NAMES, "probe"))
         return (*standard, stage, *named)[: len(node.output)]
 
     def _y(self) -> Array:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from mhsa_compile import host
 from mhsa_compile.errors import MhsaError, OutputError, ResourceError
 
 P = ParamSpec("P")
@@ -73,15 +72,6 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return kind
     return f"{kind}: {lines[0][:_LONGEST]}" if isinstance(error, _TERSE) else lines[0][:_LONGEST]
-
-
-def require_memory(argument: str, needed: int) -> None:
-    """Whether `needed` bytes can be had, for what is about to be allocated and filled: the system hands out more than
-    it has, and ends who uses it. Raises ResourceError."""
-    found = host.available_memory()
-    if found is not None and needed > found:
-        got = f"{needed / 2**30:,.1f} GiB, where {found / 2**30:,.1f} GiB are free"
-        raise ResourceError(argument, "what fits this machine's memory", got, "Ask for smaller sizes.")
 
 
 def _shortage(argument: str, error: Exception) -> ResourceError | None:

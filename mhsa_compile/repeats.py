@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mhsa_compile.parity import max_error
+from mhsa_compile.error_budget import max_error
 from mhsa_compile.reference import Array, Arrays
 
 Run = Callable[[Arrays], list[Array]]

@@ -20,9 +20,8 @@ from tvm import relax, s_tir, te, tirx
 from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile import elementary, traces
-from mhsa_compile.artifact import OpReport
-from mhsa_compile.choices import described
 from mhsa_compile.kernels.cpu.vectors import WORTH_SHARING
+from mhsa_compile.manifest import OpReport
 from mhsa_compile.profile import CpuProfile, TargetProfile
 from mhsa_compile.records import Shelf
 
@@ -84,7 +83,7 @@ def _tuned(name: str, function: Function, shelf: Shelf) -> tuple[Function | None
     if isinstance(found, str):
         return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, found)
     record, made = found
-    return made, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, described(record))
+    return made, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, record.summary())
 
 
 _NOTE = "a function of the operators below that no kernel claims"

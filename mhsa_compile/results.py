@@ -16,8 +16,9 @@ import msgspec
 
 from mhsa_compile import bundles, files, installation, serve, sessions
 from mhsa_compile.bundles import Digest, Order, Work
+from mhsa_compile.device import Device
 from mhsa_compile.errors import BundleError, DeviceError
-from mhsa_compile.jobs import LOST, Device, Failure, Outcome, Timing
+from mhsa_compile.jobs import LOST, Failure, Outcome, Timing
 from mhsa_compile.staging import written
 
 

@@ -21,12 +21,13 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from mhsa_compile import files, gpus, host, kv_cache, tvm_runtime
-from mhsa_compile.artifact import MODULE, WEIGHTS, Artifact, Manifest, TensorInfo, opened
+from mhsa_compile.artifact import Artifact, opened
 from mhsa_compile.device_tensors import DeviceSignature, DeviceWeight
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.kv_cache import KVCache
 from mhsa_compile.launches import Launches
 from mhsa_compile.loadable import check_cpu, check_loops
+from mhsa_compile.manifest import MODULE, WEIGHTS, Manifest, TensorInfo
 from mhsa_compile.outputs import together
 from mhsa_compile.positions import TABLES
 from mhsa_compile.refusals import bounded, first_line, reading, refusal_of

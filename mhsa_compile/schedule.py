@@ -16,40 +16,19 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile import plain_attention, plain_linear, rest, rest_cuda
-from mhsa_compile.artifact import OpReport
 from mhsa_compile.choices import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
 from mhsa_compile.importer import Imported
 from mhsa_compile.kernels.base import Emitted
-from mhsa_compile.kernels.operations import (
-    AttentionOp,
-    Band,
-    LinearOp,
-    Op,
-    PresentOp,
-    RotaryOp,
-    ScatterOp,
-    ScoresOp,
-    StatisticsOp,
-    WeightsOp,
-)
+from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op, ScatterOp, ScoresOp, WeightsOp
+from mhsa_compile.lowered_module import Scheduled
+from mhsa_compile.manifest import OpReport
 from mhsa_compile.op_keys import kind_of
+from mhsa_compile.op_summary import summary
 from mhsa_compile.profile import CudaProfile, TargetProfile
 from mhsa_compile.records import Shelf
 
 MAIN, BIND = "main", "bind_weights"
-
-
-@dataclass
-class Scheduled:
-    """What `build` compiles. `weights` are the initializers in the order `bind_weights` takes them; `packed` is how
-    many parameters of main it makes of them, after the inputs."""
-
-    module: Any
-    weights: list[str]
-    packed: int
-    reports: list[OpReport]
-    aligned: list[int]  # inputs that a call writes into, and TVM's own code reads
 
 
 @dataclass
@@ -104,44 +83,11 @@ def _choose(name: str, op: Op, profile: TargetProfile, shelf: Shelf) -> _Chosen 
 
 def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:
     if isinstance(chosen, str):
-        note = f"{_describe(op)}; written out in TVM's operators: {chosen}"
+        note = f"{summary(op)}; written out in TVM's operators: {chosen}"
         return OpReport(name, kind_of(op), "plain", {}, "fallback", note)
     choice = chosen.choice
     source: Literal["record", "default"] = "default" if choice.record is None else "record"
-    return OpReport(name, kind_of(op), choice.kernel.name, choice.config, source, _describe(op), choice.tuning)
-
-
-def _describe(op: Op) -> str:
-    if isinstance(op, LinearOp):
-        return f"{op.in_features} -> {' + '.join(map(str, op.widths))}"
-    if isinstance(op, RotaryOp):
-        pairs = "interleaved" if op.interleaved else "in halves"
-        return f"{op.num_heads} heads of {op.head_dim}, {op.rotary_dim} turned, {pairs}"
-    if isinstance(op, ScatterOp):
-        mode = "circular" if op.circular else "linear"
-        return f"axis {op.axis} of {list(op.cache)}, {mode}, {'in place' if op.in_place else 'into a copy'}"
-    if isinstance(op, PresentOp):
-        return f"{op.num_heads} heads of {op.head_dim}" + ("" if op.past is None else ", behind the past")
-    if isinstance(op, StatisticsOp):
-        stated = {"lse": op.lse, "entropy": op.entropy, f"top_k {op.top_k}": op.top_k > 0}
-        return ", ".join(word for word, present in stated.items() if present)
-    if isinstance(op, WeightsOp):
-        chosen = {"head": op.heads, "row": op.rows}
-        return ", ".join(f"{axis}s {list(n)}" if n is not None else f"every {axis}" for axis, n in chosen.items())
-    if isinstance(op, ScoresOp):
-        return f"qk_matmul_output_mode {op.stage}"
-    grouped = "" if op.num_heads == op.num_kv_heads else f"/{op.num_kv_heads}"
-    words = {"lengths": op.lengths, "sinks": op.sinks, "ALiBi": op.slopes, f"softcap {op.softcap:g}": op.softcap}
-    besides = "".join(f", {word}" for word, present in words.items() if present)
-    return f"{op.num_heads}{grouped} heads of {op.head_dim}" + _described_band(op.band) + besides
-
-
-def _described_band(band: Band | None) -> str:
-    if band is None:
-        return ""
-    if band.left is None and band.right == 0:
-        return f", {band.alignment} causal"
-    return f", window {band.left}, {band.right}, {band.alignment}"
+    return OpReport(name, kind_of(op), choice.kernel.name, choice.config, source, summary(op), choice.tuning)
 
 
 def _plain_form(op: Op) -> Callable[[Any, Any, list[Any]], Any] | None:

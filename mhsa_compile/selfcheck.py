@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from mhsa_compile import host, repeats
-from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.errors import InputError
+from mhsa_compile.manifest import Manifest, TensorInfo
 from mhsa_compile.pairs import SAME, Meaningless, Pairs, Part, Refused, SelfCheck, Variant
-from mhsa_compile.parity import check, random_inputs
+from mhsa_compile.parity import check
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.reference import Array, Arrays, Reference
 from mhsa_compile.subject import Subject
 

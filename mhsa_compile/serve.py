@@ -29,12 +29,12 @@ from typing import Any, NoReturn
 import msgspec
 
 from mhsa_compile import gpus, host, tvm_runtime
+from mhsa_compile.device import Device, GpuDevice
 from mhsa_compile.errors import DeviceError, InstallationError
-from mhsa_compile.jobs import Device, GpuDevice
 
 LOOPBACK = "127.0.0.1"
 DEVICE = "mhsa.device"
-"""The global function that returns `jobs.Device` as JSON."""
+"""The global function that returns `device.Device` as JSON."""
 SECONDS = "mhsa.seconds"
 """The global function that is `seconds`."""
 ANSWER = 5.0

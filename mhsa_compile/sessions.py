@@ -23,8 +23,9 @@ import msgspec
 
 from mhsa_compile import connections, gpus, host, measuring, serve, staging
 from mhsa_compile.connections import Child, Tracker, Way
+from mhsa_compile.device import Device
 from mhsa_compile.errors import DeviceError, OutputError
-from mhsa_compile.jobs import LOST, TIMEOUT, Candidate, Device, Failure, Job, Outcome, Timing
+from mhsa_compile.jobs import LOST, TIMEOUT, Candidate, Failure, Job, Outcome, Timing
 from mhsa_compile.measuring import Fault
 from mhsa_compile.records import Isa
 

@@ -13,13 +13,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from mhsa_compile import operator_inside
+from mhsa_compile import mhsa_operator
 from mhsa_compile.reference import Array, Arrays, eager, oracle
 from mhsa_compile.spec import DOMAIN
 
-_INPUT, _OUTPUT = 9, operator_inside.FIRST + len(operator_inside.NAMES)
+_INPUT, _OUTPUT = 9, mhsa_operator.FIRST + len(mhsa_operator.NAMES)
 """Where the evaluations of `reference` have keys to be weighed, and their weights."""
-_WEIGHTS, _KEYS = (operator_inside.FIRST + operator_inside.NAMES.index(f"top_k_{name}") for name in ("weights", "keys"))
+_WEIGHTS, _KEYS = (mhsa_operator.FIRST + mhsa_operator.NAMES.index(f"top_k_{name}") for name in ("weights", "keys"))
 
 
 def key_outputs(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:

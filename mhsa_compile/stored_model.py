@@ -9,8 +9,9 @@ from __future__ import annotations
 import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from mhsa_compile.artifact import MODEL, WEIGHTS, Artifact
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import ArtifactError
+from mhsa_compile.manifest import MODEL, WEIGHTS
 
 
 def stored_model(artifact: Artifact) -> onnx.ModelProto:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.dims import is_expression
-from mhsa_compile.parity import random_inputs, whole_masks
+from mhsa_compile.manifest import Manifest, TensorInfo
+from mhsa_compile.random_inputs import random_inputs, whole_masks
 from mhsa_compile.reference import Array, Arrays
 
 ENTRIES = 3

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from mhsa_compile import tvm_runtime
-from mhsa_compile.artifact import Dims, TensorInfo
 from mhsa_compile.dims import is_expression, made_of, size_of
 from mhsa_compile.errors import InputError
+from mhsa_compile.manifest import Dims, TensorInfo
 from mhsa_compile.memory import (
     ALIGNMENT,
     address,

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from mhsa_compile import installation, kernels
+from mhsa_compile.device import Device
 from mhsa_compile.errors import InputError
-from mhsa_compile.jobs import Device
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Op
 from mhsa_compile.op_keys import key_of, kind_of, sized
 from mhsa_compile.profile import TargetProfile

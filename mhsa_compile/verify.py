@@ -1,6 +1,6 @@
 """What is right: the verdict on an artifact, against the oracle and against itself.
 
-The parts are rooms of their own: `parity` for one run and its budget, `selfcheck` for what must hold between runs.
+The parts are rooms of their own: `parity` for one run, `selfcheck` for what must hold between runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from mhsa_compile import selfcheck
 from mhsa_compile.pairs import SelfCheck
-from mhsa_compile.parity import CaseResult, budget, check, default_cases, max_error, random_inputs, whole_masks
+from mhsa_compile.parity import CaseResult, check
+from mhsa_compile.random_inputs import default_cases, whole_masks
 from mhsa_compile.reference import Array, Arrays, Reference, eager, oracle
 from mhsa_compile.refusals import bounded
 from mhsa_compile.repeats import Run
@@ -26,14 +27,10 @@ __all__ = [
     "CaseResult",
     "SelfCheck",
     "Verdict",
-    "budget",
     "check",
-    "default_cases",
     "eager",
     "judged",
-    "max_error",
     "oracle",
-    "random_inputs",
     "verify",
 ]
 

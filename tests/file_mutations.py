@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save, save_file
 
-from mhsa_compile.artifact import MANIFEST, MODULE, WEIGHTS, Artifact
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import InputError
+from mhsa_compile.manifest import MANIFEST, MODULE, WEIGHTS
 from mhsa_compile.tensors import Signature
 
 Tree = Any

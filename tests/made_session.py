@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mhsa_compile import host
-from mhsa_compile.jobs import Candidate, Device, Failure, Job, Outcome, Timing
+from mhsa_compile.device import Device
+from mhsa_compile.jobs import Candidate, Failure, Job, Outcome, Timing
 from mhsa_compile.spaces import Point, Space
 
 ROUNDS = 5

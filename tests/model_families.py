@@ -20,10 +20,10 @@ import transformers
 from torch import Tensor, nn
 
 import mhsa_compile as mhsa
-from mhsa_compile.artifact import AttentionBlock
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.export import export
+from mhsa_compile.manifest import AttentionBlock
 from mhsa_compile.module_calls import Called, flattened
-from mhsa_compile.parity import budget, max_error
 
 VOCABULARY = 101
 EXPORTED, UNSEEN = (2, 7), ((3, 13), (1, 5))

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from mhsa_compile.jobs import Device
+from mhsa_compile.device import Device
 from mhsa_compile.profile import load_profile
 from mhsa_compile.records import Record, isa_of
 

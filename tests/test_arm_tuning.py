@@ -15,7 +15,8 @@ from test_cli import mhsa, refused
 from test_serve import TRACKER, process
 
 from mhsa_compile import data, parcel, record_files, results, search
-from mhsa_compile.jobs import Device, Timing
+from mhsa_compile.device import Device
+from mhsa_compile.jobs import Timing
 from mhsa_compile.records import Record
 
 pytestmark = pytest.mark.arm

@@ -17,9 +17,10 @@ import pytest
 from msgspec.structs import replace
 
 from mhsa_compile import host, staging
-from mhsa_compile.artifact import FORMAT_VERSION, Artifact, Manifest, OpReport, TensorInfo
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.loadable import check_cpu, check_loops
+from mhsa_compile.manifest import FORMAT_VERSION, Manifest, OpReport, TensorInfo
 from mhsa_compile.opened import OpenFolder
 from mhsa_compile.profile import CpuProfile, Hardware, Link, TargetProfile, TvmTarget, load_profile
 from mhsa_compile.semantics import BandMeaning, Semantics

@@ -13,15 +13,15 @@ import pytest
 import mhsa_compile as mhsa
 from mhsa_compile import accuracy, drawing, peers, plots
 from mhsa_compile.artifact import Artifact
-from mhsa_compile.bench import INPUT_SETS, _floor, bench, compile_workload
+from mhsa_compile.bench import _floor, bench, compile_workload
 from mhsa_compile.bench_report import Floor, Report, Row
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.peers.base import Problem
 from mhsa_compile.peers.compiled import Compiled
 from mhsa_compile.profile import load_profile
-from mhsa_compile.timing import LEAST_ROUNDS
-from mhsa_compile.verify import random_inputs
+from mhsa_compile.random_inputs import random_inputs
+from mhsa_compile.timing import INPUT_SETS, LEAST_ROUNDS
 from mhsa_compile.workloads import GROUPS, WORKLOADS, Workload, choose
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mhsa_compile as mhsa
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import InputError
 from mhsa_compile.export import export
 from mhsa_compile.kv_cache import KVCache
@@ -20,7 +21,7 @@ from mhsa_compile.model import MultiHeadAttention, weights
 from mhsa_compile.positions import Rope
 from mhsa_compile.runtime import CompiledAttention
 from mhsa_compile.spec import AttentionSpec
-from mhsa_compile.verify import budget, eager, max_error, oracle
+from mhsa_compile.verify import eager, oracle
 
 STEPS, PROMPT, CAPACITY = 256, 7, 271
 SHAPES = {

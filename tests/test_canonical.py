@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mhsa_compile as mhsa
-from mhsa_compile.artifact import AttentionBlock
 from mhsa_compile.canonical import canonicalize
 from mhsa_compile.canonical.settle import settle
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.importer import import_onnx
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp
+from mhsa_compile.manifest import AttentionBlock
 from mhsa_compile.onnx_graph import Graph
-from mhsa_compile.verify import budget, eager, max_error, oracle
+from mhsa_compile.verify import eager, oracle
 
 B, L, S, H, G, E, V, W, M = 2, 5, 7, 6, 3, 8, 3, 11, 9  # W windows of M
 LOWEST = torch.finfo(torch.float32).min

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mhsa_compile.choices import choose, willing_kernels
-from mhsa_compile.jobs import Device
+from mhsa_compile.device import Device
 from mhsa_compile.kernels.operations import AttentionOp, Band, LinearOp, Placement, ScoresOp
 from mhsa_compile.op_keys import bucket, key_of, kind_of, symbols
 from mhsa_compile.profile import TargetProfile, load_profile

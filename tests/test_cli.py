@@ -19,9 +19,9 @@ from records_made import made
 from typer.testing import CliRunner, Result
 
 from mhsa_compile import __version__, gpus, host, installation, profile, record_files
-from mhsa_compile.artifact import TensorInfo
 from mhsa_compile.cli import app, arrays, diagnosing
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.manifest import TensorInfo
 
 COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "records list", "records merge",
             "records promote", "records check")  # fmt: skip

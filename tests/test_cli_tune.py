@@ -10,7 +10,7 @@ import pytest
 from test_cli import mhsa
 
 from mhsa_compile import AttentionSpec, record_files, search
-from mhsa_compile.cli.tuning_cases import Given
+from mhsa_compile.cli.tuning_cases import CaseOptions
 from mhsa_compile.export import export
 from mhsa_compile.model import ScaledDotProductAttention
 
@@ -49,7 +49,7 @@ def test_a_model_is_tuned_and_compiled_with_what_was_found(tmp_path: Path, monke
 
 def test_lengths_around_are_tuned_too():
     def dims(word: str) -> list[tuple[str, int, int]]:
-        given = Given(None, [word], None, {}, symbolic=False, around=True, weights=None, seed=0)
+        given = CaseOptions(None, [word], None, {}, symbolic=False, around=True, weights=None, seed=0)
         given.check()
         cases = list(given.cases())
         assert all(case.sizes == case.dims and case.dims["B"] == 1 for case in cases)

@@ -9,7 +9,8 @@ from onnx import helper, numpy_helper, parser
 
 import mhsa_compile as mhsa
 from mhsa_compile.canonical import canonicalize, convolutions
-from mhsa_compile.verify import budget, eager, max_error, oracle
+from mhsa_compile.error_budget import budget, max_error
+from mhsa_compile.verify import eager, oracle
 
 TEXT = """<ir_version: 10, opset_import: ["" : 23]>
 agraph (float[B, 6, Y, X] x) => (float[B, P, 16] y) {

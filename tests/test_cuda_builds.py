@@ -12,8 +12,8 @@ import pytest
 
 import mhsa_compile as mhsa
 from mhsa_compile import cubin, device_code, installation
-from mhsa_compile.artifact import MODULE
 from mhsa_compile.errors import BuildError, InputError, InstallationError, ModelError
+from mhsa_compile.manifest import MODULE
 from mhsa_compile.profile import profile_names
 
 KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.f; }\n'

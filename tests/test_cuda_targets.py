@@ -16,7 +16,8 @@ import torch
 
 import mhsa_compile as mhsa
 from mhsa_compile import cubin, device_code
-from mhsa_compile.artifact import MODULE, Artifact
+from mhsa_compile.artifact import Artifact
+from mhsa_compile.manifest import MODULE
 from mhsa_compile.profile import CudaProfile, load_profile, profile_names
 from mhsa_compile.sources import read_source
 

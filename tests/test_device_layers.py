@@ -18,11 +18,11 @@ from tvm import relax
 
 import mhsa_compile as mhsa
 from mhsa_compile import device_memory, kv_cache, launches, tvm_runtime
-from mhsa_compile.artifact import WEIGHTS, Manifest
 from mhsa_compile.build import _linker, _lowering, _planning, pass_context
 from mhsa_compile.device_tensors import DeviceArgument, DeviceSignature
 from mhsa_compile.gpus import Gpu
 from mhsa_compile.importer import import_onnx
+from mhsa_compile.manifest import WEIGHTS, Manifest
 from mhsa_compile.positions import Rope
 from mhsa_compile.profile import load_profile
 from mhsa_compile.records import Shelf

@@ -10,10 +10,10 @@ import pytest
 import torch
 from made_up_gpus import OnTheOther, on_gpu
 
-from mhsa_compile.artifact import TensorInfo
 from mhsa_compile.device_tensors import DeviceArgument, DeviceWeight
 from mhsa_compile.errors import InputError
 from mhsa_compile.gpus import Gpu
+from mhsa_compile.manifest import TensorInfo
 from mhsa_compile.tensors import Signature
 
 GPU = Gpu(1, "made up", (9, 0), 132, 227)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import mhsa_compile as mhsa
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import InputError
 from mhsa_compile.reference import Arrays
-from mhsa_compile.verify import budget, eager, max_error, oracle
+from mhsa_compile.verify import eager, oracle
 
 VOCABULARY, LONGEST = 101, 40
 AXES = {name: {0: "B", 1: "L"} for name in ("input_ids", "attention_mask")}

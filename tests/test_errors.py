@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 import mhsa_compile as mhsa
-from mhsa_compile import cli, files, host, record_files, results
+from mhsa_compile import cli, files, free_memory, record_files, results
 from mhsa_compile.artifact import Artifact
 from mhsa_compile.bundles import Work
 from mhsa_compile.cli import arrays
@@ -230,7 +230,7 @@ def test_files_that_are_nested(tmp_path: Path) -> None:
 
 
 def test_what_is_known_to_be_too_large_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(free_memory, "available_memory", lambda: 1 << 20)
     with pytest.raises(ResourceError, match=r"0\.0 GiB are free"):
         mhsa.MultiHeadAttention(AttentionSpec(embed_dim=512, num_heads=4))
 
@@ -254,14 +254,14 @@ def test_memory_that_cannot_be_had_is_said_by_entry_points() -> None:
 
 
 def test_what_a_machine_has(tmp_path: Path) -> None:
-    assert host.available_memory(tmp_path) is None
+    assert free_memory.available_memory(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
-    assert host.available_memory(tmp_path) == 8192
+    assert free_memory.available_memory(tmp_path) == 8192
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("5000\n")
     (tmp_path / "sys/fs/cgroup/memory.current").write_text("1000\n")
-    assert host.available_memory(tmp_path) == 4000
+    assert free_memory.available_memory(tmp_path) == 4000
 
 
 def test_a_reader_keeps_errors_of_ours() -> None:

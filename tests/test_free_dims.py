@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export import export
-from mhsa_compile.parity import largest_sizes
+from mhsa_compile.random_inputs import largest_sizes
 from mhsa_compile.signatures import guessed
 
 

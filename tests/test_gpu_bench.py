@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mhsa_compile import data, gpu_bench
-from mhsa_compile.artifact import MANIFEST, Artifact, OpReport
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.bench import module_of
 from mhsa_compile.errors import DeviceError, InputError, MhsaError, ModelError
 from mhsa_compile.gpu_bench import ceilings, kept, peers, table
@@ -26,6 +26,7 @@ from mhsa_compile.gpu_bench.cases import GROUPS, WORKLOADS, Work, choose, work
 from mhsa_compile.gpu_bench.figures import OURS, Ceilings, Figures, Machine, Result, Row, Sample, rows
 from mhsa_compile.gpu_bench.problem import Problem, draw
 from mhsa_compile.gpu_bench.turns import BURST, LEAST_ROUNDS, MOST_CALLS, interleave
+from mhsa_compile.manifest import MANIFEST, OpReport
 from mhsa_compile.patterns import Longformer
 from mhsa_compile.profile import load_profile
 from mhsa_compile.spec import AttentionSpec

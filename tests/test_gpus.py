@@ -11,9 +11,9 @@ import pytest
 from made_up_gpus import A10, A100, H200, L4, MadeUp
 
 from mhsa_compile import gpus
-from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.errors import ArtifactError, DeviceError, InputError, InstallationError, MhsaError
 from mhsa_compile.gpus import Gpu
+from mhsa_compile.manifest import Manifest, TensorInfo
 from mhsa_compile.profile import load_profile
 
 

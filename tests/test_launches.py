@@ -18,10 +18,10 @@ import tvm
 from tvm import relax
 
 from mhsa_compile import device_memory, launches, tvm_runtime
-from mhsa_compile.artifact import OpReport
 from mhsa_compile.build import _linker, _lowering, _planning, pass_context
 from mhsa_compile.errors import DeviceError, InputError, ModelError
 from mhsa_compile.gpus import Gpu
+from mhsa_compile.manifest import OpReport
 from mhsa_compile.memory import aligned_copy, aligned_zeros
 from mhsa_compile.profile import load_profile
 from mhsa_compile.tvm_runtime import Vm

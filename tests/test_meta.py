@@ -13,9 +13,9 @@ from records_made import made
 from tvm import relax, te
 
 from mhsa_compile import leftovers, meta, rest, sessions, traces
-from mhsa_compile.artifact import OpReport
 from mhsa_compile.build import pass_context
 from mhsa_compile.jobs import WRONG
+from mhsa_compile.manifest import OpReport
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.records import Record, Shelf, isa_of
 

@@ -17,8 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
 from mhsa_compile.canonical import canonicalize
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import ModelError
-from mhsa_compile.verify import budget, eager, max_error, oracle
+from mhsa_compile.verify import eager, oracle
 
 B, L, S, P, H, G, E = 2, 5, 7, 3, 6, 2, 32  # ONNX Runtime rotates heads of multiples of 16 only
 D = H * E

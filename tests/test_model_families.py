@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import mhsa_compile as mhsa
 from mhsa_compile.canonical import canonicalize
+from mhsa_compile.error_budget import max_error
 from mhsa_compile.errors import ModelError
 from mhsa_compile.export import export
 from mhsa_compile.reference import oracle
-from mhsa_compile.verify import max_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 B, H, L, E = 2, 3, 5, 4

@@ -11,9 +11,10 @@ import pytest
 from operator_models import F, G, H, draw, model
 
 import mhsa_compile as mhsa
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import InputError
 from mhsa_compile.runtime import CompiledAttention
-from mhsa_compile.verify import budget, eager, max_error, oracle
+from mhsa_compile.verify import eager, oracle
 
 ALL = ("y", "present_key", "present_value")
 FULL = {"B": 3, "L": 5, "S": 11, "P": 13}

@@ -13,8 +13,10 @@ from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import attention as _attention_cases  # noqa: F401  # importing it makes the cases
 
 from mhsa_compile import reference_attention
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.parity import DECIDING_VALUES, MOST_DRAWS, CaseResult, judge
-from mhsa_compile.verify import Verdict, budget, check, default_cases, eager, max_error, oracle, random_inputs
+from mhsa_compile.random_inputs import default_cases, random_inputs
+from mhsa_compile.verify import Verdict, check, eager, oracle
 
 NODE_TESTS = [case for case in node_cases._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}

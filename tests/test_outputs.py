@@ -15,10 +15,11 @@ from onnx.reference import ReferenceEvaluator
 import mhsa_compile as mhsa
 from mhsa_compile import masks
 from mhsa_compile.bench import bench
+from mhsa_compile.error_budget import max_error
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.export import export
 from mhsa_compile.outputs import Inside, array_names, inside_of, split_words
-from mhsa_compile.parity import max_error, random_inputs
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.reference import oracle
 
 EVERYTHING = ("y", "lse", "entropy", "top_k:3", "weights:heads=1,rows=0,-1", "heads")

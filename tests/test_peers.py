@@ -15,14 +15,14 @@ import torch
 
 import mhsa_compile as mhsa
 from mhsa_compile import accuracy, onnx_weights, peers
-from mhsa_compile.artifact import MODEL, WEIGHTS
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.export import export
+from mhsa_compile.manifest import MODEL, WEIGHTS
 from mhsa_compile.peers import iree, onnxruntime, openvino, torch_compile, torch_eager
 from mhsa_compile.peers.base import WRONG, Problem
 from mhsa_compile.peers.fastest import Fastest
+from mhsa_compile.random_inputs import random_inputs
 from mhsa_compile.spec import AttentionSpec
-from mhsa_compile.verify import random_inputs
 
 # Inductor's own use of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")

@@ -10,8 +10,8 @@ from fuzz_attention import draw_operands, evaluated, placed
 from tvm import relax
 
 from mhsa_compile import plain_attention
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.kernels.operations import AttentionOp, Band, Placement
-from mhsa_compile.verify import budget, max_error
 
 
 def run(op: AttentionOp, arrays: list[np.ndarray]) -> np.ndarray:

@@ -15,8 +15,8 @@ from tvm import relax, te
 
 from mhsa_compile import elementary, rest
 from mhsa_compile.build import pass_context
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.records import Shelf
-from mhsa_compile.verify import budget, max_error
 
 PROFILE = vector_machine(256, 16)
 POINTS = np.concatenate(

@@ -16,11 +16,12 @@ from kernel_runs import call, compiled, vector_machine
 from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.importer import import_onnx
 from mhsa_compile.kernels.cpu.rope import RotaryKernel
 from mhsa_compile.kernels.operations import AttentionOp, LinearOp, Placement, RotaryOp
-from mhsa_compile.verify import budget, eager, max_error, oracle
+from mhsa_compile.verify import eager, oracle
 
 MACHINES = [((512, 32), "float32"), ((128, 32), "float32"), ((256, 16), "bfloat16"), ((32, 8), "float16")]
 NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

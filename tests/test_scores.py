@@ -15,12 +15,12 @@ import pytest
 import torch
 from kernel_runs import attention, call, compiled, vector_machine
 
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.kernels.base import Kernel
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
 from mhsa_compile.kernels.cpu.decode import DecodeKernel
 from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement, StaticMask
 from mhsa_compile.profile import TargetProfile, detect
-from mhsa_compile.verify import budget, max_error
 
 ATTENTION, DECODE = AttentionKernel(), DecodeKernel()
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

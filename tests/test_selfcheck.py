@@ -13,8 +13,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import mhsa_compile as mhsa
-from mhsa_compile.artifact import Manifest, TensorInfo
 from mhsa_compile.export import export
+from mhsa_compile.manifest import Manifest, TensorInfo
 from mhsa_compile.pairs import Pairs, SelfCheck
 from mhsa_compile.reference import Reference
 from mhsa_compile.selfcheck import CHECKS, THREADS, self_checks

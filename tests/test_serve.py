@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 from mhsa_compile import serve, sessions
 from mhsa_compile.cli import app
+from mhsa_compile.device import Device
 from mhsa_compile.errors import DeviceError
-from mhsa_compile.jobs import CRASH, LOST, Device, Failure, Timing
+from mhsa_compile.jobs import CRASH, LOST, Failure, Timing
 
 TRACKER = """
 from mhsa_compile import tvm_runtime

@@ -17,9 +17,10 @@ import pytest
 import tvm
 
 from mhsa_compile import host, measuring, serve, sessions
+from mhsa_compile.device import Device
 from mhsa_compile.errors import DeviceError
 from mhsa_compile.exercises import candidate_of, job_of
-from mhsa_compile.jobs import BUILD, CRASH, LOST, TIMEOUT, WRONG, Candidate, Device, Failure, Job, Timing
+from mhsa_compile.jobs import BUILD, CRASH, LOST, TIMEOUT, WRONG, Candidate, Failure, Job, Timing
 from mhsa_compile.kernels.cpu.attention import AttentionKernel
 from mhsa_compile.kernels.cpu.linear import LinearKernel
 from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placement

@@ -11,9 +11,10 @@ from tiny_artifact import MASK, X, Y
 from typer.testing import CliRunner
 
 from mhsa_compile import host
-from mhsa_compile.artifact import Artifact, Manifest
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.cli import app
 from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.manifest import Manifest
 from mhsa_compile.profile import load_profile
 from mhsa_compile.standalone import bundle
 from mhsa_compile.standalone.runtimes import LIBRARIES

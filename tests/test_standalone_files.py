@@ -20,7 +20,8 @@ from file_mutations import Case
 from safetensors.numpy import load_file, save_file
 
 from mhsa_compile import standalone
-from mhsa_compile.artifact import FORMAT_VERSION, MANIFEST, MODULE, WEIGHTS, Artifact
+from mhsa_compile.artifact import Artifact
+from mhsa_compile.manifest import FORMAT_VERSION, MANIFEST, MODULE, WEIGHTS
 
 X, M = np.ones((3, 5, 8), np.float32), np.ones((3, 5), bool)
 

@@ -18,6 +18,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile import inside
 from mhsa_compile.core import to_numpy, to_torch
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.kernels.arguments import argument
 from mhsa_compile.kernels.base import Emitted
 from mhsa_compile.kernels.cpu.functions import natural_log
@@ -28,7 +29,6 @@ from mhsa_compile.kernels.operations import AttentionOp, Band, MaskInput, Placem
 from mhsa_compile.outputs import Inside
 from mhsa_compile.profile import TargetProfile, detect
 from mhsa_compile.reference_inside import collected, of_rows
-from mhsa_compile.verify import budget, max_error
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "scalar": (64, 8)}
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny_artifact import MASK, X, Y, assert_right, draw, make, read_only
 
-from mhsa_compile.artifact import Artifact, TensorInfo
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import InputError
+from mhsa_compile.manifest import TensorInfo
 from mhsa_compile.runtime import CompiledAttention, load
 from mhsa_compile.tensors import Signature
 

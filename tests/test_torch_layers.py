@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import mhsa_compile as mhsa
 from mhsa_compile.canonical import canonicalize
+from mhsa_compile.error_budget import budget, max_error
 from mhsa_compile.errors import ModelError
 from mhsa_compile.export import export
-from mhsa_compile.verify import budget, max_error
 
 D, H = 32, 4
 

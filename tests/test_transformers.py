@@ -25,7 +25,7 @@ from transformers.models.whisper.modeling_whisper import WhisperAttention
 
 import mhsa_compile as mhsa
 from mhsa_compile.core import to_numpy
-from mhsa_compile.verify import budget, max_error
+from mhsa_compile.error_budget import budget, max_error
 
 D = 60
 Inputs = dict[str, Tensor | tuple[Tensor, ...]]

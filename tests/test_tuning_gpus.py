@@ -16,9 +16,9 @@ from test_cuda_builds import needs_compiler
 from mhsa_compile import cubin, exercises, gpus, parcel, record_files, results, serve, sessions
 from mhsa_compile.bundles import Work
 from mhsa_compile.choices import willing_kernels
+from mhsa_compile.device import GpuDevice
 from mhsa_compile.errors import DeviceError, InstallationError
 from mhsa_compile.guesses import first_guesses
-from mhsa_compile.jobs import GpuDevice
 from mhsa_compile.kernels.operations import AttentionOp, Placement
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.profile import TargetProfile, load_profile

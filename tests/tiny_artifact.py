@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 from safetensors.numpy import save_file
 
-from mhsa_compile.artifact import Artifact, Manifest, TensorInfo
+from mhsa_compile.artifact import Artifact
+from mhsa_compile.manifest import Manifest, TensorInfo
 from mhsa_compile.profile import load_profile
 
 W = np.random.default_rng(0).standard_normal((8, 8), np.float32)

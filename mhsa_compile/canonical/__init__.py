@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from mhsa_compile.artifact import AttentionBlock
 from mhsa_compile.canonical import convolutions, decomposed, einsum, lookups, microsoft, opset, sequences, tails
 from mhsa_compile.canonical.aliases import without_aliases
 from mhsa_compile.canonical.settle import settle
 from mhsa_compile.canonical.sizes import sizes_as_tensors
 from mhsa_compile.canonical.weights import light, whole
 from mhsa_compile.errors import ModelError
+from mhsa_compile.manifest import AttentionBlock
 from mhsa_compile.spec import DOMAIN, LIMITS_KEY, SPEC_KEY
 
 _OTHERS = ("RotaryEmbedding", "TensorScatter")  # what a model without any attention may be made of

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import onnx
 
-from mhsa_compile.artifact import AttentionBlock
 from mhsa_compile.canonical import masks as masking
 from mhsa_compile.canonical.known import Known
 from mhsa_compile.canonical.operands import Operands, operands
 from mhsa_compile.canonical.rewriter import Rewriter
 from mhsa_compile.canonical.scores import NotRecognised, Weights, is_attention, scores_before, weights_after
+from mhsa_compile.manifest import AttentionBlock
 from mhsa_compile.onnx_graph import Dim, Graph
 
 FORM = "decomposed"

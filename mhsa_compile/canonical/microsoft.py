@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import onnx
 
-from mhsa_compile.artifact import AttentionBlock
 from mhsa_compile.canonical import microsoft_attention, microsoft_cache, microsoft_layers
 from mhsa_compile.canonical.microsoft_node import NotYet, Theirs
 from mhsa_compile.canonical.rewriter import Rewriter
 from mhsa_compile.canonical.settle import settle
 from mhsa_compile.canonical.weights import Tensors
+from mhsa_compile.manifest import AttentionBlock
 from mhsa_compile.onnx_graph import attributes
 
 DOMAIN = "com.microsoft"

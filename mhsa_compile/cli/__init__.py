@@ -62,7 +62,7 @@ def _refuse(error: MhsaError) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from mhsa_compile import __version__
+        from mhsa_compile.version import __version__
 
         output.line(f"mhsa {__version__}")
         raise typer.Exit

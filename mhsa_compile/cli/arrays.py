@@ -12,11 +12,12 @@ import numpy as np
 
 from mhsa_compile import files
 from mhsa_compile.errors import InputError
-from mhsa_compile.refusals import reading, require_memory
+from mhsa_compile.free_memory import require_memory
+from mhsa_compile.refusals import reading
 from mhsa_compile.staging import written
 
 if TYPE_CHECKING:
-    from mhsa_compile.artifact import TensorInfo
+    from mhsa_compile.manifest import TensorInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _DRAWN_BYTES = 8  # of an element that NumPy draws, before it gets its dtype; once more for what comes of it

@@ -10,7 +10,7 @@ import typer
 
 from mhsa_compile import data, drawing, host, plots
 from mhsa_compile.cli import options, output, predicting, sources
-from mhsa_compile.cli.tuning_cases import Given
+from mhsa_compile.cli.tuning_cases import CaseOptions
 from mhsa_compile.dims import is_expression
 from mhsa_compile.errors import InputError
 
@@ -74,7 +74,7 @@ def bench(
     stated = options.stated_dims(batch, length, kv_length, capacity, dim)
     if predict:
         words = workload or ([_DEFAULT_WORKLOAD] if source is None else [])
-        given = Given(source, words, dtype, stated, symbolic=False, around=False, weights=weights, seed=0)
+        given = CaseOptions(source, words, dtype, stated, symbolic=False, around=False, weights=weights, seed=0)
         return predicting.predict(given, target or data.NATIVE, json)
     if target is not None or weights is not None:
         option = "--target" if target is not None else "--weights"

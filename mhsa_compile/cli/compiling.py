@@ -111,7 +111,7 @@ def compile_source(
         outputs=outputs and split_words(outputs), dtype=dtype,
     )  # fmt: skip
     dims = options.stated_dims(batch, length, kv_length, capacity, dim)
-    from mhsa_compile.artifact import MANIFEST
+    from mhsa_compile.manifest import MANIFEST
     from mhsa_compile.staging import check_place
 
     check_place(out.resolve(), force, MANIFEST)  # before the work, not after it

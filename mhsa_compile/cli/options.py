@@ -12,7 +12,7 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.spec_checks import LARGEST
 
 if TYPE_CHECKING:
-    from mhsa_compile.artifact import TensorInfo
+    from mhsa_compile.manifest import TensorInfo
 
 _LARGEST_SEED = 2**63 - 1  # of PyTorch's generators
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mhsa_compile.cli import output, sources
-from mhsa_compile.cli.tuning_cases import Given
+from mhsa_compile.cli.tuning_cases import CaseOptions
 
 if TYPE_CHECKING:
     from mhsa_compile.predict import KernelReport, LoopReport, Prediction
@@ -14,7 +14,7 @@ _NOTE = """A prediction, not a measurement: of the inner loops alone, with all d
 also spends multiplication slots on its exponentials, between these loops. Tails are for what fills no whole tile."""
 
 
-def predict(given: Given, target: str, json: bool) -> None:
+def predict(given: CaseOptions, target: str, json: bool) -> None:
     """Print it for each source or workload. Raises InputError, TargetError, InstallationError."""
     from mhsa_compile import mca
     from mhsa_compile.profile import load_cpu_profile

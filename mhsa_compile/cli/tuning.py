@@ -10,7 +10,7 @@ import typer
 
 from mhsa_compile import drawing, tuning_plots
 from mhsa_compile.cli import options, output, sources, tuning_runs, tuning_view
-from mhsa_compile.cli.tuning_cases import BUNDLE, LOCAL, Case, Given, split
+from mhsa_compile.cli.tuning_cases import BUNDLE, LOCAL, Case, CaseOptions, split
 from mhsa_compile.cli.tuning_runs import Outcome, Settings
 from mhsa_compile.errors import InputError
 from mhsa_compile.profile import load_profile
@@ -87,7 +87,7 @@ def tune(
     source, tracker = split(arguments or [], on)
     _check(on, out, results, plot)
     stated = options.stated_dims(batch, length, kv_length, capacity, dim)
-    given = Given(source, workload or [], dtype, stated, symbolic, around, weights, seed)
+    given = CaseOptions(source, workload or [], dtype, stated, symbolic, around, weights, seed)
     given.check()
     peers = options.peers(against)
     profile = load_profile(target)
@@ -115,7 +115,7 @@ def tune(
 
 
 def _outcomes(
-    given: Given,
+    given: CaseOptions,
     settings: Settings,
     on: str,
     tracker: tuple[Address, str] | None,
@@ -162,14 +162,14 @@ def _database(records: Path) -> str:
     return f"sqlite:///{records.resolve().with_suffix('.studies.db')}"
 
 
-def _only(given: Given) -> Case:
+def _only(given: CaseOptions) -> Case:
     cases = list(given.cases())
     if len(cases) > 1:
         raise InputError("--on bundle", "one source", f"{len(cases)} workloads", "Make a bundle of each.")
     return cases[0]
 
 
-def _bundle(given: Given, settings: Settings, out: Path, json: bool) -> None:
+def _bundle(given: CaseOptions, settings: Settings, out: Path, json: bool) -> None:
     count = tuning_runs.write_bundle(_only(given), settings, out)
     if json:
         output.print_json({"bundle": out, "candidates": count})

@@ -29,8 +29,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What was given: a source with the dims that were stated, or workloads, which bring theirs."""
+class CaseOptions:
+    """What was asked for: a source with the dims that were stated, or workloads, which bring theirs."""
 
     source: Path | None
     workloads: list[str]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile import gpus, host
-from mhsa_compile.artifact import WEIGHTS, Artifact, OpReport
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.bench import module_of
 from mhsa_compile.errors import DeviceError, ModelError
 from mhsa_compile.gpu_bench import ceilings, kept, peers
@@ -25,6 +25,7 @@ from mhsa_compile.gpu_bench.cases import work
 from mhsa_compile.gpu_bench.figures import OURS, Ceilings, Machine, Result, Row, Sample, rows
 from mhsa_compile.gpu_bench.problem import Problem, draw, first
 from mhsa_compile.gpu_bench.turns import Call, Stopwatch, interleave
+from mhsa_compile.manifest import WEIGHTS, OpReport
 from mhsa_compile.pipeline import compile
 from mhsa_compile.profile import TargetProfile, load_profile
 from mhsa_compile.runtime import load

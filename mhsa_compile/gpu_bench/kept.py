@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mhsa_compile import data
-from mhsa_compile.artifact import MANIFEST, Artifact
+from mhsa_compile.artifact import Artifact
+from mhsa_compile.manifest import MANIFEST
 
 
 def artifact(folder: Path | None, make: Callable[[], Artifact], *parts: bytes) -> Artifact:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from mhsa_compile.artifact import WEIGHTS, Artifact
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import ModelError
+from mhsa_compile.manifest import WEIGHTS
 from mhsa_compile.masks import window
 from mhsa_compile.spec import AttentionSpec
 from mhsa_compile.stored_weights import parsed

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from mhsa_compile import installation
-from mhsa_compile.artifact import MODEL
 from mhsa_compile.errors import ModelError
+from mhsa_compile.manifest import MODEL
 from mhsa_compile.peers import onnx_graph
 from mhsa_compile.peers.base import Opened, Problem
 from mhsa_compile.peers.rewritten import Feed, RewrittenGraph

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mhsa_compile import installation
-from mhsa_compile.artifact import MODEL
+from mhsa_compile.manifest import MODEL
 from mhsa_compile.peers import onnx_graph
 from mhsa_compile.peers.base import DTYPES, Array, Opened, Problem
 from mhsa_compile.peers.rewritten import Feed, RewrittenGraph

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mhsa_compile import zig
-from mhsa_compile.artifact import FORMAT_VERSION, MANIFEST, Artifact
+from mhsa_compile.artifact import Artifact
 from mhsa_compile.errors import InputError
+from mhsa_compile.manifest import FORMAT_VERSION, MANIFEST
 from mhsa_compile.staging import check_place, replaced
 from mhsa_compile.standalone import runtimes, texts
 from mhsa_compile.standalone.texts import MAIN

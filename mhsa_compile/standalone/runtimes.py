@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mhsa_compile import files, host, installation
-from mhsa_compile.artifact import Manifest
 from mhsa_compile.errors import InputError, InstallationError
+from mhsa_compile.manifest import Manifest
 from mhsa_compile.refusals import reading
 from mhsa_compile.standalone import runtime_build
 

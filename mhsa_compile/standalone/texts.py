@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from mhsa_compile.artifact import Manifest, TensorInfo
+from mhsa_compile.manifest import Manifest, TensorInfo
 from mhsa_compile.profile import CpuProfile
 from mhsa_compile.standalone.runtimes import Runtime
 

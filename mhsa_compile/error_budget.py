@@ -1,0 +1,36 @@
+"""How far an output may be from the oracle's: the budget that follows from PyTorch's own error."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+
+FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+
+
+def budget(expected: Array, eager_output: Array, dtype: str) -> float:
+    """Largest error allowed: twice that of PyTorch's eager attention, plus one rounding step of the largest output.
+
+    The one place that decides. `expected` is the oracle's, `eager_output` has dtype `dtype`; non-finite values are
+    left to `max_error`. Whole numbers are exact.
+    """
+    if dtype not in FRACTION_BITS:
+        return 0.0
+    finite = np.isfinite(expected) & np.isfinite(eager_output)
+    values = expected[finite]
+    if not values.size:
+        return 0.0
+    eager_error = np.abs(eager_output[finite].astype(np.float64) - values).max()
+    _, exponent = np.frexp(np.abs(values).max())  # the largest value is in [2**(exponent - 1), 2**exponent)
+    return float(2 * eager_error + np.ldexp(1.0, int(exponent) - 1 - FRACTION_BITS[dtype]))
+
+
+def max_error(expected: Array, actual: Array) -> float:
+    """Largest absolute error; infinite where shapes differ or one side alone is NaN or infinite."""
+    if expected.shape != actual.shape:
+        return np.inf
+    finite = np.isfinite(expected)
+    if not np.array_equal(finite, np.isfinite(actual)):
+        return np.inf
+    return float(np.abs(actual[finite].astype(np.float64) - expected[finite]).max(initial=0.0))
