@@ -1,4 +1,4 @@
-# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +14,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -93,6 +93,9 @@ kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written, 200 while
 
 races: $(STAMP)  ## What threads could do to each other: every rule, kernel and some models, 200 times with 1, 2, 3 and 8 threads; half an hour
 	@$(BIN)/python tests/races_campaign.py
+
+helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; some 20 minutes
+	@$(BIN)/python tests/helgrind_campaign.py --json build/helgrind.json
 
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
 	@$(BIN)/python tests/fleet_campaign.py --json build/fleet.json

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import planted_races
 import pytest
 import torch
 import tvm
 from kernel_runs import vector_machine
-from torch import nn
-from tvm import tirx
 from tvm.script import from_source
 
 import mhsa_compile as mhsa
-from mhsa_compile import build, races, repeats, rest, selfcheck
+from mhsa_compile import build, repeats, selfcheck
 from mhsa_compile.errors import BuildError
 
 PROFILE = vector_machine(256, 16)
@@ -95,17 +92,10 @@ def test_places_of_their_own_are_not(name: str) -> None:
     built(OWN[name])
 
 
-class EagerCausal(nn.Module):
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scores = q @ k.transpose(-1, -2)
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        return torch.nn.functional.scaled_dot_product_attention(q, k, scores.masked_fill(~seen, -1.0).softmax(-1) @ v)
-
-
 def compiled() -> mhsa.Artifact:
     """A softmax and a product beside an attention, at sizes that are shared among threads."""
     tensors = tuple(torch.randn(2, 4, 144, 32) for _ in range(3))
-    return mhsa.compile(EagerCausal(), example_inputs=tensors, dynamic_shapes=({}, {}, {}))
+    return mhsa.compile(planted_races.EagerCausal(), example_inputs=tensors, dynamic_shapes=({}, {}, {}))
 
 
 def test_scratch_of_what_no_kernel_claims_is_each_iterations_own() -> None:
@@ -121,28 +111,12 @@ def runs(artifact: mhsa.Artifact, threads: int) -> repeats.Run:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: threads do not run at once")
 def test_verify_finds_a_planted_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The schedule that was here once: both loops use the same arrays, which TVM then moves in front of them."""
-
-    def shared(function: Any, size: Any) -> Any:
-        compact = rest.traces.COMPACT(tvm.IRModule({"main": function}))["main"]
-        root = compact.body.block
-        loop = root.body
-        alone = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
-        choice = tirx.IfThenElse(size > rest.WORTH_SHARING, loop, alone)
-        block = tvm.s_tir.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, choice)
-        module = tvm.IRModule({"main": compact.with_body(tvm.s_tir.SBlockRealize([], True, block))})
-        return tirx.transform.ConvertSSA()(module)["main"]
-
-    @contextmanager
-    def unseen() -> Iterator[Any]:
-        yield tvm.instrument.PassInstrument()
-
-    monkeypatch.setattr(rest, "_in_parallel_if_large", shared)
-    with pytest.raises(BuildError, match="hreads would disturb each other"):
-        compiled()
-    monkeypatch.setattr(races, "refused", unseen)
+    with planted_races.scratch_in_front():
+        with pytest.raises(BuildError, match="hreads would disturb each other"):
+            compiled()
+        with planted_races.unrefused():
+            attention = compiled()
     monkeypatch.setattr(selfcheck, "SECONDS", 5.0)
-    attention = compiled()
     verdict = mhsa.verify(attention, cases=[{}])
     failed = {check.name: check.note for check in verdict.checks if not check.ok}
     assert "calls differ" in failed[selfcheck.THREADS]
