@@ -96,7 +96,7 @@ class Beside(nn.Module):
         self.function, self.layers = function, nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
         return self.function(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
 
 
@@ -139,7 +139,7 @@ def rows() -> Iterator[Row]:
 
 
 def _of_spec(name: str, target: str, fields: dict[str, Any]) -> Row:
-    options = {key: fields.pop(key) for key in ("dims", "weights") if key in fields}
+    options: dict[str, Any] = {key: fields.pop(key) for key in ("dims", "weights") if key in fields}
     return Row(name, target, lambda: mhsa.AttentionSpec(**fields), options)
 
 
