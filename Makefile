@@ -1,4 +1,4 @@
-# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CUDA   := $(VENV)/.cuda
 GPU_JOBS ?= 4
+AGAINST ?= HEAD
 ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
 ON_GPU := $(PYTHON)
 else
@@ -14,7 +15,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -96,6 +97,9 @@ races: $(STAMP)  ## What threads could do to each other: every rule, kernel and 
 
 helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; some 20 minutes
 	@$(BIN)/python tests/helgrind_campaign.py --json build/helgrind.json
+
+same-code: $(STAMP)  ## Whether code is compiled as a commit did, AGAINST=COMMIT: every kernel's functions; three quarters of an hour
+	@$(BIN)/python tests/same_code_campaign.py $(AGAINST) --json build/same-code.json
 
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
 	@$(BIN)/python tests/fleet_campaign.py --json build/fleet.json
