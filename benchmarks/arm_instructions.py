@@ -6,7 +6,7 @@ No time is measured: an emulator has none to offer. What is compared is how much
 result: all instructions of a call, the interpreter's few thousand included, by the multiply-adds that the mathematics
 needs. A count is the difference between two processes, one with more calls. One thread; float32.
 
-It needs what `tests/arm_machine.py` does, and a QEMU of version 6 to 8 with plugins: Debian's package qemu-user.
+It needs what `tests/support/arm/machine.py` does, and a QEMU of version 6 to 8 with plugins: Debian's package qemu-user.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench import module_of
-from mhsa_compile.peers import onnx_graph
-from mhsa_compile.peers.base import Problem
-from mhsa_compile.random_inputs import random_inputs
-from mhsa_compile.workloads import Workload, choose
+from mhsa_compile.bench.cpu.bench import module_of
+from mhsa_compile.bench.peers import onnx_graph
+from mhsa_compile.bench.peers.peer import Problem
+from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_compile.verification.random_inputs import random_inputs
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))

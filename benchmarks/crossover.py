@@ -15,12 +15,13 @@ from statistics import median
 
 import msgspec
 
-from mhsa_compile import exercises, sessions, tuning_plots
-from mhsa_compile.jobs import Failure, Timing
-from mhsa_compile.kernels.few_queries import MOST_QUERIES
-from mhsa_compile.kernels.operations import AttentionOp, Placement
-from mhsa_compile.profile import detect
-from mhsa_compile.spaces import Space
+from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
+from mhsa_compile.kernels.interface.ops import AttentionOp, Placement
+from mhsa_compile.target.profile import detect
+from mhsa_compile.tuning import op_jobs, plots
+from mhsa_compile.tuning.measure import sessions
+from mhsa_compile.tuning.measure.job import Failure, Timing
+from mhsa_compile.tuning.search.space import Space
 
 NAMES = ("cpu.decode", "cpu.attention")
 HEADS, KEY_HEADS, WIDTH = 16, 4, 128
@@ -40,8 +41,8 @@ def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float |
     if not set(NAMES) <= kernels.keys():
         return None
     configs = {name: kernels[name].default(op, profile) for name in NAMES}
-    candidates = [exercises.candidate_of(op, kernels[name], configs[name], profile) for name in NAMES]
-    one, other = session.measure(exercises.job_of(op, {}), candidates, seconds)
+    candidates = [op_jobs.candidate_of(op, kernels[name], configs[name], profile) for name in NAMES]
+    one, other = session.measure(op_jobs.job_of(op, {}), candidates, seconds)
     if isinstance(one, Timing) and isinstance(other, Timing):
         return median(b / a for a, b in zip(one.samples_us, other.samples_us, strict=True))
     for name, outcome in zip(NAMES, (one, other), strict=True):
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.json is not None:
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     if given.picture is not None:
-        tuning_plots.crossover(found, given.picture, NAMES, title)
+        plots.crossover(found, given.picture, NAMES, title)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.arguments import argument
-from mhsa_compile.kernels.cpu import functions, vectors
-from mhsa_compile.profile import TargetProfile, detect
+from mhsa_compile.kernels.common.buffers import argument
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.target.profile import TargetProfile, detect
 
 STATED_ULP = 0.95
 """For x >= -126, where 2^x is a normal number: what the docstring of `exp2` promises."""
@@ -80,7 +80,7 @@ def compiled_exp2(profile: TargetProfile) -> Callable[[Any], Any]:
         x, y = (argument(name, [n, T.int64(lanes)], "float32") for name in ("x", "y"))
         with T.serial(n) as i:
             at = [i, T.int64(0)]
-            vectors.store(y, at, functions.exp2(vectors.load(x, at, lanes), lanes), lanes)
+            vectors.store(y, at, vector_math.exp2(vectors.load(x, at, lanes), lanes), lanes)
     module = tvm.IRModule({"run": builder.get().with_attr("global_symbol", "run")})
     run = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))["run"]
 

@@ -23,15 +23,16 @@ from pathlib import Path
 import msgspec
 
 import mhsa_compile as mhsa
-from mhsa_compile import gpu_bench, host
+from mhsa_compile.bench.gpu import bench
+from mhsa_compile.bench.gpu.report import Figures, Machine, Result
+from mhsa_compile.bench.gpu.table import text
+from mhsa_compile.bench.gpu.workloads import WORKLOADS, choose
+from mhsa_compile.bench.protocol.workloads import Workload
 from mhsa_compile.errors import DeviceError, MhsaError
-from mhsa_compile.gpu_bench.cases import WORKLOADS, choose
-from mhsa_compile.gpu_bench.figures import Figures, Machine, Result
-from mhsa_compile.gpu_bench.table import text
-from mhsa_compile.installation import installed_version
-from mhsa_compile.profile import CudaProfile, profile_of_gpu
-from mhsa_compile.spec_checks import DTYPES
-from mhsa_compile.workloads import Workload
+from mhsa_compile.spec.checks import DTYPES
+from mhsa_compile.target import host
+from mhsa_compile.target.environment import installed_version
+from mhsa_compile.target.profile import CudaProfile, profile_of_gpu
 
 PACKAGES = ("apache-tvm", "torch", "triton", "nvidia-cudnn-cu13", "flash-attn", "flash-attn-3", "flash-attn-4")
 
@@ -77,8 +78,8 @@ def written(figures: Figures) -> bytes:
 def measured(options: argparse.Namespace) -> Figures:
     """Raises MhsaError where there is no GPU, or none that a target is for. The JSON grows with each workload."""
     workloads = [workload.at(options.dtype) for workload in choose(options.workload)]
-    machine = gpu_bench.require_gpu(options.device)
-    asked = gpu_bench.Options(
+    machine = bench.require_gpu(options.device)
+    asked = bench.Options(
         target=options.target or _target(machine),
         device=options.device,
         against=tuple(options.against),
@@ -112,16 +113,16 @@ def _target(machine: Machine) -> CudaProfile:
     return found
 
 
-def compile_all(workloads: Sequence[Workload], options: gpu_bench.Options) -> None:
+def compile_all(workloads: Sequence[Workload], options: bench.Options) -> None:
     """Side by side: the GPU, which one workload has for itself, waits for none of it. What fails fails again, later,
     where its words are kept."""
     with ProcessPoolExecutor(host.allowed_cpus(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compiles, workloads, repeat(options)))
 
 
-def compiles(workload: Workload, options: gpu_bench.Options) -> bool:
+def compiles(workload: Workload, options: bench.Options) -> bool:
     try:
-        gpu_bench.compiled(workload, options)
+        bench.compiled(workload, options)
     except Exception:
         return False
     return True
@@ -129,7 +130,7 @@ def compiles(workload: Workload, options: gpu_bench.Options) -> bool:
 
 def in_turn(
     workloads: Sequence[Workload],
-    options: gpu_bench.Options,
+    options: bench.Options,
     note: Callable[[Workload, Result | str], None],
     new_pool: Callable[[], Executor] = lambda: ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")),
 ) -> None:
@@ -150,10 +151,10 @@ def in_turn(
         pool.shutdown()
 
 
-def attempt(workload: Workload, options: gpu_bench.Options) -> Result | str:
+def attempt(workload: Workload, options: bench.Options) -> Result | str:
     """In the child process: what was found, or in words why nothing was. Whatever it is, the others go on."""
     try:
-        return gpu_bench.measure(workload, options)
+        return bench.measure(workload, options)
     except Exception as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench import compile_workload
-from mhsa_compile.spec_checks import DTYPES
-from mhsa_compile.workloads import Workload
+from mhsa_compile.bench.cpu.bench import compile_workload
+from mhsa_compile.bench.protocol.workloads import Workload
+from mhsa_compile.spec.checks import DTYPES
 
 CHILD = "--in-child"
 
@@ -70,11 +70,11 @@ def forward(path: Path, threads: int) -> dict[str, int]:
     import ml_dtypes
     import numpy as np
 
-    from mhsa_compile import runtime, tvm_runtime
+    from mhsa_compile.runtime import compiled_attention, tvm_runtime
 
     tvm_runtime.start()
     before = status("VmRSS")
-    attention = runtime.load(path, threads=threads)
+    attention = compiled_attention.load(path, threads=threads)
     rng = np.random.default_rng(0)
     dtypes = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
     inputs = []

@@ -34,15 +34,17 @@ from tvm.relax.backend.cpu_generic.pipeline import dataflow_lower_passes, finali
 from tvm.s_tir import meta_schedule
 
 import mhsa_compile as mhsa
-from mhsa_compile import accuracy, host, record_files
-from mhsa_compile.artifact import Artifact
+from mhsa_compile.bench.protocol import accuracy
+from mhsa_compile.bench.protocol.timing import interleave, spread, workers_apart
+from mhsa_compile.bench.protocol.workloads import Workload, choose
 from mhsa_compile.errors import InputError
-from mhsa_compile.model import MultiHeadAttention, weights
-from mhsa_compile.profile import load_profile
-from mhsa_compile.random_inputs import random_inputs
-from mhsa_compile.reference import Arrays
-from mhsa_compile.timing import interleave, spread, workers_apart
-from mhsa_compile.workloads import Workload, choose
+from mhsa_compile.nn.modules import MultiHeadAttention, weights
+from mhsa_compile.records import record_files
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.target import host
+from mhsa_compile.target.profile import load_profile
+from mhsa_compile.verification.oracle.evaluate import Arrays
+from mhsa_compile.verification.random_inputs import random_inputs
 
 BATCH = 64
 """Candidates that MetaSchedule measures at once, its own default; fewer where there is little time."""

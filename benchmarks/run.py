@@ -1,4 +1,4 @@
-"""Every workload of mhsa_compile/workloads.py against every peer: a table, all the figures as JSON, and pictures.
+"""Every workload of mhsa_compile/bench/protocol/workloads.py against every peer: a table, all the figures as JSON, and pictures.
 
     python benchmarks/run.py [--workload NAME|GROUP ...] [--dtype float32 bfloat16] [--threads 1 2] [--json FILE]
     python benchmarks/run.py --read FILE --pictures DIR        # draw again what was measured
@@ -25,13 +25,14 @@ from rich.progress import track
 from rich.table import Table
 
 import mhsa_compile as mhsa
-from mhsa_compile import host, plots
-from mhsa_compile.bench import bench, compile_workload
-from mhsa_compile.bench_report import Report, Row
-from mhsa_compile.installation import installed_version
-from mhsa_compile.peers import PEERS
-from mhsa_compile.spec_checks import DTYPES
-from mhsa_compile.workloads import Workload, choose
+from mhsa_compile.bench.cpu.bench import bench, compile_workload
+from mhsa_compile.bench.cpu.report import Report, Row
+from mhsa_compile.bench.peers.registry import PEERS
+from mhsa_compile.bench.plots import bench_plots
+from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_compile.spec.checks import DTYPES
+from mhsa_compile.target import host
+from mhsa_compile.target.environment import installed_version
 
 PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "iree-base-compiler", "numpy")
 
@@ -150,11 +151,11 @@ def draw(reports: dict[str, Report], threads: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for dtype in dict.fromkeys(report.dtype for report in reports.values()):
         chosen = {name: report for name, report in reports.items() if report.dtype == dtype}
-        plots.shares(chosen, folder / f"shares-{dtype}-{threads}t.svg")
+        bench_plots.shares(chosen, folder / f"shares-{dtype}-{threads}t.svg")
     exact = {name: report for name, report in reports.items() if report.dtype == "float32"}
-    if any(name in exact for name in (*plots.DENSE, *plots.WINDOW)):
-        plots.growth(exact, folder / f"growth-{threads}t.svg")
-    plots.roofline(reports, folder / f"roofline-{threads}t.svg")
+    if any(name in exact for name in (*bench_plots.DENSE, *bench_plots.WINDOW)):
+        bench_plots.growth(exact, folder / f"growth-{threads}t.svg")
+    bench_plots.roofline(reports, folder / f"roofline-{threads}t.svg")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mhsa_compile import masks
-from mhsa_compile.mask_plots import Panel, picture
-from mhsa_compile.masks import BoolArray, Pattern
+from mhsa_compile.bench.plots.mask_plots import Panel, picture
+from mhsa_compile.spec.masks import BoolArray, Pattern
 
 FOLDER = Path(__file__).parent / "masks"
 N = 32  # positions

@@ -29,9 +29,9 @@ import mhsa_compile as mhsa
 if TYPE_CHECKING:
     import onnx
 
-    from mhsa_compile.artifact import Artifact
-    from mhsa_compile.bench_report import Report
-    from mhsa_compile.verify import Verdict
+    from mhsa_compile.bench.cpu.report import Report
+    from mhsa_compile.runtime.artifact.artifact import Artifact
+    from mhsa_compile.verification.verify import Verdict
 
 ARTIFACT = Path("build/demo.mhsa")
 DIMS = {"B": 1, "L": 128, "S": 128}  # for the timing alone: the artifact takes any
@@ -50,7 +50,7 @@ INSPECTION = """
 import json
 with open("/proc/self/maps") as file:
     maps = file.read()
-loaded = {name: name in sys.modules for name in ("torch", "onnx", "mhsa_compile.pipeline")}
+loaded = {name: name in sys.modules for name in ("torch", "onnx", "mhsa_compile.compiler.pipeline")}
 print(json.dumps(loaded | {"libtvm_compiler.so": "libtvm_compiler" in maps}))
 """
 
@@ -66,7 +66,7 @@ def main() -> int:
         model = mhsa.MultiHeadAttention(mhsa.AttentionSpec(embed_dim=512, num_heads=8)).eval()
     say(f"D 512, H 8, E 64: {sum(p.numel() for p in model.parameters()):,} parameters, an ordinary nn.Module")
     with step("Export it to ONNX, batch and length symbolic, and check that"):
-        from mhsa_compile.export import export
+        from mhsa_compile.frontend.export.export import export
 
         graph = export(model)
     say(describe(graph))
@@ -85,7 +85,7 @@ def main() -> int:
         dims = ", ".join(f"{name} {size}" for name, size in case.dims.items())
         say(f"{dims}: error {case.error:.1e}, budget {case.budget:.1e}")
     with step("Time it and PyTorch, interleaved, and this machine's FMA peak"):
-        from mhsa_compile.bench import bench
+        from mhsa_compile.bench.cpu.bench import bench
 
         report = bench(ARTIFACT, against=("torch",), dims=DIMS, seconds=2.0)
     console.print(summary(artifact, verdict, report))

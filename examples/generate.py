@@ -21,14 +21,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import mhsa_compile as mhsa
-from mhsa_compile.error_budget import budget, max_error
-from mhsa_compile.export import export
-from mhsa_compile.kv_cache import KVCache
-from mhsa_compile.model import MultiHeadAttention, weights
-from mhsa_compile.positions import Rope
-from mhsa_compile.runtime import CompiledAttention
-from mhsa_compile.spec import AttentionSpec
-from mhsa_compile.verify import eager, oracle
+from mhsa_compile.frontend.export.export import export
+from mhsa_compile.nn.modules import MultiHeadAttention, weights
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
+from mhsa_compile.runtime.kv_cache import KVCache
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.position_encoding import Rope
+from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.verify import eager, oracle
 
 LAYERS, PROMPT, STEPS, VOCABULARY = 3, 17, 256, 1000
 TIMED_AT = (128, 256, 512, 1024, 2048, 4095)

@@ -38,11 +38,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import mhsa_compile as mhsa
-from mhsa_compile.artifact import Artifact
-from mhsa_compile.error_budget import budget, max_error
-from mhsa_compile.model import weights
-from mhsa_compile.runtime import CompiledAttention
-from mhsa_compile.verify import CaseResult, eager, oracle
+from mhsa_compile.nn.modules import weights
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
+from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.verify import CaseResult, eager, oracle
 
 if TYPE_CHECKING:
     from transformers import BertModel

@@ -22,15 +22,15 @@ from mhsa_compile import errors
 from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
-    from mhsa_compile import masks
-    from mhsa_compile.artifact import Artifact
-    from mhsa_compile.conversion import from_bert, from_llama, from_torch
-    from mhsa_compile.model import MultiHeadAttention, ScaledDotProductAttention
-    from mhsa_compile.pipeline import compile
-    from mhsa_compile.profile import TargetProfile
-    from mhsa_compile.runtime import load
-    from mhsa_compile.spec import AttentionSpec
-    from mhsa_compile.verify import verify
+    from mhsa_compile.compiler.pipeline import compile
+    from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
+    from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
+    from mhsa_compile.runtime.artifact.artifact import Artifact
+    from mhsa_compile.runtime.compiled_attention import load
+    from mhsa_compile.spec import masks
+    from mhsa_compile.spec.attention_spec import AttentionSpec
+    from mhsa_compile.target.profile import TargetProfile
+    from mhsa_compile.verification.verify import verify
 
 __all__ = [
     "Artifact",
@@ -50,17 +50,17 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "Artifact": "mhsa_compile.artifact",
-    "AttentionSpec": "mhsa_compile.spec",
-    "MultiHeadAttention": "mhsa_compile.model",
-    "ScaledDotProductAttention": "mhsa_compile.model",
-    "TargetProfile": "mhsa_compile.profile",
-    "compile": "mhsa_compile.pipeline",
-    "from_bert": "mhsa_compile.conversion",
-    "from_llama": "mhsa_compile.conversion",
-    "from_torch": "mhsa_compile.conversion",
-    "load": "mhsa_compile.runtime",
-    "verify": "mhsa_compile.verify",
+    "Artifact": "mhsa_compile.runtime.artifact.artifact",
+    "AttentionSpec": "mhsa_compile.spec.attention_spec",
+    "MultiHeadAttention": "mhsa_compile.nn.modules",
+    "ScaledDotProductAttention": "mhsa_compile.nn.modules",
+    "TargetProfile": "mhsa_compile.target.profile",
+    "compile": "mhsa_compile.compiler.pipeline",
+    "from_bert": "mhsa_compile.nn.convert",
+    "from_llama": "mhsa_compile.nn.convert",
+    "from_torch": "mhsa_compile.nn.convert",
+    "load": "mhsa_compile.runtime.compiled_attention",
+    "verify": "mhsa_compile.verification.verify",
 }
 """Where each public name is."""
 _PUBLIC_ROOMS = {"masks": "mhsa_compile.masks"}
@@ -68,7 +68,7 @@ _PUBLIC_ROOMS = {"masks": "mhsa_compile.masks"}
 
 
 class _Package(ModuleType):
-    """Keeps `mhsa_compile.verify` the function: importing the room of that name would bind the module over it."""
+    """Keeps `mhsa_compile.verification.verify` the function: importing the room of that name would bind the module over it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _ROOMS and isinstance(value, ModuleType)):

@@ -1,5 +1,5 @@
 """`python -m mhsa_compile` is the command `mhsa`."""
 
-from mhsa_compile.cli import main
+from mhsa_compile.cli.app import main
 
 main()

@@ -65,14 +65,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def cuda_compiler() -> None:
     """For tests that compile CUDA C++: they are skipped where nothing can, and fail in CI."""
-    import cuda_compiler
+    from support.cuda import cuda_compiler
 
     cuda_compiler.require()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many runs on emulated machines and on GPUs were held against float64, and the worst of them."""
-    import runs_noted
+    from support import runs_noted
 
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
     noted = [value for report in reports for name, value in report.user_properties if name == runs_noted.PROPERTY]

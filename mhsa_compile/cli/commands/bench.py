@@ -1,0 +1,210 @@
+"""`mhsa bench`: this project and others on the same inputs, interleaved in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from mhsa_compile.bench.plots import bench_plots, figure
+from mhsa_compile.cli.commands import predict as predicting
+from mhsa_compile.cli.common import options, output, sources
+from mhsa_compile.cli.common.cases import CaseOptions
+from mhsa_compile.errors import InputError
+from mhsa_compile.runtime.symbolic_dims import is_expression
+from mhsa_compile.target import data_paths, host
+
+if TYPE_CHECKING:
+    from mhsa_compile.bench.cpu.report import Report, Row
+    from mhsa_compile.bench.protocol.workloads import Workload
+    from mhsa_compile.runtime.artifact.artifact import Artifact
+
+_DEFAULT_WORKLOAD = "base128"
+_DEFAULT_DIMS = {"B": 1, "L": 128}  # S is L unless given
+
+
+def bench(
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR_OR_SOURCE", help="An artifact, an .onnx file or a spec .toml."),
+    ] = None,
+    *,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead of a source: tiny, base128, ...; a group: blocks, tails, cores, decode, sparse, growth, "
+            "windows; or all. Repeat it for more."
+        ),
+    ] = None,
+    against: Annotated[
+        str, typer.Option(help="Peers, separated by commas, or all; an empty text is none.")
+    ] = "torch,onnxruntime",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16. A source states its own.")
+    ] = None,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    kv_length: options.KvLength = None,
+    capacity: options.Capacity = None,
+    dim: options.OtherDims = None,
+    threads: options.Threads = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time for each candidate.")] = 2.0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the shares of the limit: .svg, .png or .pdf.")
+    ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Run nothing: LLVM's model of the target's CPU on the inner loops.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="With --predict: a target's name, or a .toml file of your own.")
+    ] = None,
+    weights: Annotated[
+        Literal["int8"] | None, typer.Option("--weights", help="With --predict: as of `mhsa compile`.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Time a compiled attention against other runtimes: medians, ratios, and the share of this machine's limit.
+
+    The limit is the useful operations at the measured rate of multiply-adds, or the bytes at the measured rate of
+    memory, whichever takes longer. Without a source: the workload base128. Without --batch, --length and --kv-length:
+    what the artifact fixes, else B = 1, L = 128, S = L; symbols of other names have their sizes by --dim. What is not
+    compiled yet is compiled for these sizes.
+    Exit code 1 where our own output is over its error budget. With --predict nothing runs, so any target will do.
+    """
+    stated = options.stated_dims(batch, length, kv_length, capacity, dim)
+    if predict:
+        words = workload or ([_DEFAULT_WORKLOAD] if source is None else [])
+        given = CaseOptions(source, words, dtype, stated, symbolic=False, around=False, weights=weights, seed=0)
+        return predicting.predict(given, target or data_paths.NATIVE, json)
+    if target is not None or weights is not None:
+        option = "--target" if target is not None else "--weights"
+        hint = "What runs here is compiled for this machine; an artifact says the rest."
+        raise InputError(option, "it with --predict", "it alone", hint)
+    host.thread_count(threads)
+    peers = options.peers(against)
+    _check_combination(source, workload, dtype, stated)
+    if plot is not None:
+        figure.check_path(plot)
+    chosen = None if source is not None else _workloads(workload or [_DEFAULT_WORKLOAD], dtype, stated)
+    sources.require_compiler()
+    from mhsa_compile.bench.cpu.bench import bench as measure
+
+    reports: dict[str, Report] = {}
+    for name, artifact, dims in _given(source, stated, dim) if source is not None else _compiled(chosen or ()):
+        with output.stages() as stage:
+            stage(f"time {name}")
+            reports[name] = measure(artifact, against=peers, dims=dims, threads=threads, seconds=seconds)
+        if not json:
+            _show(name, reports[name])
+    if json:
+        output.print_json(reports)
+    if plot is not None:
+        bench_plots.shares(reports, plot)
+    if not all(report.ok for report in reports.values()):
+        raise typer.Exit(1)
+
+
+def _check_combination(
+    source: Path | None, workload: list[str] | None, dtype: str | None, stated: dict[str, int]
+) -> None:
+    if workload and (source is not None or stated):
+        hint = "A workload brings its own spec and dims."
+        raise InputError("--workload", "it alone", "a source or dims beside it", hint)
+    if dtype is not None and source is not None:
+        raise InputError("--dtype", "it without a source", f"{dtype!r} beside one", "A source states its own dtype.")
+
+
+def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> tuple[Workload, ...]:
+    """Checked before anything is compiled; dims that are stated take the place of the default workload's."""
+    from dataclasses import replace
+
+    from mhsa_compile.bench.protocol.workloads import choose
+
+    chosen = tuple(workload.at(dtype or workload.spec.dtype) for workload in choose(words))
+    B, L, S = (_with_defaults(stated)[symbol] for symbol in "BLS")
+    return tuple(replace(workload, B=B, L=L, S=S) for workload in chosen) if stated else chosen
+
+
+def _given(
+    source: Path, stated: dict[str, int], others: list[str] | None
+) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
+    """(name, artifact, dims) of an artifact, or of what is compiled for these dims."""
+    if source.is_dir():
+        from mhsa_compile.runtime.artifact.artifact import Artifact
+
+        artifact = Artifact.open(source)
+        options.check_symbols(others, artifact.manifest.inputs)
+        symbols = {dim for info in artifact.manifest.inputs for dim in info.dims if isinstance(dim, str)}
+        yield str(source), artifact, _sizes_of(symbols, stated) | stated
+    else:
+        from mhsa_compile.frontend.export.source import symbols_of
+
+        resolved = sources.resolve(source, {})
+        dims = _with_defaults(stated)
+        if isinstance(resolved, Path):
+            dims = _sizes_of(symbols_of(resolved), stated) | stated
+        yield str(source), sources.compile_with_progress(source, {}, "native", dims=dims, seed=0), dims
+
+
+def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
+    """Sizes of symbols, by default those of B, L and S. Raises InputError for another that was not stated."""
+    sizes = {symbol: size for symbol, size in _with_defaults(stated).items() if symbol in symbols}
+    own = {symbol for symbol in symbols - sizes.keys() if not symbol.startswith("mask_") and not is_expression(symbol)}
+    if missing := sorted(own):
+        hint = f"State it: --dim {missing[0]}=128." if len(missing) == 1 else "State each: --dim NAME=N."
+        raise InputError("--dim", f"sizes for {', '.join(missing)}", "none", hint)
+    return sizes
+
+
+def _compiled(workloads: Iterable[Workload]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
+    """(name, artifact, dims), compiled one at a time."""
+    from mhsa_compile.bench.cpu.bench import compile_workload
+
+    for workload in workloads:
+        with output.stages() as stage:
+            stage(f"compile {workload.name}")
+            artifact = compile_workload(workload)
+        yield workload.name, artifact, workload.dims
+
+
+def _with_defaults(stated: dict[str, int]) -> dict[str, int]:
+    dims = {**_DEFAULT_DIMS, **stated}
+    dims.setdefault("S", dims["L"])
+    return dims
+
+
+def _show(name: str, report: Report) -> None:
+    title = f"{name}, {output.assignments(report.dims)}, {report.dtype}: {report.threads} threads, "
+    title += f"{report.peak_gflops:,.0f} GFLOP/s and {report.bandwidth_gbs:.0f} GB/s at most"
+    if report.floor is not None:
+        title += f", so {report.floor.us:,.0f} µs at least ({report.floor.limit})"
+    if report.disturbed:
+        title += f". ±{report.peak_spread / 2:.0%} of the peak: something else was running, measure again"
+    columns = ("runtime", "median µs>", "spread>", "ratio>", "GFLOP/s>", "of limit>", "error / budget>", "form")
+    output.print_table(title, columns, map(_cells, report.rows))
+    for row in report.rows:
+        if row.missing:
+            output.line(f"{row.name} is missing: {row.missing}")
+    if names := report.beyond_limit:
+        said = "The limit was measured too low, in rounds that something else disturbed: measure again."
+        output.line(f"{', '.join(names)}: more than 100 % of the limit. {said}")
+    if not report.ok:
+        output.line(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return (
+        row.name,
+        cell(row.median_us, ",.0f"),
+        cell(row.spread, ".1%"),
+        cell(row.ratio, ".2f"),
+        cell(row.gflops, ",.0f"),
+        cell(row.share_of_limit, ".0%"),
+        cell(row.error_share, ".2f"),
+        row.form,
+    )

@@ -1,0 +1,107 @@
+"""`mhsa serve` and `mhsa measure`: this machine as a device that measures, over a network and without one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mhsa_compile.cli.common import options, output
+
+if TYPE_CHECKING:
+    from mhsa_compile.tuning.measure.work_results import Results
+
+_PORT = 9090  # that of TVM's own server
+
+
+def serve(
+    *,
+    tracker: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Offer this machine to a tracker.")] = None,
+    key: Annotated[str, typer.Option(metavar="NAME", help="The tracker's name for devices like this one.")] = "",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen. Beyond loopback: trusted networks only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 is any that is free.")] = _PORT,
+    threads: options.Threads = None,
+    emulated: Annotated[
+        bool, typer.Option("--emulated", help="Say that an emulator runs this: its times are none.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Measure on this machine for others, until Ctrl-C: TVM's RPC server, which survives what it runs.
+
+    TVM's RPC asks for no password and runs what it is sent: whoever reaches the port can do anything that you can.
+    So it listens on loopback, unless --host is given. Give it on trusted networks only.
+    """
+    from mhsa_compile.errors import DeviceError
+    from mhsa_compile.target import host as machine
+    from mhsa_compile.tuning.measure import rpc_server as room
+
+    place = room.parsed(tracker, "--tracker") if tracker else None
+    if (place is None) != (not key):
+        raise DeviceError("--tracker and --key", "both, or neither", f"--tracker {tracker or ''} --key {key}")
+    if place is not None and room.is_loopback(host) and not room.is_loopback(place[0]):
+        hint = "Name this machine's address in that network: --host."
+        raise DeviceError("--host", "an address that others in the tracker's network reach", repr(host), hint)
+    count = machine.thread_count(threads)
+    listening = room.bind(host, port)
+    device = room.this_device(emulated)
+    if json:
+        output.print_json({"host": host, "port": listening.getsockname()[1], "threads": count, "device": device})
+    else:
+        output.line(f"{device.cpu} ({device.architecture}), {count} threads, at {host}:{listening.getsockname()[1]}")
+        output.line("Ctrl-C ends it.", err=True)
+    if not room.is_loopback(host):
+        typer.secho(
+            "TVM's RPC asks for no password: whoever reaches this port can run anything here.", fg="yellow", err=True
+        )
+    try:
+        room.serve(listening, count, tracker=place, key=key, emulated=emulated)
+    except KeyboardInterrupt:
+        output.line("Stopped.", err=True)
+
+
+def measure(
+    work: Annotated[Path, typer.Argument(metavar="WORK.zip", help="What `mhsa tune --on bundle` wrote.")],
+    *,
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="RESULTS.json", help="Where results go.")],
+    json: options.Json = False,
+) -> None:
+    """Measure a bundle of candidates on this machine; begun again with the same -o, it goes on where it was."""
+    os.environ["TVM_USE_RUNTIME_LIB"] = "1"  # of this process: nothing here compiles
+    from mhsa_compile.tuning.measure import work_results
+
+    with output.counted("measure") as count:
+        found = work_results.measure(work, out, lambda now: count(len(now.measured), now.total, _last(now)))
+    tasks = work_results.summary(found)
+    if json:
+        trials, failures = sum(task.trials for task in tasks), sum(task.failures for task in tasks)
+        described = {"trials": trials, "failures": failures, "tasks": tasks, "device": found.device, "saved": out}
+        output.print_json(described)
+        return
+    rows = (
+        (
+            task.task,
+            task.trials,
+            task.failures,
+            *map(_microseconds, (task.default_us, task.best_us)),
+            _times(task.speedup),
+        )
+        for task in tasks
+    )
+    columns = ("operation", "candidates>", "failed>", "default us>", "best us>", "speedup>")
+    output.print_table(f"{found.device.name}, {found.order.threads} threads: {out}", columns, rows)
+
+
+def _last(found: Results) -> str:
+    return found.measured[-1].task if found.measured else ""
+
+
+def _microseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"

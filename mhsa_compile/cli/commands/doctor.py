@@ -1,0 +1,144 @@
+"""`mhsa doctor`: what is wrong with this machine, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from mhsa_compile.cli.common import options, output
+from mhsa_compile.errors import InstallationError
+from mhsa_compile.target import environment, host
+
+_COMPILE_PACKAGES = ("torch", "onnx", "onnxscript", "ziglang")
+_CACHE_BYTES = 500 * 2**20  # what Zig's cache grows to over a few targets, with room
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the report."""
+
+    check: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def doctor(*, json: options.Json = False) -> None:
+    """Check this machine and this installation; exit 1 if something must be repaired."""
+    findings: list[Finding] = []
+    with output.stages() as stage:
+        for name, check in _CHECKS.items():
+            stage(name)
+            findings += check()
+    if json:
+        output.print_json(findings)
+    else:
+        from rich.text import Text
+
+        colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+        rows = ((f.check, Text(f.status, colours[f.status]), f.found, f.advice) for f in findings)
+        output.print_table("This machine", ("check", "", "found", "what to do"), rows)
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("Python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def _tvm() -> Iterator[Finding]:
+    try:
+        environment.check_tvm_pair()
+    except InstallationError as error:
+        yield Finding("TVM pair", "fail", error.got, error.next_step)
+        return  # importing such a pair may end in a segmentation fault
+    versions = (f"{name} {environment.installed_version(name)}" for name in ("apache-tvm", "apache-tvm-ffi"))
+    yield Finding("TVM pair", "ok", " with ".join(versions))
+    # In a process of its own: a broken library may take its process down.
+    child = subprocess.run([sys.executable, "-P", "-c", "import tvm"], capture_output=True, text=True, check=False)
+    if child.returncode == 0:
+        yield Finding("TVM loads", "ok", "yes")
+    else:
+        last = (child.stderr.strip().splitlines() or [f"it ended with {child.returncode}"])[-1]
+        yield Finding("TVM loads", "fail", last, "Reinstall: pip install --force-reinstall --no-deps apache-tvm")
+
+
+def _packages() -> Iterator[Finding]:
+    extras = {**dict.fromkeys(_COMPILE_PACKAGES, "compile"), "onnxruntime": "bench"}
+    needs = {"compile": "mhsa compile, verify and bench need it", "bench": "mhsa bench compares with it"}
+    for package, extra in extras.items():
+        found = environment.installed_version(package)
+        advice = "" if found else f"pip install 'mhsa-compile[{extra}]' ({needs[extra]})"
+        yield Finding(package, "ok" if found else "warn", found or "not installed", advice)
+
+
+def _cpu() -> Iterator[Finding]:
+    from mhsa_compile.target.profile import detect
+
+    native = detect()
+    hardware = native.hardware
+    yield Finding("CPU", "ok", f"{host.cpu_model()} ({host.architecture()})")
+    slow = host.architecture() == "x86_64" and hardware.vector_bits < 256
+    found = f"{native.tvm.mcpu}: {hardware.vector_bits}-bit vectors, {hardware.vector_registers} registers"
+    advice = "No AVX2: it works, slowly. In a virtual machine, ask for the host's CPU model." if slow else ""
+    yield Finding("CPU features", "warn" if slow else "ok", found, advice)
+    yield Finding("caches", "ok", f"L1d {hardware.l1d_kib} KiB, L2 {hardware.l2_kib} KiB")
+    allowed, present = host.allowed_cpus(), os.cpu_count() or 1
+    yield Finding("CPUs", "ok", f"{allowed} allowed of {present}: the threads a call gets by default")
+
+
+def _gpus() -> Iterator[Finding]:
+    """None is no fault: most artifacts are for CPUs."""
+    from mhsa_compile.errors import DeviceError
+    from mhsa_compile.runtime import cuda_devices
+    from mhsa_compile.target.profile import profile_of_gpu
+
+    try:
+        driver = cuda_devices.driver()
+        found = [driver.gpu(index) for index in range(driver.count)]
+    except (InstallationError, DeviceError) as error:
+        yield Finding("GPU", "ok", f"none: {error.got}")
+        return
+    old = driver.cuda[0] < cuda_devices.OLDEST_CUDA
+    advice = f"Artifacts for GPUs need a driver for CUDA {cuda_devices.OLDEST_CUDA}.0 or later." if old else ""
+    runs = f"CUDA {driver.cuda[0]}.{driver.cuda[1]}"
+    yield Finding("NVIDIA driver", "warn" if old else "ok", runs, advice)
+    for gpu in found:
+        target = profile_of_gpu(gpu.capability)
+        runs = "no target is for it" if target is None else f"compile with --target {target.name}"
+        capability = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        yield Finding(str(gpu), "ok", f"{gpu.name}, {capability}: {runs}")
+
+
+def _cache_folder() -> Iterator[Finding]:
+    """Zig links there; nothing else is cached."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("ZIG_GLOBAL_CACHE_DIR") or home / "zig")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    worst: Literal["warn", "fail"] = "fail" if environment.installed_version("ziglang") else "warn"
+    if not os.access(existing, os.W_OK):
+        advice = "Compiling writes there: set ZIG_GLOBAL_CACHE_DIR to a folder that can be written."
+        yield Finding("cache folder", worst, f"{folder} cannot be written", advice)
+    elif (free := shutil.disk_usage(existing).free) < _CACHE_BYTES:
+        advice = "Free some space, or set ZIG_GLOBAL_CACHE_DIR to another disk."
+        yield Finding("cache folder", "warn", f"{folder}, {free // 2**20} MiB free", advice)
+    else:
+        yield Finding("cache folder", "ok", f"{folder}, {free // 2**30} GiB free")
+
+
+_CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "Python": _python,
+    "TVM": _tvm,
+    "packages": _packages,
+    "CPU": _cpu,
+    "GPU": _gpus,
+    "cache folder": _cache_folder,
+}

@@ -1,0 +1,185 @@
+"""List, merge, promote and check files of tuned records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mhsa_compile.cli.common import options, output
+from mhsa_compile.cli.common.sources import read_records
+from mhsa_compile.errors import RecordsError
+
+if TYPE_CHECKING:
+    from mhsa_compile.records.record import Record
+
+_BUCKETS = ("rows", "batch", "q_length", "kv_length")  # the keys of op_keys that are lengths
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of records.")]
+
+
+def list_(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A file of records.")] = None,
+    *,
+    target: Annotated[
+        str | None, typer.Option(help="All records that compiling for it reads; native if neither is given.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Show the records of a file, or those that compiling for a target reads, and which of them do not fit it."""
+    from mhsa_compile.records.record import misfit
+    from mhsa_compile.target.profile import NATIVE, load_profile
+
+    if file is not None and target is not None:
+        raise RecordsError("FILE", "a file or --target", f"{file} and --target {target}", "Leave one of them out.")
+    profile = None if file is not None else load_profile(target or NATIVE)
+    files = [file] if file is not None else load_profile(target or NATIVE).records()
+    found = {path: read_records([path]) for path in files}
+    if json:
+        described = [
+            {"file": path, "misfit": profile and misfit(record, profile), "record": record}
+            for path, records in found.items()
+            for record in records
+        ]
+        output.print_json(described)
+        return
+    for path, records in found.items():
+        title = f"{path}: {len(records)} records"
+        _show(title, "does not fit" if profile else "", ((r, (profile and misfit(r, profile)) or "") for r in records))
+    if not found and profile is not None:
+        output.line(f"No records of {profile.name} are shipped, and none at {profile.own_records()}")
+
+
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of records.")],
+    *,
+    out: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Where to; what it holds already takes part.")
+    ],
+    json: options.Json = False,
+) -> None:
+    """Keep the fastest right record of each operation, number of threads, ISA and device in one file."""
+    from mhsa_compile.records import record_files
+
+    given = {path: read_records([path]) for path in files}
+    kept = record_files.merge_into(out, [record for records in given.values() for record in records])
+    if json:
+        output.print_json({"file": out, "records": len(kept), "read": {str(p): len(r) for p, r in given.items()}})
+        return
+    output.line(f"{out}: {len(kept)} records, of {sum(map(len, given.values()))} in {len(given)} files")
+
+
+def promote(
+    file: File,
+    *,
+    target: Annotated[
+        str | None, typer.Option(help="Whose records they become; by default FILE's name says it.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Copy the best records of a file to those that are shipped for a target; exit 1 if an operation's are all refused.
+
+    Refused is what is wrong, slower than the default, unsteady, emulated, of another ISA, or measured by a library that
+    is in no commit.
+    """
+    from mhsa_compile.records import record_files
+    from mhsa_compile.records.record import doubt, identity, misfit
+    from mhsa_compile.target import data_paths
+    from mhsa_compile.target.profile import load_profile
+
+    found = read_records([file])
+    name = _shipped_target(target or file.stem, found)
+    profile = load_profile(name)
+    reasons = [(record, misfit(record, profile) or doubt(record)) for record in found]
+    fine = [record for record, reason in reasons if reason is None]
+    refused = [(record, reason) for record, reason in reasons if reason is not None]
+    place = data_paths.shipped_records(name)
+    shipped = record_files.read(place).records if place.is_file() else ()
+    kept = record_files.merge_into(place, fine) if fine else list(shipped)
+    lost = {identity(record) for record, _ in refused} - {identity(record) for record in kept}
+    promoted = [record for record in kept if record not in shipped]
+    if json:
+        described = [{"reason": reason, "record": record} for record, reason in refused]
+        output.print_json({"file": place, "promoted": len(promoted), "records": len(kept), "refused": described})
+    else:
+        _show(f"{place}: {len(promoted)} records promoted", "", ((record, "") for record in promoted))
+        if refused:
+            _show(f"{len(refused)} records refused", "because", refused)
+    if lost:
+        raise typer.Exit(1)
+
+
+def check(
+    file: File,
+    *,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Move what is no record to FILE.rejected, and keep the rest.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Name every line that is no record; exit 1 if there is one and it stays."""
+    from mhsa_compile.records import record_files
+
+    found, flaws = record_files.examine(file)
+    rejected = file.with_name(f"{file.name}.rejected")
+    if repair and flaws:
+        flaws = record_files.repair(file, rejected)
+    named = [(flaw.number, "torn: its writer died" if flaw.error is None else flaw.error.got) for flaw in flaws]
+    moved = rejected if repair and flaws else None
+    if json:
+        lines = [{"line": number, "reason": reason} for number, reason in named]
+        output.print_json({"file": file, "records": len(found), "no_records": lines, "rejected": moved})
+    else:
+        output.print_table(f"{file}: {len(found)} records, {len(named)} other lines", ("line>", "what it is"), named)
+        if moved is not None:
+            output.line(f"The other lines are in {moved}")
+    if flaws and not repair:
+        raise typer.Exit(1)
+
+
+def _shipped_target(name: str, found: Iterable[Record]) -> str:
+    """The name, if records can be shipped for it. Raises RecordsError for one that is no file of targets/."""
+    from mhsa_compile.records.record import misfit
+    from mhsa_compile.target.profile import (
+        NATIVE,
+        load_profile,
+        profile_names,
+        shipped_name,
+    )
+
+    if (known := shipped_name(name)) is not None:
+        return known
+    profiles = map(load_profile, (known for known in profile_names() if known != NATIVE))
+    fitting = [profile.name for profile in profiles if not any(misfit(record, profile) for record in found)]
+    hint = f"State one, such as --target {fitting[-1]}: all of them fit {', '.join(fitting)}." if fitting else ""
+    raise RecordsError("--target", "a target that is shipped", repr(name), hint or "`mhsa targets` lists them.")
+
+
+def _operation(record: Record) -> str:
+    """What is fixed about it: widths, heads, dtype."""
+    stated = {name: value for name, value in record.key.items() if isinstance(value, int | str) and value}
+    return f"{record.op} {output.assignments({n: v for n, v in stated.items() if n not in _BUCKETS})}".rstrip()
+
+
+def _lengths(record: Record) -> str:
+    """Where it was measured, and whether it is for code that serves any length."""
+    symbolic = any(record.key.get(name) == "any" for name in _BUCKETS)
+    return output.assignments(record.sizes) + (", for any" if symbolic else "")
+
+
+def _show(title: str, last: str, rows: Iterable[tuple[Record, Any]]) -> None:
+    """A table of records, with one more column."""
+    from mhsa_compile.records.record import share_of_default
+
+    columns = ("operation", "lengths", "kernel", "config", "us>", "vs default>", "threads>", "device", "date", last)
+    cells = (
+        (_operation(r), _lengths(r), r.kernel, output.assignments(r.config), f"{r.median_us:,.2f}",
+         f"{1 / share_of_default(r):.2f} x", r.threads, f"{r.device.name}{', emulated' if r.device.emulated else ''}",
+         r.date[:10], more)
+        for r, more in rows
+    )  # fmt: skip
+    output.print_table(title, columns if last else columns[:-1], (cell if last else cell[:-1] for cell in cells))
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"list": list_, "merge": merge, "promote": promote, "check": check}

@@ -1,0 +1,186 @@
+"""`mhsa tune`: search, measure, and write records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from mhsa_compile.bench.plots import figure
+from mhsa_compile.cli.commands import tune_run, tune_view
+from mhsa_compile.cli.commands.tune_run import Outcome, Settings
+from mhsa_compile.cli.common import options, output, sources
+from mhsa_compile.cli.common.cases import (
+    BUNDLE,
+    LOCAL,
+    Case,
+    CaseOptions,
+    split,
+)
+from mhsa_compile.errors import InputError
+from mhsa_compile.target.profile import load_profile
+from mhsa_compile.tuning import plots
+
+if TYPE_CHECKING:
+    from mhsa_compile.tuning.measure.rpc_server import Address
+
+
+def tune(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SOURCE] [HOST:PORT/KEY]", help="An .onnx file or a spec .toml; behind it the device of a tracker."
+        ),
+    ] = None,
+    *,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead of a source: tiny, base128, ..., or a group such as blocks. Repeat it for more."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="A name from `mhsa targets`, or a .toml file.")] = "native",
+    on: Annotated[
+        Literal["local", "tracker", "bundle"],
+        typer.Option(help="What measures: this machine, a device of TVM's tracker, or one without a network."),
+    ] = "local",
+    out: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="WORK.zip", help="With --on bundle: for `mhsa measure`.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="RESULTS.json", help="What `mhsa measure` found of a bundle of this source.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="For each source, all its operations together.")] = 60.0,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="At most so many of each operation, earlier runs' among them.")
+    ] = None,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    kv_length: options.KvLength = None,
+    capacity: options.Capacity = None,
+    dim: options.OtherDims = None,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="The sizes are those to measure at; dims stay symbolic.")
+    ] = False,
+    around: Annotated[bool, typer.Option("--around", help="Also tune at half the lengths, and at twice them.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16.")] = None,
+    weights: Annotated[Literal["int8"] | None, typer.Option("--weights", help="As of `mhsa compile`.")] = None,
+    threads: options.Threads = None,
+    records: Annotated[
+        Path | None, typer.Option("--records", metavar="FILE", help="Where records go, instead of your own file.")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Of the studies' database; SQLite beside the records if not given."),
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the studies, instead of one that follows from what is tuned.")
+    ] = None,
+    against: Annotated[
+        str, typer.Option(help="Peers to show, separated by commas, or all; an empty text is none.")
+    ] = "torch",
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="After the search measure all that is left, however long it takes.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the search: .svg, .png or .pdf.")] = None,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Find the fastest config of each operation on a device, and write it down: `mhsa compile` reads that.
+
+    Dims that are not given stay symbolic, and are measured at B = 1, L = 128, S = L, C = 1024. What was measured is
+    kept in the studies' database: the same command goes on where it ended, also after a kill. Exit code 1 where the
+    tuned artifact is over its error budget.
+    """
+    source, tracker = split(arguments or [], on)
+    _check(on, out, results, plot)
+    stated = options.stated_dims(batch, length, kv_length, capacity, dim)
+    given = CaseOptions(source, workload or [], dtype, stated, symbolic, around, weights, seed)
+    given.check()
+    peers = options.peers(against)
+    profile = load_profile(target)
+    file = records or profile.own_records()
+    sources.require_compiler()
+    _read(storage or _database(file), results)
+    settings = Settings(
+        profile, file, storage or _database(file), study, threads, seconds, trials, seed, exhaustive
+    )  # fmt: skip
+    if on == BUNDLE and out is not None and results is None:
+        _bundle(given, settings, out, json)
+        return
+    outcomes = {}
+    for name, outcome in _outcomes(given, settings, on, tracker, results, peers):
+        outcomes[name] = outcome
+        if not json:
+            tune_view.show(name, outcome.report, outcome.gain, outcome.peers, file)
+            tune_view.show_rest(outcome.left, outcome.rest)
+    if json:
+        output.print_json(tune_run.as_json(outcomes, file))
+    if plot is not None:
+        plots.searches({name: outcome.report for name, outcome in outcomes.items()}, plot)
+    if any(outcome.gain is not None and not outcome.gain.error_share <= 1 for outcome in outcomes.values()):
+        raise typer.Exit(1)
+
+
+def _outcomes(
+    given: CaseOptions,
+    settings: Settings,
+    on: str,
+    tracker: tuple[Address, str] | None,
+    results: Path | None,
+    peers: tuple[str, ...],
+) -> Iterator[tuple[str, Outcome]]:
+    if results is not None:
+        case = _only(given)
+        yield case.name, tune_run.read_results(case, settings, results)
+        return
+    with settings.session(tracker) as session:
+        for case in given.cases():
+            if on == LOCAL:
+                yield case.name, tune_run.search_here(case, settings, session, peers)
+            else:
+                yield case.name, tune_run.search(case, settings, session, {})
+
+
+def _check(on: str, out: Path | None, results: Path | None, plot: Path | None) -> None:
+    """Raises InputError and OutputError for options that do not go together, before anything is done."""
+    if on == BUNDLE and (out is None) == (results is None):
+        got = "both" if out else "neither"
+        raise InputError("--on bundle", "-o WORK.zip, or later --results RESULTS.json", got)
+    if on != BUNDLE and out is not None:
+        raise InputError("-o", "it with --on bundle", f"--on {on}", "Records go to --records.")
+    if plot is not None:
+        figure.check_path(plot)
+
+
+def _read(storage: str, results: Path | None) -> None:
+    """What is given is looked at before the seconds that importing PyTorch and a source take. Raises InputError,
+    OutputError, BundleError and InstallationError."""
+    from mhsa_compile.tuning.search.study_storage import open_storage
+
+    if results is not None:
+        from mhsa_compile.tuning.measure.work_results import read
+
+        read(results)
+    open_storage(storage)
+
+
+def _database(records: Path) -> str:
+    records.parent.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{records.resolve().with_suffix('.studies.db')}"
+
+
+def _only(given: CaseOptions) -> Case:
+    cases = list(given.cases())
+    if len(cases) > 1:
+        raise InputError("--on bundle", "one source", f"{len(cases)} workloads", "Make a bundle of each.")
+    return cases[0]
+
+
+def _bundle(given: CaseOptions, settings: Settings, out: Path, json: bool) -> None:
+    count = tune_run.write_bundle(_only(given), settings, out)
+    if json:
+        output.print_json({"bundle": out, "candidates": count})
+        return
+    output.line(f"{out}: {count} candidates. On the device: mhsa measure {out.name} -o results.json")
+    output.line("Then here the same command with --results results.json instead of --on bundle and -o")

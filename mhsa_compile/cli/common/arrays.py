@@ -1,0 +1,114 @@
+"""Arrays for a call: read from .npy files, drawn at random, written as one .npz."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.files import input_files
+from mhsa_compile.files.atomic_write import written
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.files.free_memory import require_memory
+
+if TYPE_CHECKING:
+    from mhsa_compile.runtime.artifact.manifest import TensorInfo
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_DRAWN_BYTES = 8  # of an element that NumPy draws, before it gets its dtype; once more for what comes of it
+_DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
+
+
+def read(assignments: Sequence[str]) -> dict[str, Array]:
+    """From NAME=FILE.npy. Raises InputError."""
+    return {name: _load(name, path) for name, path in map(_split, assignments)}
+
+
+def complete(
+    given: Mapping[str, Array], inputs: Iterable[TensorInfo], dims: Mapping[str, int], seed: int
+) -> dict[str, Array]:
+    """`given`, and random arrays for what it lacks; dims are the given arrays', else those of `dims`, else defaults."""
+    inputs = tuple(inputs)
+    sizes: dict[str, int] = {**dims}
+    for info in inputs:
+        if info.name in given:
+            sizes |= {str(dim): size for dim, size in zip(info.dims, given[info.name].shape, strict=False)}
+    rng = np.random.default_rng(seed)
+    given = {**given, **_rounded(given, inputs)}
+    missing = [info for info in inputs if info.name not in given]
+    shapes = [tuple(_size(info.name, dim, sizes) for dim in info.dims) for info in missing]
+    require_memory("inputs", sum(2 * _DRAWN_BYTES * math.prod(shape) for shape in shapes))
+    drawn = {info.name: _random(info, shape, rng) for info, shape in zip(missing, shapes, strict=True)}
+    return {**given, **drawn}
+
+
+def _rounded(given: Mapping[str, Array], inputs: Iterable[TensorInfo]) -> dict[str, Array]:
+    """float32 arrays for bfloat16 inputs: an .npy file has no word for bfloat16."""
+    return {
+        info.name: given[info.name].astype(ml_dtypes.bfloat16)
+        for info in inputs
+        if info.dtype == "bfloat16" and info.name in given and given[info.name].dtype == np.float32
+    }
+
+
+def write(path: Path, arrays: Mapping[str, Array]) -> None:
+    """One uncompressed .npz, whole or not at all; bfloat16 becomes float32, exactly. Raises OutputError."""
+    arrays = {n: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for n, a in arrays.items()}
+    with written(path, "--output") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub mistakes the names for allow_pickle
+
+
+def _split(assignment: str) -> tuple[str, Path]:
+    name, separator, path = assignment.partition("=")
+    if not (name and separator and path):
+        raise InputError("--input", "NAME=FILE.npy", repr(assignment))
+    return name, Path(path)
+
+
+def _load(name: str, path: Path) -> Array:
+    argument, expected = f"--input {name}", "an .npy file"
+    with (
+        input_files.opened(path, InputError, argument, expected) as file,
+        reading(InputError, argument, f"{expected}, {path}"),
+    ):
+        array = np.load(file, allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise InputError(argument, "one array in an .npy file", f"{path}, an archive of several")
+    return array
+
+
+def _random(info: TensorInfo, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    if info.dtype == "bool":
+        array = rng.random(shape) < 0.9
+        array[..., 0] = True
+        return array
+    if np.issubdtype(np.dtype(info.dtype), np.integer):
+        return rng.integers(0, 2, shape).astype(info.dtype)
+    return rng.standard_normal(shape).astype(info.dtype)
+
+
+def _size(name: str, dim: int | str, sizes: Mapping[str, int]) -> int:
+    """The size of a dim: fixed, given, a mask's axis ("mask_L" is L or 1), or the default."""
+    if isinstance(dim, int):
+        return dim
+    symbol = dim.removeprefix("mask_")
+    size = sizes.get(dim) or sizes.get(symbol) or _DEFAULT_SIZES.get(symbol)
+    if size is None and symbol == "C":
+        size = 2 * sizes.get("L", _DEFAULT_SIZES["L"])
+    if size is None and symbol == "S":
+        size = sizes.get("L", _DEFAULT_SIZES["L"])
+    if size is None and dim.startswith("mask_"):
+        size = 1
+    if size is None:
+        raise InputError(
+            name,
+            f"a size for its dim {dim!r}",
+            "none",
+            f"State it: --dim {dim}=N; or give the array: --input {name}={name}.npy.",
+        )
+    return size

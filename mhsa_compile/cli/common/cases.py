@@ -1,0 +1,113 @@
+"""What a command line asks to be tuned: sources, at which sizes, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mhsa_compile.cli.common import sources
+from mhsa_compile.errors import DeviceError, InputError
+
+if TYPE_CHECKING:
+    from mhsa_compile.tuning.measure.rpc_server import Address
+
+LOCAL, TRACKER, BUNDLE = "local", "tracker", "bundle"
+_DEFAULT_DIMS = {"B": 1, "L": 128, "C": 1024}  # S is L unless given
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to tune: what `compile` takes, at `dims`, and the sizes to measure at."""
+
+    name: str
+    source: Any
+    dims: dict[str, int]
+    sizes: dict[str, int]
+    weights: str | None
+
+
+@dataclass(frozen=True)
+class CaseOptions:
+    """What was asked for: a source with the dims that were stated, or workloads, which bring theirs."""
+
+    source: Path | None
+    workloads: list[str]
+    dtype: str | None
+    stated: dict[str, int]
+    symbolic: bool
+    around: bool
+    weights: str | None
+    seed: int
+
+    def check(self) -> None:
+        """Raises InputError, ModelError and SpecError for what does not go together."""
+        from mhsa_compile.bench.protocol.workloads import choose
+
+        if self.workloads and (self.source is not None or self.stated):
+            hint = "A workload brings its own spec and dims."
+            raise InputError("--workload", "it alone", "a source or dims beside it", hint)
+        if self.dtype is not None and not self.workloads:
+            raise InputError("--dtype", "it with --workload", f"{self.dtype!r} alone", "A source states its own dtype.")
+        if self.around and not self.workloads and (self.symbolic or not {"L", "S"} & self.stated.keys()):
+            hint = "Give --length. A record for symbolic lengths serves all of them."
+            raise InputError("--around", "lengths that are fixed", "symbolic ones", hint)
+        if self.workloads:
+            choose(self.workloads)
+        elif self.source is None:
+            raise InputError("SOURCE", "an .onnx file, a spec .toml, or --workload", "none of them")
+        else:
+            sources.resolve(self.source, {})
+
+    def cases(self) -> Iterator[Case]:
+        """One after another, since each has its weights. They are random where the source is a spec."""
+        for case in self._given():
+            yield case
+            if self.around:
+                yield from _beside(case)
+
+    def _given(self) -> Iterator[Case]:
+        import torch
+
+        from mhsa_compile.bench.cpu.bench import module_of
+        from mhsa_compile.bench.protocol.workloads import choose
+
+        torch.manual_seed(self.seed)
+        if self.source is not None:
+            sizes = _DEFAULT_DIMS | self.stated
+            sizes.setdefault("S", sizes["L"])
+            dims = {} if self.symbolic else self.stated
+            yield Case(str(self.source), sources.resolve(self.source, {}), dims, sizes, self.weights)
+        for workload in choose(self.workloads):
+            chosen = workload.at(self.dtype or workload.spec.dtype)
+            dims = {} if self.symbolic else chosen.dims
+            yield Case(chosen.name, module_of(chosen), dims, chosen.dims, self.weights)
+
+
+def _beside(case: Case) -> Iterator[Case]:
+    """The same at half the lengths, and at twice them: the buckets beside its own. A single query stays one."""
+    lengths = {name: size for name, size in case.dims.items() if name in ("L", "S", "C") and size > 1}
+    for words, halves in (("half as long", 1), ("twice as long", 4)):
+        other = {name: size * halves // 2 for name, size in lengths.items()}
+        if other:
+            yield replace(case, name=f"{case.name}, {words}", dims=case.dims | other, sizes=case.sizes | other)
+
+
+def split(arguments: list[str], on: str) -> tuple[Path | None, tuple[Address, str] | None]:
+    """(the source, address and key of the tracker's devices) of the arguments. Raises InputError and DeviceError."""
+    from mhsa_compile.tuning.measure.rpc_server import parsed
+
+    most = 2 if on == TRACKER else 1
+    if len(arguments) > most:
+        expected = "one source" if most == 1 else "a source and HOST:PORT/KEY"
+        raise InputError("arguments", expected, f"{arguments[most]!r}, too")
+    if on != TRACKER:
+        return (Path(arguments[0]) if arguments else None), None
+    place, _, key = arguments[-1].rpartition("/") if arguments else ("", "", "")
+    if not (place and key) or (len(arguments) == 1 and Path(arguments[0]).is_file()):
+        hint = "Such as: mhsa tune spec.toml --on tracker 127.0.0.1:9190/pi"
+        raise DeviceError(
+            "--on tracker", "HOST:PORT/KEY at the end", repr(arguments[-1]) if arguments else "nothing", hint
+        )
+    return (Path(arguments[0]) if len(arguments) == 2 else None), (parsed(place, "--on tracker"), key)

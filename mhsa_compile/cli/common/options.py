@@ -1,0 +1,78 @@
+"""Options that several commands share. Dims are in the library's notation: B batch, L queries, S keys, C capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.spec.checks import LARGEST
+
+if TYPE_CHECKING:
+    from mhsa_compile.runtime.artifact.manifest import TensorInfo
+
+_LARGEST_SEED = 2**63 - 1  # of PyTorch's generators
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ArtifactFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="An artifact: the folder that `mhsa compile` wrote.")
+]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, max=LARGEST, metavar="B", help="Batch size.")]
+Length = Annotated[int | None, typer.Option("--length", min=1, max=LARGEST, metavar="L", help="Query length.")]
+Capacity = Annotated[
+    int | None, typer.Option("--capacity", min=1, max=LARGEST, metavar="C", help="Positions of a cache.")
+]
+KvLength = Annotated[
+    int | None, typer.Option("--kv-length", min=1, max=LARGEST, metavar="S", help="Key and value length.")
+]
+OtherDims = Annotated[
+    list[str] | None,
+    typer.Option("--dim", metavar="NAME=N", help="Size of any other symbol, as the model names it. Repeat it."),
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
+]
+Records = Annotated[
+    Path | None,
+    typer.Option("--records", metavar="FILE", help="Tuned records, instead of your own and those that are shipped."),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=_LARGEST_SEED, help="Seed of whatever is random.")]
+
+
+def stated_dims(
+    batch: int | None,
+    length: int | None,
+    kv_length: int | None,
+    capacity: int | None = None,
+    others: Iterable[str] | None = None,
+) -> dict[str, int]:
+    """The dims that were given, by symbol. Raises InputError."""
+    given = {"B": batch, "L": length, "S": kv_length, "C": capacity}
+    stated = {symbol: size for symbol, size in given.items() if size is not None}
+    for assignment in others or ():
+        symbol, _, size = assignment.rpartition("=")
+        if not (symbol and size.isascii() and size.isdigit() and int(size)):
+            raise InputError("--dim", "NAME=N with N of at least 1, such as seq=128", repr(assignment))
+        if stated.setdefault(symbol, int(size)) != int(size):
+            raise InputError("--dim", f"one size for {symbol!r}", f"{stated[symbol]} and {size}")
+    return stated
+
+
+def check_symbols(others: Iterable[str] | None, inputs: Iterable[TensorInfo]) -> None:
+    """Whether --dim names symbols of an artifact's inputs. Raises InputError."""
+    symbols = list(dict.fromkeys(dim for info in inputs for dim in info.dims if isinstance(dim, str)))
+    for assignment in others or ():
+        name = assignment.rpartition("=")[0]
+        if name not in symbols:
+            raise InputError("--dim", f"a symbol of the inputs: {', '.join(symbols) or 'all are fixed'}", repr(name))
+
+
+def peers(against: str) -> tuple[str, ...]:
+    """The names of --against, or of all peers for "all". Raises InputError, before anything is compiled."""
+    from mhsa_compile.bench.peers import registry as peers
+
+    names = list(filter(None, map(str.strip, against.split(","))))
+    return tuple(peer.name for peer in (peers.PEERS if names == ["all"] else peers.find(names)))

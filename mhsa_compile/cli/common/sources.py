@@ -1,0 +1,95 @@
+"""From a command's arguments to something `pipeline.compile` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mhsa_compile.cli.common import output
+from mhsa_compile.errors import ModelError
+from mhsa_compile.files import input_files
+
+if TYPE_CHECKING:
+    from mhsa_compile.records.record import Record
+    from mhsa_compile.runtime.artifact.artifact import Artifact
+    from mhsa_compile.spec.attention_spec import AttentionSpec
+
+Source = Annotated[
+    Path | None,
+    typer.Argument(metavar="SOURCE", help="An .onnx file or a spec .toml; else state --embed-dim and --num-heads."),
+]
+
+
+def require_compiler() -> None:
+    """Raise InstallationError unless everything that compiling imports is there."""
+    from mhsa_compile.target import environment
+
+    environment.check_tvm_pair()
+    environment.require("torch", "onnx", "onnxscript", "ziglang", extra="compile")
+
+
+def resolve(source: Path | None, fields: dict[str, Any]) -> Path | AttentionSpec:
+    """An .onnx file as it is, or a spec from a .toml file or from flags. Raises ModelError and SpecError."""
+    from mhsa_compile.spec.attention_spec import AttentionSpec
+
+    if source is None:
+        if not {"embed_dim", "num_heads"} <= fields.keys():
+            expected = "an .onnx file, a spec .toml, or --embed-dim and --num-heads"
+            raise ModelError("SOURCE", expected, f"only {_flags(fields)}" if fields else "none of them")
+        return AttentionSpec(**fields)
+    if fields:
+        raise ModelError(
+            "SOURCE", "a file or the spec's flags", f"{source} and {_flags(fields)}", "Leave one of them out."
+        )
+    if source.suffix not in (".onnx", ".toml"):
+        raise ModelError("SOURCE", "a file named .onnx or .toml", repr(str(source)))
+    if source.suffix == ".toml":
+        return AttentionSpec.from_toml(input_files.read_text(source, ModelError, "SOURCE", "a spec .toml"))
+    input_files.opened(source, ModelError, "SOURCE", "an .onnx file").close()  # now, not after seconds of imports
+    return source
+
+
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    """The records of several files; of a torn last line, one line on stderr. Raises RecordsError."""
+    from mhsa_compile.records import record_files
+
+    found, torn = record_files.gather(paths)
+    for sentence in torn:
+        output.line(f"Warning: {sentence}", err=True)
+    return found
+
+
+def compile_with_progress(
+    source: Path | None,
+    fields: dict[str, Any],
+    target: str,
+    *,
+    dims: dict[str, int],
+    seed: int,
+    weights: str | None = None,
+    records: Path | None = None,
+    dump: Path | None = None,
+) -> Artifact:
+    """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random."""
+    from mhsa_compile.target.profile import load_profile
+
+    # What is mistyped is answered now, not after the seconds that importing PyTorch takes.
+    profile = load_profile(target)
+    at_hand = read_records(profile.records() if records is None else [records])
+    resolved = resolve(source, fields)
+    require_compiler()
+    with output.stages() as stage:
+        stage("load PyTorch")
+        import torch
+
+        from mhsa_compile.compiler.pipeline import compile
+
+        torch.manual_seed(seed)
+        return compile(resolved, profile, dims=dims, weights=weights, records=at_hand, progress=stage, dump=dump)
+
+
+def _flags(fields: dict[str, Any]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in fields)

@@ -1,0 +1,190 @@
+"""A scheduled module -> one shared library, for this host or another.
+
+Zig's C compiler links for every target from any host, needs no system tool chain, and gives the same bytes twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from mhsa_compile.compiler.codegen import (
+    caller_memory,
+    data_races,
+    embed_cubin,
+    empty_launches,
+)
+from mhsa_compile.compiler.codegen.lowered_module import Scheduled
+from mhsa_compile.files import atomic_write
+from mhsa_compile.target import zig
+from mhsa_compile.target.profile import CudaProfile, TargetProfile
+
+_FLOAT16 = Path(__file__).with_name("float16.c")
+
+
+def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
+    """Writes the shared library. Raises BuildError with the linker's words, and InstallationError."""
+    if isinstance(profile, CudaProfile):
+        executable = device_executable(scheduled, profile)
+    else:
+        with pass_context():
+            executable = relax.build(scheduled.module, _target(profile), relax_pipeline=_pipeline())
+    _export(executable, library, profile)
+
+
+def device_executable(scheduled: Scheduled, profile: CudaProfile) -> Any:
+    """The executable for a GPU; its kernels are CUDA C++ still, whether there is a GPU here or not."""
+    inputs = len(scheduled.module["main"].params) - scheduled.packed
+    module = caller_memory.from_caller(tvm.transform.Sequential(_planning())(scheduled.module), inputs)
+    module = empty_launches.guarded(module)
+    with _for_kernels():
+        return relax.build(module, _target(profile), relax_pipeline=tvm.transform.Sequential(_lowering()))
+
+
+def _target(profile: TargetProfile) -> Any:
+    return tvm.target.Target(profile.tvm_config())
+
+
+@contextmanager
+def _for_kernels() -> Iterator[None]:
+    """TVM compiles kernels itself where it finds a GPU; with this it leaves them to us there, too.
+
+    Not `pass_context`: schedules of TVM's for GPUs cut their shared memory to size by a pass that it leaves out.
+    """
+    name = "TVM_COMPILE_FORCE_FALLBACK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}):
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
+    """PrimFuncs by name as a shared library of their own, without a VM. Raises BuildError with the linker's words."""
+    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
+    on_gpu = isinstance(profile, CudaProfile)
+    with _for_kernels() if on_gpu else pass_context(), atomic_write.temporary() as folder:
+        compiled = tvm.compile(module, target=_target(profile))
+        path = folder / "functions.so"
+        _export(compiled, path, profile)
+        return path.read_bytes()
+
+
+def _export(executable: Any, library: Path, profile: TargetProfile) -> None:
+    with atomic_write.temporary() as folder:
+        linker = _linker(profile.link.triple)
+        executable.export_library(str(library), fcompile=linker, workspace_dir=str(folder), **_packing(profile))
+
+
+def _packing(profile: TargetProfile) -> dict[str, Any]:
+    """How export_library packs what is not for the CPU."""
+    if not isinstance(profile, CudaProfile):
+        return {}
+    return {"fpack_imports": embed_cubin.packer(profile.tvm.arch, profile.tvm.mtriple)}
+
+
+@contextmanager
+def pass_context() -> Iterator[None]:
+    """For code of a CPU, without the passes that give our kernels nothing. Two take three quarters of the time: the
+    kernels' buffers are as large as they need to be, and LLVM finds common subexpressions itself. Two more walk through
+    every kernel for what LLVM does as well: conditions out of loops, and code without effect. The rest look for what
+    only GPUs have.
+
+    Raises BuildError where threads would write to the same places (`races`)."""
+    disabled = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
+    config = {"tirx.disable_cse_tir": True}
+    with (
+        data_races.refused() as look,
+        tvm.transform.PassContext(disabled_pass=disabled, config=config, instruments=[look]),
+    ):
+        yield
+
+
+_FOR_GPUS = tuple(
+    f"s_tir.{name}"
+    for name in (
+        "InferFragment",
+        "InjectDoubleBuffer",
+        "InjectPermutedLayout",
+        "InjectSoftwarePipeline",
+        "InjectVirtualThread",
+        "LowerAutoCopy",
+        "LowerThreadAllreduce",
+        "LowerVtcmAlloc",
+        "ManifestSharedMemoryLocalStage",
+        "MergeSharedMemoryAllocations",
+        "ThreadSync",
+        "TransformMmaBufferLayout",
+    )
+)
+"""Passes about threads of a block, memory that they share, and tensor cores."""
+
+
+def _pipeline() -> Any:
+    """From call_tir to the VM's instructions, in order."""
+    return tvm.transform.Sequential([*_planning(), *_lowering()])
+
+
+def _planning() -> list[Any]:
+    """Which array lies in which memory."""
+    return [
+        relax.transform.ToNonDataflow(),
+        relax.transform.RemovePurityChecking(),
+        relax.transform.CallTIRRewrite(),
+        tvm.transform.module_pass(_plan_memory, opt_level=0),
+    ]
+
+
+def _plan_memory(module: Any, context: Any) -> Any:
+    """Arrays that live one after another share memory. Where a function branches they have each their own: TVM's plan
+    gives an array of one branch memory that only another one allocates."""
+    functions = [function for _, function in module.functions_items() if isinstance(function, relax.Function)]
+    bindings = (binding for function in functions for block in function.body.blocks for binding in block.bindings)
+    if any(isinstance(binding.value, relax.If) for binding in bindings):
+        return module
+    return relax.transform.StaticPlanBlockMemory()(module)
+
+
+def _lowering() -> list[Any]:
+    return [
+        relax.transform.LowerAllocTensor(),
+        relax.transform.KillAfterLastUse(),
+        relax.transform.LowerRuntimeBuiltin(),
+        relax.transform.ComputePrimValue(),
+        relax.transform.VMShapeLower(),
+        tvm.transform.module_pass(_order_shape_arithmetic, opt_level=0),
+        relax.transform.AttachGlobalSymbol(),
+    ]
+
+
+def _order_shape_arithmetic(module: Any, _: Any) -> Any:
+    """Sorts the stores of the sizes that VMShapeLower computes: it writes them in the order of a hash of addresses, and
+    two builds would differ. They are independent, since each is computed from the inputs' own dims."""
+    for variable, function in module.functions_items():
+        if variable.name_hint.startswith("shape_func") and isinstance(function.body, tvm.tirx.SeqStmt):
+            stores = sorted(function.body.seq, key=str)
+            module[variable] = function.with_body(tvm.tirx.SeqStmt(stores))
+    return module
+
+
+def _linker(triple: str) -> Any:
+    """`fcompile` of export_library: links object files into a stripped shared library."""
+
+    def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
+        added = [str(_FLOAT16)] if triple.startswith("riscv") else []
+        words = ["-shared", "-fPIC", "-O1", "-s", "-o", output, *objects, *added, *(options or [])]
+        zig.run("cc", triple, words, "a shared library")
+
+    link.output_format = "so"  # type: ignore[attr-defined]
+    return link

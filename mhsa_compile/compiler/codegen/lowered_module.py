@@ -1,0 +1,20 @@
+"""What a lowered model is: a module of kernels, as it is built, and the report of what runs what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mhsa_compile.runtime.artifact.manifest import OpReport
+
+
+@dataclass
+class Scheduled:
+    """What `build` compiles. `weights` are the initializers in the order `bind_weights` takes them; `packed` is how
+    many parameters of main it makes of them, after the inputs."""
+
+    module: Any
+    weights: list[str]
+    packed: int
+    reports: list[OpReport]
+    aligned: list[int]  # inputs that a call writes into, and TVM's own code reads

@@ -1,0 +1,202 @@
+"""Attention written out in tensor expressions, for whatever no kernel takes: right in every case, and slow.
+
+    raw = scale Q K^T;   capped = softcap tanh(raw / softcap);   masked = capped + bias, -inf where a key is hidden
+    weights = exp(masked - max) / sum;   Y = the sum of weight x value over the visible keys
+
+All of it is float64, so no target's exp or order of summation shows; scores are a (B, H, L, S) array. It means what the
+kernels mean: a row without a visible key is zeros, and what is hidden is selected away, never multiplied by zero.
+Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from mhsa_compile.frontend.relax.masks import masked_element
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    Placement,
+    ScoresOp,
+    WeightsOp,
+)
+
+Expr = Any  # tirx.PrimExpr
+EXACT = "float64"
+_WEIGHTS = 3  # the last stage of a ScoresOp
+_HIDDEN = tirx.const(-math.inf, EXACT)
+
+
+def emit(builder: relax.BlockBuilder, op: AttentionOp | ScoresOp | WeightsOp, inputs: list[Any]) -> Any:
+    """The value of `op` on its `inputs`, in the order that it says. Weights are those of all heads and rows."""
+    if isinstance(op, WeightsOp):
+        assert op.whole
+        op = ScoresOp(op.attention, _WEIGHTS)
+    attention = op.attention if isinstance(op, ScoresOp) else op
+    constants = [] if attention.static_mask is None else [relax.const(attention.static_mask.visible)]
+    compute = partial(_compute, op, attention)
+    return builder.emit_te(compute, *inputs, *constants, primfunc_name_hint="plain_attention")
+
+
+def _compute(op: AttentionOp | ScoresOp, attention: AttentionOp, *tensors: te.Tensor) -> te.Tensor:
+    plain = _Plain(attention, list(tensors))
+    if isinstance(op, AttentionOp):
+        return plain.output()
+    stages = (plain.raw, plain.capped, plain.masked, plain.weight)
+    return plain.stored(stages[op.stage], "scores")
+
+
+class _Plain:
+    """The stages, each as an expression of (b, h, i, j); what is summed over is an array of its own."""
+
+    def __init__(self, op: AttentionOp, tensors: list[te.Tensor]) -> None:
+        self.op = op
+        buffers = 1 + max(op.query.buffer, op.key.buffer, op.value.buffer)
+        self.buffers, rest = tensors[:buffers], iter(tensors[buffers:])
+        self.mask = next(rest) if op.mask is not None else None
+        self.lengths = next(rest) if op.lengths else None
+        self.sinks = next(rest) if op.sinks else None
+        self.slopes = next(rest) if op.slopes else None
+        self.static_mask = next(rest) if op.static_mask is not None else None
+        query, key = self.buffers[op.query.buffer], self.buffers[op.key.buffer]
+        self.batch, self.queries = query.shape[0], _length(query, op.query)
+        self.keys = _length(key, op.key)
+        self.shape = (self.batch, tirx.const(op.num_heads, "int64"), self.queries, self.keys)
+        self.group = op.num_heads // op.num_kv_heads
+        self._products = self._all_products()
+
+    def _element(self, place: Placement, size: int, *at: Expr) -> Expr:
+        """(b, head, row, column) of one head of `size`."""
+        b, head, row, column = at
+        buffer = self.buffers[place.buffer]
+        if place.layout == "rows":
+            return _exact(buffer[b, row, place.offset + head * size + column])
+        return _exact(buffer[b, head, row, column])
+
+    def _all_products(self) -> te.Tensor:
+        op = self.op
+        axis = te.reduce_axis((0, op.head_dim), "e")
+
+        def product(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+            q = self._element(op.query, op.head_dim, b, h, i, axis)
+            return te.sum(q * self._element(op.key, op.head_dim, b, h // self.group, j, axis), axis=axis)
+
+        return te.compute(self.shape, product, "products")
+
+    def raw(self, *at: Expr) -> Expr:
+        return self._products[at] * tirx.const(self.op.scale, EXACT)
+
+    def capped(self, *at: Expr) -> Expr:
+        if not self.op.softcap:
+            return self.raw(*at)
+        softcap = tirx.const(self.op.softcap, EXACT)
+        return softcap * te.tanh(self.raw(*at) / softcap)
+
+    def masked(self, *at: Expr) -> Expr:
+        b, h, i, j = at
+        score = self.capped(*at)
+        if self.slopes is not None:
+            score = score + _exact(self.slopes[h]) * tirx.Cast(EXACT, j - self._place(b, i))
+        if self.mask is not None and self.mask.dtype != "bool":
+            score = score + _exact(self.mask[masked_element(self.mask, *at)])
+        return tirx.Select(self._sees(*at), score, _HIDDEN)
+
+    def _place(self, b: Expr, i: Expr) -> Expr:
+        """Where query i stands among the keys."""
+        if self.op.band is None or self.op.band.alignment == "top_left":
+            return i
+        return i + (self.keys if self.lengths is None else self._count(b)) - self.queries
+
+    def _count(self, b: Expr) -> Expr:
+        """How many keys an entry has."""
+        assert self.lengths is not None
+        return tirx.max(0, tirx.min(self.keys, self.lengths[b]))
+
+    def _sees(self, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+        op, seen = self.op, [tirx.const(True, "bool")]
+        if op.band is not None and op.band.left is not None:
+            seen.append(j >= self._place(b, i) - op.band.left)
+        if op.band is not None and op.band.right is not None:
+            seen.append(j <= self._place(b, i) + op.band.right)
+        if self.lengths is not None:
+            seen.append(j < self._count(b))
+        if self.static_mask is not None:
+            seen.append(self.static_mask[tirx.min(h, self.static_mask.shape[0] - 1), i, j])
+        if self.mask is not None:
+            flag = self.mask[masked_element(self.mask, b, h, i, j)]
+            seen.append(flag if self.mask.dtype == "bool" else _exact(flag) != _HIDDEN)
+        return tirx.all(*seen)
+
+    def weight(self, *at: Expr) -> Expr:
+        """Zero where a key is hidden; a row of nothing but hidden keys has no sum to divide by."""
+        exponents, sums = self._exponents
+        total = sums[at[:3]]
+        share = exponents[at] / tirx.Select(total == 0, tirx.const(1, EXACT), total)
+        return tirx.Select(self._sees(*at), share, tirx.const(0, EXACT))
+
+    @property
+    def _exponents(self) -> tuple[te.Tensor, te.Tensor]:
+        """exp(masked - max), and its sum over the keys (and the sink)."""
+        rows, masked = self.shape[:3], te.compute(self.shape, self.masked, "masked")
+        over = te.reduce_axis((0, self.keys), "j")
+        largest = te.compute(rows, lambda b, h, i: _maximum(masked[b, h, i, over], over), "largest")
+
+        def top(b: Expr, h: Expr, i: Expr) -> Expr:
+            value = largest[b, h, i]
+            if self.sinks is not None:
+                value = tirx.max(value, _exact(self.sinks[h]))
+            return tirx.Select(value == _HIDDEN, tirx.const(0, EXACT), value)
+
+        tops = te.compute(rows, top, "top")
+        exponents = te.compute(self.shape, lambda b, h, i, j: te.exp(masked[b, h, i, j] - tops[b, h, i]), "exponents")
+        along = te.reduce_axis((0, self.keys), "j")
+        sums = te.compute(rows, lambda b, h, i: te.sum(exponents[b, h, i, along], axis=along), "sums")
+        if self.sinks is not None:
+            seen, sinks = sums, self.sinks
+            sums = te.compute(rows, lambda b, h, i: seen[b, h, i] + te.exp(_exact(sinks[h]) - tops[b, h, i]), "total")
+        return exponents, sums
+
+    def output(self) -> te.Tensor:
+        """Y, laid out as the operation says."""
+        op = self.op
+        weights = te.compute(self.shape, self.weight, "weights")
+        along = te.reduce_axis((0, self.keys), "j")
+
+        def term(b: Expr, h: Expr, i: Expr, f: Expr) -> Expr:
+            value = self._element(op.value, op.v_head_dim, b, h // self.group, along, f)
+            seen = self._sees(b, h, i, along)
+            return te.sum(tirx.Select(seen, weights[b, h, i, along] * value, tirx.const(0, EXACT)), axis=along)
+
+        heads = te.compute((*self.shape[:3], tirx.const(op.v_head_dim, "int64")), term, "heads")
+        if op.output.layout == "heads":
+            return te.compute(heads.shape, lambda *at: _narrow(heads[at], op.dtype), "y")
+        size = op.v_head_dim
+        shape = (self.batch, self.queries, tirx.const(op.output.width, "int64"))
+        return te.compute(shape, lambda b, i, c: _narrow(heads[b, c // size, i, c % size], op.dtype), "y")
+
+    def stored(self, stage: Any, name: str) -> te.Tensor:
+        return te.compute(self.shape, lambda *at: _narrow(stage(*at), self.op.dtype), name)
+
+
+def _maximum(value: Expr, axis: Any) -> Expr:
+    """-inf over nothing, where te.max has the smallest finite number."""
+    larger = te.comm_reducer(lambda one, other: tirx.max(one, other), lambda _: _HIDDEN, "maximum")
+    return larger(value, axis=axis)
+
+
+def _length(tensor: te.Tensor, place: Placement) -> Expr:
+    return tensor.shape[1 if place.layout == "rows" else 2]
+
+
+def _exact(value: Expr) -> Expr:
+    """In float64; by way of float32, since TVM lowers no other cast of bfloat16."""
+    narrow = value.dtype in ("bfloat16", "float16")
+    return tirx.Cast(EXACT, tirx.Cast("float32", value)) if narrow else tirx.Cast(EXACT, value)
+
+
+def _narrow(value: Expr, dtype: str) -> Expr:
+    value = tirx.Cast("float32", value)
+    return value if dtype == "float32" else tirx.Cast(dtype, value)

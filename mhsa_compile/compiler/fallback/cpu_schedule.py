@@ -1,0 +1,296 @@
+"""What no kernel claims: TVM's own lowering, with elementary functions as arithmetic and a schedule by fixed rules.
+
+TVM alone writes every operator of a fused function as loops of their own over memory, on one thread. Here what is
+computed element by element becomes one loop nest, rows are shared among threads where there is enough to do, and erf,
+tanh and sigmoid are arithmetic (`elementary`), of which LLVM makes vectors. Lengths may be symbols.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tvm
+from tvm import relax, s_tir, te, tirx
+from tvm.s_tir.schedule import ScheduleError
+
+from mhsa_compile.compiler.fallback import elementwise, traces
+from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
+from mhsa_compile.records.record import Shelf
+from mhsa_compile.runtime.artifact.manifest import OpReport
+from mhsa_compile.target.profile import CpuProfile, TargetProfile
+
+Expr = Any  # TVM has no type stubs
+Function = Any  # a PrimFunc
+Schedule = Any
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """`reports` has a row for each function of which there are tuned records."""
+
+    module: Any
+    reports: list[OpReport]
+
+
+def lower(module: Any, profile: CpuProfile, shelf: Shelf) -> Lowered:
+    """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
+    lowered, lanes, reports = legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
+    for variable, function in lowered.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            tuned = _tuned(str(variable.name_hint), function, shelf)
+            reports += [tuned[1]] if tuned else []
+            made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
+            lowered.update_func(variable, made)
+    return Lowered(lowered, reports)
+
+
+def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> dict[str, Function]:
+    """The PrimFuncs of what no kernel claims, not scheduled; without `arithmetic` as TVM alone would write them."""
+    lowered = legalized(module, profile, _LEGALIZED if arithmetic else {})
+    return {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
+
+
+def legalized(module: Any, profile: TargetProfile, given: dict[str, Any]) -> Any:
+    """Every operator as a PrimFunc, not scheduled; `given` says how some are lowered, by name."""
+    passes = [
+        relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
+        relax.transform.LegalizeOps(given),
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FoldConstant(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        relax.transform.RewriteDataflowReshape(),
+        relax.transform.DeadCodeElimination(),
+    ]
+    with tvm.target.Target(profile.tvm_config()):
+        return tvm.transform.Sequential(passes)(module)
+
+
+def _tuned(name: str, function: Function, shelf: Shelf) -> tuple[Function | None, OpReport] | None:
+    """(the function by a record's trace, None where none fits; its row in the report); None without records of it."""
+    if not shelf.knows(traces.KIND) or not function.attrs.get("s_tir", False) or not traces.is_static(function):
+        return None
+    key = traces.key_of(function)
+    if not shelf.knows(traces.KIND, key):
+        return None
+    found = shelf.first(traces.KIND, key, lambda record: traces.applied(function, record.trace))
+    if isinstance(found, str):
+        return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, found)
+    record, made = found
+    return made, OpReport(name, traces.KIND, traces.KIND, {}, "record", _NOTE, record.summary())
+
+
+_NOTE = "a function of the operators below that no kernel claims"
+
+
+# ---- Elementary functions as arithmetic
+
+_ARITHMETIC = "arithmetic"
+"""The name of their blocks: worth vectors."""
+
+
+def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
+    """How LegalizeOps lowers an operator of one argument: by the formula where it is float32, else as TVM does."""
+
+    def legalize(builder: Any, call: Any) -> Any:
+        value = call.args[0]
+        if value.ty.dtype != "float32":
+            return call.op.get_attr("FLegalize")(builder, call)
+        return builder.call_te(
+            _computed(formula), value, primfunc_name_hint=_HINTS.get(call.op.name, call.op.name.rpartition(".")[2])
+        )
+
+    return legalize
+
+
+_HINTS = {name: name.replace("relax.", "tir_") for name in ("relax.sigmoid", "relax.tanh")}
+"""What TVM calls the functions that it makes of these, so that both have the same names."""
+
+
+def _computed(formula: Callable[[Expr], Expr]) -> Callable[[Any], Any]:
+    return lambda x: te.compute(x.shape, lambda *place: formula(x[place]), name=_ARITHMETIC)
+
+
+def _power(builder: Any, call: Any) -> Any:
+    """Squares and cubes as products: the C library takes 20 ns for each."""
+    value, exponent = call.args
+    stated = exponent.value.numpy() if isinstance(exponent, tvm.ir.GenericConst) else None
+    if stated is None or stated.shape != () or float(stated) not in _PRODUCTS:
+        return call.op.get_attr("FLegalize")(builder, call)
+    return builder.call_te(_computed(_PRODUCTS[float(stated)]), value, primfunc_name_hint="power")
+
+
+_PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: lambda x: x * x, 3.0: lambda x: x * x * x}
+
+
+def _gelu(x: Expr) -> Expr:
+    half = tirx.const(0.5, "float32")
+    return x * (half + elementwise.erf(x * tirx.const(0.5**0.5, "float32")) * half)
+
+
+_LEGALIZED = {
+    "relax.erf": _elementwise(elementwise.erf),
+    "relax.nn.gelu": _elementwise(_gelu),
+    "relax.nn.silu": _elementwise(lambda x: x * elementwise.sigmoid(x)),
+    "relax.power": _power,
+    "relax.sigmoid": _elementwise(elementwise.sigmoid),
+    "relax.tanh": _elementwise(elementwise.tanh),
+}
+
+
+# ---- Schedules by fixed rules
+
+
+def scheduled(function: Function, lanes: int) -> Function:
+    """The function by the rules of this room, `lanes` to a vector; as it is where they do not know its form."""
+    if not function.attrs.get("s_tir", False) or not _is_tree_of_blocks(function):
+        return function
+    schedule = s_tir.Schedule(function)
+    is_arithmetic = any(schedule.get(block).name_hint.startswith(_ARITHMETIC) for block in _blocks(schedule))
+    _inline(schedule)
+    size = _size(schedule.get(_blocks(schedule)[-1]))
+    for rule in (_by_rows, partial(_by_elements, is_arithmetic=is_arithmetic)):
+        ruled = schedule.copy()
+        with suppress(ScheduleError):
+            if rule(ruled, lanes):
+                return _in_parallel_if_large(ruled.mod["main"], size)
+    return schedule.mod["main"]
+
+
+def _is_tree_of_blocks(function: Function) -> bool:
+    """Whether loops and blocks lie below a root, as in tensor expressions. TVM's CumSum is one block of plain code."""
+    body = function.body
+    return isinstance(body, s_tir.SBlockRealize) and str(body.block.name_hint) == "root"
+
+
+def _blocks(schedule: Schedule) -> list[Any]:
+    return list(schedule.get_child_blocks(schedule.get_sblock("root")))
+
+
+def _inline(schedule: Schedule) -> None:
+    """Computes what only elements of the same place read where they are read."""
+    for block in _blocks(schedule):
+        readers = schedule.get_consumers(block)
+        if readers and all(_same_elements(schedule.get(block), schedule.get(reader)) for reader in readers):
+            with suppress(ScheduleError):  # not a plain loop over its output
+                schedule.compute_inline(block)
+
+
+def _same_elements(block: Any, reader: Any) -> bool:
+    """Whether a reader computes as many elements as the block, both one by one."""
+    if _kinds(block).strip("S") or _kinds(reader).strip("S"):
+        return False
+    return _same(_size(block), _size(reader))
+
+
+def _same(one: Expr, other: Expr) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
+
+
+def _kinds(block: Any) -> str:
+    """Of a block's axes, in order: S for one of its output, R for one that it sums over, or the like."""
+    return "".join("S" if axis.iter_type == tirx.IterVar.DataPar else "R" for axis in block.iter_vars)
+
+
+def _size(block: Any) -> Expr:
+    return functools.reduce(operator.mul, (axis.dom.extent for axis in block.iter_vars), tirx.const(1, "int64"))
+
+
+def _by_elements(schedule: Schedule, lanes: int, is_arithmetic: bool) -> bool:
+    """One block, computed element by element: all loops but the innermost are one, and parallel. Whether it is that."""
+    blocks = _blocks(schedule)
+    if len(blocks) != 1 or _kinds(schedule.get(blocks[0])).strip("S"):
+        return False
+    loops = schedule.get_loops(blocks[0])
+    if len(loops) < 2:
+        return False
+    if is_arithmetic:  # of other code LLVM makes vectors as good as these
+        _vectorize(schedule, loops[-1], lanes)
+    schedule.parallel(schedule.fuse(*loops[:-1]))
+    return True
+
+
+def _by_rows(schedule: Schedule, lanes: int) -> bool:
+    """Sums along rows (or maxima), and what is made of them: one parallel loop over rows. Whether it is that.
+
+    Everything about a row is computed before the next one. A sum is one of `lanes` sums at first, which is faster and
+    more exact than one chain of additions.
+    """
+    blocks = [schedule.get(block) for block in _blocks(schedule)]
+    kinds = [_kinds(block) for block in blocks]
+    outer = min(len(kinds[-1]) - 1, *(len(kind) - len(kind.lstrip("S")) for kind in kinds))
+    if outer < 1 or "R" in kinds[-1] or not any("R" in kind for kind in kinds):
+        return False
+    if not all(
+        _same(one, other)
+        for block in blocks
+        for one, other in zip(_rows(block, outer), _rows(blocks[-1], outer), strict=True)
+    ):
+        return False
+    for block, kind in zip(_blocks(schedule), kinds, strict=True):
+        if kind == "S" * outer + "R":
+            _in_lanes(schedule, block, lanes)
+    *before, last = _blocks(schedule)
+    loops = schedule.get_loops(last)
+    row = schedule.fuse(*loops[:outer])
+    schedule.parallel(row)
+    _vectorize(schedule, schedule.get_loops(last)[-1], lanes)
+    for block in reversed(before):
+        schedule.compute_at(block, row, preserve_unit_loops=True)
+        if schedule.get(block).name_hint.endswith("_rf"):
+            lane, summed = schedule.get_loops(block)[1], schedule.get_loops(block)[-1]
+            schedule.reorder(summed, lane)
+            schedule.vectorize(lane)
+            schedule.decompose_reduction(block, summed)
+    return True
+
+
+def _rows(block: Any, outer: int) -> list[Expr]:
+    return [axis.dom.extent for axis in block.iter_vars[:outer]]
+
+
+def _in_lanes(schedule: Schedule, block: Any, lanes: int) -> None:
+    """A sum over the last axis as sums over every so many elements, and their sum."""
+    loops = schedule.get_loops(block)
+    if width := _divisor(schedule.get(loops[-1]).extent, lanes):
+        _, lane = schedule.split(loops[-1], [None, width])
+        schedule.rfactor(lane, len(loops) - 1)
+
+
+def _vectorize(schedule: Schedule, loop: Any, lanes: int) -> None:
+    if width := _divisor(schedule.get(loop).extent, lanes):
+        _, lane = schedule.split(loop, [None, width])
+        schedule.vectorize(lane)
+
+
+def _divisor(extent: Expr, lanes: int) -> int:
+    """The widest vector, up to `lanes`, that fits a whole number of times; 0 where that is not worth it."""
+    size = int(extent) if isinstance(extent, tirx.IntImm) else 0
+    return max((width for width in range(_LEAST_LANES, lanes + 1) if size % width == 0), default=0) if size else 0
+
+
+_LEAST_LANES = 4
+
+
+def _in_parallel_if_large(function: Function, size: Expr) -> Function:
+    """The function with its parallel loop run by one thread where it computes too few elements to be worth sharing.
+
+    Blocks become plain statements first: where blocks of both loops name an array, TVM allocates it in front of the
+    choice between the loops, and all threads share it. A statement that allocates inside of a loop stays there.
+    """
+    compact = traces.COMPACT(tvm.IRModule({"main": function}))
+    shared = s_tir.transform.LowerOpaqueBlock()(compact)["main"].body
+    if not isinstance(shared, tirx.For):  # one row: its loop is gone
+        return function
+    alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)
+    choice = tirx.IfThenElse(size > WORTH_SHARING, shared, alone)
+    root = compact["main"].body.block
+    block = s_tir.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, choice)
+    module = tvm.IRModule({"main": compact["main"].with_body(s_tir.SBlockRealize([], True, block))})
+    return tirx.transform.ConvertSSA()(module)["main"]

@@ -1,0 +1,110 @@
+"""What no kernel claims, on a GPU: TVM's own lowering, scheduled by the rules of TVM's DLight.
+
+A function may become several kernels, with arrays between them. TVM would take these from a pool of the calling thread,
+which knows no streams; here they are results of the call like any other, so that all memory is planned in one place
+(`device_memory`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, s_tir, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.s_tir import dlight
+
+from mhsa_compile.compiler.fallback import cpu_schedule
+from mhsa_compile.target.profile import CudaProfile
+
+
+class _Matmul(dlight.gpu.Matmul):  # type: ignore[misc]
+    """DLight's, but what it finds that it cannot do is left to the rules after it: it takes products of float16 with a
+    symbolic number of rows for ones that fit its tensor core schedule, and fails half way (TVM 0.27)."""
+
+    def apply(self, func: Any, target: Any, tunable: bool) -> Any:
+        try:
+            return super().apply(func, target, tunable)
+        except s_tir.ScheduleError:
+            return None
+
+
+def lower(module: Any, profile: CudaProfile) -> Any:
+    """Every operator of Relax as scheduled PrimFuncs, without arrays of their own in the GPU's memory."""
+    # GeneralReduction is not among them: it holds whole rows in shared memory, for which their length must be fixed.
+    rules = (_Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.Fallback())
+    lowered = cpu_schedule.legalized(module, profile, {})
+    with tvm.target.Target(profile.tvm_config()):
+        lowered = dlight.ApplyDefaultSchedule(*rules)(lowered)
+    return _with_scratch_as_results(lowered)
+
+
+def _with_scratch_as_results(module: Any) -> Any:
+    """Arrays that functions allocate for themselves become results of theirs, which nobody reads."""
+    functions = {v: f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
+    scratch = {str(v.name_hint): arrays for v, f in functions.items() if (arrays := _scratch_of(f))}
+    if not scratch:
+        return module
+    builder = relax.BlockBuilder(module)
+    opened = {name: builder.add_func(_opened(module[name], arrays), name) for name, arrays in scratch.items()}
+    calling = _call_with_scratch(builder.get(), opened, scratch)
+    return relax.transform.DeadCodeElimination()(calling)
+
+
+def _scratch_of(function: Any) -> list[Any]:
+    body = function.body
+    if not isinstance(body, s_tir.SBlockRealize):
+        return []
+    return [array for array in body.block.alloc_buffers if array.scope() in ("", "global")]
+
+
+def _opened(function: Any, arrays: list[Any]) -> Any:
+    """The function with these arrays as its last parameters."""
+    root = function.body.block
+    kept = [array for array in root.alloc_buffers if not any(array.same_as(one) for one in arrays)]
+    block = s_tir.SBlock(
+        root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init, kept, root.match_buffers,
+        root.annotations,
+    )  # fmt: skip
+    body = s_tir.SBlockRealize([], True, block)
+    return tirx.PrimFunc([*function.params, *arrays], body, function.ret_type, function.attrs)
+
+
+def _call_with_scratch(module: Any, opened: dict[str, Any], scratch: dict[str, list[Any]]) -> Any:
+    """The module with calls of the `opened` functions, by the names of those that they replace."""
+
+    @mutator
+    class Rewrite(PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            call = super().visit_call_(call)
+            name = str(call.args[0].name_hint) if call.op == tvm.ir.Op.get("relax.call_tir") else ""
+            if name not in scratch:
+                return call
+            made, inputs = call.ty_args[0], call.args[1]
+            own = list(made.fields) if isinstance(made, relax.TupleType) else [made]
+            sizes = _sizes(module[name], [value.ty for value in inputs.fields] + own)
+            types = [relax.TensorType([_known(size, sizes) for size in one.shape], one.dtype) for one in scratch[name]]
+            results = self.builder_.emit(relax.call_tir(opened[name], inputs, [*own, *types]))
+            firsts = [self.builder_.emit(relax.TupleGetItem(results, i)) for i in range(len(own))]
+            return relax.Tuple(firsts) if isinstance(made, relax.TupleType) else firsts[0]
+
+    rewrite = Rewrite(module)
+    for variable, function in module.functions_items():
+        if isinstance(function, relax.Function):
+            rewrite.builder_.update_func(variable, rewrite.visit_expr(function))
+    return rewrite.builder_.get()
+
+
+def _known(size: Any, sizes: dict[Any, Any]) -> Any:
+    return tvm_ffi.structural_map(size, (tvm.ir.Var, lambda symbol: sizes.get(symbol, symbol)), order="post")
+
+
+def _sizes(function: Any, types: list[Any]) -> dict[Any, Any]:
+    """The symbols of a function's parameters -> what they are in a call with operands of these types."""
+    found = {}
+    for parameter, kind in zip(function.params, types, strict=False):
+        for size, given in zip(parameter.shape, kind.shape.values, strict=True):
+            if isinstance(size, tvm.ir.Var):
+                found[size] = given
+    return found

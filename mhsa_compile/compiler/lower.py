@@ -1,0 +1,271 @@
+"""Every operation gets a kernel and a config; weights are packed by a function of their own.
+
+Out comes a module with `main` (inputs, packed weights -> outputs), `bind_weights` (weights -> packed weights) and the
+kernels as PrimFuncs, and a report of what runs what. Operators that no kernel claims are left to TVM, and show there
+as `fallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from mhsa_compile.compiler.codegen.lowered_module import Scheduled
+from mhsa_compile.compiler.fallback import (
+    attention,
+    cpu_schedule,
+    cuda_schedule,
+    linear,
+)
+from mhsa_compile.compiler.op_summary import summary
+from mhsa_compile.compiler.selection.op_key import kind_of
+from mhsa_compile.compiler.selection.select_kernel import Choice, choose, willing_kernels
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.relax.importer import Imported
+from mhsa_compile.kernels.interface.kernel import Emitted
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    LinearOp,
+    Op,
+    ScatterOp,
+    ScoresOp,
+    WeightsOp,
+)
+from mhsa_compile.records.record import Shelf
+from mhsa_compile.runtime.artifact.manifest import OpReport
+from mhsa_compile.target.profile import CudaProfile, TargetProfile
+
+MAIN, BIND = "main", "bind_weights"
+
+
+@dataclass
+class _Chosen:
+    name: str
+    op: Op
+    choice: Choice
+    emitted: Emitted
+
+
+def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Scheduled:
+    """Every config is that of a record of `shelf`, else the kernel's default.
+
+    Raises ModelError where an operation of ours has no kernel on this target.
+    """
+    chosen = {name: _choose(name, op, profile, shelf) for name, op in imported.ops.items()}
+    choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Chosen)}
+    plain = {name: op for name, op in imported.ops.items() if name not in choices}
+    fallbacks = _fallbacks(imported.module["main"])
+    written = _written_out(imported.module, plain) if plain else imported.module
+    others, reports = _lowered(written, profile, shelf)
+    builder = relax.BlockBuilder(others)
+    run = {name: builder.add_func(c.emitted.run, f"{kind_of(c.op)}_{name}") for name, c in choices.items()}
+    main, packed, passed = _rewrite_main(imported, others, choices, run)
+    builder.update_func(others.get_global_var(MAIN), main)
+    if packed or passed:
+        _add_bind_function(builder, others[MAIN], imported, choices, packed, passed)
+    reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
+    aligned = _read_by_tvm(written["main"], imported.ops)
+    bound = sum(map(len, packed.values())) + len(passed)
+    return Scheduled(builder.get(), list(imported.weights.values()), bound, reports, aligned)
+
+
+def _lowered(module: Any, profile: TargetProfile, shelf: Shelf) -> tuple[Any, list[OpReport]]:
+    """(what no kernel claims as scheduled PrimFuncs, a row for each of which there are tuned records)."""
+    if isinstance(profile, CudaProfile):
+        return cuda_schedule.lower(module, profile), []
+    lowered = cpu_schedule.lower(module, profile, shelf)
+    return lowered.module, lowered.reports
+
+
+def _choose(name: str, op: Op, profile: TargetProfile, shelf: Shelf) -> _Chosen | str:
+    """A kernel and its config, or why no kernel takes what can be written out in TVM's operators instead."""
+    willing, reasons = willing_kernels(op, profile)
+    if willing:
+        choice = choose(op, profile, willing, shelf)
+        return _Chosen(name, op, choice, choice.kernel.emit(op, profile, choice.config))
+    if _plain_form(op) is not None:
+        return "; ".join(reasons) or "no kernel is made for it"
+    raise ModelError(f"operation {name}", f"a {kind_of(op)} that a kernel can do", "; ".join(reasons) or "no kernel")
+
+
+def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:
+    if isinstance(chosen, str):
+        note = f"{summary(op)}; written out in TVM's operators: {chosen}"
+        return OpReport(name, kind_of(op), "plain", {}, "fallback", note)
+    choice = chosen.choice
+    source: Literal["record", "default"] = "default" if choice.record is None else "record"
+    return OpReport(name, kind_of(op), choice.kernel.name, choice.config, source, summary(op), choice.tuning)
+
+
+def _plain_form(op: Op) -> Callable[[Any, Any, list[Any]], Any] | None:
+    """What writes an operation out in TVM's operators."""
+    if isinstance(op, AttentionOp | ScoresOp | WeightsOp):
+        return None if isinstance(op, WeightsOp) and not op.whole else attention.emit
+    return linear.emit if isinstance(op, LinearOp) and not op.int8_weights else None
+
+
+def _written_out(module: Any, plain: dict[str, Op]) -> Any:
+    """The module with its `plain` operations in TVM's own."""
+
+    @mutator
+    class Rewrite(PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            name = str(call.args[0].global_symbol) if call.op == tvm.ir.Op.get("relax.call_dps_packed") else ""
+            if name not in plain:
+                return super().visit_call_(call)
+            form = _plain_form(plain[name])
+            assert form is not None  # _choose saw to it
+            return form(self.builder_, plain[name], [self.visit_expr(value) for value in call.args[1].fields])
+
+    rewrite = Rewrite(module)
+    rewrite.builder_.update_func(module.get_global_var(MAIN), rewrite.visit_expr(module[MAIN]))
+    return rewrite.builder_.get()
+
+
+def _read_by_tvm(main: Any, ops: dict[str, Op]) -> list[int]:
+    """The parameters of `main` that a call writes into and TVM's own code reads, which takes its operands to begin with
+    a cache line. Our kernels take any address."""
+    params, found = list(main.params), set()
+    memory: dict[Any, int] = {}  # what is one of them, or a view of it
+    for binding in (binding for block in main.body.blocks for binding in block.bindings):
+        value = binding.value
+        read = {memory[variable] for variable in relax.analysis.free_vars(value) if variable in memory}
+        called = value.op if isinstance(value, relax.Call) else None
+        if called == tvm.ir.Op.get("relax.call_dps_packed"):
+            op = ops[str(value.args[0].global_symbol)]
+            if isinstance(op, ScatterOp) and op.in_place:
+                memory[binding.var] = params.index(value.args[1].fields[0])
+        elif called == tvm.ir.Op.get("relax.reshape") or isinstance(value, relax.Var):
+            for i in read:
+                memory[binding.var] = i
+        elif not isinstance(value, relax.Tuple):
+            found |= read
+    return sorted(found)
+
+
+def _rewrite_main(
+    imported: Imported, others: Any, choices: dict[str, _Chosen], run: dict[str, Any]
+) -> tuple[Any, dict[str, list[Any]], list[Any]]:
+    """(main with kernels for its operations, the packed weights of each, the weights it takes as they are)."""
+    main = others[MAIN]
+    packed = {
+        name: [
+            relax.Var(f"{name}_packed_{i}", relax.TensorType(shape, dtype))
+            for i, (shape, dtype) in enumerate(c.emitted.packed)
+        ]
+        for name, c in choices.items()
+        if c.emitted.pack is not None
+    }
+
+    @mutator
+    class Rewrite(PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            if call.op != tvm.ir.Op.get("relax.call_dps_packed"):
+                return super().visit_call_(call)
+            name = str(call.args[0].global_symbol)
+            inputs = list(call.args[1].fields)
+            if name in packed:  # the first input is the activations, the others the weights
+                inputs = [inputs[0], *packed[name]]
+            inputs += [relax.const(array) for array in choices[name].emitted.constants]
+            inputs = [self.visit_expr(value) for value in inputs]
+            op = choices[name].op
+            if isinstance(op, ScatterOp) and op.in_place:
+                return relax.op.call_tir_inplace(run[name], inputs, 0, call.ty_args[0])
+            made = call.ty_args[0]
+            if workspace := choices[name].emitted.workspace:  # one more array, planned like those between operations
+                both = relax.call_tir(run[name], inputs, [made, relax.TensorType(workspace, "float32")])
+                return relax.TupleGetItem(self.builder_.emit(both), 0)
+            return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
+
+    body = _without_unused(main.params, Rewrite(others).visit_expr(main.body))
+    inputs = [p for p in main.params if p.name not in imported.weights]
+    used = set(relax.analysis.free_vars(body))
+    passed = [p for p in main.params if p.name in imported.weights and p in used]
+    params = [*inputs, *(v for group in packed.values() for v in group), *passed]
+    return relax.Function(params, body, main.ret_ty).with_attr("global_symbol", MAIN), packed, passed
+
+
+def _add_bind_function(
+    builder: Any,
+    main: Any,
+    imported: Imported,
+    choices: dict[str, _Chosen],
+    packed: dict[str, list[Any]],
+    passed: list[Any],
+) -> None:
+    """Adds bind_weights: weights -> everything that `main` takes after its inputs. `main` is as it was before."""
+    params = {p.name: relax.Var(p.name, p.ty) for p in main.params if p.name in imported.weights}
+    weights_of, parts = _weights_of(main), _Parts(builder, main, params)
+    with builder.function(BIND, list(params.values())):
+        with builder.dataflow():
+            results = []
+            for name, variables in packed.items():
+                pack = builder.add_func(choices[name].emitted.pack, f"pack_{name}")
+                sources = [parts.visit_expr(weight) for weight in weights_of[name]]
+                made = builder.emit(relax.call_tir(pack, sources, [v.ty for v in variables]))
+                results += [builder.emit(relax.TupleGetItem(made, i)) for i in range(len(variables))]
+            results += [params[p.name] for p in passed]
+            output = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(output)
+
+
+@mutator
+class _Parts(PyExprMutator):  # type: ignore[misc]
+    """Weights as they stand in `main`, which may cut them from its parameters, computed anew from `params`."""
+
+    def __init__(self, builder: Any, main: Any, params: dict[str, Any]) -> None:
+        super().__init__()
+        self._target, self._made = builder, {p: params[p.name] for p in main.params if p.name in params}
+        self._values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
+
+    def visit_var_(self, variable: Any) -> Any:
+        return self._computed(variable)
+
+    def visit_dataflow_var_(self, variable: Any) -> Any:
+        return self._computed(variable)
+
+    def _computed(self, variable: Any) -> Any:
+        if variable not in self._made:
+            self._made[variable] = self._target.emit(self.visit_expr(self._values[variable]))
+        return self._made[variable]
+
+
+def _without_unused(params: Any, body: Any) -> Any:
+    """The body without what was computed for nobody but `bind_weights`."""
+    free = [variable for variable in relax.analysis.free_vars(body) if variable not in set(params)]
+    return relax.analysis.remove_all_unused(relax.Function([*params, *free], body, body.ty)).body
+
+
+def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:
+    """(a call, whether it stands in a branch of an If) of a function's body, in order."""
+    found = []
+    for value in (binding.value for block in body.blocks for binding in block.bindings):
+        if isinstance(value, relax.Call):
+            found.append((value, nested))
+        elif isinstance(value, relax.If):
+            found += [*_calls(value.true_branch, nested=True), *_calls(value.false_branch, nested=True)]
+    return found
+
+
+def _weights_of(main: Any) -> dict[str, list[Any]]:
+    """For each operation of ours, what it takes behind its first input: of a linear, its weights and biases."""
+    dps = tvm.ir.Op.get("relax.call_dps_packed")
+    calls = [call for call, _ in _calls(main.body) if call.op == dps]
+    return {str(call.args[0].global_symbol): list(call.args[1].fields[1:]) for call in calls}
+
+
+def _fallbacks(main: Any) -> list[OpReport]:
+    """The operators that TVM's own lowering will run, and what `attention_masks` adds."""
+    ours = {"relax.call_dps_packed", "relax.reshape"}
+    found = [(c, nested) for c, nested in _calls(main.body) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
+    names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in found]
+    notes = ["no kernel claims it" + (", in a branch of an If" if nested else "") for _, nested in found]
+    return [
+        OpReport(f"fallback_{i}", name.removeprefix("relax."), "tvm", {}, "fallback", note)
+        for i, (name, note) in enumerate(zip(names, notes, strict=True))
+    ]

@@ -1,0 +1,92 @@
+"""Between an ONNX model and an artifact's files: weights as safetensors, the model beside them, the signature.
+
+The artifact's model.onnx keeps no weights of its own: its initializers are ONNX external data that point into
+weights.safetensors, whose tensors lie there in plain little-endian bytes. So any ONNX tool reads the pair.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import onnx
+from msgspec.structs import replace
+from onnx import numpy_helper
+from safetensors.numpy import save_file
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.kernels.interface.ops import Dim
+from mhsa_compile.runtime.artifact.manifest import DType, TensorInfo
+
+
+def write(model: onnx.ModelProto, names: Sequence[str], weights: Path, onnx_file: Path) -> None:
+    """Writes the initializers `names` to `weights`, and the model, pointing there, to `onnx_file` beside it."""
+    tensors = {
+        t.name: np.ascontiguousarray(numpy_helper.to_array(t)) for t in model.graph.initializer if t.name in names
+    }
+    save_file(tensors, weights)
+    begin, offsets = _layout(weights)
+    slim = onnx.ModelProto()
+    slim.CopyFrom(model)
+    for tensor in slim.graph.initializer:
+        if tensor.name in tensors:
+            _point(tensor, weights.name, begin + offsets[tensor.name][0], tensors[tensor.name].nbytes)
+    onnx_file.write_bytes(slim.SerializeToString(deterministic=True))
+
+
+def _layout(weights: Path) -> tuple[int, dict[str, tuple[int, int]]]:
+    """(where the data begin, each tensor's offsets from there), from the file's header."""
+    with weights.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    return 8 + size, {name: tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _point(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
+    for data in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
+        tensor.ClearField(data)
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        entry = tensor.external_data.add()
+        entry.key, entry.value = key, value
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+
+
+def weight_infos(model: onnx.ModelProto, names: Sequence[str]) -> tuple[TensorInfo, ...]:
+    found = {t.name: t for t in model.graph.initializer}
+    return tuple(TensorInfo(n, _dtype(n, found[n].data_type), tuple(found[n].dims)) for n in names)
+
+
+def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
+    """The inputs and outputs. A mask states what it must broadcast to, numbers of keys how large they may be."""
+    initializers = {t.name for t in model.graph.initializer}
+    inputs = [_info(value) for value in model.graph.input if value.name not in initializers]
+    inputs = [_with_bounds(info, imported.masks.get(info.name), imported.limits.get(info.name)) for info in inputs]
+    outputs = [_info(value) for value in model.graph.output]
+    inferred = zip(outputs, imported.outputs, strict=True)
+    return tuple(inputs), tuple(info if dims is None else replace(info, dims=dims) for info, dims in inferred)
+
+
+def _info(value: onnx.ValueInfoProto) -> TensorInfo:
+    kind = value.type.tensor_type
+    dims = tuple(d.dim_param if d.HasField("dim_param") else d.dim_value for d in kind.shape.dim)
+    return TensorInfo(value.name, _dtype(value.name, kind.elem_type), dims)
+
+
+def _with_bounds(info: TensorInfo, mask: Any | None, most: Dim | None) -> TensorInfo:
+    if mask is not None:
+        return replace(info, broadcast=mask.full[4 - len(info.dims) :], pads=mask.pads)
+    return info if most is None else replace(info, most=most)
+
+
+def _dtype(name: str, code: int) -> DType:
+    """Raises ModelError for a dtype that no array of a call or of a weight has: strings, complex numbers, four bits."""
+    found = onnx.helper.tensor_dtype_to_string(code).removeprefix("TensorProto.").lower()
+    dtype = {"float": "float32", "double": "float64"}.get(found, found)
+    if dtype not in get_args(DType):
+        raise ModelError(f"tensor {name!r}", f"a dtype among {', '.join(get_args(DType))}", dtype)
+    return cast(DType, dtype)

@@ -1,0 +1,218 @@
+"""compile(): the whole flow, from a source to an artifact, as a flat list of stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mhsa_compile.compiler.codegen import cuda_compiler
+from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
+from mhsa_compile.files import atomic_write
+from mhsa_compile.files.atomic_write import Unfinished
+from mhsa_compile.files.foreign_errors import bounded, reading
+from mhsa_compile.frontend.export.source import Source, read_source
+from mhsa_compile.records import record_files
+from mhsa_compile.records.record import Record, Shelf
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.artifact.manifest import (
+    FORMAT_VERSION,
+    MODEL,
+    MODULE,
+    WEIGHTS,
+    Manifest,
+)
+from mhsa_compile.target import environment
+from mhsa_compile.target.profile import CudaProfile, TargetProfile, load_profile
+from mhsa_compile.version import __version__
+
+if TYPE_CHECKING:
+    import onnx
+    from torch import nn
+
+    from mhsa_compile.frontend.canonicalize.canonicalize import Canonical
+    from mhsa_compile.frontend.relax.importer import Imported
+    from mhsa_compile.kernels.interface.ops import Op
+    from mhsa_compile.spec.attention_spec import AttentionSpec
+
+
+_REPORT = "If `onnx.checker` finds the model valid, this is a defect of ours: report it, with the model."
+
+
+@bounded
+def compile(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    target: str | TargetProfile = "native",
+    *,
+    dims: Mapping[str, int] | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+    weights: str | None = None,
+    records: str | Path | Iterable[Record] | None = None,
+    progress: Callable[[str], None] | None = None,
+    dump: str | Path | None = None,
+) -> Artifact:
+    """Compiles attention for a target.
+
+    source          a spec (weights at random), an nn.Module, an ONNX model or the path of one
+    target          a name that `mhsa targets` lists, the path of a .toml profile, "native", or a TargetProfile
+    dims            sizes to fix, by symbol ("B", "L", "S"); the others stay symbolic
+    example_inputs  for an nn.Module that is not one of ours: tensors, in the order of forward or by name. Its batch
+                    and lengths stay symbolic where it allows; what it fixes is warned of, with the reason
+    dynamic_shapes  which of their dims stay symbolic, in torch.export's forms: {"x": {0: "B", 1: Dim("L", max=512)}}
+    weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
+                    with activations of eight bits, a scale for each row; the artifact stores the weights as they are
+    records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
+    progress        is told the name of each stage as it begins
+    dump            a folder for what passes between the stages
+
+    The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
+    RecordsError, InstallationError and BuildError; warns of a file of records whose last line is torn.
+    """
+    tell = progress or (lambda stage: None)
+    profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    if isinstance(profile, CudaProfile):
+        cuda_compiler.compiler()  # a missing one is said before the work
+    shelf = Shelf(_records(records, profile), profile)
+
+    read, canonical, imported = _front(source, dims, example_inputs, dynamic_shapes, weights, tell)
+    tell("schedule")
+    from mhsa_compile.compiler import lower, package
+    from mhsa_compile.compiler.codegen import build
+
+    with reading(BuildError, "model", "operations that have code on this target", _REPORT):
+        scheduled = lower.schedule(imported, profile, shelf)
+    if dump is not None:
+        _dump(Path(dump), read, imported, scheduled, profile)
+    with _temporary_folder() as owner:
+        folder = owner.path
+        tell("weights")
+        package.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
+        tell("build")
+        with reading(BuildError, "model", "code for this target", _REPORT):
+            build.build(scheduled, profile, folder / MODULE)
+        return Artifact.assemble(folder, _manifest(read, canonical, imported, scheduled, profile), owner=owner)
+
+
+def operations(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    *,
+    dims: Mapping[str, int] | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+    weights: str | None = None,
+) -> dict[str, Op]:
+    """What a source asks of the kernels, by name; arguments and errors as `compile`."""
+    found = imported(source, dims=dims, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes, weights=weights)
+    return found.ops
+
+
+def imported(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    *,
+    dims: Mapping[str, int] | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+    weights: str | None = None,
+) -> Imported:
+    """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
+    return _front(source, dims, example_inputs, dynamic_shapes, weights, lambda stage: None)[2]
+
+
+def _front(
+    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
+    dims: Mapping[str, int] | None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
+    weights: str | None,
+    tell: Callable[[str], None],
+) -> tuple[Source, Canonical, Imported]:
+    """The stages that know no target."""
+    if weights not in (None, "int8"):
+        raise InputError("weights", 'None or "int8"', repr(weights))
+    environment.check_tvm_pair()
+    tell("export")
+    read = read_source(source, dims, example_inputs, dynamic_shapes)
+    tell("import")
+    from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+    from mhsa_compile.frontend.relax import importer  # TVM takes a second to load
+
+    with reading(ModelError, "model", "a graph that this library reads", _REPORT):
+        canonical = canonicalize(read.model)
+        imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
+    return Source(canonical.model, read.spec), canonical, imported
+
+
+def _records(given: str | Path | Iterable[Record] | None, profile: TargetProfile) -> Iterable[Record]:
+    if given is not None and not isinstance(given, str | Path):
+        return given
+    found, torn = record_files.gather(profile.records() if given is None else [Path(given)])
+    for sentence in torn:
+        warnings.warn(sentence, stacklevel=3)
+    return found
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Unfinished]:
+    """A folder that outlives the block, but not its failure. Raises OutputError where the disk is full."""
+    owner = None
+    try:
+        owner = atomic_write.temporary()
+        yield owner
+    except BaseException as error:
+        if owner is not None:
+            owner.remove()
+        if isinstance(error, MhsaError) or not isinstance(error, OSError):
+            raise
+        hint = "Free some space, or point TMPDIR elsewhere."
+        raise OutputError("temporary folder", "room for the artifact", str(error), hint) from error
+
+
+def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
+    from mhsa_compile.compiler.package import signature, weight_infos
+    from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
+
+    inputs, outputs = signature(read.model, imported)
+    inputs = tuple(msgspec.structs.replace(info, aligned=i in scheduled.aligned) for i, info in enumerate(inputs))
+    semantics = [op.semantics(name) for name, op in imported.ops.items() if isinstance(op, AttentionOp)]
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        mhsa_version=__version__,
+        inputs=inputs,
+        outputs=outputs,
+        in_place=imported.in_place,
+        weights=weight_infos(read.model, scheduled.weights),
+        int8_weights=any(isinstance(op, LinearOp) and op.int8_weights for op in imported.ops.values()),
+        semantics=tuple(semantics),
+        spec=read.spec,
+        target=profile,
+        versions=_versions(profile),
+        ops=tuple(scheduled.reports),
+        attention=canonical.blocks,
+        limits=canonical.limits,
+        files={},
+    )
+
+
+def _versions(profile: TargetProfile) -> dict[str, str]:
+    found = {name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")}
+    if isinstance(profile, CudaProfile):
+        compiler, number = cuda_compiler.compiler()
+        found[compiler] = number
+    return found
+
+
+def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:
+    """What passes between the stages, in order."""
+    import onnx
+
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(read.model, folder / "1_exported.onnx")
+    (folder / "2_imported.py").write_text(imported.module.script(), encoding="utf-8")
+    (folder / "3_scheduled.py").write_text(scheduled.module.script(), encoding="utf-8")
+    (folder / "4_target.toml").write_text(profile.to_toml(), encoding="utf-8")

@@ -1,0 +1,129 @@
+"""What makes two operations the same to a tuner: the key under which records are kept.
+
+A key says everything that the time of a kernel depends on, and no names. Lengths are in buckets, so that neighbours
+share a record; what a model fixes (heads, widths) is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from math import prod
+from typing import Any
+
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    Band,
+    Dim,
+    LinearOp,
+    Op,
+    Placement,
+    PresentOp,
+    RotaryOp,
+    ScatterOp,
+    ScoresOp,
+    StatisticsOp,
+    WeightsOp,
+)
+
+ANY = "any"
+"""The bucket of a length that is symbolic: every size has to be served."""
+APART, FARTHEST = 4, 2048
+"""How many times shorter and longer the lengths are at which a record for every length is tried as well; no longer ones
+than the second number, which would take longer than the search."""
+Bucket = int | str
+_KINDS = {
+    LinearOp: "linear",
+    AttentionOp: "attention",
+    ScoresOp: "scores",
+    StatisticsOp: "statistics",
+    WeightsOp: "weights",
+    RotaryOp: "rope",
+    ScatterOp: "scatter",
+    PresentOp: "present",
+}
+
+
+def bucket(dim: Dim) -> Bucket:
+    """The next power of two, from 1 on: 129 to 256 is one bucket; "any" where the dim is symbolic."""
+    return ANY if isinstance(dim, str) else 1 << max(0, dim - 1).bit_length()
+
+
+def kind_of(op: Op) -> str:
+    """The word for an operation, in reports and records."""
+    return _KINDS[type(op)]
+
+
+def key_of(op: Op) -> dict[str, Any] | None:
+    """The key of an operation, or None where its kernels have nothing to tune."""
+    if isinstance(op, LinearOp):
+        return _linear(op)
+    return _attention(op) if isinstance(op, AttentionOp) else None
+
+
+def symbols(op: Op) -> frozenset[str]:
+    """The symbolic dims of an operation that has a key."""
+    dims: tuple[Dim, ...] = ()
+    if isinstance(op, LinearOp):
+        dims = op.rows
+    elif isinstance(op, AttentionOp):
+        dims = (op.batch, op.q_length, op.kv_length, *(op.mask.dims if op.mask else ()))
+    return frozenset(dim for dim in dims if isinstance(dim, str))
+
+
+def elsewhere(op: Op, sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Sizes of the symbols, shorter and longer than these, for which a record of this operation would be used as well:
+    none where its lengths are fixed."""
+    if isinstance(op, LinearOp):
+        lengths = [dim for dim in op.rows if isinstance(dim, str)][-1:]
+    else:
+        assert isinstance(op, AttentionOp), "only operations with a key have records"
+        lengths = [dim for dim in (op.q_length, op.kv_length) if isinstance(dim, str)]
+    others = {dim: sizes[dim] // APART for dim in lengths}, {dim: sizes[dim] * APART for dim in lengths}
+    return [{**sizes, **own} for own in others if own and min(own.values()) > 0 and max(own.values()) <= FARTHEST]
+
+
+def sized(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """The size of a dim; a symbol that is not among `sizes` raises KeyError."""
+    return dim if isinstance(dim, int) else sizes[dim]
+
+
+def _linear(op: LinearOp) -> dict[str, Any]:
+    fixed = [dim for dim in op.rows if isinstance(dim, int)]
+    return {
+        "rows": bucket(prod(fixed)) if len(fixed) == len(op.rows) else ANY,
+        "in_features": op.in_features,
+        "out_features": op.out_features,
+        "padding": op.padding,
+        "dtype": op.dtype,
+        "int8_weights": op.int8_weights,
+    }
+
+
+def _attention(op: AttentionOp) -> dict[str, Any]:
+    places = {"query": op.query, "key": op.key, "value": op.value, "output": op.output}
+    visible = None if op.static_mask is None else op.static_mask.visible
+    return {
+        "batch": bucket(op.batch),
+        "q_length": bucket(op.q_length),
+        "kv_length": bucket(op.kv_length),
+        "num_heads": op.num_heads,
+        "num_kv_heads": op.num_kv_heads,
+        "head_dim": op.head_dim,
+        "v_head_dim": op.v_head_dim,
+        "dtype": op.dtype,
+        "band": _band(op.band),
+        "mask": None if op.mask is None else [op.mask.dtype, *(dim != 1 for dim in op.mask.dims)],
+        "static_mask": None if visible is None else sha256(visible.tobytes()).hexdigest()[:16],
+        "extras": [name for name in ("lengths", "sinks", "slopes", "softcap") if getattr(op, name)],
+        "places": {name: _place(place) for name, place in places.items()},
+    }
+
+
+def _band(band: Band | None) -> list[Any] | None:
+    return None if band is None else [band.left, band.right, band.alignment]
+
+
+def _place(place: Placement) -> list[Any]:
+    """Heads that lie together are near each other whatever the width; rows are a width apart."""
+    return [place.layout, place.width if place.layout == "rows" else 0]

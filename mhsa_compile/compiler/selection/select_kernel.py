@@ -1,0 +1,61 @@
+"""Which kernel computes an operation, and with which config: a tuned record's where one fits, else the default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mhsa_compile.compiler.selection.op_key import key_of, kind_of
+from mhsa_compile.kernels.interface.kernel import Kernel
+from mhsa_compile.kernels.interface.ops import Op
+from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.records.record import Record, Shelf, is_of_default
+from mhsa_compile.target.profile import TargetProfile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel and its config. `record` is where they come from, None for the default; `tuning` says it in words."""
+
+    kernel: Kernel[Any]
+    config: dict[str, int]
+    record: Record | None
+    tuning: str
+
+
+def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list[str]]:
+    """(the kernels that can compute an operation, the preferred one first; why others made for such cannot)."""
+    willing, reasons = list[Kernel[Any]](), list[str]()
+    kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
+    for kernel in kernels:
+        if not isinstance(op, kernel.op_type):
+            continue
+        reason = kernel.applies(op, profile)
+        if reason is None:
+            willing.append(kernel)
+        else:
+            reasons.append(f"{kernel.name}: {reason}")
+    return willing, reasons
+
+
+def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: Shelf) -> Choice:
+    """Of kernels that can compute the operation, the one of the best record that fits, else the first."""
+    key = key_of(op)
+    default = willing[0].default(op, profile)
+    if key is None:
+        return Choice(willing[0], default, None, "nothing to tune")
+    kernels = {kernel.name: kernel for kernel in willing}
+
+    def use(record: Record) -> Kernel[Any] | str:
+        kernel = kernels.get(record.kernel)
+        if kernel is None:
+            return f"no kernel {record.kernel} takes it"
+        return kernel.unfit(op, profile, record.config) or kernel
+
+    found = shelf.first(kind_of(op), key, use)
+    if isinstance(found, str):
+        return Choice(willing[0], default, None, found)
+    record, kernel = found
+    if is_of_default(record):  # of its own target: caches may give this one another
+        return Choice(willing[0], default, record, f"the default was the fastest there: {record.summary()}")
+    return Choice(kernel, dict(record.config), record, record.summary())

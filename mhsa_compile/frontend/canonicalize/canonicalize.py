@@ -1,0 +1,103 @@
+"""ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
+
+Seven steps, each from a whole model to a whole model: the opset is raised, Einsum becomes MatMul, ends of tables get
+the length of the sequence, convolutions of one pixel become linears and sequences the parts of a Split, what is known
+of shapes becomes constants, Microsoft's operators become standard ones, and decomposed attention becomes one node.
+A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
+was.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import onnx
+from onnx import helper
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.decomposed import rewrite as decomposed
+from mhsa_compile.frontend.canonicalize.microsoft import rewrite as microsoft
+from mhsa_compile.frontend.canonicalize.passes import (
+    einsum,
+    gather,
+    opset,
+    pointwise_conv,
+    sequences,
+    trailing_inputs,
+)
+from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
+from mhsa_compile.frontend.canonicalize.passes.size_tensors import sizes_as_tensors
+from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import light, whole
+from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
+from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, SPEC_KEY
+
+_OTHERS = ("RotaryEmbedding", "TensorScatter")  # what a model without any attention may be made of
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A model whose attention is the standard operator, and what became of each attention it had.
+
+    `limits`: symbols and their largest size, that of a table (of positions, say) which the graph takes a part of, or
+    that up to which a module was exported.
+    """
+
+    model: onnx.ModelProto
+    blocks: tuple[AttentionBlock, ...]
+    limits: dict[str, int]
+
+
+def canonicalize(model: onnx.ModelProto) -> Canonical:
+    """Raises ModelError where nothing in the model is attention, or an operator of Microsoft's has no standard form."""
+    if any(entry.key == SPEC_KEY for entry in model.metadata_props):
+        return Canonical(model, _standard(model), {})
+    limits = _stated_limits(model)
+    small, tensors = light(model)
+    if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
+        small = settle(small, limits)
+    small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))
+    standard = _standard(small)
+    small = settle(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
+    if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
+        small = settle(without_aliases(plain), limits)
+    small, theirs = microsoft.rewrite(small, tensors, limits)
+    small, found = decomposed.rewrite(without_aliases(gather.rewrite(small)))
+    blocks = (*standard, *theirs, *found)
+    if not blocks and not any(node.op_type in _OTHERS for node in small.graph.node):
+        kinds = ", ".join(sorted({node.op_type for node in model.graph.node})) or "no node at all"
+        hint = "It must have an Attention operator, or a Softmax between two products of activations."
+        raise ModelError("model", "at least one attention", kinds, hint)
+    result = whole(sizes_as_tensors(small), tensors)
+    sizes = limits | _index_limits(small)
+    if sizes:
+        said = {entry.key: entry.value for entry in result.metadata_props}
+        helper.set_model_props(result, said | {LIMITS_KEY: json.dumps(sizes)})
+    return Canonical(result, blocks, limits)
+
+
+def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
+    """Of the symbols of inputs, as the export found them or was told."""
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    symbols = {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
+    return {symbol: most for symbol, most in json.loads(said.get(LIMITS_KEY, "{}")).items() if symbol in symbols}
+
+
+def _index_limits(model: onnx.ModelProto) -> dict[str, int]:
+    """For an input that picks rows of a table: how many rows that has."""
+    tables = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
+    inputs = {value.name for value in model.graph.input}
+    limits: dict[str, int] = {}
+    for node in model.graph.node:
+        first = all(attribute.i == 0 for attribute in node.attribute if attribute.name == "axis")
+        if node.op_type == "Gather" and first and node.input[0] in tables and node.input[1] in inputs:
+            rows = tables[node.input[0]]
+            limits[node.input[1]] = min(rows, limits.get(node.input[1], rows))
+    return limits
+
+
+def _standard(model: onnx.ModelProto) -> tuple[AttentionBlock, ...]:
+    domains = ("", "ai.onnx", DOMAIN)
+    nodes = (node for node in model.graph.node if node.op_type == "Attention" and node.domain in domains)
+    return tuple(AttentionBlock(node.name or node.output[0], "Attention", True) for node in nodes)

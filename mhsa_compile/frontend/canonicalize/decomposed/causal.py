@@ -1,0 +1,163 @@
+"""Causality, as graphs spell it: key j is seen by query i iff j <= i, over the last two axes of a bool value."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
+from mhsa_compile.frontend.onnx_graph import Graph, attributes
+
+_OPPOSITE = {"Less": "GreaterOrEqual", "LessOrEqual": "Greater", "Greater": "LessOrEqual", "GreaterOrEqual": "Less"}
+_VIEWS = ("Cast", "Identity", "Unsqueeze", "Reshape", "Expand")
+
+
+class Flags(NamedTuple):
+    """A bool value, or the opposite of one."""
+
+    name: str
+    shown: bool = True
+
+
+class _Index(NamedTuple):
+    """A value that counts offset, offset + 1, ... along one axis, counted from the end, and is 1 wide in all others."""
+
+    axis: int
+    offset: int
+
+
+def conjuncts(graph: Graph, flags: Flags) -> list[Flags]:
+    """What must all hold for `flags` to hold."""
+    name = without_expansion(graph, flags.name)
+    inverted = graph.producer(name, "Not")
+    if inverted is not None:
+        return conjuncts(graph, Flags(inverted.input[0], not flags.shown))
+    joined = graph.producer(name, "And" if flags.shown else "Or")
+    if joined is not None:
+        return [part for operand in joined.input for part in conjuncts(graph, Flags(operand, flags.shown))]
+    return [Flags(name, flags.shown)]
+
+
+def without_expansion(graph: Graph, name: str) -> str:
+    """A mask before it was expanded to the size of the scores: it broadcasts to them anyway, but for its last axis."""
+    while (node := graph.producer(name)) is not None and node.op_type in ("Identity", "Expand", "Cast"):
+        before, after = graph.shape(node.input[0]), graph.shape(name)
+        if node.op_type == "Cast" and graph.dtype(node.input[0]) != graph.dtype(name):
+            break
+        if node.op_type == "Expand" and not (before and after and before[-1] not in (1, None)):
+            break
+        name = node.input[0]
+    return name
+
+
+def is_triangle(graph: Graph, known: Known, flags: Flags) -> bool:
+    """Whether it holds exactly where j <= i, for every size of its last two axes."""
+    name, shown = flags
+    node = graph.producer(name)
+    if node is None:
+        return False
+    if node.op_type == "Slice":
+        return _is_corner(graph, known, node, shown)
+    if node.op_type == "Trilu":
+        upper = bool(attributes(node).get("upper", 1))
+        fits = upper is not shown and _diagonal(known, node) == (1 if upper else 0)
+        return fits and is_constant(graph, known, node.input[0], 1)
+    if node.op_type == "Not":
+        return is_triangle(graph, known, Flags(node.input[0], not shown))
+    if node.op_type in ("Cast", "Identity"):
+        return is_triangle(graph, known, Flags(node.input[0], shown))
+    if node.op_type == "Equal" and known.scalar(node.input[1]) in (0, 1):  # of a triangle of zeros and ones
+        return is_triangle(graph, known, Flags(node.input[0], (known.scalar(node.input[1]) == 1) == shown))
+    if node.op_type in _OPPOSITE:
+        left, right = (_index(graph, known, operand) for operand in node.input)
+        if left is not None and right is not None:
+            return _is_causal(node.op_type if shown else _OPPOSITE[node.op_type], left, right)
+    return False
+
+
+def _is_causal(comparison: str, left: _Index, right: _Index) -> bool:
+    key, query = (left, right) if comparison.startswith("Less") else (right, left)
+    ahead = 0 if comparison.endswith("OrEqual") else 1
+    return key.axis == -1 and query.axis == -2 and query.offset - key.offset == ahead
+
+
+def always(graph: Graph, known: Known, flags: Flags) -> bool:
+    """Whether it holds everywhere, whatever the sizes."""
+    node = graph.producer(flags.name)
+    if node is not None and node.op_type in _OPPOSITE:
+        left, right = _index(graph, known, node.input[0]), known.scalar(node.input[1])
+        comparison = node.op_type if flags.shown else _OPPOSITE[node.op_type]
+        least = None if right is None else right + (comparison == "Greater")
+        return comparison.startswith("Greater") and left is not None and least is not None and left.offset >= least
+    return is_constant(graph, known, flags.name, int(flags.shown))
+
+
+def is_constant(graph: Graph, known: Known, name: str, value: float) -> bool:
+    """Whether every element is `value`, whatever the sizes."""
+    array = known.array(name)
+    if array is not None:
+        return bool((array == value).all())
+    node = graph.producer(name)
+    if node is None:
+        return False
+    if node.op_type == "ConstantOfShape":
+        filled = attributes(node).get("value")
+        return bool((onnx.numpy_helper.to_array(filled) == value).all()) if filled is not None else value == 0
+    return node.op_type in _VIEWS and is_constant(graph, known, node.input[0], value)
+
+
+def _index(graph: Graph, known: Known, name: str) -> _Index | None:
+    """What a value counts, if it is made of a Range from a constant on, by steps of one."""
+    node, shape = graph.producer(name), graph.shape(name)
+    if node is None:
+        return None
+    if node.op_type == "Range":
+        start, step = known.scalar(node.input[0]), known.scalar(node.input[2])
+        return _Index(-1, int(start)) if start is not None and step == 1 else None
+    if node.op_type in ("Cast", "Identity"):
+        return _index(graph, known, node.input[0])
+    if node.op_type in ("Add", "Sub"):
+        return _shifted(graph, known, node)
+    if node.op_type in ("Unsqueeze", "Reshape"):
+        inner = _index(graph, known, node.input[0])
+        if inner is None or shape is None:
+            return None
+        places = [axis for axis in range(-len(shape), 0) if shape[axis] != 1]
+        return _Index(places[0], inner.offset) if len(places) == 1 else None
+    return None
+
+
+def _shifted(graph: Graph, known: Known, node: onnx.NodeProto) -> _Index | None:
+    inner, by = _index(graph, known, node.input[0]), known.scalar(node.input[1])
+    if inner is None and node.op_type == "Add":
+        inner, by = _index(graph, known, node.input[1]), known.scalar(node.input[0])
+    if inner is None or by is None:
+        return None
+    return _Index(inner.axis, inner.offset + int(by if node.op_type == "Add" else -by))
+
+
+def _diagonal(known: Known, node: onnx.NodeProto) -> int | None:
+    if len(node.input) < 2 or not node.input[1]:
+        return 0
+    value = known.scalar(node.input[1])
+    return None if value is None else int(value)
+
+
+def _is_corner(graph: Graph, known: Known, node: onnx.NodeProto, shown: bool) -> bool:
+    """Whether a Slice begins with the first row and column of a constant triangle."""
+    whole = _corner_of(graph, known, node)
+    if whole is None or whole.ndim < 2:
+        return False
+    return bool((whole.astype(bool) == (np.tril(np.ones(whole.shape[-2:], dtype=bool)) == shown)).all())
+
+
+def _corner_of(graph: Graph, known: Known, node: onnx.NodeProto) -> Array | None:
+    starts = known.partial(node.input[1])
+    steps = known.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else np.array([1], dtype=object)
+    if starts is None or steps is None or any(s != 0 for s in starts) or any(s != 1 for s in steps):
+        return None
+    inner = graph.producer(node.input[0], "Slice")
+    return _corner_of(graph, known, inner) if inner is not None else known.array(node.input[0])

@@ -1,0 +1,130 @@
+"""MatMul, scale, mask, Softmax, MatMul: attention as exporters before opset 23 write it, as the one operator.
+
+From every Softmax back to the product of queries and keys (`scores`), forward to the product with the values, and
+through what lies around both (`operands`, `masks`). What does not fit stays as it is, with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+
+from mhsa_compile.frontend.canonicalize.decomposed import masks as masking
+from mhsa_compile.frontend.canonicalize.decomposed.operands import Operands, operands
+from mhsa_compile.frontend.canonicalize.decomposed.scores import (
+    NotRecognised,
+    Weights,
+    is_attention,
+    scores_before,
+    weights_after,
+)
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
+from mhsa_compile.frontend.onnx_graph import Dim, Graph
+from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+
+FORM = "decomposed"
+_WEIGHTS = 3  # the standard's qk_matmul_output_mode for what the softmax gives
+
+
+def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionBlock]]:
+    """The model with its decomposed attentions as Attention, and one entry for each, rewritten or not."""
+    rewriter = Rewriter(model)
+    known = Known(rewriter.graph)
+    blocks = []
+    for node in rewriter.graph.nodes:
+        if node.op_type != "Softmax" or not is_attention(rewriter.graph, node):
+            continue
+        name = node.name or node.output[0]
+        try:
+            notes = _rewrite_one(rewriter, known, node)
+            blocks.append(AttentionBlock(name, FORM, True, "; ".join(notes)))
+        except NotRecognised as reason:
+            rewriter.drop()
+            blocks.append(AttentionBlock(name, FORM, False, str(reason)))
+    return rewriter.finished(), blocks
+
+
+def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> list[str]:
+    weights = weights_after(rewriter.graph, softmax)
+    product = weights.product
+    scores = scores_before(rewriter.graph, known, softmax.input[0])
+    found = operands(rewriter, known, scores.product, product.input[1], scores.apart)
+    last, output = _result(rewriter.graph, product, scores.apart)
+    masks = masking.collect(rewriter, known, scores.masks, found)
+    scale = float(np.float32(scores.scale * found.factor))
+    if scale <= 0:
+        raise NotRecognised(f"the scores are scaled by {scale:g}")
+    said: dict[str, Any] = {"scale": scale}
+    if scores.softcap:
+        said["softcap"] = scores.softcap
+    if masks.causal:
+        said["is_causal"] = 1
+    mask = _fitted(rewriter, masks, found)
+    inputs = [found.query, found.key, found.value, *([mask] if mask else [])]
+    read = _read(rewriter.graph, weights, found)
+    if read:
+        said["qk_matmul_output_mode"] = _WEIGHTS
+    results = [output, *([read] if read else [])]
+    made = results if found.rank == 4 else [rewriter.fresh(name) for name in results]
+    rewriter.nodes("Attention", tuple(inputs), [made[0], *(["", "", made[1]] if read else [])], **said)
+    if found.rank == 3:
+        axis = rewriter.constant([1], "int64")
+        for name, result in zip(made, results, strict=True):
+            rewriter.node("Squeeze", name, axis, output=result)
+    rewriter.place(last)
+    if read and (maker := rewriter.graph.producer(read)) is not None:
+        rewriter.remove(maker)
+    return masks.notes
+
+
+def _result(graph: Graph, product: onnx.NodeProto, apart: tuple[Dim, ...]) -> tuple[onnx.NodeProto, str]:
+    """(the node that gives what the operator gives, its output): the product, or its Reshape to (B, H, L, F)."""
+    rank = len(graph.shape(product.output[0]) or ())
+    if not apart and rank == len(graph.shape(product.input[0]) or ()):
+        return product, str(product.output[0])
+    split = graph.only_consumer(product.output[0], "Reshape")
+    dims = graph.shape(split.output[0]) if split is not None else None
+    if split is None or not apart or rank != 3 or dims is None or dims[:3] != apart or len(dims) != 4:
+        raise NotRecognised("batch and heads are one axis of some of its products and not of others")
+    return split, str(split.output[0])
+
+
+def _read(graph: Graph, weights: Weights, found: Operands) -> str:
+    """The weights as others read them, or an empty name. Raises NotRecognised where the operator gives others."""
+    name = weights.read
+    if name and graph.dtype(name) != found.dtype:
+        raise NotRecognised(f"its weights are read as {graph.dtype(name)}, the values are {found.dtype}")
+    if name and len(graph.shape(name) or ()) != found.rank:
+        raise NotRecognised("its weights are read where batch and heads are one axis")
+    return name
+
+
+def _fitted(rewriter: Rewriter, masks: masking.Masks, found: Operands) -> str:
+    """One mask whose axes are seen to be 1 or full, or an empty name. It is expanded where they are not."""
+    mask = masking.joined(rewriter, masks, found.dtype)
+    if not mask:
+        return ""
+    graph, proven = rewriter.graph, True
+    rank = 0
+    for name in masks.sources:
+        dims = graph.shape(name)
+        if dims is None or len(dims) > found.rank:
+            raise NotRecognised(f"the mask {name!r} is of rank {'unknown' if dims is None else len(dims)}")
+        rank = max(rank, len(dims))
+        full = found.scores if found.rank == 4 else (found.scores[0], *found.scores[2:])
+        proven &= all(
+            d == 1 or (d is not None and d == f) for d, f in zip(reversed(dims), reversed(full), strict=False)
+        )
+    if found.rank == 3 and rank == 3:  # (N, L, S) over (N, 1, L, S)
+        mask = rewriter.node("Unsqueeze", mask, rewriter.constant([1], "int64"))
+    return mask if proven or mask in graph.inputs else _expanded(rewriter, mask, found)
+
+
+def _expanded(rewriter: Rewriter, mask: str, found: Operands) -> str:
+    """The mask at the lengths of queries and keys, measured when it runs."""
+    lengths = [rewriter.node("Shape", name, start=2, end=3) for name in (found.query, found.key)]
+    one = rewriter.constant([1], "int64")
+    return rewriter.node("Expand", mask, rewriter.node("Concat", one, one, *lengths, axis=0))

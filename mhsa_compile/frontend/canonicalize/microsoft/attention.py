@@ -1,0 +1,155 @@
+"""Microsoft's Attention and MultiHeadAttention in the standard's words.
+
+Both add their masks: `mask_filter_value` (-10000 if not given) where a key is padding. So it is added here as well,
+never taken for -inf: over a row that is padding only, the softmax is that of the scores as they are.
+Notation: B batch, L query length, S key length of this call, P of the past, T = P + S, D embed, H heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mhsa_compile.frontend.canonicalize.microsoft.node import Theirs
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
+
+
+def attention(node: Theirs) -> None:
+    """x (B, L, D), weights (D, 3HE), bias, mask, past (2, B, H, P, E), attention_bias -> y, present (2, B, H, T, E)."""
+    x, weights, bias, mask, past, added = node.inputs[:6]
+    node.refuse_inputs(past_sequence_length=6)
+    node.refuse_attributes(do_rotary=0, past_present_share_buffer=0)
+    heads, write = node.said["num_heads"], node.rewriter
+    dtype = node.dtype(weights, x)
+    array = node.array(weights)
+    sizes = node.said.get("qkv_hidden_sizes") or [array.shape[1] // 3] * 3
+    projected = _projected(node, x, array, node.array(bias) if bias else None, sizes)
+    halves = _halves(node, past) if past else ("", "")
+    total = _filtered(node, mask, dtype, (x, 1), (halves[0], 2) if past else None) if mask else ""
+    if total and added:
+        total = write.node("Add", total, added)
+    presents = [write.fresh("present") for _ in "kv"] if node.outputs[1] else []
+    said = {"q_num_heads": heads, "kv_num_heads": heads, "is_causal": node.said.get("unidirectional", 0), **node.scale}
+    write.nodes("Attention", (*projected, total or added, *halves), [node.outputs[0], *presents], **said)
+    if presents:
+        both = [write.node("Unsqueeze", name, node.ints(0)) for name in presents]
+        write.node("Concat", *both, output=node.outputs[1], axis=0)
+
+
+def _projected(node: Theirs, x: str, weight: Array, bias: Array | None, sizes: list[int]) -> list[str]:
+    """Queries, keys and values as three linears: what is side by side in the file is cut."""
+    results, cuts = [], np.cumsum(sizes)[:-1]
+    biases = np.split(bias, cuts) if bias is not None else [None] * 3
+    source = node.inputs[1]
+    for role, part, offset in zip(("query", "key", "value"), np.split(weight, cuts, axis=1), biases, strict=True):
+        held = node.rewriter.constant(np.ascontiguousarray(part), hint=f"{source}.{role}")
+        product = node.rewriter.node("MatMul", x, held)
+        if offset is not None:
+            product = node.rewriter.node(
+                "Add", product, node.rewriter.constant(offset, hint=f"{node.inputs[2]}.{role}")
+            )
+        results.append(product)
+    return results
+
+
+def _halves(node: Theirs, past: str) -> tuple[str, str]:
+    first, second = (node.rewriter.node("Gather", past, node.rewriter.constant(i, "int64"), axis=0) for i in (0, 1))
+    return first, second
+
+
+def multi_head_attention(node: Theirs) -> None:
+    """query (B, L, D), key and value (B, S, D) or (B, H, S, E), or packed; bias; mask; attention_bias; past.
+
+    Packed are query and key and value as (B, L, H, 3, E), or key and value as (B, S, H, 2, E).
+    """
+    query, key, value, bias, mask, added, past_key, past_value = node.inputs[:8]
+    node.refuse_inputs(past_sequence_length=8, cache_indirection=9)
+    if node.outputs[3]:
+        raise node.refused("no scores as an output", repr(node.outputs[3]))
+    heads, write = node.said["num_heads"], node.rewriter
+    dtype = node.dtype(query, bias)
+    said = {"is_causal": node.said.get("unidirectional", 0), **node.scale}
+    apart = len(node.dims(query)) == 5 or not value or len(node.dims(key)) == 4
+    if apart:
+        query, key, value = _heads(node, query, key, value)
+    else:
+        query, key, value = _biased(node, query, key, value)
+        said |= {"q_num_heads": heads, "kv_num_heads": heads}
+    key_axis = 2 if apart else 1
+    total = _filtered(node, mask, dtype, (key, key_axis), (past_key, 2) if past_key else None) if mask else ""
+    if total and added:
+        total = write.node("Add", total, added)
+    outputs = [write.fresh("heads") if apart else node.outputs[0], *node.outputs[1:3]]
+    while not outputs[-1]:
+        outputs.pop()
+    write.nodes("Attention", (query, key, value, total or added, past_key, past_value), outputs, **said)
+    if apart:
+        node.heads_together(outputs[0], node.outputs[0])
+
+
+def _biased(node: Theirs, *values: str) -> list[str]:
+    bias = node.inputs[3]
+    if not bias:
+        return list(values)
+    sizes = [node.size(name, -1) for name in values]
+    parts = np.split(node.array(bias), np.cumsum(sizes)[:-1])
+    held = [node.rewriter.constant(part, hint=f"{bias}.{role}") for part, role in zip(parts, "qkv", strict=True)]
+    return [node.rewriter.node("Add", name, part) for name, part in zip(values, held, strict=True)]
+
+
+def _heads(node: Theirs, query: str, key: str, value: str) -> list[str]:
+    """Queries, keys and values as (B, H, length, E), from whatever form they have."""
+    heads, bias = node.said["num_heads"], node.inputs[3]
+    if len(node.dims(query)) == 5 or not value:
+        if bias:
+            raise node.refused("no bias beside packed keys and values", repr(bias))
+        if len(node.dims(query)) == 5:
+            return [_unpacked(node, query, i) for i in range(3)]
+        return [node.heads_apart(query, heads), *(_unpacked(node, key, i) for i in range(2))]
+    if bias:  # keys and values are those of a cache, and have theirs already
+        width = node.size(query, -1)
+        query = node.rewriter.node("Add", query, node.rewriter.constant(node.array(bias)[:width], hint=f"{bias}.q"))
+    return [node.heads_apart(query, heads), key, value]
+
+
+def _unpacked(node: Theirs, packed: str, place: int) -> str:
+    """(B, length, H, n, E)[:, :, :, place] -> (B, H, length, E)"""
+    index = node.rewriter.constant(place, "int64")
+    return node.rewriter.node("Transpose", node.rewriter.node("Gather", packed, index, axis=3), perm=[0, 2, 1, 3])
+
+
+def _filtered(node: Theirs, mask: str, dtype: str, keys: tuple[str, int], past: tuple[str, int] | None) -> str:
+    """The padding as what is added to the scores: (B, 1, 1 or L, T).
+
+    The mask says 1 for a key that counts, (B, T) or (B, L, T); or the end of each row, (B,), or ends and starts, (2B,).
+    """
+    write, dims = node.rewriter, node.dims(mask)
+    if len(dims) in (2, 3):
+        seen = write.node("Greater", mask, write.constant(0, node.dtype(mask)))
+        seen = write.node("Unsqueeze", seen, node.ints(*((1, 2) if len(dims) == 2 else (1,))))
+    else:
+        bounds = [write.node("Reshape", write.node("Cast", name, to=7), node.ints(-1, 1, 1, 1)) for name in
+                  _ends_and_starts(node, mask)]  # fmt: skip
+        places = node.positions(*([past] if past else []), keys)
+        seen = write.node("Less", places, bounds[0])
+        if len(bounds) == 2:
+            seen = write.node("And", seen, write.node("GreaterOrEqual", places, bounds[1]))
+    fill = write.constant(node.said.get("mask_filter_value", -10000.0), dtype)
+    return write.node("Where", seen, write.constant(0, dtype), fill)
+
+
+def _ends_and_starts(node: Theirs, mask: str) -> list[str]:
+    """The end of each row, (B,), and its start where a mask says that as well; Raises ModelError."""
+    dims, batch = node.dims(mask), node.dims(node.inputs[0])[0]
+    if len(dims) == 1 and dims[0] == batch:
+        return [mask]
+    parts = node.rewriter.producer(mask, "Concat")
+    if parts is not None and [node.dims(part) for part in parts.input] == [(batch,)] * 2:
+        return list(parts.input)
+    if len(dims) == 1 and isinstance(batch, int) and dims[0] == 2 * batch:
+        return node.rewriter.nodes(
+            "Split", (mask,), [node.rewriter.fresh(w) for w in ("ends", "starts")], num_outputs=2
+        )
+    expected = "a mask of (B, T), (B, L, T), the end of each row (B,), or ends and starts (2B,), B fixed or two joined"
+    if len(dims) == 1:  # (3B + 2,) adds where rows begin in tensors without padding, of which no shape tells
+        expected += "; of one that also says where packed rows begin, the first B are the ends"
+    raise node.refused(expected, f"{mask!r} of {dims}")

@@ -1,0 +1,117 @@
+"""Microsoft's GroupQueryAttention and RotaryEmbedding in the standard's words.
+
+Notation: B batch, L length of this call, P length of the past's buffer, H heads, G key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mhsa_compile.frontend.canonicalize.microsoft.node import NotYet, Theirs
+
+_INT64 = 7
+
+
+def rotary_embedding(node: Theirs) -> None:
+    """x (B, L, D) or (B, H, L, E), position_ids (B, L) or one offset, cos and sin (positions, E / 2) -> as x."""
+    x, position_ids, cos, sin = node.inputs[:4]
+    node.refuse_attributes(is_packed_batching=0, scale=1.0)
+    if len(node.dims(position_ids)) == 1:
+        axis = 1 if len(node.dims(x)) == 3 else 2
+        offset = node.rewriter.node("Reshape", position_ids, node.ints(1, 1))
+        places = node.rewriter.node("Add", offset, node.positions((x, axis)))
+        batch = node.rewriter.node("Shape", x, start=0, end=1)
+        shape = node.rewriter.node("Concat", batch, node.ints(1), axis=0)
+        position_ids = node.rewriter.node("Expand", places, shape)
+    _rotated(node, x, position_ids, cos, sin, node.said.get("num_heads", 0), node.outputs[0])
+
+
+def _rotated(node: Theirs, x: str, positions: str, cos: str, sin: str, heads: int, output: str = "") -> str:
+    said: dict[str, Any] = {"interleaved": node.said.get("rotary_interleaved", node.said.get("interleaved", 0))}
+    dims = node.dims(x)
+    if len(dims) == 3:
+        partial = node.said.get("rotary_embedding_dim", 0)
+        if not heads:
+            heads = node.size(x, -1) // (2 * node.size(cos, -1))
+        if not partial and node.size(x, -1) // heads != 2 * node.size(cos, -1):
+            partial = 2 * node.size(cos, -1)
+        said |= {"num_heads": heads, "rotary_embedding_dim": partial}
+    elif node.said.get("rotary_embedding_dim"):
+        said["rotary_embedding_dim"] = node.said["rotary_embedding_dim"]
+    return node.rewriter.node("RotaryEmbedding", x, cos, sin, positions, output=output, **said)
+
+
+def group_query_attention(node: Theirs) -> None:
+    """query (B, L, HE) or all three packed, key and value (B, L, GE), past_key and past_value (B, G, P, E), seqlens_k
+    (B,), total_sequence_length, cos_cache, sin_cache, position_ids, attention_bias -> y, present_key, present_value.
+
+    Always causal. The keys and values of row b of the batch stand behind the seqlens_k[b] + 1 - L that it has already,
+    or from 0 on where the call brings them all (a first prompt, whose rows may end in padding).
+    """
+    query, key, value, past_key, past_value, last, _, cos, sin, position_ids, added = node.inputs[:11]
+    node.refuse_inputs(head_sink=11, k_scale=12, v_scale=13)
+    node.refuse_attributes(smooth_softmax=0, qk_output=0, kv_cache_bit_width=0)
+    node.refuse_attributes(k_quant_type="NONE", v_quant_type="NONE")
+    if node.outputs[3]:
+        raise node.refused("no scores as an output", repr(node.outputs[3]))
+    heads, groups, write = node.said["num_heads"], node.said["kv_num_heads"], node.rewriter
+    shape_of = query
+    if not key:
+        query, key, value = _split(node, query, heads, groups)
+    length = write.node("Shape", shape_of, start=1, end=2)
+    whole = write.node("Reshape", write.node("Cast", last, to=_INT64), node.ints(-1))
+    whole = write.node("Max", write.node("Add", whole, node.ints(1)), length)
+    before = write.node("Sub", whole, length)
+    if node.said.get("do_rotary", 0):
+        if not position_ids:
+            position_ids = write.node(
+                "Add", write.node("Unsqueeze", before, node.ints(1)), node.positions((shape_of, 1))
+            )
+        query = _turned(node, query, position_ids, cos, sin, heads)
+        key = _turned(node, key, position_ids, cos, sin, groups)
+    query, key, value = (
+        node.heads_apart(name, count) for name, count in ((query, heads), (key, groups), (value, groups))
+    )
+    presents = [name or write.fresh("present") for name in node.outputs[1:3]]
+    key, value = (
+        _appended(node, new, past, before, present)
+        for new, past, present in zip((key, value), (past_key, past_value), presents, strict=True)
+    )
+    said: dict[str, Any] = {"is_causal": 1, **node.scale}
+    if node.said.get("softcap"):
+        said["softcap"] = node.said["softcap"]
+    if node.said.get("local_window_size", -1) > 0:
+        said["left_window_size"] = node.said["local_window_size"] - 1  # theirs counts the query itself
+    lengths = whole if past_key else ""
+    y = write.node("Attention", query, key, value, added, "", "", lengths, **said)
+    node.heads_together(y, node.outputs[0])
+
+
+def _split(node: Theirs, packed: str, heads: int, groups: int) -> list[str]:
+    head = node.size(packed, -1) // (heads + 2 * groups)
+    outputs = [node.rewriter.fresh(role) for role in ("query", "key", "value")]
+    sizes = node.ints(heads * head, groups * head, groups * head)
+    return node.rewriter.nodes("Split", (packed, sizes), outputs, axis=2)
+
+
+def _turned(node: Theirs, rows: str, positions: str, cos: str, sin: str, heads: int) -> str:
+    width = node.size(node.inputs[0], -1)
+    kinds = node.said["num_heads"] + (0 if node.inputs[1] else 2 * node.said["kv_num_heads"])
+    partial = 2 * node.size(cos, -1)
+    said = {"interleaved": node.said.get("rotary_interleaved", 0), "num_heads": heads}
+    if partial != width // kinds:
+        said["rotary_embedding_dim"] = partial
+    return node.rewriter.node("RotaryEmbedding", rows, cos, sin, positions, **said)
+
+
+def _appended(node: Theirs, new: str, past: str, before: str, present: str) -> str:
+    """The keys (or values) of this call behind those of the past, as `present`: where the past's buffer has room for
+    them, in it; else in one that is longer by what is new."""
+    write = node.rewriter
+    if not past:
+        return write.node("Identity", new, output=present)
+    declared = write.graph.shape(present)
+    if declared is None or declared[2] is None:
+        raise NotYet(f"{present!r} of unknown length: whether it is the buffer of {past!r} cannot be told")
+    room = past if declared[2] == node.dims(past)[2] else write.node("Concat", past, new, axis=2)
+    return write.node("TensorScatter", room, new, before, output=present, axis=2)

@@ -1,0 +1,82 @@
+"""What stands around attention in a file of ONNX Runtime's optimizer: normalizations, GELUs, embeddings, products."""
+
+from __future__ import annotations
+
+from mhsa_compile.frontend.canonicalize.microsoft.node import Theirs
+
+
+def gelu(node: Theirs) -> None:
+    """Gelu(x), BiasGelu(x, bias), FastGelu(x, bias): of the sum; the fast one by tanh."""
+    x, bias = node.inputs[:2]
+    if bias:
+        x = node.rewriter.node("Add", x, bias)
+    fast = node.node.op_type == "FastGelu"
+    node.rewriter.node("Gelu", x, output=node.outputs[0], **({"approximate": "tanh"} if fast else {}))
+
+
+def quick_gelu(node: Theirs) -> None:
+    """x * sigmoid(alpha x)"""
+    x = node.inputs[0]
+    alpha = node.rewriter.constant(node.said.get("alpha", 1.702), node.dtype(x))
+    gate = node.rewriter.node("Sigmoid", node.rewriter.node("Mul", x, alpha))
+    node.rewriter.node("Mul", x, gate, output=node.outputs[0])
+
+
+def fused_matmul(node: Theirs) -> None:
+    """alpha * A B, each transposed in its last two axes if asked for."""
+    node.refuse_attributes(transBatchA=0, transBatchB=0)
+    operands = []
+    for name, flag in zip(node.inputs[:2], ("transA", "transB"), strict=True):
+        if node.said.get(flag, 0):
+            rank = len(node.dims(name))
+            name = node.rewriter.node("Transpose", name, perm=[*range(rank - 2), rank - 1, rank - 2])
+        operands.append(name)
+    alpha = node.said.get("alpha", 1.0)
+    if alpha == 1:
+        node.rewriter.node("MatMul", *operands, output=node.outputs[0])
+        return
+    factor = node.rewriter.constant(alpha, node.dtype(*node.inputs[:2]))
+    node.rewriter.node("Mul", node.rewriter.node("MatMul", *operands), factor, output=node.outputs[0])
+
+
+def skip_layer_normalization(node: Theirs) -> None:
+    """(Skip)LayerNormalization and (Skip)SimplifiedLayerNormalization: of input + skip + bias; the sum is output 3.
+
+    The simplified ones are RMSNormalization. Their other outputs are for training.
+    """
+    simplified, skips = "Simplified" in node.node.op_type, node.node.op_type.startswith("Skip")
+    if any(node.outputs[1:3]) or (node.outputs[1] and not skips):
+        raise node.refused("the normalized values and their sum as outputs", "mean or deviation")
+    x, *rest = node.inputs
+    skip = rest.pop(0) if skips else ""
+    gamma, beta, bias = [rest[0], "", rest[1]] if simplified else rest[:3]
+    addends = [name for name in (skip, bias if skips else "") if name]
+    for i, name in enumerate(addends):
+        x = node.rewriter.node("Add", x, name, output=node.outputs[3] if i == len(addends) - 1 else "")
+    epsilon = node.said.get("epsilon", 1e-12 if skips else 1e-5)
+    operator = "RMSNormalization" if simplified else "LayerNormalization"
+    node.rewriter.node(
+        operator, x, gamma, beta, output=node.outputs[0], axis=node.said.get("axis", -1), epsilon=epsilon
+    )
+
+
+def embed_layer_normalization(node: Theirs) -> None:
+    """LayerNormalization of word + position + segment embeddings; outputs 1 and 2 are the lengths and the sum."""
+    ids, segments, words, positions, segment_table, gamma, beta, mask, position_ids = node.inputs[:9]
+    total = node.rewriter.node("Gather", words, ids, axis=0)
+    if position_ids:
+        place = node.rewriter.node("Gather", positions, position_ids, axis=0)
+    else:
+        length = node.rewriter.node("Shape", ids, start=1, end=2)
+        place = node.rewriter.node("Slice", positions, node.ints(0), length, node.ints(0))
+    total = node.rewriter.node("Add", total, place, output="" if segments else node.outputs[2])
+    if segments:
+        segment = node.rewriter.node("Gather", segment_table, segments, axis=0)
+        total = node.rewriter.node("Add", total, segment, output=node.outputs[2])
+    epsilon = node.said.get("epsilon", 1e-12)
+    node.rewriter.node("LayerNormalization", total, gamma, beta, output=node.outputs[0], axis=-1, epsilon=epsilon)
+    if node.outputs[1] and mask:
+        node.rewriter.node("ReduceSum", mask, node.ints(1), output=node.outputs[1], keepdims=0)
+    elif node.outputs[1]:
+        batch = node.rewriter.node("Shape", ids, start=0, end=1)
+        node.rewriter.node("Expand", node.rewriter.constant([0], "int32"), batch, output=node.outputs[1])

@@ -1,0 +1,102 @@
+"""One node of Microsoft's, with what its rewriting asks of it again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import Tensors
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array, Rewriter
+from mhsa_compile.frontend.onnx_graph import Dim, attributes
+
+
+class NotYet(Exception):
+    """A shape or a dtype is not known, perhaps because an operator before is not rewritten yet."""
+
+
+class Theirs:
+    """`inputs` are as many as any operator may have, "" where one is not given; `outputs` likewise."""
+
+    def __init__(self, rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors) -> None:
+        self.rewriter, self.node, self._tensors = rewriter, node, tensors
+        self.said: dict[str, Any] = attributes(node)
+        self.inputs = [*node.input, *[""] * (16 - len(node.input))]
+        self.outputs = [*node.output, *[""] * (4 - len(node.output))]
+        self.name = node.name or node.output[0]
+        self.note = ""
+
+    def refused(self, expected: str, got: str) -> ModelError:
+        return ModelError(f"{self.node.op_type} node {self.name!r}", expected, got)
+
+    def refuse_inputs(self, **by_name: int) -> None:
+        """Refuses inputs that are given but have no counterpart in the standard."""
+        for name, place in by_name.items():
+            if self.inputs[place]:
+                raise self.refused(f"no {name}, which the standard operator does not have", repr(self.inputs[place]))
+
+    def refuse_attributes(self, **allowed: Any) -> None:
+        """Refuses attributes with another value than the one that the standard can say."""
+        for name, value in allowed.items():
+            if self.said.get(name, value) != value:
+                raise self.refused(f"{name}={value}, which the standard operator can say", str(self.said[name]))
+
+    def dims(self, name: str) -> tuple[Dim, ...]:
+        dims = self.rewriter.graph.shape(name)
+        if dims is None:
+            raise NotYet(f"{name!r} of unknown rank")
+        return dims
+
+    def size(self, name: str, axis: int) -> int:
+        size = self.dims(name)[axis]
+        if not isinstance(size, int):
+            raise NotYet(f"{name!r} of unknown size")
+        return size
+
+    def dtype(self, *names: str) -> str:
+        """That of the first value whose dtype is known."""
+        found = next((kind for name in names if name and (kind := self.rewriter.graph.dtype(name))), None)
+        if found is None:
+            raise NotYet(f"{names[0]!r} of unknown dtype")
+        return found
+
+    def array(self, name: str) -> Array:
+        """A weight's value."""
+        if name in self._tensors:
+            return np.asarray(numpy_helper.to_array(self._tensors[name]))
+        value = self.rewriter.graph.constant(name)
+        if value is None:
+            raise self.refused(f"{name!r} as a constant", "a computed value")
+        return value
+
+    # What the nodes below are written with.
+
+    def ints(self, *values: int) -> str:
+        return self.rewriter.constant(list(values), "int64")
+
+    def heads_apart(self, rows: str, heads: int) -> str:
+        """(B, L, heads * E) -> (B, heads, L, E)"""
+        split = self.rewriter.node("Reshape", rows, self.ints(0, 0, heads, -1))
+        return self.rewriter.node("Transpose", split, perm=[0, 2, 1, 3])
+
+    def heads_together(self, heads: str, output: str) -> None:
+        """(B, heads, L, F) -> (B, L, heads * F), under the name `output`."""
+        rows = self.rewriter.node("Transpose", heads, perm=[0, 2, 1, 3])
+        self.rewriter.node("Reshape", rows, self.ints(0, 0, -1), output=output)
+
+    def positions(self, *parts: tuple[str, int]) -> str:
+        """0, 1, 2, ... up to the sizes together of an axis of each of several values: (value, axis)."""
+        lengths = [self.rewriter.node("Shape", of, start=axis, end=axis + 1) for of, axis in parts]
+        length = lengths[0]
+        for more in lengths[1:]:
+            length = self.rewriter.node("Add", length, more)
+        zero, one = self.rewriter.constant(0, "int64"), self.rewriter.constant(1, "int64")
+        return self.rewriter.node("Range", zero, self.rewriter.node("Squeeze", length, self.ints(0)), one)
+
+    @property
+    def scale(self) -> dict[str, float]:
+        """The attribute `scale`; theirs is 0 where it is to be 1 / sqrt(E), as it is without."""
+        return {"scale": self.said["scale"]} if self.said.get("scale") else {}

@@ -1,0 +1,81 @@
+"""Microsoft's operators (domain com.microsoft), as ONNX Runtime's optimizer writes them, in the standard's words.
+
+`OPERATORS` is the list of what is known. Everything else of that domain is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+
+from mhsa_compile.frontend.canonicalize.microsoft import attention, group_query_attention, layers
+from mhsa_compile.frontend.canonicalize.microsoft.node import NotYet, Theirs
+from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import Tensors
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
+from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
+from mhsa_compile.frontend.onnx_graph import attributes
+from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+
+DOMAIN = "com.microsoft"
+_ATTENTIONS: dict[str, Callable[[Theirs], None]] = {
+    "Attention": attention.attention,
+    "MultiHeadAttention": attention.multi_head_attention,
+    "GroupQueryAttention": group_query_attention.group_query_attention,
+}
+OPERATORS: dict[str, Callable[[Theirs], None]] = {
+    **_ATTENTIONS,
+    "BiasGelu": layers.gelu,
+    "EmbedLayerNormalization": layers.embed_layer_normalization,
+    "FastGelu": layers.gelu,
+    "FusedMatMul": layers.fused_matmul,
+    "Gelu": layers.gelu,
+    "QuickGelu": layers.quick_gelu,
+    "RotaryEmbedding": group_query_attention.rotary_embedding,
+    "SimplifiedLayerNormalization": layers.skip_layer_normalization,
+    "SkipLayerNormalization": layers.skip_layer_normalization,
+    "SkipSimplifiedLayerNormalization": layers.skip_layer_normalization,
+}
+
+
+def least_opset(model: onnx.ModelProto) -> int:
+    """The first opset with words for what a model's operators of Microsoft's say."""
+    needed = 0
+    for node in _theirs(model):
+        if node.op_type == "GroupQueryAttention":  # lengths of a cache; windows
+            needed = max(needed, 25 if attributes(node).get("local_window_size", -1) > 0 else 24)
+    return needed
+
+
+def rewrite(
+    model: onnx.ModelProto, tensors: Tensors, limits: dict[str, int]
+) -> tuple[onnx.ModelProto, list[AttentionBlock]]:
+    """The model without operators of Microsoft's, and one entry for each that is an attention. Raises ModelError.
+
+    Nobody infers shapes through an operator of theirs, so some of them have to wait until those before are rewritten.
+    """
+    blocks: list[AttentionBlock] = []
+    while theirs := _theirs(model):
+        rewriter, waiting = Rewriter(model), []
+        for node in theirs:
+            known = Theirs(rewriter, node, tensors)
+            if node.op_type not in OPERATORS:
+                raise known.refused(f"an operator among {', '.join(OPERATORS)}", node.op_type)
+            try:
+                OPERATORS[node.op_type](known)
+            except NotYet as reason:
+                rewriter.drop()
+                waiting.append(known.refused("shapes and dtypes that are known", str(reason)))
+                continue
+            rewriter.place(node)
+            if node.op_type in _ATTENTIONS:
+                blocks.append(AttentionBlock(known.name, f"{DOMAIN}.{node.op_type}", True, known.note))
+        if len(waiting) == len(theirs):
+            raise waiting[0]
+        model = settle(rewriter.finished(), limits)
+    return model, blocks
+
+
+def _theirs(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """ONNX Runtime has one operator in the standard's domain that the standard does not have."""
+    return [n for n in model.graph.node if n.domain == DOMAIN or n.op_type == "SimplifiedLayerNormalization"]

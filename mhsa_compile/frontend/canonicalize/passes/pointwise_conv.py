@@ -1,0 +1,73 @@
+"""Convolutions that are linears, and paddings that are numbers.
+
+A convolution of one pixel, step 1, over all channels is a linear of each pixel's channels:
+    Conv(x (B, C, ...), w (O, C, 1, ...), b)  ->  MatMul(x with its channels last, w^T) + b, the channels put back
+Of what `auto_pad` says nothing depends on the sizes where the steps are 1: it is written as numbers.
+"""
+
+from __future__ import annotations
+
+import onnx
+
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
+from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.spec.checks import DTYPES
+
+_PADDED = ("Conv", "MaxPool", "AveragePool")
+
+
+def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with such convolutions as MatMul, and with paddings as far as they can be stated."""
+    rewriter = Rewriter(model)
+    for node in rewriter.graph.nodes:
+        if node.op_type == "Conv" and _is_linear(rewriter.graph, node):
+            _as_linear(rewriter, node)
+        elif node.op_type in _PADDED and (pads := _pads(rewriter.graph, node)) is not None:
+            said = {name: value for name, value in attributes(node).items() if name != "auto_pad"}
+            rewriter.nodes(node.op_type, tuple(node.input), list(node.output), **said | {"pads": pads})
+            rewriter.place(node)
+    return rewriter.finished()
+
+
+def _is_linear(graph: Graph, node: onnx.NodeProto) -> bool:
+    x, weight, *bias = node.input
+    dims, said = graph.shape(weight) or (), attributes(node)
+    alone = len(dims) > 2 and all(size == 1 for size in dims[2:]) and len(graph.shape(x) or ()) == len(dims)
+    steps = [*said.get("strides", ()), said.get("group", 1)]
+    constant = weight in graph.initializers and all(name in graph.initializers for name in bias if name)
+    return (
+        alone
+        and constant
+        and dims[:2] != (1, 1)
+        and graph.dtype(x) in DTYPES
+        and all(step == 1 for step in steps)
+        and not any(said.get("pads", ()))
+    )
+
+
+def _as_linear(rewriter: Rewriter, node: onnx.NodeProto) -> None:
+    x, weight, *bias = node.input
+    rank = len(rewriter.graph.shape(weight) or ())
+    matrix = rewriter.node("Squeeze", weight, rewriter.constant(list(range(2, rank)), "int64"))
+    pixels = rewriter.node("Transpose", x, perm=[0, *range(2, rank), 1])
+    y = rewriter.node("MatMul", pixels, rewriter.node("Transpose", matrix, perm=[1, 0]))
+    if bias and bias[0]:
+        y = rewriter.node("Add", y, bias[0])
+    rewriter.node("Transpose", y, output=node.output[0], perm=[0, rank - 1, *range(1, rank - 1)])
+    rewriter.place(node)
+
+
+def _pads(graph: Graph, node: onnx.NodeProto) -> list[int] | None:
+    """What SAME comes to: before each axis, then behind each."""
+    said = attributes(node)
+    kind, dims = said.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()
+    kernel = said.get("kernel_shape", list(dims or ())[2:])
+    if not kind.startswith("SAME") or any(step != 1 for step in said.get("strides", ())):
+        return None
+    if not kernel or not all(isinstance(size, int) for size in kernel):
+        return None
+    whole = [
+        (size - 1) * dilation for size, dilation in zip(kernel, said.get("dilations", [1] * len(kernel)), strict=True)
+    ]
+    less, more = [pad // 2 for pad in whole], [pad - pad // 2 for pad in whole]
+    return [*less, *more] if kind == "SAME_UPPER" else [*more, *less]

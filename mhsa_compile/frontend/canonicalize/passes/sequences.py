@@ -1,0 +1,49 @@
+"""A tensor cut into a sequence whose entries are then taken by number, as PyTorch's `chunk` and `split` are exported.
+
+SequenceAt(SplitToSequence(x, sizes), i)  ->  output i of Split(x, sizes)
+"""
+
+from __future__ import annotations
+
+import onnx
+
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
+from mhsa_compile.frontend.onnx_graph import attributes
+
+
+def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with such sequences as outputs of a Split."""
+    if not any(node.op_type == "SplitToSequence" for node in model.graph.node):
+        return model
+    rewriter = Rewriter(model)
+    graph, known = rewriter.graph, Known(rewriter.graph)
+    for node in graph.nodes:
+        if node.op_type != "SplitToSequence" or node.output[0] in graph.outputs:
+            continue
+        sizes, takers = _sizes(rewriter, known, node), graph.consumers(node.output[0])
+        places = [known.scalar(taker.input[1]) if taker.op_type == "SequenceAt" else None for taker in takers]
+        if sizes is None or any(place is None or not -len(sizes) <= place < len(sizes) for place in places):
+            continue
+        parts = [rewriter.fresh(f"{node.output[0]}/{i}") for i in range(len(sizes))]
+        axis = attributes(node).get("axis", 0)
+        rewriter.nodes("Split", (node.input[0], rewriter.constant(sizes, "int64")), parts, axis=axis)
+        rewriter.place(node)
+        for taker, place in zip(takers, places, strict=True):
+            rewriter.node("Identity", parts[int(place or 0)], output=taker.output[0])
+            rewriter.place(taker)
+    return rewriter.finished()
+
+
+def _sizes(rewriter: Rewriter, known: Known, node: onnx.NodeProto) -> list[int] | None:
+    """How long each part is; None where that is not known."""
+    said, dims = attributes(node), rewriter.graph.shape(node.input[0]) or ()
+    if len(node.input) < 2 or not dims:
+        return None
+    size, asked = dims[said.get("axis", 0)], known.array(node.input[1])
+    if asked is None or not isinstance(size, int):
+        return None
+    if asked.ndim:
+        return [int(part) for part in asked]
+    step = int(asked)
+    return [min(step, size - start) for start in range(0, size, step)] if step > 0 else None

@@ -1,0 +1,243 @@
+"""What a graph computes whatever its inputs hold: constants, and sizes, some of which are symbols."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
+from mhsa_compile.frontend.onnx_graph import Graph, attributes
+
+Entry = int | bool | str | None
+"""A size or a flag, the name of a size that is symbolic, or what is not known."""
+
+_MOST_ELEMENTS = 1 << 24  # of a constant that is computed here
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+_FOLDABLE = frozenset(
+    ("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "CumSum", "Div", "Equal", "Exp",
+     "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "IsInf", "Less", "LessOrEqual", "Log", "Max",
+     "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "Reciprocal", "Reshape", "Size", "Slice", "Sqrt",
+     "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor")
+)  # fmt: skip
+
+
+def product(entries: Sequence[Entry]) -> int:
+    """Of those that are numbers."""
+    return math.prod(entry for entry in entries if isinstance(entry, int))
+
+
+class Known:
+    """The values of a graph that do not depend on what its inputs hold. Weights are left alone, to be bound later."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._arrays: dict[str, Array] = {}
+        self._partial: dict[str, Array] = {}
+        for name, tensor in graph.initializers.items():
+            small = math.prod(tensor.dims) == 1
+            if small or tensor.data_type not in (
+                onnx.TensorProto.FLOAT,
+                onnx.TensorProto.FLOAT16,
+                onnx.TensorProto.BFLOAT16,
+            ):
+                self._arrays[name] = np.asarray(numpy_helper.to_array(tensor))
+        for node in graph.nodes:
+            if node.domain in ("", "ai.onnx"):
+                self._learn(node)
+
+    def array(self, name: str) -> Array | None:
+        """The value, where all of it is known."""
+        return self._arrays.get(name)
+
+    def partial(self, name: str) -> Array | None:
+        """A list of sizes (or one) as an array of entries, where at least its length is known."""
+        if name in self._partial:
+            return self._partial[name]
+        array = self._arrays.get(name)
+        if array is None or array.ndim > 1 or array.dtype.kind not in "bi":
+            return None
+        return _entries(array.tolist())
+
+    def scalar(self, name: str) -> float | None:
+        """The value of a constant of one element."""
+        array = self._arrays.get(name)
+        return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
+
+    def _learn(self, node: onnx.NodeProto) -> None:
+        if node.op_type == "Constant":
+            value = self._graph.constant(node.output[0])
+            if value is not None:
+                self._arrays[node.output[0]] = value
+            return
+        inputs = [name for name in node.input if name]
+        if node.op_type in _FOLDABLE and inputs and all(name in self._arrays for name in inputs) and self._fits(node):
+            self._arrays[node.output[0]] = self._evaluated(node)
+            return
+        if node.op_type == "CastLike" and inputs[0] in self._arrays and (like := self._graph.dtype(node.output[0])):
+            self._arrays[node.output[0]] = self._arrays[inputs[0]].astype(like)  # like what, is known by its type
+            return
+        entries = self._entries(node)
+        if entries is None:
+            return
+        if all(isinstance(entry, int) for entry in entries.reshape(-1).tolist()):
+            kind = (
+                np.bool_
+                if self._graph.dtype(node.output[0]) == "bool"
+                else np.dtype(self._graph.dtype(node.output[0]) or "int64")
+            )
+            self._arrays[node.output[0]] = entries.astype(kind)
+        else:
+            self._partial[node.output[0]] = entries
+
+    def _fits(self, node: onnx.NodeProto) -> bool:
+        shape = self._graph.shape(node.output[0])
+        return shape is not None and all(isinstance(d, int) for d in shape) and product(shape) <= _MOST_ELEMENTS
+
+    def _evaluated(self, node: onnx.NodeProto) -> Array:
+        names = dict.fromkeys(name for name in node.input if name)
+        inputs = [
+            helper.make_tensor_value_info(
+                n, helper.np_dtype_to_tensor_dtype(self._arrays[n].dtype), self._arrays[n].shape
+            )
+            for n in names
+        ]
+        output = helper.make_tensor_value_info(node.output[0], onnx.TensorProto.UNDEFINED, None)
+        graph = helper.make_graph([node], "constant", inputs, [output])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._graph.opset)], ir_version=10)
+        with np.errstate(all="ignore"):
+            return np.asarray(ReferenceEvaluator(model).run(None, {n: self._arrays[n] for n in names})[0])
+
+    def _entries(self, node: onnx.NodeProto) -> Array | None:
+        """Sizes as far as they are known, by the operators that exporters compute them with."""
+        said = attributes(node)
+        if node.op_type == "Shape":
+            dims = self._graph.shape(node.input[0])
+            return None if dims is None else _entries(list(dims)[said.get("start", 0) : said.get("end")])
+        operate = _OPERATORS.get(node.op_type)
+        if operate is None:
+            return None
+        inputs = [self.partial(name) if name else None for name in node.input]
+        if any(value is None for name, value in zip(node.input, inputs, strict=True) if name):
+            return None
+        try:
+            entries: Array = operate(inputs, said)
+            return entries
+        except (IndexError, TypeError, ValueError):  # indices that are themselves not known
+            return None
+
+
+def _entries(values: Any) -> Array:
+    array = np.empty(np.shape(values) if not isinstance(values, list) else (len(values),), dtype=object)
+    array[...] = values
+    return array
+
+
+def _gather(inputs: list[Any], said: dict[str, Any]) -> Array:
+    return _object(inputs[0][inputs[1].astype(np.int64)])
+
+
+def _slice(inputs: list[Any], said: dict[str, Any]) -> Array:
+    start, end = int(inputs[1][0]), int(inputs[2][0])
+    step = int(inputs[4][0]) if len(inputs) > 4 and inputs[4] is not None else 1
+    return _object(inputs[0][slice(start, end, step)])
+
+
+def _concat(inputs: list[Any], said: dict[str, Any]) -> Array:
+    return np.concatenate(inputs)
+
+
+def _flat(inputs: list[Any], said: dict[str, Any]) -> Array:
+    """Reshape, Squeeze and Unsqueeze between a size and a list of one."""
+    value: Array = inputs[0].reshape(-1)
+    if len(value) != 1:
+        raise ValueError
+    return value
+
+
+def _scalar(inputs: list[Any], said: dict[str, Any]) -> Array:
+    return _object(_flat(inputs, said)[0])
+
+
+def _reshape(inputs: list[Any], said: dict[str, Any]) -> Array:
+    return _object(inputs[0].reshape([int(size) for size in inputs[1]]))
+
+
+def _same(inputs: list[Any], said: dict[str, Any]) -> Array:
+    return _object(inputs[0])
+
+
+def _object(value: Any) -> Array:
+    array = np.empty(np.shape(value), dtype=object)
+    array[...] = value
+    return array
+
+
+def _elementwise(function: Any) -> Any:
+    def operate(inputs: list[Any], said: dict[str, Any]) -> Array:
+        return _object(np.frompyfunc(function, len(inputs), 1)(*inputs))
+
+    return operate
+
+
+def multiplied(a: Entry, b: Entry) -> Entry:
+    """The product of two sizes, where it is a number or one of them."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    return b if a == 1 else a if b == 1 else None
+
+
+def _divide(a: Entry, b: Entry) -> Entry:
+    if isinstance(a, int) and isinstance(b, int) and b:
+        return int(a / b)
+    return a if b == 1 else None
+
+
+def _add(a: Entry, b: Entry) -> Entry:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    return b if a == 0 else a if b == 0 else None
+
+
+def _subtract(a: Entry, b: Entry) -> Entry:
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    if a is not None and a == b:
+        return 0
+    return a if b == 0 else None
+
+
+def _equal(a: Entry, b: Entry) -> Entry:
+    if (isinstance(a, int) and isinstance(b, int)) or (isinstance(a, str) and a == b):
+        return a == b
+    negative = any(isinstance(x, int) and x < 0 for x in (a, b))
+    return False if negative and None not in (a, b) else None  # a symbol is a size
+
+
+def _where(condition: Entry, a: Entry, b: Entry) -> Entry:
+    if a is not None and a == b:
+        return a
+    return None if not isinstance(condition, int) else a if condition else b
+
+
+_OPERATORS: dict[str, Any] = {
+    "Gather": _gather,
+    "Slice": _slice,
+    "Concat": _concat,
+    "Unsqueeze": _flat,
+    "Squeeze": _scalar,
+    "Reshape": _reshape,
+    "Cast": _same,
+    "Identity": _same,
+    "Mul": _elementwise(multiplied),
+    "Div": _elementwise(_divide),
+    "Add": _elementwise(_add),
+    "Sub": _elementwise(_subtract),
+    "Equal": _elementwise(_equal),
+    "Where": _elementwise(_where),
+}

@@ -1,0 +1,119 @@
+"""A model under change: nodes take the places of others, constants and values get names that nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from mhsa_compile.frontend.onnx_graph import (
+    Dim,
+    Graph,
+    in_order,
+    live_nodes,
+    reads,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+class Rewriter:
+    """Nodes are written with `node` and `constant`, then put where an old one stood (`place`), or dropped (`drop`).
+
+    `graph` is the model as it was when the rewriter was made.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model, self.graph = model, Graph(model)
+        self._written: list[onnx.NodeProto] = []
+        self._constants: list[onnx.TensorProto] = []
+        self._placed: dict[int, list[onnx.NodeProto]] = {}
+        self._kept: list[onnx.TensorProto] = []
+        self._hints: list[onnx.ValueInfoProto] = []
+        self._taken = {name for node in self.graph.nodes for name in (*reads(node), *node.output, node.name)}
+        self._taken |= {*self.graph.inputs, *self.graph.initializers}
+        self._taken |= {info.name for info in model.graph.value_info}  # which tells the type of whatever has the name
+
+    def fresh(self, hint: str) -> str:
+        """A name that begins with `hint`."""
+        name, count = hint, 0
+        while name in self._taken:
+            count += 1
+            name = f"{hint}_{count}"
+        self._taken.add(name)
+        return name
+
+    def constant(self, value: Any, dtype: str | None = None, hint: str = "constant") -> str:
+        """The name of a new initializer."""
+        array = np.asarray(value, dtype=None if dtype is None else np.dtype(dtype))
+        self._constants.append(numpy_helper.from_array(array, self.fresh(hint)))
+        return str(self._constants[-1].name)
+
+    def node(self, op_type: str, *inputs: str, output: str = "", **attributes: Any) -> str:
+        """Writes a node of one output, and gives that output's name."""
+        return self.nodes(op_type, inputs, [output or self.fresh(op_type.lower())], **attributes)[0]
+
+    def nodes(self, op_type: str, inputs: tuple[str, ...], outputs: list[str], **attributes: Any) -> list[str]:
+        """Writes a node with these outputs."""
+        given = list(inputs)
+        while given and not given[-1]:
+            given.pop()
+        name = self.fresh(f"{outputs[0]}/{op_type}")
+        self._written.append(helper.make_node(op_type, given, outputs, name=name, **attributes))
+        return outputs
+
+    def producer(self, name: str, op_type: str) -> onnx.NodeProto | None:
+        """The node that makes `name`, in the graph as it was or written since, if it is of `op_type`."""
+        made = next((node for node in self._written if name in node.output), None) or self.graph.producer(name)
+        return made if made is not None and made.op_type == op_type else None
+
+    def place(self, node: onnx.NodeProto) -> None:
+        """What was written since the last call stands where `node` stood."""
+        self._placed[id(node)] = self._written
+        self._kept += self._constants
+        self._written, self._constants = [], []
+
+    def remove(self, node: onnx.NodeProto) -> None:
+        """Something else makes what `node` made."""
+        self._placed[id(node)] = []
+
+    def drop(self) -> None:
+        """Forgets what was written since the last call of `place`."""
+        self._written, self._constants = [], []
+
+    def hint(self, name: str, dims: Sequence[Dim]) -> None:
+        """States the dims of a value, where onnx does not find them by itself."""
+        kind = self.graph.dtype(name)
+        if kind is not None:
+            code = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+            self._hints.append(helper.make_tensor_value_info(name, code, list(dims)))
+
+    @property
+    def changed(self) -> bool:
+        return bool(self._placed or self._hints)
+
+    def finished(self) -> onnx.ModelProto:
+        """The model as it is now; nodes and constants that nobody needs any more are gone."""
+        if not self.changed:
+            return self.model
+        result = onnx.ModelProto()
+        result.CopyFrom(self.model)
+        graph = result.graph
+        told = {info.name: info for info in (*graph.value_info, *self._hints)}
+        del graph.node[:], graph.value_info[:]
+        graph.node.extend(live_nodes(in_order(self._all_nodes()), self.graph.outputs))
+        made = {name for node in graph.node for name in node.output}
+        graph.value_info.extend(info for name, info in told.items() if name in made)
+        used = {name for node in graph.node for name in reads(node)} | set(self.graph.outputs)
+        graph.initializer.extend(self._kept)
+        for i in reversed(range(len(graph.initializer))):
+            if graph.initializer[i].name not in used:
+                del graph.initializer[i]
+        return result
+
+    def _all_nodes(self) -> Iterator[onnx.NodeProto]:
+        for node in self.graph.nodes:
+            yield from self._placed.get(id(node), [node])

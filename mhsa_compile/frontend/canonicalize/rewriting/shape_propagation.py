@@ -1,0 +1,191 @@
+"""What is known of shapes, put into the graph as constants.
+
+Exporters write the shapes that they reshape to as arithmetic over Shape. Here that is done once, and what it comes to
+stands in the graph: [0, 0, 12, 64] instead of nine nodes. What is left is the network.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+from onnx import numpy_helper
+
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import (
+    Entry,
+    Known,
+    multiplied,
+    product,
+)
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array, Rewriter
+from mhsa_compile.frontend.onnx_graph import Graph, attributes
+
+_MOST_ROUNDS = 500  # each lets the shapes of a few nodes more be inferred; a model of 100 layers needs a fraction of it
+_MADE_UP = "unk__"  # how onnx begins the names of the symbols that it makes up, anew each time
+
+
+def settle(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
+    """The model with all that is known of it as constants, the targets of Reshape and Expand among that.
+
+    `limits` is told symbols and the largest size they may have: that of a table of which a part is taken. Shapes are
+    inferred again after every step, as each may let more be known.
+    """
+    told: set[str] = set()
+    for _ in range(_MOST_ROUNDS):
+        settled = _settled_once(model, limits, told)
+        if settled is model:
+            break
+        model = settled
+    return model
+
+
+def _settled_once(model: onnx.ModelProto, limits: dict[str, int], told: set[str]) -> onnx.ModelProto:
+    rewriter = Rewriter(model)
+    graph, known = rewriter.graph, Known(rewriter.graph)
+    for node in graph.nodes:
+        if node.op_type == "Constant" or node.domain not in ("", "ai.onnx"):
+            continue
+        name = node.output[0]
+        array = known.array(name)
+        dims = None if array is not None else _dims_of(known, graph, node, limits)
+        if dims is not None and name not in told and not _agree(dims, graph.shape(name)):
+            told.add(name)
+            rewriter.hint(name, dims)
+        if array is not None:
+            rewriter.node("Constant", output=name, value=numpy_helper.from_array(array))
+            rewriter.place(node)
+        elif node.op_type in ("Reshape", "Expand") and known.array(node.input[1]) is None:
+            find = _reshape_target if node.op_type == "Reshape" else _expand_target
+            target = find(graph.shape(node.input[0]), known.partial(node.input[1]), attributes(node))
+            if target is not None:
+                said = graph.shape(name)
+                if said is not None and all(map(_is_certain, said)):  # a target with -1 says less
+                    rewriter.hint(name, said)
+                rewriter.node(node.op_type, node.input[0], rewriter.constant(target, "int64"), output=name)
+                rewriter.place(node)
+    return rewriter.finished()
+
+
+def _agree(dims: Sequence[Entry], inferred: Sequence[Entry] | None) -> bool:
+    """Whether the inferred dims say as much as `dims`."""
+    return inferred is not None and all(d is None or d == i for d, i in zip(dims, inferred, strict=True))
+
+
+def _dims_of(known: Known, graph: Graph, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
+    """Dims that follow from computed sizes: what onnx's inference does not look into. All of them, or None."""
+    finders = {
+        "Range": _counted, "Reshape": _reshaped, "Expand": _expanded, "ConstantOfShape": _filled, "Tile": _tiled,
+    }  # fmt: skip
+    find = finders.get(node.op_type)
+    if node.op_type == "Slice":
+        dims = _sliced(known, graph, node, limits)
+    else:
+        dims = None if find is None else find(known, graph, node)
+    return dims if dims is not None and all(map(_is_certain, dims)) else None
+
+
+def _is_certain(entry: Entry) -> bool:
+    return isinstance(entry, int) or (isinstance(entry, str) and not entry.startswith(_MADE_UP))
+
+
+def _counted(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+    start, end, step = (known.partial(name) for name in node.input)
+    if start is None or end is None or step is None or (start.item(), step.item()) != (0, 1):
+        return None
+    return [end.item()]
+
+
+def _reshaped(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+    wanted, source = known.partial(node.input[1]), graph.shape(node.input[0])
+    if wanted is None or wanted.ndim != 1 or -1 in wanted or attributes(node).get("allowzero"):
+        return None
+    if 0 in wanted and source is None:  # a 0 stands for a size of the source, which is not known yet
+        return None
+    return [source[i] if size == 0 and source is not None else size for i, size in enumerate(wanted)]
+
+
+def _expanded(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+    wanted, source = known.partial(node.input[1]), graph.shape(node.input[0])
+    if wanted is None or source is None or len(wanted) < len(source):
+        return None
+    aligned = [1] * (len(wanted) - len(source)) + list(source)
+    return [own if size == 1 else size for own, size in zip(aligned, wanted, strict=True)]
+
+
+def _tiled(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+    repeats, source = known.partial(node.input[1]), graph.shape(node.input[0])
+    if repeats is None or source is None or len(repeats) != len(source):
+        return None
+    return [multiplied(size, times) for size, times in zip(source, repeats, strict=True)]
+
+
+def _filled(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+    wanted = known.partial(node.input[0])
+    return None if wanted is None else list(wanted)
+
+
+def _sliced(known: Known, graph: Graph, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
+    """Dims of a Slice by steps of one. An end that is a symbol is taken to lie within the axis: that is its limit."""
+    dims = graph.shape(node.input[0])
+    starts, ends = (known.partial(name) for name in node.input[1:3])
+    axes = known.partial(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+    steps = known.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else None
+    if dims is None or starts is None or ends is None or (steps is not None and any(step != 1 for step in steps)):
+        return None
+    result: list[Entry] = list(dims)
+    for axis, start, end in zip(range(len(starts)) if axes is None else axes, starts, ends, strict=True):
+        size = result[axis]
+        if start == 0 and (end == size or (isinstance(end, int) and end > 1 << 30)):
+            continue
+        if start == 0 and isinstance(end, str) and isinstance(size, int) and not end.startswith(_MADE_UP):
+            limits[end] = min(size, limits.get(end, size))
+            result[axis] = end
+        elif isinstance(start, int) and isinstance(end, int) and isinstance(size, int):
+            result[axis] = len(range(size)[start:end])
+        else:
+            return None
+    return result
+
+
+def _reshape_target(source: Sequence[Entry] | None, wanted: Array | None, said: dict[str, Any]) -> list[int] | None:
+    """The constant that stands for a computed target: 0 for an axis that stays, -1 for at most one other."""
+    if source is None or wanted is None or wanted.ndim != 1 or (said.get("allowzero") and 0 in wanted):
+        return None
+    target: list[int] = []
+    for i, entry in enumerate(wanted):
+        if isinstance(entry, str) and i < len(source) and source[i] == entry:
+            target.append(0)
+        elif isinstance(entry, int):
+            target.append(entry)
+        else:
+            target.append(-1)
+    if target.count(-1) > 1:
+        return None
+    if -1 in target:
+        target[target.index(-1)] = _remaining(source, wanted, target.index(-1))
+    return target
+
+
+def _remaining(source: Sequence[Entry], wanted: Array, place: int) -> int:
+    """The size that is left for one axis of a target, or -1 where that is not a number."""
+    given = [source[i] if entry == 0 and i < len(source) else entry for i, entry in enumerate(wanted) if i != place]
+    if None in source or None in given or Counter(map(str, _symbols(source))) != Counter(map(str, _symbols(given))):
+        return -1
+    whole, part = product(source), product(given)
+    return whole // part if part and whole % part == 0 else -1
+
+
+def _symbols(entries: Sequence[Entry]) -> list[str]:
+    return [entry for entry in entries if isinstance(entry, str)]
+
+
+def _expand_target(source: Sequence[Entry] | None, wanted: Array | None, _: dict[str, Any]) -> list[int] | None:
+    """The same: an axis that keeps its size is 1 in the target."""
+    if source is None or wanted is None or wanted.ndim != 1:
+        return None
+    aligned = [None] * (len(wanted) - len(source)) + list(source)[-len(wanted) :]
+    target = [1 if entry is not None and entry == size else entry for entry, size in zip(wanted, aligned, strict=True)]
+    sizes = [entry for entry in target if isinstance(entry, int)]
+    return sizes if len(sizes) == len(target) else None

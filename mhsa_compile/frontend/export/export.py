@@ -1,0 +1,252 @@
+"""nn.Module -> ONNX whose attention is the standard operator, checked: what was to be symbolic is symbolic.
+
+The graph keeps PyTorch's parameter names and layouts, holds no paths, stack traces or times, and the same module gives
+the same bytes. Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim,
+F value head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import onnx
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.frontend.export.check import (
+    STATIC_MASK,
+    Shape,
+    check_declared,
+    check_equal_but_for_sizes,
+    check_symbols,
+)
+from mhsa_compile.frontend.export.free_dims import (
+    Program,
+    asked,
+    cause,
+    quiet,
+    settled,
+    with_names,
+)
+from mhsa_compile.frontend.export.module_calls import Called, flattened, with_own_names
+from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
+from mhsa_compile.frontend.export.signatures import (
+    IN_PLACE,
+    Signature,
+    check_lengths,
+    output_names,
+    own_signature,
+    with_fixed_dims,
+)
+from mhsa_compile.frontend.export.torch_layers import slow_path
+from mhsa_compile.frontend.onnx_graph import reads
+from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.nn.mhsa_operator import attention_function
+from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, opset
+from mhsa_compile.spec.attention_spec import (
+    DOMAIN,
+    IN_PLACE_KEY,
+    LIMITS_KEY,
+    SPEC_KEY,
+    AttentionSpec,
+)
+from mhsa_compile.spec.mask_patterns import BlockDiagonal
+from mhsa_compile.spec.masks import BoolArray
+from mhsa_compile.spec.outputs import inside_of
+
+_LONGEST_CHECK = 512
+_SHORT = {"L": 11, "S": 13}
+
+
+def export(
+    module: nn.Module,
+    *,
+    dims: Mapping[str, int | None] | None = None,
+    example_inputs: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> onnx.ModelProto:
+    """The checked ONNX model of `module` at inference.
+
+    MultiHeadAttention: x (B, L, D), context (B, S, kv_embed_dim), mask -> y (B, L, D).
+    ScaledDotProductAttention: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F), mask -> y (B, H, L, F).
+    With spec.kv_cache: x, past_key (B, G, C, E), past_value (B, G, C, F), length (B,) -> y, present_key, present_value;
+    the caches may be written in place, as the metadata "mhsa.in_place" says.
+    A mask of kind bool or additive has axes of its own, (mask_B, mask_H, mask_L, mask_S): each is 1 or the full size.
+
+    dims            symbol -> size fixes it; None and absent ones stay symbolic
+    example_inputs  any other module needs them, in the order of forward, or by name
+    dynamic_shapes  which dims of such a module's inputs are free, in torch.export's forms: input -> {axis: entry}, or
+                    an entry for each axis. One is a name or a Dim, which stays free or is an error; Dim.DYNAMIC, the
+                    same without a name; Dim.AUTO, free if the module allows; None, fixed. By default what looks like a
+                    batch or a length in the examples (`signatures.guessed`) is AUTO; what is fixed then is a warning
+
+    What any other module takes and gives is told in `module_calls`: tuples, dicts and ModelOutputs of tensors among it.
+
+    Raises ModelError where the export fails or a symbol did not survive it, InputError for wrong arguments.
+    """
+    was_training = module.training
+    try:
+        module.eval()
+        if isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
+            if dynamic_shapes is not None:
+                hint = "Its batch and lengths are free as they are; dims fixes them."
+                raise InputError("dynamic_shapes", f"None for {type(module).__name__}", "some", hint)
+            return _export_own(module, dict(dims or {}))
+        flat, paired = flattened(example_inputs)
+        wanted = asked(module, flat, flattened(dynamic_shapes)[0], dims or {})
+        called = Called(module, paired=paired).eval()
+        with slow_path():
+            return settled(called, wanted, lambda program: _export_any(called, program))
+    finally:
+        module.train(was_training)
+
+
+def _export_any(called: Called, program: Program) -> onnx.ModelProto:
+    freedom = program.freedom
+    names = {"input_names": list(freedom.signature), "output_names": program.outputs}
+    version = {"opset_version": opset(called.module), "custom_translation_table": TRANSLATIONS}
+    model = with_own_names(_converted(program.exported, **names, **version))
+    with_names(model, program.names)
+    onnx.checker.check_model(model)
+    if freedom.most:
+        onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
+    check_symbols(model, called, _shapes(freedom.signature))
+    return model
+
+
+def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: dict[str, int | None]) -> onnx.ModelProto:
+    signature = with_fixed_dims(own_signature(module), dims)
+    check_lengths(module.spec, dims)
+    mask = _static_mask(module, signature)
+    model = _run_exporter(module, signature)
+    if mask is not None:
+        _set_mask(model, mask)
+    _define_own_operator(model, module.spec)
+    said = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
+    if module.spec.kv_cache:
+        said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
+    onnx.helper.set_model_props(model, said)
+    onnx.checker.check_model(model)
+    check_declared(model, _shapes(signature))
+    long = {name: size for name, size in dims.items() if name in _SHORT and size is not None and size > _LONGEST_CHECK}
+    if not long:
+        check_symbols(model, module, _shapes(signature))
+        return model
+    # The check holds whole score matrices in float64. Long lengths are stood in for by short ones, and a pattern that
+    # may not fit those by one that does; the graph is the same.
+    short = copy.copy(module)
+    if short.spec.static_mask is not None:
+        short.spec = msgspec.structs.replace(short.spec, static_mask=BlockDiagonal(block=3))
+    sizes = {name: size for name, size in dims.items() if not name.startswith("mask_")}
+    sizes |= {name: _SHORT[name] for name in long}
+    if isinstance(module, MultiHeadAttention) and not module.spec.is_cross:
+        sizes.pop("S", None)
+    check_equal_but_for_sizes(model, _export_own(short, sizes))
+    return model
+
+
+def _shapes(signature: Signature) -> dict[str, Shape]:
+    return {name: shape for name, (shape, _) in signature.items()}
+
+
+def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> BoolArray | None:
+    """The spec's constant mask, (L, S). Raises InputError unless its lengths are fixed."""
+    pattern = module.spec.static_mask
+    if pattern is None:
+        return None
+    if isinstance(module, MultiHeadAttention):
+        L = signature["x"][0][1]
+        S = signature["context"][0][1] if "context" in signature else L
+    else:
+        L, S = signature["q"][0][2], signature["k"][0][2]
+    if isinstance(L, str) or isinstance(S, str):
+        symbols = " and ".join(dict.fromkeys(dim for dim in (L, S) if isinstance(dim, str)))
+        expected = "fixed lengths, as the spec's static_mask is laid out at compile time"
+        raise InputError(
+            "dims", expected, f"{symbols} left symbolic", "State them: --length 1024, or dims={'L': 1024}."
+        )
+    return pattern.array(L, S)
+
+
+def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
+    """Gives the operator of our domain, if the graph has it, its definition in standard ones."""
+    for node in model.graph.node:
+        if node.domain == DOMAIN:
+            mhsa_operator.put_in_place(node, inside_of(spec.outputs))
+            standard = next(entry.version for entry in model.opset_import if entry.domain == "")
+            model.functions.append(attention_function(node, standard, bool_mask=spec.mask != "additive"))
+            if all(entry.domain != DOMAIN for entry in model.opset_import):
+                model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+
+
+def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:
+    model.graph.initializer.append(onnx.numpy_helper.from_array(mask, STATIC_MASK))
+    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
+    attention.input.extend([""] * (4 - len(attention.input)))
+    attention.input[3] = STATIC_MASK
+
+
+def _run_exporter(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> onnx.ModelProto:
+    symbols = list(dict.fromkeys(dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)))
+    sizes = {symbol: 3 + 2 * i for i, symbol in enumerate(symbols)}  # torch.export specialises 1, and may equate twins
+    axes = {symbol: torch.export.Dim(symbol) for symbol in symbols}
+    examples = {
+        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
+        for name, (shape, dtype) in signature.items()
+    }
+    dynamic = {
+        name: {axis: axes[dim] for axis, dim in enumerate(shape) if isinstance(dim, str)}
+        for name, (shape, _) in signature.items()
+    }
+    names = {"input_names": list(signature), "output_names": output_names(module)}
+    return _converted(module, opset_version=opset(module), kwargs=examples, dynamic_shapes=dynamic, **names)
+
+
+def _converted(source: nn.Module | torch.export.ExportedProgram, **options: Any) -> onnx.ModelProto:
+    """By PyTorch's exporter to ONNX, with some of its options. Raises ModelError."""
+    try:
+        with quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                source,
+                dynamo=True,
+                optimize=False,  # it would fold transposes into the weights, and with them their names and layouts
+                verbose=False,
+                **options,
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise ModelError("module", "one that torch.onnx.export can export", cause(error.__cause__ or error)) from error
+    assert program is not None
+    model = program.model_proto
+    _strip(model)
+    return model
+
+
+def _strip(model: onnx.ModelProto) -> None:
+    """Removes what differs between machines and runs (traces, paths, notes), and nodes whose result nobody reads."""
+    graph = model.graph
+    needed = {value.name for value in graph.output}
+    for node in reversed(list(graph.node)):
+        if needed.intersection(node.output):
+            needed.update(reads(node))
+        else:
+            graph.node.remove(node)
+    weights = {initializer.name for initializer in graph.initializer}
+    for value in list(graph.value_info):
+        if value.name not in needed or value.name in weights:
+            graph.value_info.remove(value)
+    _forget(model)
+
+
+def _forget(message: Any) -> None:
+    for field in ("metadata_props", "doc_string"):
+        if field in message.DESCRIPTOR.fields_by_name:
+            message.ClearField(field)
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for item in [value] if hasattr(value, "DESCRIPTOR") else value:
+                _forget(item)

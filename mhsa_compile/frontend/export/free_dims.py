@@ -1,0 +1,337 @@
+"""Which dims of a module's inputs are free: as stated in torch.export's words, or as its examples look; and which of
+them the exporter leaves so.
+
+Notation: B batch, L query length, S key length.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.frontend.export.module_calls import Called
+from mhsa_compile.frontend.export.signatures import (
+    Axis,
+    Signature,
+    guessed,
+    with_fixed_dims,
+)
+from mhsa_compile.frontend.export.torch_layers import plain_layers
+
+LEAST = 2
+"""The smallest size that the exporter tells from others: it takes 0 and 1 for special."""
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What an export is asked to leave free.
+
+    signature   of the inputs: a symbol stands for each dim that is to be free
+    sizes       of the dims in the examples
+    stated      symbols that the user named: they stay as they are, or the export fails. Those of other axes follow from
+                the examples, and what of them the module fixes is fixed, with a warning
+    required    axes that must stay free, whatever their symbol
+    most        the largest sizes that symbols may have
+    """
+
+    signature: Signature
+    sizes: Mapping[Axis, int]
+    stated: frozenset[str] = frozenset()
+    required: frozenset[Axis] = frozenset()
+    most: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def symbols(self) -> dict[Axis, str]:
+        shapes = ((name, shape) for name, (shape, _) in self.signature.items())
+        return {(name, i): dim for name, shape in shapes for i, dim in enumerate(shape) if isinstance(dim, str)}
+
+    @property
+    def optional(self) -> set[str]:
+        """Symbols that may be fixed."""
+        symbols = self.symbols
+        return {*symbols.values()} - self.stated - {symbols[axis] for axis in self.required if axis in symbols}
+
+    def sizes_to_export_at(self) -> dict[str, int]:
+        """The examples', as far as no two are equal, which the exporter may take for one, and none is 1."""
+        sizes: dict[str, int] = {}
+        for axis, symbol in self.symbols.items():
+            if symbol not in sizes:
+                taken = {0, 1, *sizes.values()}
+                size = self.sizes[axis]
+                sizes[symbol] = size if size not in taken else next(n for n in range(3, 99) if n not in taken)
+        return sizes
+
+    def renamed(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
+        """With these symbols; axes that have none are fixed at the examples' sizes."""
+        signature: Signature = {
+            name: (
+                tuple(
+                    symbols.get((name, axis), self.sizes[name, axis] if isinstance(dim, str) else dim)
+                    for axis, dim in enumerate(shape)
+                ),
+                dtype,
+            )
+            for name, (shape, dtype) in self.signature.items()
+        }
+        return replace(self, signature=signature, most={s: most[s] for s in symbols.values() if s in most})
+
+    def without(self, fixed: set[str]) -> Freedom:
+        kept = {axis: symbol for axis, symbol in self.symbols.items() if symbol not in fixed}
+        return self.renamed(kept, self.most)
+
+
+def asked(
+    module: nn.Module,
+    examples: Sequence[Tensor] | Mapping[str, Tensor] | None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
+    dims: Mapping[str, int | None],
+) -> Freedom:
+    """From example inputs, what is stated of their axes, and the sizes that are fixed. Raises InputError."""
+    if not examples:
+        hint = "Pass the tensors that its forward takes; only their names, shapes and dtypes matter."
+        raise InputError("example_inputs", f"example inputs for {type(module).__name__}", "none", hint)
+    named = _by_name("example_inputs", module, examples, "tensors")
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise InputError("example_inputs", f"a tensor for {name!r}", type(value).__name__)
+    guesses = guessed(named)
+    words = None if dynamic_shapes is None else _by_name("dynamic_shapes", module, dynamic_shapes, "entries")
+    stated = _Stated(guesses) if words is None else _stated(words, named, guesses)
+    signature: Signature = {
+        name: (tuple(stated.symbols.get((name, axis), size) for axis, size in enumerate(value.shape)), value.dtype)
+        for name, value in named.items()
+    }
+    sizes = {(name, axis): size for name, value in named.items() for axis, size in enumerate(value.shape)}
+    fixed = with_fixed_dims(signature, dict(dims))
+    return Freedom(fixed, sizes, frozenset(stated.named), frozenset(stated.required), stated.most)
+
+
+def _by_name(argument: str, module: nn.Module, given: Any, what: str) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    parameters = list(inspect.signature(module.forward).parameters)
+    if len(given) > len(parameters):
+        raise InputError(argument, f"at most {len(parameters)} {what}", str(len(given)))
+    return dict(zip(parameters, given, strict=False))
+
+
+@dataclass
+class _Stated:
+    """Symbols of axes; those that the user named; axes that must stay free; the largest sizes of symbols."""
+
+    symbols: dict[Axis, str]
+    named: set[str] = field(default_factory=set)
+    required: set[Axis] = field(default_factory=set)
+    most: dict[str, int] = field(default_factory=dict)
+
+
+def _stated(words: Mapping[str, Any], examples: Mapping[str, Tensor], guesses: Mapping[Axis, str]) -> _Stated:
+    """What dynamic_shapes says, in torch.export's forms. Raises InputError."""
+    stated = _Stated({})
+    for name, entries in words.items():
+        label = f"dynamic_shapes[{name!r}]"
+        if name not in examples:
+            raise InputError("dynamic_shapes", f"inputs among {', '.join(examples)}", repr(name))
+        rank = examples[name].ndim
+        if entries is None:
+            continue
+        if not isinstance(entries, Mapping | Sequence) or isinstance(entries, str):
+            raise InputError(label, "None, {axis: symbol}, or an entry for each axis", repr(entries))
+        by_axis = entries if isinstance(entries, Mapping) else dict(enumerate(entries))
+        for axis, entry in by_axis.items():
+            if not isinstance(axis, int) or not 0 <= axis < rank:
+                raise InputError(label, f"axes from 0 to {rank - 1}", repr(axis))
+            _state(stated, (name, axis), entry, examples[name].shape[axis], guesses)
+    return stated
+
+
+def _state(stated: _Stated, axis: Axis, entry: Any, size: int, guesses: Mapping[Axis, str]) -> None:
+    """What an axis is to be: a name, a Dim or one of Dim's hints; None and a size fix it."""
+    label = f"dynamic_shapes[{axis[0]!r}][{axis[1]}]"
+    hint = getattr(entry, "type", None)
+    if entry is None or entry == size or hint == Dim.STATIC.type:
+        return
+    if isinstance(entry, str) and entry:
+        stated.symbols[axis] = entry
+        stated.named.add(entry)
+        return
+    is_named = type(entry) is Dim
+    if not is_named and hint not in (Dim.AUTO.type, Dim.DYNAMIC.type):
+        expected = f"a name, a Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC, None, or its size {size}"
+        raise InputError(label, expected, repr(entry), "Name each axis by itself: what depends on what is found.")
+    if (entry.min or 0) > LEAST:
+        got = f"one from {entry.min} on"
+        raise InputError(label, "a dim without a lower bound", got, "Leave min out: an artifact keeps none.")
+    symbol = entry.__name__ if is_named else guesses.get(axis, f"{axis[0]}_{axis[1]}")
+    stated.symbols[axis] = symbol
+    if is_named:
+        stated.named.add(symbol)
+    elif hint == Dim.DYNAMIC.type:
+        stated.required.add(axis)
+    if isinstance(entry.max, int):
+        stated.most[symbol] = min(entry.max, stated.most.get(symbol, entry.max))
+
+
+def settled(called: Called, wanted: Freedom, convert: Callable[[Program], onnx.ModelProto]) -> onnx.ModelProto:
+    """What `convert` makes of the module with all that is wanted free, or else with as much as works.
+
+    What had to be fixed, and why, is a warning. Raises ModelError where nothing less would do.
+    """
+    failures: list[ModelError] = []
+    for freedom in _ever_less(wanted):
+        try:
+            program = traced(called, freedom)
+            model = convert(program)
+        except ModelError as error:
+            failures.append(error)
+            continue
+        left = program.freedom.symbols
+        if fixed := {axis: symbol for axis, symbol in wanted.symbols.items() if axis not in left}:
+            warnings.warn(_said(wanted, fixed, failures), stacklevel=2)
+        return model
+    raise failures[0]
+
+
+def _ever_less(wanted: Freedom) -> list[Freedom]:
+    """What to try, one after the other: all, the batch, the lengths, nothing but what was stated."""
+    optional = wanted.optional
+    fewer: list[set[str]] = [set(), optional - {"B"}, optional & {"B"}, optional]
+    tries = [wanted.without(fixed) for fixed in fewer]
+    return [freedom for i, freedom in enumerate(tries) if freedom not in tries[:i]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module as torch.export traced it, what it left free, the symbols that it uses for that, and the names of what
+    comes out; None for a lone tensor."""
+
+    exported: torch.export.ExportedProgram
+    freedom: Freedom
+    names: Mapping[str, str]
+    outputs: list[str] | None
+
+
+def traced(called: Called, wanted: Freedom) -> Program:
+    """The module at the examples' sizes. What may be fixed is free where the module allows, up to the size it allows.
+
+    Raises ModelError.
+    """
+    sizes = wanted.sizes_to_export_at()
+    shapes = {name: shape for name, (shape, _) in wanted.signature.items()}
+    examples = {
+        name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in shape], dtype=dtype)
+        for name, (shape, dtype) in wanted.signature.items()
+    }
+    hints = {
+        name: {
+            i: Dim.AUTO if dim in wanted.optional else Dim.DYNAMIC
+            for i, dim in enumerate(shape)
+            if isinstance(dim, str)
+        }
+        for name, shape in shapes.items()
+    }
+    outputs = called.output_names(examples)
+    given: dict[str, Any] = {"kwargs": {"inputs": examples}, "dynamic_shapes": {"inputs": hints}}
+    try:
+        # With gradients, PyTorch may choose kernels whose strides it cannot trace.
+        with quiet(), torch.no_grad(), plain_layers(called):
+            exported = torch.export.export(called, (), strict=False, **given)
+    except Exception as error:  # it is the user's code that runs here
+        hint = "If it speaks of a dim, leave it out of dynamic_shapes, or fix it in dims."
+        raise ModelError("module", "one that torch.export can export", cause(error), hint) from error
+    freedom, names = _read(exported, wanted)
+    return Program(exported, freedom, names, outputs)
+
+
+def _read(exported: torch.export.ExportedProgram, wanted: Freedom) -> tuple[Freedom, dict[str, str]]:
+    """What was left free, under our symbols; and what torch.export calls these."""
+    (_, arguments), given = exported.call_spec.in_spec.children(), exported.graph_signature.user_inputs
+    (by_name,) = arguments.children()
+    nodes = {node.name: node for node in exported.graph.nodes}
+    shapes = {name: nodes[node].meta["val"].shape for name, node in zip(by_name.context, given, strict=True)}
+    theirs = {axis: getattr(getattr(shapes[axis[0]][axis[1]], "node", None), "expr", None) for axis in wanted.symbols}
+    ours: dict[Any, str] = {}
+    kept: dict[Axis, str] = {}
+    most = dict(wanted.most)
+    for axis, symbol in sorted(wanted.symbols.items(), key=lambda item: item[1] not in wanted.stated):
+        dim = theirs[axis]
+        if dim not in exported.range_constraints or exported.range_constraints[dim].lower > LEAST:
+            if symbol not in wanted.optional:
+                got = f"one that takes {dim if dim is not None else shapes[axis[0]][axis[1]]} there"
+                raise ModelError("module", f"one that leaves {symbol!r} free, axis {axis[1]} of {axis[0]!r}", got)
+            continue
+        kept[axis] = ours.setdefault(dim, symbol)
+        if symbol in wanted.stated and kept[axis] != symbol:
+            hint = "Give them one name."
+            raise ModelError(
+                "module", f"dims {kept[axis]!r} and {symbol!r} that may differ", "equal ones, always", hint
+            )
+        upper = exported.range_constraints[dim].upper
+        if upper.is_Integer:
+            most[kept[axis]] = min(int(upper), most.get(kept[axis], int(upper)))
+    return wanted.renamed(kept, most), {str(dim): symbol for dim, symbol in ours.items()}
+
+
+def with_names(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
+    """Puts our symbols in the places of torch.export's, also where they make up others; what was fixed is a number."""
+    theirs = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b") if names else None
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param.isdigit():
+                dim.dim_value = int(dim.dim_param)
+            elif theirs is not None and dim.dim_param:
+                dim.dim_param = theirs.sub(lambda found: names[found[0]], dim.dim_param)
+
+
+def _said(wanted: Freedom, fixed: Mapping[Axis, str], failures: Sequence[ModelError]) -> str:
+    """One sentence on the dims that were fixed."""
+    listed = ", ".join(f"{symbol} (axis {axis} of {name!r}) at {wanted.sizes[name, axis]}"
+                       for (name, axis), symbol in fixed.items())  # fmt: skip
+    why = failures[0].got.rstrip(". ") if failures else "it works with no other size, says torch.export"
+    hint = "Fix them in dims, or say in dynamic_shapes what is to be free, and no other is tried."
+    return f"example_inputs: the module fixes {listed}: {why}. {hint}"
+
+
+def cause(error: BaseException) -> str:
+    """One line of what the exporter says: of constraints that do not hold, the first of them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    violated = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    said = violated if lines and lines[0].startswith("Constraints violated") else lines
+    return said[0].split(". ")[0] if said else type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what the exporter says about itself, and nothing else."""
+
+    def relevant(record: logging.LogRecord) -> bool:
+        return not any(words in record.msg for words in _SAID_ANYWAY)
+
+    exporter = "torch.onnx._internal.exporter"
+    loggers = [logging.getLogger(f"{exporter}.{part}") for part in ("_registration", "_core")]
+    for logger in loggers:
+        logger.addFilter(relevant)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "# The axis name: .* will not be used", UserWarning)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(relevant)
+
+
+_SAID_ANYWAY = ("torchvision is not installed", "has None output", "Skipping constant argument")
+"""Of a module that gives None, such as weights that nobody asked for, the rest is what is exported."""

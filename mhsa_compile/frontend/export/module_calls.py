@@ -1,0 +1,121 @@
+"""Any nn.Module as a function of tensors by name whose results are tensors, so that it can be exported as it is.
+
+A pair `position_embeddings`, as transformers hands around, becomes two inputs, cos and sin. Results may be a tensor, or
+a tuple, dict or ModelOutput of tensors, which keep their names. An attention module of transformers gives its y alone:
+what else it returns, weights or None, depends on the implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.onnx_graph import branches
+
+_PAIR, _HALVES = "position_embeddings", ("cos", "sin")
+_PREFIX = "module."
+
+
+class Called(nn.Module):
+    """A module as such a function: from a dict of its inputs, the form that torch.export follows, to a tuple."""
+
+    def __init__(self, module: nn.Module, *, paired: bool) -> None:
+        super().__init__()
+        self.module, self.paired = module, paired
+
+    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self.results(inputs).values())
+
+    def results(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a call gives, by name; a lone tensor has none. Raises ModelError for what is no tensor."""
+        arguments: dict[str, Any] = dict(inputs)
+        if self.paired:
+            arguments[_PAIR] = tuple(arguments.pop(half) for half in _HALVES)
+        result = self.module(**arguments)
+        if _is_attention_of_transformers(self.module) and isinstance(result, tuple):
+            result = result[0]
+        return dict(_named("", result))
+
+    def output_names(self, inputs: Mapping[str, Tensor]) -> list[str] | None:
+        """The names of the results; None for a lone tensor. Raises ModelError where the module does not take them."""
+        for name, value in inputs.items():
+            if value.is_complex():
+                hint = "Have the module take, and compute with, the real and the imaginary part."
+                raise ModelError(name, "real numbers, as ONNX's operators take no others", str(value.dtype), hint)
+        try:
+            with torch.no_grad():
+                names = list(self.results(inputs))
+        except ModelError:
+            raise
+        except Exception as error:  # whatever a forward trips over
+            sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
+            first = str(error).strip().partition("\n")[0]
+            hint = "Where one of these sizes is the module's own, say in dynamic_shapes which axes are free."
+            got = f"{type(error).__name__}: {first}"
+            raise ModelError("module", f"a forward that takes {sizes}", got, hint) from error
+        return None if names == [""] else names
+
+
+def flattened(examples: Sequence[Any] | Mapping[str, Any] | None) -> tuple[Any, bool]:
+    """Example inputs with position_embeddings as cos and sin, and whether they held such a pair."""
+    if not isinstance(examples, Mapping):
+        return examples, False
+    flat = dict(examples)
+    pair = flat.get(_PAIR)
+    if not isinstance(pair, tuple | list) or len(pair) != len(_HALVES):
+        return flat, False
+    del flat[_PAIR]
+    return flat | dict(zip(_HALVES, pair, strict=True)), True
+
+
+def with_own_names(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The weights of an exported Called under the names that they have in the module itself."""
+    graph = model.graph
+    taken = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
+    own = {tensor.name: tensor.name.removeprefix(_PREFIX) for tensor in graph.initializer}
+    renamed = {name: short for name, short in own.items() if short not in taken}
+    for value in (*graph.initializer, *graph.value_info, *graph.output):
+        value.name = renamed.get(value.name, value.name)
+    for node in graph.node:
+        _rename_reads(node, renamed)
+    return model
+
+
+def _rename_reads(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
+    """In what a node reads, the bodies of its subgraphs included."""
+    for i, name in enumerate(node.input):
+        node.input[i] = renamed.get(name, name)
+    for graph in branches(node):
+        for value in graph.output:
+            value.name = renamed.get(value.name, value.name)
+        for inner in graph.node:
+            _rename_reads(inner, renamed)
+
+
+def _is_attention_of_transformers(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("Attention")
+
+
+def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a result: keys and places joined to names, `hidden_states_0` among them. None is left out."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(f"{name}_{key}".lstrip("_"), item)
+    elif isinstance(value, tuple | list):
+        fields = getattr(value, "_fields", range(len(value)))
+        for key, item in zip(fields, value, strict=True):
+            whole = name or "output" if isinstance(key, int) else name
+            yield from _named(f"{whole}_{key}".lstrip("_"), item)
+    elif value is not None:
+        hint = "Have the module return tensors; a cache of keys and values is switched off by config.use_cache = False."
+        raise ModelError(
+            "module", "results that are tensors, or tuples and dicts of them", f"{type(value).__name__} {name!r}", hint
+        )

@@ -1,0 +1,129 @@
+"""What an exported graph takes and gives: names, dims, dtypes, and which dims are fixed.
+
+Notation: B batch, L query length, S key length, C capacity of a cache, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.frontend.export.check import Shape
+from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.outputs import array_names
+
+Signature = dict[str, tuple[Shape, torch.dtype]]
+"""Input name -> (dims, dtype); a dim is a size or the name of a symbol."""
+
+Axis = tuple[str, int]
+"""An input and one of its axes."""
+
+IN_PLACE = {"past_key": "present_key", "past_value": "present_value"}
+"""Inputs of a spec with kv_cache, and the outputs that may be written over them."""
+
+
+def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Signature:
+    """The inputs of a module of this library, all that may be free symbolic."""
+    spec = module.spec
+    dtype = getattr(torch, spec.dtype)
+    source_length = "S"
+    G, E, F = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+    if isinstance(module, MultiHeadAttention):
+        shapes: dict[str, Shape] = {"x": ("B", "L", spec.embed_dim)}
+        if spec.kv_embed_dim is not None:
+            shapes["context"] = ("B", "S", spec.kv_embed_dim)
+        else:
+            source_length = "L"
+        if spec.kv_cache:
+            shapes |= {"past_key": ("B", G, "C", E), "past_value": ("B", G, "C", F)}
+    else:
+        shapes = {"q": ("B", spec.num_heads, "L", E), "k": ("B", G, "S", E), "v": ("B", G, "S", F)}
+    signature: Signature = {name: (shape, dtype) for name, shape in shapes.items()}
+    if spec.kv_cache:
+        signature["length"] = (("B",), torch.int64)
+    if spec.mask == "key_padding":
+        signature["mask"] = (("B", source_length), torch.bool)
+    elif spec.mask is not None:
+        axes = ("mask_B", "mask_H" if spec.num_heads > 1 else 1, "mask_L", "mask_S")
+        signature["mask"] = (axes, torch.bool if spec.mask == "bool" else dtype)
+    return signature
+
+
+def check_lengths(spec: AttentionSpec, dims: Mapping[str, int | None]) -> None:
+    """Whether what is fixed fits the spec's positions and one another. Raises InputError."""
+    L, C = dims.get("L"), dims.get("C") if spec.kv_cache else None
+    if L is not None and C is not None and L > C:
+        raise InputError("dims", f"a capacity C of at least L = {L}", str(C), "The cache holds the keys of x as well.")
+    for name, size in (("L", L), ("C", C)):
+        if spec.rope is not None and size is not None and size > spec.rope.max_length:
+            expected = f"{name} of at most the spec's rope.max_length = {spec.rope.max_length}"
+            raise InputError("dims", expected, str(size), "Raise max_length.")
+
+
+def output_names(module: nn.Module) -> list[str] | None:
+    """The outputs of a module of this library; None leaves those of any other to the exporter."""
+    if not isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
+        return None
+    return [*array_names(module.spec.outputs), *(IN_PLACE.values() if module.spec.kv_cache else ())]
+
+
+def guessed(examples: Mapping[str, Tensor]) -> dict[Axis, str]:
+    """Symbols of the axes that look like a batch or a length: B and L are those of the first sequence.
+
+    A sequence is (B, L) of whole numbers, (B, L, ...) or (B, heads, L, ...). Another length is S, and a third one has a
+    name of its own. Masks and biases have lengths of sequences; what is 1 in them is fixed.
+    """
+    masks = {name for name in examples if "mask" in name or "bias" in name}
+    sequences = {name: value for name, value in examples.items() if name not in masks and _length_of(value) is not None}
+    if not sequences:
+        return {}
+    lengths: dict[int, str] = {}
+    for name, value in sequences.items():
+        axis = _length_of(value)
+        assert axis is not None
+        new = "L" if not lengths else f"{name}_{axis}" if "S" in lengths.values() else "S"
+        lengths.setdefault(value.shape[axis], new)
+    batch = next(iter(sequences.values())).shape[0]
+    symbols: dict[Axis, str] = {}
+    for name, value in examples.items():
+        for axis, size in enumerate(value.shape):
+            if axis == 0 and size == batch and (value.ndim > 1 or not value.is_floating_point()):
+                symbols[name, axis] = "B"
+            elif (axis == _length_of(value) and name not in masks) or (
+                size != 1 and size in lengths and (name in masks or axis == 0) and not (axis == 1 and value.ndim == 4)
+            ):
+                symbols[name, axis] = lengths[size]
+    return symbols
+
+
+def _length_of(value: Tensor) -> int | None:
+    """The axis of a sequence along which it is long; None for what is none."""
+    if value.ndim == 2:
+        return None if value.is_floating_point() else 1
+    return {3: 1, 4: 2}.get(value.ndim)
+
+
+def with_fixed_dims(signature: Signature, dims: dict[str, int | None]) -> Signature:
+    """The signature with sizes in place of the symbols that `dims` fixes. Raises InputError."""
+    symbols = {dim for shape, _ in signature.values() for dim in shape if isinstance(dim, str)}
+    for name, size in dims.items():
+        self_attention_length = name == "S" and size == dims.get("L")
+        if name not in symbols and size is not None and not self_attention_length:
+            raise InputError("dims", f"symbols among {', '.join(sorted(symbols))}", repr(name))
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise InputError("dims", f"a positive integer or None for {name!r}", repr(size))
+    for axis in ("B", "L"):  # what is 1 leaves nothing to broadcast
+        if dims.get(axis) == 1:
+            dims.setdefault(f"mask_{axis}", 1)
+    # The operator pads a mask that is short in its last axis instead of broadcasting it: there it is whole, always.
+    dims.setdefault("mask_S", dims.get("S" if "S" in symbols else "L"))
+    fixed = {name: size for name, size in dims.items() if size is not None}
+
+    def resolved(dim: int | str) -> int | str:
+        return fixed.get(dim, dim) if isinstance(dim, str) else dim
+
+    return {name: (tuple(map(resolved, shape)), dtype) for name, (shape, dtype) in signature.items()}

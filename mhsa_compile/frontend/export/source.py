@@ -1,0 +1,155 @@
+"""What can be compiled, read into one form: a checked ONNX model with its weights in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.files import input_files
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.frontend.export.input_dims import (
+    check_dims,
+    dims_of,
+    named,
+    settled,
+)
+from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, and the spec it was exported from if it is one of ours."""
+
+    model: onnx.ModelProto
+    spec: AttentionSpec | None
+
+
+def read_source(
+    source: Any,
+    dims: Mapping[str, int] | None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> Source:
+    """Raises ModelError, SpecError or InputError."""
+    check_dims(dims)
+    if isinstance(source, str | Path | onnx.ModelProto) and dynamic_shapes is not None:
+        hint = "The symbols of an ONNX model are free as they are; dims fixes them."
+        raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
+    if isinstance(source, str | Path):
+        model = settled(fix_dims(named(read_onnx(Path(source))), dims))
+    elif isinstance(source, onnx.ModelProto):
+        _check("model", source)
+        model = settled(fix_dims(named(source), dims))
+    else:
+        model = _exported(source, dims, example_inputs, dynamic_shapes)
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    return Source(model, AttentionSpec.from_json(said[SPEC_KEY]) if SPEC_KEY in said else None)
+
+
+def _exported(
+    source: Any,
+    dims: Mapping[str, int] | None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
+) -> onnx.ModelProto:
+    from torch import nn
+
+    from mhsa_compile.frontend.export.export import export
+    from mhsa_compile.nn.convert import from_torch
+    from mhsa_compile.nn.modules import MultiHeadAttention
+
+    if isinstance(source, AttentionSpec):
+        source = MultiHeadAttention(source).eval()
+    if isinstance(source, nn.MultiheadAttention) and example_inputs is None:
+        source = from_torch(source)
+    if not isinstance(source, nn.Module):
+        wanted = "an AttentionSpec, an nn.Module, an onnx.ModelProto or the path of an .onnx file"
+        raise ModelError("source", wanted, type(source).__name__)
+    return export(source, dims=dict(dims or {}), example_inputs=example_inputs, dynamic_shapes=dynamic_shapes)
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """An .onnx file, checked, with its external data, which must lie in the file's own folder."""
+    name = f"model {str(path)!r}"
+    with input_files.opened(path, ModelError, name, "a readable .onnx file") as file:
+        try:
+            model = onnx.load_model_from_string(file.read())
+        except Exception as error:  # protobuf's DecodeError has no public home
+            raise ModelError(name, "an ONNX model", "a file that does not parse: truncated, or not ONNX") from error
+    if not model.graph.node:
+        raise ModelError(name, "an ONNX model", "no graph: the file is empty or truncated")
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                _check_inside(name, path.parent, entry.value)
+    with reading(ModelError, name, "a valid ONNX model"):
+        onnx.load_external_data_for_model(model, str(path.parent))
+    _check(name, model)
+    with reading(ModelError, name, "a valid ONNX model"):
+        onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    return model
+
+
+def _check(name: str, model: onnx.ModelProto) -> None:
+    """Raises ModelError for what ONNX itself does not allow, and for weights that are elsewhere."""
+    away = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    if away:
+        hint = "Load it with its data, onnx.load(path), or compile its path."
+        raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
+    with reading(ModelError, name, "a valid ONNX model"):
+        onnx.checker.check_model(_with_ranks(model), full_check=False)
+
+
+def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:
+    """For the checker, which wants a shape of every output; nobody else does, as it follows from the graph."""
+    if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for value in copy.graph.output:
+        value.type.tensor_type.shape.SetInParent()
+    return copy
+
+
+def symbols_of(path: Path) -> set[str]:
+    """Of the inputs of an .onnx file; those without a name get one. Raises ModelError."""
+    model = named(read_onnx(path))
+    constants = {tensor.name for tensor in model.graph.initializer}
+    values = (value for value in model.graph.input if value.name not in constants)
+    return {dim.dim_param for value in values for dim in dims_of(value) if dim.dim_param}
+
+
+def _check_inside(name: str, folder: Path, location: str) -> None:
+    inside = folder.resolve()
+    with reading(ModelError, name, f"its external data {location!r} beside it"):
+        resolved = (inside / location).resolve()
+    if not resolved.is_relative_to(inside):
+        raise ModelError(name, "external data in the model's own folder", repr(location), "Copy the data beside it.")
+    if not resolved.is_file():
+        raise ModelError(name, f"its external data {location!r} beside it", "no such file")
+
+
+def fix_dims(model: onnx.ModelProto, dims: Mapping[str, int] | None) -> onnx.ModelProto:
+    """The model with the named symbols fixed. Raises InputError for a symbol that no input has."""
+    if not dims:
+        return model
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    del fixed.graph.value_info[:]  # shapes in between are inferred again
+    values = [*fixed.graph.input, *fixed.graph.output]
+    known = {d.dim_param for value in values for d in dims_of(value) if d.dim_param}
+    for symbol in dims:
+        if symbol not in known:
+            raise InputError(
+                "dims", f"a symbol of the model: {', '.join(sorted(known)) or 'it has none'}", repr(symbol)
+            )
+    for value in values:
+        for dim in dims_of(value):
+            if dim.dim_param in dims:
+                dim.dim_value = dims[dim.dim_param]
+    return fixed

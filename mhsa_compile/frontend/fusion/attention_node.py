@@ -1,0 +1,255 @@
+"""What one Attention node of an ONNX graph asks for: its inputs, outputs and attributes, read and checked.
+
+Whatever the standard forbids, or nothing here can compute, is refused by the node's name.
+Source: ONNX Attention-23, -24 and -25 (onnx.ai/onnx/operators/onnx__Attention.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import onnx
+from onnx import TensorProto
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.spec.checks import DTYPES
+from mhsa_compile.spec.outputs import Inside
+
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
+OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
+"""The last of both are those of our own operator of this name; see `operators`."""
+_PRECISIONS = {
+    TensorProto.FLOAT: "float32",
+    TensorProto.FLOAT16: "float32",  # asked for less: the kernels compute in float32, which is more exact
+    TensorProto.BFLOAT16: "float32",
+    TensorProto.DOUBLE: "float64",
+}
+Axes = tuple[Dim, Dim, Dim, Dim]  # batch, heads, length, head dim
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One Attention node. Names of tensors that are not there are "".
+
+    `outputs` are the names of those of OUTPUTS that the node has; `wanted` is what our own operator's say. `left` and
+    `right` are the window, -1 unbounded, with causality in it. `keys` is the number of keys that attention runs
+    over, those of the past included.
+    """
+
+    node: onnx.NodeProto
+    dtype: str
+    q: str
+    k: str
+    v: str
+    mask: str
+    past: tuple[str, ...]
+    lengths: str
+    sinks: str
+    slopes: str
+    outputs: dict[str, str]
+    heads: tuple[int, int] | None  # of queries and of keys, for operands of three axes
+    scale: float | None
+    softcap: float
+    left: int
+    right: int
+    softmax: Literal["float32", "float64"]
+    stage: int
+    wanted: Inside
+    query_length: Dim
+    keys: Dim
+
+    def refusal(self, expected: str, got: str, next_step: str = "") -> ModelError:
+        return refusal(self.node, expected, got, next_step)
+
+
+def refusal(node: onnx.NodeProto, expected: str, got: str, next_step: str = "") -> ModelError:
+    return ModelError(f"Attention node {node.name or node.output[0]!r}", expected, got, next_step)
+
+
+def read(graph: Graph, node: onnx.NodeProto) -> Asked:
+    """Raises ModelError."""
+    names = dict(zip(INPUTS, [*node.input, *[""] * (len(INPUTS) - len(node.input))], strict=True))
+    said = attributes(node)
+    _check_company(node, names)
+    dtype = _dtype(graph, node, names)
+    heads = _heads(graph, node, names, said)
+    axes = [_axes(graph.shape(names[role]) or (), 0 if heads is None else heads[i > 0]) for i, role in enumerate("QKV")]
+    past = tuple(names[role] for role in ("past_key", "past_value") if names[role])
+    past_axes = [_axes(_ranked(graph, node, name, (4,)), 0) for name in past]
+    _check_shapes(graph, node, names, axes, past_axes)
+    for role in ("sinks", "slopes"):
+        found = graph.dtype(names[role]), graph.shape(names[role])
+        if names[role] and found != (dtype, (axes[0][1],)):
+            raise refusal(node, f"{role} of {dtype}, one for each of {axes[0][1]} heads", f"{found[0]} of {found[1]}")
+    left, right = _window(node, said)
+    return Asked(
+        node=node,
+        dtype=dtype,
+        q=names["Q"],
+        k=names["K"],
+        v=names["V"],
+        mask=names["attn_mask"],
+        past=past,
+        lengths=names["nonpad_kv_seqlen"],
+        sinks=names["sinks"],
+        slopes=names["slopes"],
+        outputs={role: name for role, name in zip(OUTPUTS, node.output, strict=False) if name},
+        heads=heads,
+        scale=said.get("scale"),
+        softcap=_number(node, said, "softcap", 0.0),
+        left=left,
+        right=right,
+        softmax=_choice(node, said, "softmax_precision", _PRECISIONS, TensorProto.FLOAT),
+        stage=_choice(node, said, "qk_matmul_output_mode", {mode: mode for mode in range(4)}, 0),
+        wanted=_wanted(node, said, int(axes[0][1] or 0)),
+        query_length=axes[0][2],
+        keys=_sum(axes[1][2], past_axes[0][2] if past else 0),
+    )
+
+
+def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> Inside:
+    """What our own operator's outputs say of the softmax's rows."""
+    wanted = mhsa_operator.wanted_of(node)
+    given = set(zip(OUTPUTS, map(bool, node.output), strict=False))
+    if {("top_k_weights", True), ("top_k_keys", True)} & given and not said.get("top_k", 0) > 0:
+        raise refusal(node, "top_k of 1 or more, the number of keys", f"top_k={said.get('top_k', 0)}")
+    if any(not 0 <= head < heads for head in wanted.heads or ()):
+        raise refusal(node, f"weights_heads from 0 to {heads - 1}", str(list(wanted.heads or ())))
+    return wanted
+
+
+def _check_company(node: onnx.NodeProto, names: dict[str, str]) -> None:
+    """What the standard wants used together, or apart."""
+    pasts = [role for role in ("past_key", "past_value") if names[role]]
+    presents = [role for role, name in zip(OUTPUTS, node.output, strict=False) if name and role.startswith("present")]
+    if len(pasts) == 1:
+        raise refusal(node, "past_key and past_value together, or neither", f"{pasts[0]} alone")
+    if pasts and len(presents) < 2:
+        got = f"past_key and past_value with {presents[0] if presents else 'neither'} alone"
+        raise refusal(node, "present_key and present_value wherever there is a past", got)
+    if names["slopes"] and pasts:
+        raise refusal(node, "slopes without a past", "both", "Keep the cache outside: TensorScatter, nonpad_kv_seqlen.")
+    if names["nonpad_kv_seqlen"] and (pasts or presents):
+        got = f"nonpad_kv_seqlen with {', '.join([*pasts, *presents])}"
+        raise refusal(node, "a cache inside (past, present) or outside (nonpad_kv_seqlen) of the operator", got)
+
+
+def _dtype(graph: Graph, node: onnx.NodeProto, names: dict[str, str]) -> str:
+    present = {role: names[role] for role in ("Q", "K", "V", "past_key", "past_value") if names[role]}
+    dtypes = {role: graph.dtype(name) for role, name in present.items()}
+    dtype = dtypes["Q"]
+    if dtype not in DTYPES or len(set(dtypes.values())) > 1:
+        got = ", ".join(f"{role} of {found or 'unknown dtype'}" for role, found in dtypes.items())
+        raise refusal(node, f"{_listed(present)} all of {', or all of '.join(DTYPES)}", got)
+    mask, lengths = names["attn_mask"], names["nonpad_kv_seqlen"]
+    if mask and graph.dtype(mask) not in ("bool", dtype):
+        raise refusal(node, f"a bool or {dtype} attn_mask", str(graph.dtype(mask)))
+    if lengths and graph.dtype(lengths) != "int64":
+        raise refusal(node, "nonpad_kv_seqlen of int64", str(graph.dtype(lengths)))
+    return dtype
+
+
+def _heads(graph: Graph, node: onnx.NodeProto, names: dict[str, str], said: dict[str, Any]) -> tuple[int, int] | None:
+    """(query heads, key/value heads) by the attributes, which three axes need; None for four."""
+    ranks = {len(_ranked(graph, node, names[role], (3, 4))) for role in "QKV"}
+    if len(ranks) > 1:
+        got = ", ".join(f"{role} of {len(graph.shape(names[role]) or ())}" for role in "QKV")
+        raise refusal(node, "Q, K and V of one rank, 3 or 4", got)
+    stated = (said.get("q_num_heads"), said.get("kv_num_heads"))
+    if ranks == {3}:
+        q_heads, kv_heads = stated
+        if not isinstance(q_heads, int) or not isinstance(kv_heads, int) or min(q_heads, kv_heads) < 1:
+            got = f"q_num_heads={q_heads}, kv_num_heads={kv_heads}"
+            raise refusal(node, "q_num_heads and kv_num_heads, of 1 or more, as Q, K and V have three axes", got)
+        return q_heads, kv_heads
+    shapes = [graph.shape(names[role]) or () for role in "QK"]
+    for name, count, shape in zip(("q_num_heads", "kv_num_heads"), stated, shapes, strict=True):
+        if count is not None and (graph.opset >= 25 or count != shape[1]):
+            raise refusal(node, f"no {name}, as Q, K and V have four axes", f"{name}={count}")
+    return None
+
+
+def _ranked(graph: Graph, node: onnx.NodeProto, name: str, ranks: tuple[int, ...]) -> tuple[Dim, ...]:
+    shape = graph.shape(name)
+    if shape is None or len(shape) not in ranks:
+        raise refusal(node, f"{name} of known rank {' or '.join(map(str, ranks))}", str(shape))
+    return shape
+
+
+def _axes(shape: tuple[Dim, ...], heads: int) -> Axes:
+    """(batch, heads, length, head dim) of an operand of four axes, or of three with `heads` heads."""
+    if len(shape) == 4:
+        return shape[0], shape[1], shape[2], shape[3]
+    width = shape[2]
+    return shape[0], heads, shape[1], width // heads if isinstance(width, int) and width % heads == 0 else None
+
+
+def _check_shapes(
+    graph: Graph, node: onnx.NodeProto, names: dict[str, str], axes: list[Axes], past_axes: list[Axes]
+) -> None:
+    """Heads and head sizes are fixed, and no two fixed sizes contradict each other."""
+    for role, (_, heads, _, size) in zip("QKV", axes, strict=True):
+        if not isinstance(heads, int) or not isinstance(size, int):
+            shape = graph.shape(names[role]) or ()
+            attribute = "q_num_heads" if role == "Q" else "kv_num_heads"
+            parts = "heads and head size" if len(shape) == 4 else f"last axis, which {attribute} divides,"
+            raise refusal(node, f"a fixed {parts} of {role} ({names[role]})", f"{shape}, {attribute}={heads}")
+    q, k, v = axes
+    if int(q[1] or 0) % int(k[1] or 1) or k[1] != v[1]:
+        got = f"{q[1]} query, {k[1]} key and {v[1]} value heads"
+        raise refusal(node, "key and value heads that divide the query heads", got)
+    if q[3] != k[3]:
+        raise refusal(node, "queries and keys of one head size", f"{q[3]} and {k[3]}")
+    pairs = [("batch sizes of Q and K", q[0], k[0]), ("batch sizes of K and V", k[0], v[0])]
+    pairs.append(("lengths of K and V", k[2], v[2]))
+    for role, past, new in zip("KV", past_axes, (k, v), strict=False):
+        past_role = "past_key" if role == "K" else "past_value"
+        for axis, what in ((0, "batch sizes"), (1, "heads"), (3, "head sizes")):
+            pairs.append((f"{what} of {past_role} and {role}", past[axis], new[axis]))
+    if past_axes:
+        pairs.append(("lengths of past_key and past_value", past_axes[0][2], past_axes[1][2]))
+    if lengths := names["nonpad_kv_seqlen"]:
+        pairs.append(("batch sizes of nonpad_kv_seqlen and Q", _ranked(graph, node, lengths, (1,))[0], q[0]))
+    for what, one, other in pairs:
+        if isinstance(one, int) and isinstance(other, int) and one != other:
+            raise refusal(node, f"equal {what}", f"{one} and {other}")
+
+
+def _window(node: onnx.NodeProto, said: dict[str, Any]) -> tuple[int, int]:
+    sizes = []
+    for name in ("left_window_size", "right_window_size"):
+        sizes.append(said.get(name, -1))
+        if sizes[-1] < -1:
+            raise refusal(node, f"{name} of -1 or more", str(sizes[-1]))
+    if said.get("is_causal", 0) not in (0, 1):
+        raise refusal(node, "is_causal of 0 or 1", str(said["is_causal"]))
+    return sizes[0], 0 if said.get("is_causal") else sizes[1]
+
+
+def _number(node: onnx.NodeProto, said: dict[str, Any], name: str, default: float) -> float:
+    value = float(said.get(name, default))
+    if not 0 <= value < float("inf"):
+        raise refusal(node, f"{name} of 0 (none) or more", str(value))
+    return value
+
+
+def _choice(node: onnx.NodeProto, said: dict[str, Any], name: str, choices: dict[int, Any], default: int) -> Any:
+    value = said.get(name, default)
+    if value not in choices:
+        raise refusal(node, f"{name} of {', '.join(map(str, choices))}", str(value))
+    return choices[value]
+
+
+def _sum(one: Dim, other: Dim) -> Dim:
+    if isinstance(one, int) and isinstance(other, int):
+        return one + other
+    return one if other == 0 else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}"

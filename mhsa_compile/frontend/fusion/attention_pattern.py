@@ -1,0 +1,194 @@
+"""One Attention node of an ONNX graph in its surroundings: where its heads lie, which mask it has, the views around it.
+
+What the node itself asks for is read in `attention_inputs`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from mhsa_compile.frontend.fusion import attention_node
+from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
+from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.spec.attention_spec import DOMAIN, SPEC_KEY
+
+ATTENTION = "MhsaAttention"
+
+
+class AttentionSite:
+    """One Attention node, checked, with the views around it. Raises ModelError."""
+
+    def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
+        self.graph, self.node = graph, node
+        self.asked = asked = attention_node.read(graph, node)
+        self.absorbed: list[onnx.NodeProto] = []
+        counts = (None, None, None) if asked.heads is None else (asked.heads[0], asked.heads[1], asked.heads[1])
+        self.operands = [
+            self._operand(name, heads) for name, heads in zip((asked.q, asked.k, asked.v), counts, strict=True)
+        ]
+        self.lengths, self.alignment = self._find_lengths()
+        self.output, self.output_layout = self._find_output()
+        self.static_mask = self._find_static_mask()
+        self.mask, self.key_mask = ("", False) if self.static_mask is not None else self._find_mask()
+
+    @property
+    def _is_ours(self) -> bool:
+        """Exported from a module of this library, whose masks broadcast in every axis; the runtime sees to the last."""
+        return any(entry.key == SPEC_KEY for entry in self.graph.model.metadata_props)
+
+    @property
+    def _pads_mask(self) -> bool:
+        """Whether a mask over fewer keys than there are hides the rest: opset 24 says so, before it was an error."""
+        return self.graph.opset >= 24 and not self._is_ours
+
+    def _operand(self, name: str, stated_heads: int | None) -> Operand:
+        """Where the heads lie: in the input itself, or before the Reshape and Transpose that split them."""
+        shape = self.graph.shape(name) or ()
+        if stated_heads is not None:
+            width = _fixed(shape[2])
+            return Operand(name, "rows", stated_heads, width // stated_heads, width=width)
+        heads, head_dim = _fixed(shape[1]), _fixed(shape[3])
+        split = split_rows(self.graph, name, [self.node])
+        if split is not None:
+            self.absorbed += split[1]
+            return split[0]
+        return Operand(name, "heads", heads, head_dim)
+
+    def _find_output(self) -> tuple[str, str]:
+        """The value to write: Y itself, or what the Transpose and Reshape that join the heads again make of it."""
+        y = self.node.output[0]
+        if self.asked.heads is not None:
+            return y, "rows"
+        transpose = self.graph.only_consumer(y, "Transpose")
+        if transpose is not None and attributes(transpose).get("perm") == [0, 2, 1, 3]:
+            join = self.graph.only_consumer(transpose.output[0], "Reshape")
+            joined = None if join is None else self.graph.shape(join.output[0])
+            width = self.operands[0].heads * self.operands[2].head_dim
+            joins = join is not None and keeps_rows(self.graph, join)
+            if join is not None and joins and joined is not None and len(joined) == 3 and joined[2] == width:
+                self.absorbed += [transpose, join]
+                return join.output[0], "rows"
+        return y, "heads"
+
+    def _find_lengths(self) -> tuple[str, str]:
+        """(the tensor of the keys' numbers, how queries and keys are aligned); no tensor where all keys count."""
+        if not (name := self.asked.lengths):
+            return "", "top_left"
+        expand = self.graph.producer(name, "Expand")
+        shape = None if expand is None else self.graph.producer(expand.input[0], "Shape")
+        if expand is None or shape is None or self.asked.keys is None:
+            return name, "bottom_right"
+        said, measured = attributes(shape), self.graph.shape(shape.input[0]) or ()
+        start, end = said.get("start", 0), said.get("end")
+        one_axis = isinstance(start, int) and end == start + 1 and start < len(measured)
+        if not one_axis or measured[start] != self.asked.keys:
+            return name, "bottom_right"
+        if self.graph.only_consumer(name, "Attention") is not None:
+            alone = [source for source in expand.input if self.graph.only_consumer(source, "Expand") is not None]
+            shapes = [self.graph.producer(source, "Shape") for source in alone]
+            self.absorbed += [expand, *(node for node in shapes if node is not None)]
+        return "", "bottom_right"
+
+    def _find_static_mask(self) -> np.ndarray[Any, Any] | None:
+        """A constant attn_mask that only hides or shows, as bool (1 or H, L, S); None for any other."""
+        mask = self.graph.constant(self.asked.mask) if self.asked.mask else None
+        L, S = self.asked.query_length, self.asked.keys
+        if mask is None or mask.ndim > 4 or not isinstance(L, int) or not isinstance(S, int):
+            return None
+        if mask.dtype != np.bool_:
+            shows = mask == 0
+            if not (shows | (mask == -np.inf)).all():
+                return None
+            mask = shows
+        if mask.ndim == 4 and len(mask) > 1:
+            return None
+        visible: np.ndarray[Any, Any] = mask.reshape((1,) * max(0, 3 - mask.ndim) + mask.shape[-3:])
+        if self._pads_mask:  # before opset 24, only one of length 1 may be short
+            visible = np.pad(visible, [(0, 0), (0, 0), (0, max(0, S - visible.shape[-1]))])
+        full = (self.operands[0].heads, L, S)
+        if any(size not in (1, whole) for size, whole in zip(visible.shape, full, strict=True)):
+            raise self.asked.refusal(f"an attn_mask that broadcasts to {(1, *full)}", str(mask.shape))
+        return np.broadcast_to(visible, (len(visible), L, S))
+
+    def _find_mask(self) -> tuple[str, bool]:
+        """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
+        name = self.asked.mask
+        shape = self.graph.shape(name) if name else ()
+        if name and (shape is None or not 1 <= len(shape) <= 4):
+            raise self.asked.refusal("attn_mask of known rank 1 to 4", str(shape))
+        if shape:
+            self._refuse_contradictions(shape)
+        whole = shape and (shape[-1] == self.asked.keys is not None or not self._pads_mask)
+        if whole and shape is not None and len(shape) == 4 and shape[1:3] == (1, 1):
+            base = name
+            while (unsqueeze := self.graph.producer(base, "Unsqueeze")) is not None:
+                base = unsqueeze.input[0]
+            if len(self.graph.shape(base) or ()) == 2:
+                return base, True
+        return name, False
+
+    def _refuse_contradictions(self, shape: tuple[Dim, ...]) -> None:
+        """Fixed sizes that do not broadcast to (B, H, L, S)."""
+        batch = (self.graph.shape(self.asked.q) or (None,))[0]
+        full = (batch, self.operands[0].heads, self.asked.query_length, self.asked.keys)
+        for axis, (size, whole) in enumerate(zip(reversed(shape), reversed(full), strict=False)):
+            if not isinstance(size, int) or not isinstance(whole, int) or size in (1, whole):
+                continue
+            if not (self._pads_mask and axis == 0 and size < whole):
+                wanted = f"({', '.join(str(dim or '?') for dim in full)})"
+                raise self.asked.refusal(f"an attn_mask that broadcasts to {wanted}", str(shape))
+
+    def fused_node(self) -> onnx.NodeProto:
+        asked, (q, _, v) = self.asked, self.operands
+        buffers = list(dict.fromkeys(operand.source for operand in self.operands))
+        placements = {
+            f"{role}_{key}": value
+            for role, operand in zip("qkv", self.operands, strict=True)
+            for key, value in {
+                "buffer": buffers.index(operand.source),
+                "layout": operand.layout,
+                "width": operand.width,
+                "offset": operand.offset,
+            }.items()
+        }
+        past = dict(zip(("past_key", "past_value"), asked.past, strict=False))
+        extras = {"mask": self.mask, "lengths": self.lengths, "sinks": asked.sinks, "slopes": asked.slopes, **past}
+        extras = {role: name for role, name in extras.items() if name}
+        outputs = {**asked.outputs, "y": self.output}
+        return onnx.helper.make_node(
+            ATTENTION,
+            [*buffers, *extras.values()],
+            list(outputs.values()),
+            name=self.node.name or self.node.output[0],
+            domain=DOMAIN,
+            num_heads=q.heads,
+            num_kv_heads=v.heads,
+            head_dim=q.head_dim,
+            v_head_dim=v.head_dim,
+            left=asked.left,
+            right=asked.right,
+            alignment=self.alignment,
+            softcap=asked.softcap,
+            softmax=asked.softmax,
+            stage=asked.stage,
+            **({"extras": list(extras)} if extras else {}),
+            gives=list(outputs),
+            **mhsa_operator.attributes_of(asked.wanted),
+            key_mask=int(self.key_mask),
+            pads_mask=int(self._pads_mask),
+            output_layout=self.output_layout,
+            **({} if asked.scale is None else {"scale": asked.scale}),
+            **({} if self.static_mask is None else {"static_mask": numpy_helper.from_array(self.static_mask)}),
+            **placements,
+        )
+
+
+def _fixed(dim: Dim) -> int:
+    """A size that `attention_inputs` has found to be fixed."""
+    assert isinstance(dim, int)
+    return dim

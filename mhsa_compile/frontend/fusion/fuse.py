@@ -1,0 +1,78 @@
+"""ONNX -> ONNX: finds what our kernels compute and writes it as one node each, of the domain `mhsa`.
+
+- A MatMul with a constant weight, and the Add of its bias, become a linear; so does a Gemm, which has both. Linears of
+  one input whose outputs only the nodes below read become one, side by side.
+- An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
+  the Reshape and Transpose around its 4-D form disappear.
+- The shape arithmetic that nobody needs any more disappears.
+
+Everything else stays as it is. What an Attention asks for and no kernel here can do is refused with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+from onnx import numpy_helper
+
+from mhsa_compile.frontend.fusion.attention_pattern import AttentionSite
+from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
+from mhsa_compile.frontend.fusion.head_layout import Site
+from mhsa_compile.frontend.fusion.linear_pattern import find_linears, linear_node, merge
+from mhsa_compile.frontend.fusion.rotary_pattern import RotarySite
+from mhsa_compile.frontend.fusion.scatter_pattern import ScatterSite, in_place
+from mhsa_compile.frontend.onnx_graph import (
+    Graph,
+    branches,
+    constant_value,
+    live_nodes,
+)
+from mhsa_compile.spec.attention_spec import DOMAIN
+
+SITES: dict[str, Callable[[Graph, onnx.NodeProto], Site]] = {
+    "Attention": AttentionSite,
+    "RotaryEmbedding": RotarySite,
+    "TensorScatter": ScatterSite,
+}
+
+
+def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with its projections and attentions as single nodes. Raises ModelError."""
+    graph = Graph(model)
+    in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
+    standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]
+    place = {id(node): i for i, node in enumerate(graph.nodes)}
+    sites: list[Site] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
+    sites.sort(key=lambda site: place[id(site.node)])
+    linears = find_linears(graph)
+    merge(graph, linears, sites)
+    fused: dict[int, onnx.NodeProto | None] = {}
+    placed = set()
+    for linear in linears.values():
+        fused |= dict.fromkeys(map(id, linear.nodes))
+        if linear.leader.output not in placed:  # where the first of a group stood: before whoever reads any of them
+            placed.add(linear.leader.output)
+            fused[id(linear.nodes[0])] = linear_node(linear.leader)
+    for site in sites:
+        fused |= dict.fromkeys(map(id, site.absorbed))
+        fused[id(site.node)] = site.fused_node()
+    nodes = [fused.get(id(node), node) for node in graph.nodes]
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    del result.graph.node[:]
+    result.graph.node.extend(live_nodes((node for node in nodes if node is not None), graph.outputs))
+    _make_constants_plain(result.graph)
+    result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    return result
+
+
+def _make_constants_plain(graph: onnx.GraphProto) -> None:
+    """Writes every Constant as a tensor, the one form that TVM's importer reads, in branches, too."""
+    for node in graph.node:
+        for branch in branches(node):
+            _make_constants_plain(branch)
+        value = constant_value(node) if node.op_type == "Constant" else None
+        if value is not None:
+            del node.attribute[:]
+            node.attribute.append(onnx.helper.make_attribute("value", numpy_helper.from_array(value)))

@@ -1,0 +1,97 @@
+"""Where the heads of a tensor lie: in it, or in the rows from which a Reshape and a Transpose split them.
+
+Notation: B batch, L length, H heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import onnx
+
+from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+
+
+@dataclass
+class Operand:
+    """`heads` heads of `head_dim`, in tensor `source`, laid out as "rows" or as "heads"."""
+
+    source: str
+    layout: str
+    heads: int
+    head_dim: int
+    offset: int = 0
+    width: int = 0
+
+
+class Site(Protocol):
+    """A node of the graph that becomes one of ours, with the views around it."""
+
+    node: onnx.NodeProto
+    absorbed: list[onnx.NodeProto]
+
+    @property
+    def operands(self) -> Sequence[Operand]:
+        """What it reads by heads, in place; `fusion` moves them into the rows of a fused projection."""
+        ...
+
+    def fused_node(self) -> onnx.NodeProto: ...
+
+
+def split_rows(
+    graph: Graph, name: str, readers: Sequence[onnx.NodeProto]
+) -> tuple[Operand, list[onnx.NodeProto]] | None:
+    """What lies before the Reshape and the Transpose that make `name`, (B, H, L, E), of rows (B, L, H * E).
+
+    With it the nodes among the two that nobody needs but `readers`. None where `name` is made otherwise.
+    """
+    shape = graph.shape(name) or ()
+    transpose = graph.producer(name, "Transpose")
+    split = None if transpose is None else graph.producer(transpose.input[0], "Reshape")
+    if len(shape) != 4 or transpose is None or split is None or attributes(transpose).get("perm") != [0, 2, 1, 3]:
+        return None
+    heads, head_dim, rows = shape[1], shape[3], graph.shape(split.input[0]) or ()
+    if not isinstance(heads, int) or not isinstance(head_dim, int) or len(rows) != 3 or not keeps_rows(graph, split):
+        return None
+    if rows[2] != heads * head_dim:
+        return None
+    views = needed_by(graph, [transpose, split], readers)
+    return Operand(split.input[0], "rows", heads, head_dim, width=heads * head_dim), views
+
+
+def needed_by(graph: Graph, nodes: Sequence[onnx.NodeProto], readers: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Those of `nodes`, each behind all that read it, that nobody needs but `readers`, or what only these need."""
+    going, found = {id(reader) for reader in readers}, []
+    for node in nodes:
+        outside = [n for n in node.output if n in graph.outputs or any(id(r) not in going for r in graph.consumers(n))]
+        if not outside:
+            going.add(id(node))
+            found.append(node)
+    return found
+
+
+def keeps_rows(graph: Graph, reshape: onnx.NodeProto) -> bool:
+    """Whether a Reshape leaves batch and length alone, so that only the heads are split or joined.
+
+    One that cuts the rows into windows looks the same but for these two axes.
+    """
+    wanted = graph.constant(reshape.input[1])
+    if wanted is not None and list(wanted[:2]) == [0, 0] and not attributes(reshape).get("allowzero"):
+        return True
+    before, after = (graph.shape(name) or () for name in (reshape.input[0], reshape.output[0]))
+    return None not in before[:2] and before[:2] == after[:2] != ()
+
+
+def contradict(shape: Sequence[Dim], other: Sequence[Dim]) -> bool:
+    """Whether two shapes of one rank differ in an axis that both have fixed."""
+    pairs = zip(shape, other, strict=True)
+    return any(isinstance(one, int) and isinstance(two, int) and one != two for one, two in pairs)
+
+
+def spoken(graph: Graph, name: str, role: str, node: onnx.NodeProto) -> str:
+    """What to call an operand of `node` before somebody who calls the model, who knows its inputs by name."""
+    if name in graph.inputs:
+        return f"input {name!r}"
+    return f"{role} of {node.op_type} node {node.name or node.output[0]!r}"

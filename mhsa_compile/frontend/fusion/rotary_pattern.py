@@ -1,0 +1,136 @@
+"""One RotaryEmbedding node of an ONNX graph: what it turns, and where its heads lie.
+
+Whatever the standard forbids, or the kernel cannot do, is refused by the node's name.
+Source: ONNX RotaryEmbedding-23 (onnx.ai/onnx/operators/onnx__RotaryEmbedding.html).
+Notation: B batch, L length, H heads, E head dim, R the elements of a head that turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.fusion.head_layout import (
+    Operand,
+    contradict,
+    split_rows,
+    spoken,
+)
+from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.checks import DTYPES
+
+ROTARY = "MhsaRotary"
+
+
+class RotarySite:
+    """One RotaryEmbedding node, checked, with the views before it. Raises ModelError."""
+
+    def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
+        self.graph, self.node = graph, node
+        self.absorbed: list[onnx.NodeProto] = []
+        self.x, self.cos, self.sin, self.positions = (*node.input, "")[:4]
+        self.attributes = attributes(node)
+        self._check_dtypes()
+        self.operand = self._operand()
+        self.rotary_dim = self._rotary_dim()
+        self.shared_angles = self._check_angles()
+
+    @property
+    def operands(self) -> list[Operand]:
+        return [self.operand]
+
+    def _refuse(self, expected: str, got: object) -> ModelError:
+        return ModelError(f"RotaryEmbedding node {self.node.name or self.node.output[0]!r}", expected, str(got))
+
+    def _check_dtypes(self) -> None:
+        names = {"X": self.x, "cos_cache": self.cos, "sin_cache": self.sin}
+        dtypes = {role: self.graph.dtype(name) for role, name in names.items()}
+        if dtypes["X"] not in DTYPES or len(set(dtypes.values())) > 1:
+            got = ", ".join(f"{role} of {dtype or 'unknown dtype'}" for role, dtype in dtypes.items())
+            raise self._refuse(f"X, cos_cache and sin_cache all of {', or all of '.join(DTYPES)}", got)
+        if self.positions and self.graph.dtype(self.positions) != "int64":
+            raise self._refuse("position_ids of int64", self.graph.dtype(self.positions))
+
+    def _operand(self) -> Operand:
+        """Where the heads of X lie: in it, or before the Reshape and Transpose that split them."""
+        shape, stated = self._ranked(self.x, "X", (3, 4)), self.attributes.get("num_heads", 0)
+        if len(shape) == 3:
+            width = shape[2]
+            if stated < 1 or not isinstance(width, int) or width % stated:
+                raise self._refuse("num_heads that divides the fixed last dim of X, as X has three axes", stated)
+            return Operand(self.x, "rows", stated, width // stated, width=width)
+        heads, head_dim = shape[1], shape[3]
+        if not isinstance(heads, int) or not isinstance(head_dim, int):
+            raise self._refuse("fixed heads and head size of X", shape)
+        if stated not in (0, heads):
+            raise self._refuse(f"num_heads of {heads}, as X has", stated)
+        split = split_rows(self.graph, self.x, [self.node])
+        if split is None:
+            return Operand(self.x, "heads", heads, head_dim)
+        self.absorbed += split[1]
+        return split[0]
+
+    def _rotary_dim(self) -> int:
+        head_dim, stated = self.operand.head_dim, int(self.attributes.get("rotary_embedding_dim", 0))
+        turning = stated or head_dim
+        if turning % 2 or not 0 < turning <= head_dim:
+            expected = f"an even number of elements to turn, at most the {head_dim} of a head"
+            raise self._refuse(expected, f"rotary_embedding_dim={stated}" if stated else f"all {head_dim}")
+        if self.attributes.get("interleaved", 0) not in (0, 1):
+            raise self._refuse("interleaved of 0 or 1", self.attributes["interleaved"])
+        return turning
+
+    def _check_angles(self) -> bool:
+        """Whether all batch entries share their angles; these are read at positions, or are those of each place."""
+        x, half = self.graph.shape(self.x) or (), self.rotary_dim // 2
+        B, L = x[0], x[1 if len(x) == 3 else 2]
+        ranks = (2,) if self.positions else (3,)
+        cos, sin = self._ranked(self.cos, "cos_cache", ranks), self._ranked(self.sin, "sin_cache", ranks)
+        places = self._ranked(self.positions, "position_ids", (2,)) if self.positions else cos[:2]
+        shared = places[0] == 1 != B
+        place = (1 if shared else B, L)
+        table = (cos[0], half) if self.positions else (*place, half)
+        found = {"position_ids": (places, place), "cos_cache": (cos, table), "sin_cache": (sin, table)}
+        for role, (shape, wanted) in found.items():
+            if contradict(shape, wanted):
+                raise self._refuse(f"{role} of shape {wanted}", shape)
+        return shared
+
+    def _ranked(self, name: str, role: str, ranks: tuple[int, ...]) -> tuple[Dim, ...]:
+        shape = self.graph.shape(name)
+        if shape is None or len(shape) not in ranks:
+            raise self._refuse(f"{role} of known rank {' or '.join(map(str, ranks))}", shape)
+        return shape
+
+    def fused_node(self) -> onnx.NodeProto:
+        angles = [self.cos, self.sin, *([self.positions] if self.positions else [])]
+        return rotary_node(
+            self.node,
+            self.operand,
+            angles,
+            rotary_dim=self.rotary_dim,
+            interleaved=self.attributes.get("interleaved", 0),
+            shared_angles=int(self.shared_angles),
+            output_layout="rows" if len(self.graph.shape(self.x) or ()) == 3 else "heads",
+            positions_name=spoken(self.graph, self.positions, "position_ids", self.node) if self.positions else "",
+        )
+
+
+def rotary_node(node: onnx.NodeProto, x: Operand, angles: list[str], **said: Any) -> onnx.NodeProto:
+    """What takes the place of `node`; `said` are fields of RotaryOp, and the layout of the output."""
+    return onnx.helper.make_node(
+        ROTARY,
+        [x.source, *angles],
+        [node.output[0]],
+        name=node.name or node.output[0],
+        domain=DOMAIN,
+        heads=x.heads,
+        head_dim=x.head_dim,
+        layout=x.layout,
+        width=x.width,
+        offset=x.offset,
+        **said,
+    )

@@ -1,0 +1,140 @@
+"""One TensorScatter node of an ONNX graph: a cache, the rows that go into it, and whether it is written in place.
+
+A model says in its metadata, under "mhsa.in_place", which caches a call may write into: a JSON object, input -> output,
+such as {"past_key": "present_key"}. ONNX has no word for that; its operator returns a copy.
+
+Whatever the standard forbids, or the kernel cannot do, is refused by the node's name.
+Source: ONNX TensorScatter-24 (onnx.ai/onnx/operators/onnx__TensorScatter.html).
+Notation: B batch, L length of the update, S length of the cache.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import onnx
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.frontend.fusion.head_layout import (
+    Operand,
+    contradict,
+    split_rows,
+    spoken,
+)
+from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY
+
+SCATTER = "MhsaScatter"
+
+
+class ScatterSite:
+    """One TensorScatter node, checked, with the views before its update. Raises ModelError."""
+
+    def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
+        self.graph, self.node = graph, node
+        self.absorbed: list[onnx.NodeProto] = []
+        self.cache, self.update, self.indices = (*node.input, "")[:3]
+        self.circular = self._is_circular()
+        self.axis = self._check_shapes()
+        self._check_dtypes()
+        self.operand = self._rows()
+        self.in_place = in_place(graph).get(self.cache) == node.output[0]
+
+    @property
+    def operands(self) -> list[Operand]:
+        return [] if self.operand is None else [self.operand]
+
+    def _refuse(self, expected: str, got: object) -> ModelError:
+        return ModelError(f"TensorScatter node {self.node.name or self.node.output[0]!r}", expected, str(got))
+
+    def _is_circular(self) -> bool:
+        mode = attributes(self.node).get("mode", "linear")
+        if mode not in ("linear", "circular"):
+            raise self._refuse('mode of "linear" or "circular"', repr(mode))
+        return bool(mode == "circular")
+
+    def _check_shapes(self) -> int:
+        """The axis of the rows, counted from the front."""
+        cache, update = self._known(self.cache, "past_cache"), self._known(self.update, "update")
+        rank, stated = len(cache), int(attributes(self.node).get("axis", -2))
+        axis = stated + rank if stated < 0 else stated
+        if not 0 < axis < rank:
+            raise self._refuse(f"axis from 1 to {rank - 1}, or from {1 - rank} to -1, as past_cache has {rank}", stated)
+        wanted = (*cache[:axis], update[axis] if len(update) == rank else None, *cache[axis + 1 :])
+        if len(update) != rank or contradict(update, wanted):
+            raise self._refuse(f"an update of the shape of past_cache, {cache}, but for axis {axis}", update)
+        most, new = cache[axis], update[axis]
+        if isinstance(most, int) and isinstance(new, int) and new > most:
+            raise self._refuse(f"an update of at most {most} on axis {axis}, as past_cache has", new)
+        if self.indices and contradict(self._known(self.indices, "write_indices", 1), cache[:1]):
+            raise self._refuse(f"write_indices of shape ({cache[0]},)", self.graph.shape(self.indices))
+        return axis
+
+    def _known(self, name: str, role: str, rank: int | None = None) -> tuple[Dim, ...]:
+        shape = self.graph.shape(name)
+        if shape is None or (len(shape) < 2 if rank is None else len(shape) != rank):
+            raise self._refuse(f"{role} of known rank{', 2 or more' if rank is None else f' {rank}'}", shape)
+        return shape
+
+    def _check_dtypes(self) -> None:
+        cache, update = self.graph.dtype(self.cache), self.graph.dtype(self.update)
+        if cache is None or cache != update:
+            raise self._refuse("past_cache and update of one dtype", f"{cache} and {update}")
+        if self.indices and self.graph.dtype(self.indices) != "int64":
+            raise self._refuse("write_indices of int64", self.graph.dtype(self.indices))
+
+    def _rows(self) -> Operand | None:
+        """The rows that the update is a view of, where it is one; None where it lies by itself, as the cache does."""
+        shape = self.graph.shape(self.update) or ()
+        if len(shape) == 3 and self.axis == 1 and isinstance(shape[2], int):
+            return Operand(self.update, "rows", 1, shape[2], width=shape[2])
+        split = split_rows(self.graph, self.update, [self.node]) if self.axis == 2 else None
+        if split is None:
+            return None
+        self.absorbed += split[1]
+        return split[0]
+
+    def fused_node(self) -> onnx.NodeProto:
+        rows = self.operand
+        place = {} if rows is None else {"width": rows.width, "offset": rows.offset}
+        inputs = [self.cache, self.update if rows is None else rows.source, *([self.indices] if self.indices else [])]
+        return onnx.helper.make_node(
+            SCATTER,
+            inputs,
+            list(self.node.output),
+            name=self.node.name or self.node.output[0],
+            domain=DOMAIN,
+            axis=self.axis,
+            circular=int(self.circular),
+            in_place=int(self.in_place),
+            rows=int(rows is not None),
+            indices_name=spoken(self.graph, self.indices, "write_indices", self.node),
+            update_name=spoken(self.graph, self.update, "update", self.node),
+            **place,
+        )
+
+
+def in_place(graph: Graph) -> dict[str, str]:
+    """Input -> output, of the caches that a call writes into. Raises ModelError where that would change a result."""
+    pairs = declared_in_place(graph.model)
+    for source, result in pairs.items():
+        node = graph.producer(result, "TensorScatter")
+        if source not in graph.inputs or result not in graph.outputs or node is None or node.input[0] != source:
+            expected = "an input that a TensorScatter takes as past_cache, and the output that it makes"
+            raise _refuse_pair(source, result, expected, "another pair")
+        others = [other.op_type for other in graph.consumers(source) if other is not node]
+        if others or source in graph.outputs or list(node.input).count(source) > 1:
+            reader = others[0] if others else "the graph's outputs" if source in graph.outputs else "its update"
+            raise _refuse_pair(source, result, "an input that the TensorScatter alone reads", f"{reader}, too")
+    return pairs
+
+
+def declared_in_place(model: onnx.ModelProto) -> dict[str, str]:
+    """Input -> output, as the model says it. Raises ModelError."""
+    said = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
+    with reading(ModelError, f"metadata {IN_PLACE_KEY!r}", 'a JSON object such as {"past_key": "present_key"}'):
+        return msgspec.json.decode(said, type=dict[str, str])
+
+
+def _refuse_pair(source: str, result: str, expected: str, got: str) -> ModelError:
+    return ModelError(f"metadata {IN_PLACE_KEY!r}, {source!r} -> {result!r}", expected, got)

@@ -1,0 +1,259 @@
+"""ONNX -> Relax. TVM's importer converts the ordinary operators; what our kernels compute becomes calls of our own ops.
+
+Such a call is `call_dps_packed("op_N", inputs)`; `Imported.ops["op_N"]` says what it is. The schedule replaces it by a
+kernel. Floating-point initializers become parameters of `main`, bound at load; integers are constants of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from onnx import numpy_helper
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
+from tvm_ffi import structural_equal
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.fusion.attention_pattern import ATTENTION
+from mhsa_compile.frontend.fusion.fuse import fuse
+from mhsa_compile.frontend.fusion.linear_pattern import LINEAR
+from mhsa_compile.frontend.fusion.rotary_pattern import ROTARY
+from mhsa_compile.frontend.fusion.scatter_pattern import SCATTER, declared_in_place
+from mhsa_compile.frontend.onnx_graph import inner_nodes, reads
+from mhsa_compile.frontend.relax.attention import (
+    AttentionImport,
+    Broadcast,
+    stated,
+    text,
+)
+from mhsa_compile.frontend.relax.masks import dims
+from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, size_as_tensor
+from mhsa_compile.kernels.interface.ops import (
+    Dim,
+    LinearOp,
+    Op,
+    Placement,
+    RotaryOp,
+    ScatterOp,
+)
+
+
+@dataclass
+class Imported:
+    """A Relax module whose `main` takes the inputs, then the weights, and calls `ops` by name."""
+
+    module: Any
+    ops: dict[str, Op] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
+    masks: dict[str, Broadcast] = field(default_factory=dict)  # by input
+    limits: dict[str, Dim] = field(default_factory=dict)  # input of integers -> the largest that they may be
+    outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred
+    in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
+
+
+def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Imported:
+    """`int8_weights`: linears round their weights to eight bits when they are packed, and activations in each call.
+
+    Raises ModelError: no attention, an operator nobody here can convert, shapes that contradict each other.
+    """
+    fused = fuse(model)
+    importer = _Importer(int8_weights)
+    opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
+    with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
+        try:
+            module = importer.from_onnx(fused.graph, opset)
+        except ValueError as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError("model", "a graph that TVM's importer can read", str(error)) from error
+    result = importer.result
+    result.module = module
+    result.in_place = {output: source for source, output in declared_in_place(model).items()}
+    result.outputs = _output_dims(module["main"])
+    if int8_weights and not any(isinstance(op, LinearOp) for op in result.ops.values()):
+        raise ModelError("weights", 'a model with a linear for "int8"', "one without")
+    return result
+
+
+class _Importer(ONNXGraphImporter):  # type: ignore[misc]
+    """TVM's importer, with two operators of ours and the weights as parameters."""
+
+    _nodes: dict[str, Any]  # by name, what was converted
+
+    def __init__(self, int8_weights: bool) -> None:
+        super().__init__(None, None, keep_params_in_input=True)
+        self.result = Imported(module=None)
+        self._computed: list[tuple[Any, str]] = []  # sizes that are computed, and their names
+        self._int8_weights = int8_weights
+
+    def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
+        used = {name for node in graph.node for name in reads(node)}
+        for tensor in graph.initializer:
+            if tensor.name not in used:
+                continue
+            array = numpy_helper.to_array(tensor)
+            if (array.dtype.kind == "f" or str(array.dtype) == "bfloat16") and array.ndim:
+                parameter = f"weight_{len(self.result.weights)}"
+                variable = self._new_var(parameter, shape=array.shape, dtype=str(array.dtype))
+                self._nodes[tensor.name] = variable
+                self._params[parameter] = (variable, tvm.runtime.tensor(np.empty(0)))  # the value is not needed here
+                self.result.weights[parameter] = tensor.name
+            else:
+                self._nodes[tensor.name] = _constant(array)
+
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        convertible = {*_get_convert_map(), "If", "Constant"} - {"Attention"}  # TVM's means something else
+        unknown = {node.op_type for node in graph.node} - convertible - {LINEAR, ATTENTION, ROTARY, SCATTER}
+        if unknown:
+            raise ModelError("model", "operators that can be compiled", ", ".join(sorted(unknown)))
+        inner = {inside.op_type for node in graph.node for inside in inner_nodes(node)}
+        if unknown := inner - (convertible - {"RotaryEmbedding"}):
+            expected = "operators that can be compiled in the branches of an If"
+            raise ModelError("model", expected, ", ".join(sorted(unknown)), "Attention is compiled outside of them.")
+
+    def _convert_subgraph(self, bb: Any, graph: onnx.GraphProto) -> Any:
+        """A branch of an If as a block of its own: what it holds runs only where it is taken."""
+        for name in {name for node in graph.node for name in reads(node)} & self._nodes.keys():
+            self._nodes[name] = self._bound(self._nodes[name])  # here, for whoever reads it behind the branch
+        outside = dict(self._nodes)
+        bb._begin_binding_block()
+        try:
+            self._nodes |= {t.name: _constant(numpy_helper.to_array(t)) for t in graph.initializer}
+            self._construct_nodes(graph)
+            made = [self._bound(self._nodes[value.name]) for value in graph.output]
+        finally:
+            block = bb._end_block()
+            self._nodes = outside
+        return relax.SeqExpr([block], made[0] if len(made) == 1 else relax.Tuple(made))
+
+    def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
+        ours = {LINEAR: self._linear, ATTENTION: self._attention, ROTARY: self._rotary, SCATTER: self._scatter}
+        if op_name in ours:
+            return ours[op_name](list(inputs), attrs)
+        for i, value in enumerate(inputs):
+            if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
+                inputs[i] = self.bb.emit(value)
+        try:
+            converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
+            if converted is not None:
+                return converted
+            if op_name not in READ_SIZES:
+                for i, value in enumerate(inputs):
+                    inputs[i] = size_as_tensor(self.bb, value) if tvm.ir.is_prim_expr(value) else value
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+        except Exception as error:  # whatever TVM's converter trips over
+            what = f"{op_name} node {text(attrs['tvm_custom']['name'])!r}"
+            raise ModelError(what, "a form that TVM converts", f"{type(error).__name__}: {error}") from error
+
+    def _bound(self, value: Any) -> Any:
+        """A value that was computed, as a variable."""
+        return self.bb.emit(value) if isinstance(value, relax.Call) else value
+
+    def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        rows = dims(inputs[0])
+        op = LinearOp(
+            rows=tuple(self.dim(d) for d in rows[:-1]),
+            in_features=int(rows[-1]),
+            widths=tuple(attrs["widths"]),
+            biased=tuple(map(bool, attrs["biased"])),
+            transposed=tuple(map(bool, attrs["transposed"])),
+            dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
+            int8_weights=self._int8_weights,
+            padding=attrs["padding"],
+        )
+        return self.call(op, inputs, [*rows[:-1], op.pitch])
+
+    def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        return AttentionImport(self, inputs, attrs).results()
+
+    def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        x, (heads, head_dim) = dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
+        layout, output_layout = text(attrs["layout"]), text(attrs["output_layout"])
+        length = x[1 if layout == "rows" else 2]
+        for i in (1, 2):
+            if (
+                len(table := dims(inputs[i])) == 4
+            ):  # (B or 1, 1, L, R), as they are broadcast over the heads, or L first
+                inputs[i] = self.bb.emit(relax.op.reshape(inputs[i], relax.ShapeExpr([table[0], length, table[3]])))
+        op = RotaryOp(
+            batch=self.dim(x[0]),
+            length=self.dim(length),
+            num_heads=heads,
+            head_dim=head_dim,
+            rotary_dim=attrs["rotary_dim"],
+            interleaved=bool(attrs["interleaved"]),
+            max_positions=self.dim(dims(inputs[1])[0]) if len(inputs) > 3 else None,
+            x=Placement(0, layout, attrs["width"], attrs["offset"]),
+            output=Placement(0, output_layout, heads * head_dim),
+            dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
+            shared_angles=bool(attrs["shared_angles"]),
+            whole_angles=bool(attrs.get("whole_angles")),
+            positions_name=text(attrs.get("positions_name", "")),
+        )
+        shape = [x[0], length, heads * head_dim] if output_layout == "rows" else [x[0], heads, length, head_dim]
+        return self.call(op, inputs, shape)
+
+    def _scatter(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        cache, update, axis = dims(inputs[0]), dims(inputs[1]), attrs["axis"]
+        op = ScatterOp(
+            cache=tuple(map(self.dim, cache)),
+            axis=axis,
+            length=self.dim(update[1] if attrs["rows"] else update[axis]),
+            update=Placement(1, "rows", attrs["width"], attrs["offset"]) if attrs["rows"] else None,
+            circular=bool(attrs["circular"]),
+            indexed=len(inputs) > 2,
+            in_place=bool(attrs["in_place"]),
+            dtype=str(inputs[0].ty.dtype),
+            indices_name=text(attrs["indices_name"]),
+            update_name=text(attrs["update_name"]),
+        )
+        return self.call(op, inputs, cache)
+
+    @property
+    def masks(self) -> dict[str, Broadcast]:
+        return self.result.masks
+
+    @property
+    def limits(self) -> dict[str, Dim]:
+        return self.result.limits
+
+    def input_name(self, value: Any) -> str | None:
+        return next((name for name, given in self._inputs.items() if given.same_as(value)), None)
+
+    def dim(self, size: Any) -> Dim:
+        """A fixed size, or the name under which a kernel binds the size it finds; what is computed alike has one."""
+        if isinstance(size, int | tvm.tirx.IntImm):
+            return int(size)
+        if isinstance(size, tvm.ir.Var):
+            return str(size.name)
+        found = next((name for known, name in self._computed if structural_equal(known, size)), None)
+        if found is None:
+            found = f"dim_{len(self._computed)}"
+            self._computed.append((size, found))
+        return found
+
+    def call(self, op: Op, inputs: list[Any], shape: list[Any]) -> Any:
+        return self.call_for_several(op, inputs, [relax.TensorType(shape, op.dtype)])[0]
+
+    def call_for_several(self, op: Op, inputs: list[Any], types: list[Any]) -> list[Any]:
+        """An operation with several results, of types of their own."""
+        name = f"op_{len(self.result.ops)}"
+        self.result.ops[name] = op
+        inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
+        made = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
+        return [made] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(made, i)) for i in range(len(types))]
+
+
+def _constant(array: Any) -> Any:
+    return relax.const(array, str(array.dtype))  # else scalars become int32
+
+
+def _output_dims(main: Any) -> list[tuple[Dim, ...] | None]:
+    fields = main.ret_ty.fields if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
+    return [None if kind.shape is None else tuple(map(stated, kind.shape.values)) for kind in fields]

@@ -1,0 +1,25 @@
+"""The units in which scores are computed: of log2, or of the softcap where there is one."""
+
+from __future__ import annotations
+
+import math
+
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+LOG2_E = math.log2(math.e)
+LARGEST = (2 - 2.0**-23) * 2.0**127  # float32
+SOFTCAPS = (1e-12, 1e12)
+
+
+def unfit_scores(op: AttentionOp) -> str | None:
+    """Why scores cannot be computed in float32, in units of the softcap where there is one, or None if they can."""
+    if op.softmax != "float32":
+        return f"its softmax is float32, not {op.softmax}"
+    if not op.softcap or SOFTCAPS[0] <= op.softcap <= SOFTCAPS[1]:
+        return None
+    return f"a softcap from {SOFTCAPS[0]:g} to {SOFTCAPS[1]:g}, or 0 for none, not {op.softcap:g}"
+
+
+def score_factor(op: AttentionOp) -> float:
+    """Makes scores of the products of queries and keys: in units of log2 or, before its tanh, of the softcap."""
+    return op.scale / op.softcap if op.softcap else op.scale * LOG2_E

@@ -1,0 +1,242 @@
+"""Attention on a vector CPU: one pass over the keys with an online softmax, nothing transposed in memory.
+
+A task is one tile of query rows of one head. `attention_tile` holds the arithmetic of a task, and its docstring the
+algorithm; this file deals the tasks out and says where each operand lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import attention_arguments
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.common.head_layout import HeadView, head_view
+from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band
+from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mmla
+from mhsa_compile.kernels.cpu.attention.block_sparsity import Plan, plan
+from mhsa_compile.kernels.cpu.attention.inputs import Extras, mask_reader
+from mhsa_compile.kernels.cpu.attention.masking import MaskReader, Visibility
+from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Operands, Products
+from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
+from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts, words_fit
+from mhsa_compile.kernels.cpu.attention.tile import AttentionTile, Runs
+from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available, matrix
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
+from mhsa_compile.kernels.interface.kernel import (
+    Config,
+    Emitted,
+    unfit_tile,
+    unknown_knobs,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CpuProfile
+
+
+class AttentionKernel:
+    """Tiled attention with an online softmax, for any vector CPU."""
+
+    name = "cpu.attention"
+    op_type = AttentionOp
+
+    def applies(self, op: AttentionOp, profile: CpuProfile) -> str | None:
+        if op.static_mask is not None and op.mask is not None:
+            return "a static mask or one that the call brings, not both"
+        return unfit_scores(op)
+
+    def space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        lanes = profile.vector_lanes("float32")
+        return {
+            "queries": tuple(lanes * n for n in (1, 2, 3, 4, 6)),
+            "key_tile": (1, 2, 3, 4, 6, 8, 12),
+            "keys": (24, 48, 60, 64, 72, 96, 120, 128, 192, 256, 384),
+        }
+
+    def unfit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, ("queries", "key_tile", "keys")):
+            return reason
+        queries, key_tile, keys = config["queries"], config["key_tile"], config["keys"]
+        if keys % key_tile:
+            return f"a block of {keys} keys is no whole number of tiles of {key_tile}"
+        columns = -(-queries // profile.vector_lanes("float32"))
+        return unfit_tile(key_tile, columns, profile.hardware.vector_registers)
+
+    def default(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
+        """The register tile with the fewest loads a product; a block of keys whose P^T and V fill two thirds of L1."""
+        # Of 32 registers 4 x 4 accumulators leave room for the exponentials beside them; of 16, 6 x 2 was the fastest.
+        columns, key_tile = (4, 4) if profile.hardware.vector_registers >= 32 else (2, 6)
+        if (dot := _instruction(op, profile, key_tile)) and dot.rows > 1:
+            columns = 6  # two keys' rows of K are joined on their way, which costs less the more queries they meet
+        queries = columns * profile.vector_lanes("float32")
+        room = profile.hardware.l1d_kib * 1024 * 2 // 3 // (4 * (queries + op.v_head_dim))
+        keys = min(512, max(32, room)) // key_tile * key_tile
+        return {"queries": queries, "key_tile": key_tile, "keys": keys}
+
+    def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
+        op, planned = planned_apart(op, profile, config)
+        return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
+
+
+def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, Plan | None]:
+    """(What is left to the kernel, the plan of a static mask and of as much of the band as it holds.)"""
+    if op.static_mask is None:
+        return op, None
+    tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
+    held, left = divided_band(op)
+    return replace(op, band=left), plan(op.static_mask, held, lanes=profile.vector_lanes("float32"), **tile)
+
+
+def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
+    queries, lanes = config["queries"], profile.vector_lanes("float32")
+    dot = _instruction(op, profile, config["key_tile"])
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("attention")
+            T.func_attr({"tirx.noalias": True})
+            given = attention_arguments(op, Extras)
+            views = None if planned is None else plan_arguments(planned)
+            y = given.output()
+            batch, q_length, inputs, extras = given.batch, given.q_length, given.inputs, given.extras
+            tiles = settle(ceil_div(q_length, queries))
+            total = settle(batch * T.int64(op.num_heads) * tiles)
+            with _imported(dot), T.parallel(total) as index:
+
+                def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
+                    """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
+                    b, h = _entry_and_head(op, settle(T.truncdiv(index, tiles)), batch)
+                    tile_index, runs = tile_and_runs(op, settle(T.truncmod(index, tiles)), tiles, h, views)
+                    return b, h, settle(tile_index * queries), runs
+
+                b, h, first_query, runs = task(index)
+                next_b, next_h, next_first, _ = task(settle(T.min(index + 1, total - 1)))
+                g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+                q = inputs[op.query.buffer]
+                operands = Operands(
+                    op,
+                    query=head_view(q, op.query, op.head_dim, b, h),
+                    key=head_view(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+                    value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+                    first_query=first_query,
+                    q_length=q_length,
+                    kv_length=extras.keys(b, given.kv_length),
+                    next_query=(head_view(q, op.query, op.head_dim, next_b, next_h), next_first),
+                    sink=extras.sink(h),
+                    slope=extras.slope(h),
+                )
+                output = head_view(y, op.output, op.v_head_dim, b, h)
+                reader = None if given.mask is None else partial(mask_reader(given.mask, b), h)
+
+                def tile(width: int) -> None:
+                    _emit_tile(operands, profile, {**config, "queries": width}, output, reader, runs, dot)
+
+                _by_width(op, lanes, queries, q_length - first_query, tile)
+    return builder.get()
+
+
+def _instruction(op: AttentionOp, profile: CpuProfile, key_tile: int) -> Dot | None:
+    """What multiplies this attention's 16-bit operands as they are, the fastest first, or None."""
+    lanes = profile.vector_lanes("float32")
+    if words_fit(op, wide := matrix(profile, op.dtype), lanes, key_tile):
+        return wide
+    return dot if pairs_fit(op, dot := available(profile, op.dtype), lanes, key_tile) else None
+
+
+def _imported(dot: Dot | None) -> AbstractContextManager[Any]:
+    """Stands around code that multiplies with `dot`."""
+    if dot is None:
+        return nullcontext()
+    return matmuls_bf16_dot.imported(dot) if dot.rows == 1 else matmuls_bf16_mmla.imported(dot)
+
+
+def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
+    """Heads of one entry come together; of entries with lengths of their own, the entries of one head: an equal share
+    of the tasks is then nearly equal work."""
+    if op.lengths:
+        return settle(T.truncmod(index, batch)), settle(T.truncdiv(index, batch))
+    heads = T.int64(op.num_heads)
+    return settle(T.truncdiv(index, heads)), settle(T.truncmod(index, heads))
+
+
+def plan_arguments(planned: Plan) -> list[Expr]:
+    return constant_arguments(("order", "index", "runs", "bits"), planned.arrays)
+
+
+def tile_and_runs(
+    op: AttentionOp, turn: Expr, tiles: Expr, h: Expr, views: list[Expr] | None
+) -> tuple[Expr, Runs | None]:
+    """The tile of query rows whose turn it is, and with a plan the runs of keys that it visits."""
+    if views is None:
+        # Short and long causal rows in turn: equal shares of the tasks are then equal work.
+        return turn if op.band is None else _in_turn(turn, tiles), None
+    order, index, runs, bits = views
+    head = T.int64(0) if int(order.shape[0]) == 1 else h
+    tile = settle(T.cast(order[head, turn], "int64"))
+    entry = settle(head * tiles + tile)
+    first, end = (settle(T.cast(index[at], "int64")) for at in (entry, entry + 1))
+    return tile, Runs(first, end, runs, bits)
+
+
+def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Callable[[int], None]) -> None:
+    """The tile of `queries` rows, and for a last tile with half as many rows, or a quarter, one of its own."""
+    half = queries // 2
+    fits = isinstance(op.q_length, int) and not 0 < op.q_length % queries <= half
+    if half < lanes or half % lanes or fits:
+        return tile(queries)
+    with T.If(rows > half):
+        with T.Then():
+            tile(queries)
+        with T.Else():
+            _by_width(op, lanes, half, rows, tile)
+
+
+def _emit_tile(
+    operands: Operands,
+    profile: CpuProfile,
+    config: Config,
+    output: HeadView,
+    mask: MaskReader | None,
+    runs: Runs | None,
+    dot: Dot | None,
+) -> None:
+    op, lanes = operands.op, profile.vector_lanes("float32")
+    queries, keys = config["queries"], config["keys"]
+    products: Products
+    if dot is None:
+        products = Float32Products(
+            operands, queries, keys, config["key_tile"], lanes, run=profile.elements_at_once("float32")
+        )
+    else:
+        kind = PairedProducts if dot.rows == 1 else MatrixProducts
+        products = kind(operands, queries, keys, config["key_tile"], dot)
+    visibility = Visibility(
+        op,
+        queries=queries,
+        keys=keys,
+        first_query=operands.first_query,
+        q_length=operands.q_length,
+        kv_length=operands.kv_length,
+        mask=mask,
+    )
+    AttentionTile(
+        products,
+        visibility,
+        config,
+        lanes=lanes,
+        registers=profile.hardware.vector_registers,
+        overwrites_summands=profile.overwrites_summands,
+        output=output,
+        runs=runs,
+    ).emit()
+
+
+def _in_turn(turn: Expr, tiles: Expr) -> Expr:
+    """0, n - 1, 1, n - 2, ...: the first and the last tiles in turn."""
+    half = T.truncdiv(turn, T.int64(2))
+    return T.Select(T.truncmod(turn, T.int64(2)) == 0, half, tiles - 1 - half)

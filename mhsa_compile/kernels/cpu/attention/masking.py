@@ -1,0 +1,155 @@
+"""What the queries of one task see: a band around their place, a mask that the call brings, bits known beforehand.
+
+`kv_length` is the number of keys of the task's batch entry: nothing beyond it is read.
+
+Query lane i is row first_query + i. A hidden score becomes -inf by a select, so that NaN cannot pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cpu.attention.inputs import mask_bias, place_of
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Chunk,
+    Expr,
+    bind,
+    constant,
+    load,
+    settle,
+    splat,
+    store,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+MaskReader = Callable[[Expr, Expr], Expr]
+"""(query row, key) -> the mask's element, as a bool or a float32."""
+
+
+@dataclass(frozen=True)
+class Bits:
+    """A static mask's visible pairs: bit i of `buffer[row, column]` is lane i of that column of queries."""
+
+    buffer: Expr
+    row: Expr  # of the block's first key
+    lanes: int
+
+
+class Visibility:
+    """Which keys the rows of one tile see."""
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        *,
+        queries: int,
+        keys: int,
+        first_query: Expr,
+        q_length: Expr,
+        kv_length: Expr,
+        mask: MaskReader | None,
+    ) -> None:
+        self.op, self.queries, self.mask = op, queries, mask
+        self.first_query, self.q_length, self.kv_length = first_query, q_length, kv_length
+        self.bits: Bits | None = None
+        self.place = place_of(op, first_query, q_length, kv_length)  # of lane 0 among the keys
+        self.leftmost = self.rightmost = None  # the first and the last key that lane 0 sees; lane i sees i further
+        if op.band is not None:
+            self.leftmost = None if op.band.left is None else settle(self.place - op.band.left)
+            self.rightmost = None if op.band.right is None else settle(self.place + op.band.right)
+        self._bias = T.alloc_buffer((keys, queries), "float32") if self._is_dense else None
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether the mask may differ from query to query (a key padding mask is the same for all)."""
+        return self.op.mask is not None and self.op.mask.dims[2] != 1
+
+    @property
+    def hides(self) -> bool:
+        """Whether any key is hidden from any query."""
+        return self.op.band is not None or self.op.mask is not None or self.op.static_mask is not None
+
+    def seen_by_any(self) -> tuple[Expr, Expr]:
+        """(first, end): no row sees a key outside."""
+        first, end = T.int64(0), self.kv_length
+        if self.leftmost is not None:
+            first = settle(T.max(first, T.min(self.leftmost, self.kv_length)))
+        if self.rightmost is not None:
+            end = settle(T.max(first, T.min(end, self.rightmost + self.queries)))
+        return first, end
+
+    def seen_by_all(self) -> tuple[Expr, Expr]:
+        """(first, end): every row sees the keys between them; possibly none."""
+        if self.mask is not None:
+            return T.int64(0), T.int64(0)
+        first, end = T.int64(0), self.kv_length
+        if self.leftmost is not None:
+            first = self.leftmost + (self.queries - 1)
+        if self.rightmost is not None:
+            end = T.min(end, self.rightmost + 1)
+        return settle(first), settle(end)
+
+    def seen_by_rows(self, base: Expr, rows: int, first_key: Expr, count: Expr) -> tuple[Expr, Expr]:
+        """(first, end) within a block: no lane of base .. base + rows sees a key of it outside."""
+        first, end = T.int64(0), count
+        if self.leftmost is not None:
+            first = settle(T.max(first, T.min(count, self.leftmost + base - first_key)))
+        if self.rightmost is not None:
+            end = settle(T.max(first, T.min(count, self.rightmost + (base + rows) - first_key)))
+        return first, end
+
+    def read_block(self, first_key: Expr, count: Expr) -> None:
+        """bias[j, i] = the mask at (query i, key j) as a number to add, in units of log2; -inf where it hides."""
+        if self._bias is None:
+            return
+        assert self.mask is not None
+        with T.serial(T.int64(self.queries)) as i:
+            query = settle(T.min(self.first_query + i, self.q_length - 1))
+            with T.serial(count) as j:
+                store(self._bias, [j, i], mask_bias(self.op.mask, self.mask(query, first_key + j)), 1)
+
+    def hide(self, score: Expr, row: Expr, key: Expr, column: Chunk) -> Expr:
+        """The scores of a column of queries for `key`, number `row` of its block; -inf where it is hidden."""
+        first, lanes = column
+        hidden = constant(-math.inf, lanes)
+        lane = T.Ramp(T.int32(0), T.int32(1), lanes) if lanes > 1 else T.int32(0)
+        if self.bits is not None:
+            word = T.cast(self.bits.buffer[self.bits.row + row, first // lanes], "int32")
+            flag = splat(T.int32(1), lanes) << lane
+            score = T.Select((splat(word, lanes) & flag) != splat(T.int32(0), lanes), score, hidden)
+            if not self.op.lengths:  # the bits hold all the rest
+                return score
+        if self.mask is not None:
+            if self._bias is not None:
+                bias = bind(load(self._bias, [row, T.int64(first)], lanes))
+            else:
+                bias = splat(bind(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
+            score = T.Select(bias == hidden, hidden, score + bias)
+        if self.rightmost is not None:  # lane i sees it if it is at most rightmost + i
+            frontier = T.cast(settle(key - self.rightmost - first), "int32")
+            score = T.Select(splat(frontier, lanes) <= lane, score, hidden)
+        if self.leftmost is not None:
+            frontier = T.cast(settle(key - self.leftmost - first), "int32")
+            score = T.Select(splat(frontier, lanes) >= lane, score, hidden)
+        return T.Select(splat(key < self.kv_length, lanes), score, hidden)
+
+    def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:
+        """Whether query `lane` sees `key`, number `row` of its block: a single pair, where speed does not matter."""
+        seen = key < self.kv_length
+        if self.bits is not None:
+            width = self.bits.lanes
+            column, bit = T.truncdiv(lane, T.int64(width)), T.cast(T.truncmod(lane, T.int64(width)), "int32")
+            word = T.cast(self.bits.buffer[self.bits.row + row, column], "int32")
+            seen = T.And(seen, ((word >> bit) & T.int32(1)) == T.int32(1))
+        if self.mask is not None:
+            query = T.min(self.first_query + lane, self.q_length - 1)
+            seen = T.And(seen, mask_bias(self.op.mask, self.mask(query, key)) != T.float32(-math.inf))
+        if self.rightmost is not None:
+            seen = T.And(seen, key <= self.rightmost + lane)
+        if self.leftmost is not None:
+            seen = T.And(seen, key >= self.leftmost + lane)
+        return seen

@@ -1,0 +1,207 @@
+"""The weights of one task, P^T = 2^(S^T - m), and the statistics of its rows: an online softmax whose reference m
+hardly ever moves.
+
+m need not be the maximum: a weight of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
+more does the reference become that score, and what was summed up before shrinks by the power of two between them. With
+it moves the key from which the distances of ALiBi are counted; `attention_scores` says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cpu.attention.masking import Visibility
+from mhsa_compile.kernels.cpu.attention.matmuls import Products
+from mhsa_compile.kernels.cpu.attention.score_mods import Scores
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Chunk,
+    Expr,
+    RegisterTile,
+    any_lane,
+    bind,
+    constant,
+    load,
+    scratch,
+    settle,
+    store,
+)
+
+RISE = 8.0
+"""How far, in powers of two, a score may exceed its row's reference before that is raised. Sums over S keys stay below
+2^RISE * S times the largest value: no more of float32's range than 2^RISE times as many keys would take."""
+
+
+class _Constants:
+    """The constants of exp2 in memory, for machines whose multiply-add overwrites its summand: a load is free there,
+    where a copy takes a slot of the units that multiply; and in registers they would push out sums of the products.
+
+    LLVM must not find out: there are as many equal rows as vectors in a group, and which one a vector reads follows
+    from the group's number.
+    """
+
+    def __init__(self, coefficients: Sequence[float], vectors_a_group: int, lanes: int) -> None:
+        self.values = [*coefficients, vector_math.EXP2_SHIFT, vector_math.EXP2_FLOOR]
+        self.rows, self.lanes = 1 << (vectors_a_group - 1).bit_length(), lanes
+        self.table = scratch((self.rows, len(self.values) * lanes))
+
+    def write(self) -> None:
+        with T.serial(T.int64(self.rows)) as row:
+            for i, value in enumerate(self.values):
+                store(self.table, [row, T.int64(i * self.lanes)], constant(value, self.lanes), self.lanes)
+
+    def of(self, group: Expr, number: int) -> Callable[[float, int], Expr]:
+        """`constant` for vector `number` of a group."""
+        row = settle((group + number) & T.int64(self.rows - 1))
+        return lambda value, lanes: load(self.table, [row, T.int64(self.values.index(value) * self.lanes)], lanes)
+
+
+class Weights:
+    """Of `queries` rows and the keys of one block at a time, `key_tile` keys a group.
+
+    `rescale(factors)` is told the factor of each row whenever what was summed up shrinks.
+    """
+
+    def __init__(
+        self,
+        products: Products,
+        visibility: Visibility,
+        queries: int,
+        key_tile: int,
+        lanes: int,
+        rescale: Callable[[Expr], None],
+        overwrites_summands: bool,
+    ) -> None:
+        self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
+        self.scores = Scores(products.operands, visibility.place, queries, key_tile)
+        self.query_columns = vectors.chunks(queries, lanes)
+        self.reference = scratch((queries,))  # 0 while a row has seen nothing,
+        self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
+        self.row_sum, self.block_sum, self.group_sum, self.factors = (scratch((queries,)) for _ in range(4))
+        self.pending = scratch((key_tile, queries))  # scores of the group before
+        count = key_tile * len(self.query_columns)
+        self.constants = _Constants(products.exp2_coefficients, count, lanes) if overwrites_summands else None
+
+    def clear(self) -> None:
+        """Rows have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of -inf is none: of
+        any other reference its 1 is 2^-inf.)"""
+        self.scores.prepare(self.query_columns)
+        if self.constants is not None:
+            self.constants.write()
+        for first, lanes in self.query_columns:
+            nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
+            limit, reference, total = nothing, zero, zero
+            if (sink := self.scores.sink((first, lanes))) is not None:
+                sink = settle(sink, "float32", lanes)
+                limit, total = sink + constant(RISE, lanes), constant(1.0, lanes)
+                reference = T.Select(sink == nothing, zero, sink)
+            store(self.limit, [T.int64(first)], limit, lanes)
+            store(self.reference, [T.int64(first)], reference, lanes)
+            store(self.row_sum, [T.int64(first)], total, lanes)
+
+    def begin_block(self) -> None:
+        """Nothing is pending: scores of -inf, whose weights are zeros."""
+        for lane, lanes in self.query_columns:
+            store(self.block_sum, [T.int64(lane)], constant(0.0, lanes), lanes)
+            for r in range(self.key_tile):
+                store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
+
+    def add_group(self, base: Expr, keys: list[Expr], columns: list[Chunk], first_key: Expr | None = None) -> None:
+        """Scores of `key_tile` keys, number `base` of the block on, and meanwhile the weights of those before.
+
+        Multiplications of one group and exponentials of the other do not wait for each other. Where some keys are
+        hidden, `first_key` is the number of the first.
+        """
+        tile = RegisterTile(self.key_tile, columns)
+        self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
+        self.scores.cap(tile)
+        if first_key is not None:
+            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
+        self.scores.add_bias(tile, keys[0])
+        self._raise_where_exceeded(base, columns, tile, keys[0])
+        for r in range(self.key_tile):
+            for lane, lanes in self.query_columns:
+                seen = [c for c, column in enumerate(columns) if column[0] == lane]
+                score = tile.get(r, seen[0]) if seen else constant(-math.inf, lanes)
+                store(self.pending, [T.int64(r), T.int64(lane)], score, lanes)
+
+    def end_block(self, groups: Expr) -> None:
+        """The weights of the last group, and the block's sum of weights."""
+        for step in range(self.key_tile // self.products.keys_a_step):
+            self._weigh_pending(settle((groups - 1) * self.key_tile), step)
+        for lane, lanes in self.query_columns:
+            at = [T.int64(lane)]
+            store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.block_sum, at, lanes), lanes)
+
+    def _weigh_pending(self, base: Expr, step: int) -> None:
+        """P^T = 2^(S^T - m) for some keys of the group that begins at `base`.
+
+        A group has a sum of its own: of a row of equal weights each addition to a long sum is rounded the same way.
+        """
+        taken = self.products.keys_a_step
+        first, last = step == 0, (step + 1) * taken == self.key_tile
+        group = None if self.constants is None else settle(T.truncdiv(base, T.int64(self.key_tile)) + 1)
+        for c, (lane, lanes) in enumerate(self.query_columns):
+            at = [T.int64(lane)]
+            reference = bind(load(self.reference, at, lanes))
+            weights = []
+            for r in range(step * taken, (step + 1) * taken):
+                score = load(self.pending, [T.int64(r), *at], lanes)
+                weights.append(bind(self._exp2(score - reference, lanes, group, r * len(self.query_columns) + c)))
+            self.products.keep_weights(base + step * taken, (lane, lanes), weights)
+            total = reduce(add, weights if first else [load(self.group_sum, at, lanes), *weights])
+            if last:
+                store(self.block_sum, at, load(self.block_sum, at, lanes) + total, lanes)
+            else:
+                store(self.group_sum, at, total, lanes)
+
+    def _exp2(self, x: Expr, lanes: int, group: Expr | None, number: int) -> Expr:
+        """Of vector `number` of a group."""
+        coefficients = self.products.exp2_coefficients
+        if self.constants is None:
+            return vector_math.exp2(x, lanes, coefficients)
+        return vector_math.exp2(x, lanes, coefficients, self.constants.of(group, number), vector_math.maximum)
+
+    def _largest(self, tile: RegisterTile, c: int) -> Expr:
+        largest = tile.get(0, c)
+        for r in range(1, self.key_tile):
+            largest = T.max(largest, tile.get(r, c))
+        return largest
+
+    def _raise_where_exceeded(self, base: Expr, columns: list[Chunk], tile: RegisterTile, key: Expr) -> None:
+        """Where a score is too far above the reference: the new one, and all sums so far in its measure. `key` is the
+        first of the tile's."""
+        largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
+        exceeded = None
+        for (lane, lanes), top in zip(columns, largest, strict=True):
+            beyond = top > load(self.limit, [T.int64(lane)], lanes)
+            exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
+        with T.If(any_lane(exceeded, columns[0][1])), T.Then():
+            for lane, lanes in self.query_columns:
+                store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
+            for (lane, lanes), top in zip(columns, largest, strict=True):
+                self._raise_column((lane, lanes), top, key)
+            self.scores.renew_bias(tile, key)
+            self.products.rescale_weights(base, self.factors)
+            self._rescale(self.factors)
+
+    def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:
+        at, lanes = [T.int64(column[0])], column[1]
+        nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
+        old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
+        old = settle(old, "float32", lanes)
+        lost = self.scores.move(column, top > old, key)
+        new = settle(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
+        reference = settle(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
+        store(self.limit, at, new + constant(RISE, lanes), lanes)
+        store(self.reference, at, reference, lanes)
+        fall = old - reference if lost is None else old - reference - lost
+        factor = settle(vector_math.exp2(fall, lanes), "float32", lanes)
+        store(self.factors, at, factor, lanes)
+        for total in (self.row_sum, self.block_sum):
+            store(total, at, load(total, at, lanes) * factor, lanes)

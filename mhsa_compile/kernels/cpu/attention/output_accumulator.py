@@ -1,0 +1,142 @@
+"""The output of one task, O = O + P V block by block, and Y = O / l at its end."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.common.head_layout import HeadView
+from mhsa_compile.kernels.cpu.attention.masking import Visibility
+from mhsa_compile.kernels.cpu.attention.matmuls import Block, Products
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Chunk,
+    Expr,
+    RegisterTile,
+    any_lane,
+    bind,
+    constant,
+    load,
+    prefetch,
+    scratch,
+    settle,
+    splat,
+    store,
+    zero_if_finite,
+)
+from mhsa_compile.kernels.interface.kernel import CACHE_LINE
+
+
+class Accumulator:
+    """O (queries, F) in float32; `registers` bounds the register tile of P V."""
+
+    def __init__(self, products: Products, visibility: Visibility, queries: int, lanes: int, registers: int) -> None:
+        self.products, self.visibility, self.queries, self.lanes = products, visibility, queries, lanes
+        self.registers = registers
+        self.value_columns = vectors.chunks(visibility.op.v_head_dim, lanes)
+        self.accumulator = scratch((queries, visibility.op.v_head_dim))
+
+    def prefetch(self, output: HeadView) -> None:
+        """Asks for the rows of Y, which would be fetched one by one when they are written."""
+        line = CACHE_LINE // DTYPE_BYTES[self.visibility.op.dtype]
+        with T.serial(T.int64(self.queries)) as i:
+            for column in range(0, self.visibility.op.v_head_dim, line):
+                index = output.at(self.visibility.first_query + i, T.int64(column))
+                prefetch(output.buffer, index, soon=False, write=True)
+
+    def clear(self) -> None:
+        with T.serial(T.int64(self.queries)) as i:
+            for first, lanes in self.value_columns:
+                store(self.accumulator, [i, T.int64(first)], constant(0.0, lanes), lanes)
+
+    def rescale(self, factors: Expr) -> None:
+        """Multiplies each row by its factor."""
+        with T.serial(T.int64(self.queries)) as i:
+            factor = bind(factors[i])
+            for first, lanes in self.value_columns:
+                at = [i, T.int64(first)]
+                store(self.accumulator, at, load(self.accumulator, at, lanes) * splat(factor, lanes), lanes)
+
+    def add(self, first_key: Expr, count: Expr) -> None:
+        """accumulator += P V, a register tile of rows x columns at a time."""
+        rows, groups = self._value_tile()
+        for group in groups:
+            with T.serial(T.int64(self.queries // rows)) as row_group:
+                base = settle(row_group * rows)
+                first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
+                tile = RegisterTile(rows, group)
+                tile.fill(0.0)
+                self.products.add_values(tile, base, group, Block(first_key, first, end))
+                for r in range(rows):
+                    for c, (column, lanes) in enumerate(group):
+                        at = [base + r, T.int64(column)]
+                        store(self.accumulator, at, load(self.accumulator, at, lanes) + tile.get(r, c), lanes)
+
+    def add_past_hidden(self, first_key: Expr, count: Expr, hides: Expr) -> None:
+        """P V of a block that hides keys from some rows, if `hides`: what they hold must not matter, NaN included."""
+        with T.If(T.And(hides, self._holds_non_finite_values(first_key, count))):
+            with T.Then():
+                self._add_selected(first_key, count)
+            with T.Else():
+                self.add(first_key, count)
+
+    def _value_tile(self) -> tuple[int, list[list[Chunk]]]:
+        """(rows of P V's register tile, its columns in vectors: those that leave the fewest over, and what fits).
+
+        All rows are lanes of one column of queries: what is left out for one of them is left out for all.
+        """
+        wanted = len(self.value_columns)
+        if self.products.rows_at_once > 1:
+            # More sums than a quarter of the registers would leave room for: a matrix product takes five cycles.
+            count = -(-wanted // 6)
+            borders = [wanted * i // count for i in range(count + 1)]
+            return self.lanes, [self.value_columns[first:end] for first, end in pairwise(borders)]
+        fewest = min(-wanted % columns for columns in (2, 3, 4))
+        columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
+        rows = [r for r in (1, 2, 4, 8) if self.lanes % r == 0]
+        tile_rows, width = vectors.register_tile(vectors.tile_registers(self.registers), rows, columns)
+        return tile_rows, [self.value_columns[first : first + width] for first in range(0, wanted, width)]
+
+    def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:
+        """Whether V in this block has a NaN or an infinity: 0 * v summed over the block is then NaN, otherwise 0."""
+        columns = self.value_columns
+        sums = RegisterTile(1, columns)  # one chain of additions for each column
+        sums.fill(0.0)
+        with T.serial(count) as j:
+            sums.each(
+                lambda _, c: (
+                    sums.get(0, c)
+                    + zero_if_finite(self.products.operands.value_row(first_key + j, columns[c]), columns[c][1])
+                )
+            )
+        found = T.bool(False)
+        for c, (_, lanes) in enumerate(columns):
+            found = T.Or(found, any_lane(T.isnan(sums.get(0, c)), lanes))  # not x != x, which TVM takes to be false
+        return found
+
+    def _add_selected(self, first_key: Expr, count: Expr) -> None:
+        """As `add`, but a hidden key is left out, not multiplied by zero: rare, so plain rather than fast."""
+        with T.serial(T.int64(self.queries)) as i:
+            first, end = self.visibility.seen_by_rows(i, 1, first_key, count)
+            with T.serial(first, end) as j:
+                with T.If(self.visibility.sees(i, j, first_key + j)), T.Then():
+                    weight = bind(self.products.weight(j, i))
+                    for column in self.value_columns:
+                        at, lanes = [i, T.int64(column[0])], column[1]
+                        value = self.products.operands.value_row(first_key + j, column)
+                        old = load(self.accumulator, at, lanes)
+                        store(self.accumulator, at, old + splat(weight, lanes) * value, lanes)
+
+    def write(self, output: HeadView, row_sum: Expr) -> None:
+        """Y = O / l, and zeros where a row saw nothing."""
+        rows = T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query)
+        with T.serial(bind(rows)) as i:
+            total = bind(row_sum[i])
+            inverse = bind(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
+            for first, lanes in self.value_columns:
+                value = load(self.accumulator, [i, T.int64(first)], lanes) * splat(inverse, lanes)
+                index = output.at(self.visibility.first_query + i, T.int64(first))
+                store_narrow(output.buffer, index, value, lanes)

@@ -1,0 +1,98 @@
+"""What the scores of one task are besides products: capped, and less for keys further away; and the sinks, scores of no
+key.
+
+The softmax does not mind what is added to all scores of a row, so a distance may be counted from any key: from the
+origin of its row. Numbers are small, so exact, where the weights are not, if the origin lies where the scores are
+largest. That depends on all that hides keys, and on the products; so a row's origin begins at its place, and whenever
+its reference is raised it moves to the keys that raised it.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cpu.attention.inputs import capped
+from mhsa_compile.kernels.cpu.attention.matmuls import Operands
+from mhsa_compile.kernels.cpu.simd.dtypes import vector_type
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Chunk,
+    Expr,
+    RegisterTile,
+    bind,
+    load,
+    scratch,
+    settle,
+    splat,
+    store,
+)
+
+
+class Scores:
+    """Softcap, ALiBi and sinks of one head. `place` is that of query lane 0 among the keys."""
+
+    def __init__(self, operands: Operands, place: Expr, queries: int, key_tile: int) -> None:
+        self.op, self.operands, self.place = operands.op, operands, place
+        self.origins = scratch((queries,)) if self.op.slopes else None  # of the distances, a key for each query
+        self.unbiased = scratch((key_tile, queries)) if self.op.slopes else None  # the tile before its bias
+
+    def prepare(self, columns: list[Chunk]) -> None:
+        if self.origins is not None:
+            for column in columns:
+                store(self.origins, [T.int64(column[0])], self._places(column), column[1])
+
+    def cap(self, tile: RegisterTile) -> None:
+        """Products of queries and keys, times score_factor, become scores in units of log2; plain ones are already."""
+        if self.op.softcap:
+            tile.each(lambda r, c: capped(self.op, tile.get(r, c), tile.columns[c][1]))
+
+    def add_bias(self, tile: RegisterTile, first_key: Expr) -> None:
+        """Adds slope * (key - origin) to scores, masked or not; row r is of key first_key + r."""
+        if self.unbiased is None:
+            return
+        for r in range(tile.rows):
+            for c, (first, lanes) in enumerate(tile.columns):
+                store(self.unbiased, [T.int64(r), T.int64(first)], tile.get(r, c), lanes)
+        self.renew_bias(tile, first_key)
+
+    def renew_bias(self, tile: RegisterTile, first_key: Expr) -> None:
+        """Makes the same tile again after its origins have moved."""
+        if self.unbiased is None:
+            return
+        unbiased = self.unbiased
+        numbers = [settle(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
+
+        def biased(r: int, c: int) -> Expr:
+            first, lanes = tile.columns[c]
+            distance = splat(numbers[r], lanes) - load(self.origins, [T.int64(first)], lanes)
+            return load(unbiased, [T.int64(r), T.int64(first)], lanes) + self._slope(tile.columns[c]) * distance
+
+        tile.each(biased)
+
+    def move(self, column: Chunk, whether: Expr, key: Expr) -> Expr | None:
+        """Moves the origins of some lanes to `key`; what each lane's scores lose by it, None where nothing moves."""
+        if self.origins is None:
+            return None
+        first, lanes = column
+        old = settle(load(self.origins, [T.int64(first)], lanes), "float32", lanes)
+        new = splat(settle(T.cast(key, "float32"), "float32"), lanes)
+        new = settle(T.Select(whether, new, old), "float32", lanes)
+        store(self.origins, [T.int64(first)], new, lanes)
+        return settle(self._slope(column) * (new - old), "float32", lanes)
+
+    def sink(self, column: Chunk) -> Expr | None:
+        """The sink, while the origins are the places."""
+        return None if self.operands.sink is None else splat(self.operands.sink, column[1])
+
+    def lack(self, column: Chunk) -> Expr:
+        """What the scores of each query lack, since its distances are counted from its origin."""
+        first, lanes = column
+        return self._slope(column) * (load(self.origins, [T.int64(first)], lanes) - self._places(column))
+
+    def _slope(self, column: Chunk) -> Expr:
+        return splat(self.operands.slope, column[1])
+
+    def _places(self, column: Chunk) -> Expr:
+        first, lanes = column
+        lane = T.Ramp(T.int32(first), T.int32(1), lanes) if lanes > 1 else T.int32(first)
+        places = splat(bind(T.cast(self.place, "int32")), lanes) + lane
+        return T.cast(places, vector_type("float32", lanes))

@@ -1,0 +1,156 @@
+"""TensorScatter on a CPU: the new rows go where the indices say, and where it is not in place the cache is copied.
+
+In place a task is one new row; else it is one row of the result, which comes from the update or from the cache. Nothing
+is written before every index was found to be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, unfit_scatter
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    bind,
+    each_task,
+    each_vector,
+    load,
+    settle,
+    store,
+)
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import ScatterOp
+from mhsa_compile.target.profile import CpuProfile
+
+
+class ScatterKernel(Fixed):
+    """TensorScatter for any CPU, any rank and any dtype of whole bytes."""
+
+    name = "cpu.scatter"
+    op_type = ScatterOp
+
+    def applies(self, op: ScatterOp, profile: CpuProfile) -> str | None:
+        return unfit_scatter(op)
+
+    def emit(self, op: ScatterOp, profile: CpuProfile, config: Config) -> Emitted:
+        return Emitted(_scatter(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
+
+
+def _scatter(op: ScatterOp, lanes: int) -> Expr:
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("scatter")
+            T.func_attr({"tirx.noalias": True})
+            task = _Scatter(op, *scatter_arguments(op), lanes)
+            task.check()
+            if op.in_place:
+                task.write_rows()
+            else:
+                task.write_everything()
+    return builder.get()
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    op: ScatterOp
+    cache: Expr
+    update: Expr
+    indices: Expr | None
+    result: Expr
+    lanes: int
+
+    @property
+    def new(self) -> Expr:
+        """L."""
+        return self.update.shape[2 if self.op.update is None else 1]
+
+    def check(self) -> None:
+        """Ends the call where the new rows do not fit the cache, or would not lie within it."""
+        op, rows = self.op, self.cache.shape[2]
+        refuse_too_many_rows(op, self.new, rows)
+        if self.indices is None or op.circular:
+            return
+        wrong = T.alloc_buffer((1,), "int32")
+        store(wrong, [T.int64(0)], T.int32(0), 1)
+        with T.serial(self.cache.shape[0]) as b:
+            index = bind(self.indices[b])
+            beyond = T.cast(T.Or(index < 0, index > rows - self.new), "int32")
+            store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
+        most, new = spelled(op.cache[op.axis]), spelled(op.length)
+        expected = f"indices from 0 to {most} - {new}, so that the {new} new rows end within the cache"
+        refuse_unless(wrong[0] == 0, op.indices_name, expected)
+
+    def write_rows(self) -> None:
+        new = self.new
+
+        def row(task: Expr) -> None:
+            b, h, j = self._place(task, new)
+            place = settle(self._start(b) + j)
+            if self.op.circular:
+                rows = self.cache.shape[2]
+                place = settle(T.Select(place >= rows, place - rows, place))
+            self._write_new(b, h, j, place)
+
+        each_task(settle(self.cache.shape[0] * self.cache.shape[1] * new), self.cache.shape[3], row)
+
+    def write_everything(self) -> None:
+        rows, new = self.cache.shape[2], self.new
+
+        def row(task: Expr) -> None:
+            b, h, place = self._place(task, rows)
+            j = settle(place - self._start(b))
+            if self.op.circular:
+                j = settle(T.Select(j < 0, j + rows, j))
+            with T.If(T.And(j >= 0, j < new)):
+                with T.Then():
+                    self._write_new(b, h, j, place)
+                with T.Else():
+                    self._fill(b, h, place, self.cache, lambda column: [b, h, place, column])
+
+        each_task(settle(self.cache.shape[0] * self.cache.shape[1] * rows), self.cache.shape[3], row)
+
+    def _place(self, task: Expr, rows: Expr) -> tuple[Expr, Expr, Expr]:
+        """(batch entry, head, row) of a task."""
+        heads = self.cache.shape[1]
+        head = settle(T.truncdiv(task, rows))
+        return settle(T.truncdiv(head, heads)), settle(T.truncmod(head, heads)), settle(T.truncmod(task, rows))
+
+    def _start(self, b: Expr) -> Expr:
+        """The row of the cache that the first new one goes to."""
+        if self.indices is None:
+            return T.int64(0)
+        index = settle(self.indices[b])
+        if not self.op.circular:
+            return index
+        rows = self.cache.shape[2]
+        rest = settle(T.truncmod(index, rows))  # of the sign of the index
+        return settle(T.Select(rest < 0, rest + rows, rest))
+
+    def _write_new(self, b: Expr, h: Expr, j: Expr, place: Expr) -> None:
+        """Row j of the update becomes row `place`."""
+        if self.op.update is None:
+            self._fill(b, h, place, self.update, lambda column: [b, h, j, column])
+            return
+        first = settle(h * self.cache.shape[3] + self.op.update.offset)
+        self._fill(b, h, place, self.update, lambda column: [b, j, first + column])
+
+    def _fill(self, b: Expr, h: Expr, place: Expr, source: Expr, at: Callable[[Expr], list[Expr]]) -> None:
+        """One row of the result from `source`, whose element of a column is `at(column)`."""
+
+        def copy(column: Expr, n: int) -> None:
+            store(self.result, [b, h, place, column], load(source, at(column), n), n)
+
+        sizes = self.op.cache[self.op.axis + 1 :]
+        fixed = [size for size in sizes if isinstance(size, int)]
+        if len(fixed) == len(sizes):
+            each_vector(math.prod(fixed), self.lanes, copy)
+            return
+        with T.serial(self.cache.shape[3]) as column:
+            copy(column, 1)

@@ -1,0 +1,253 @@
+"""Attention of one or few queries on a vector CPU, as a language model's next token asks for it: bound by memory.
+
+A task is one key/value head with all its query heads, against a stretch of the keys; `decode_task` holds its
+arithmetic. Where there are fewer heads than threads, or a number that does not divide among them, each head's keys are
+split, and the partial results (maximum, sum, accumulator) are combined at the end; `decode_parts` says how.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, unfit_for_few_queries
+from mhsa_compile.kernels.common.head_layout import HeadView, head_view
+from mhsa_compile.kernels.cpu.attention.inputs import Extras, mask_reader
+from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
+from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
+from mhsa_compile.kernels.cpu.decode.split_kv import Shares, Splits
+from mhsa_compile.kernels.cpu.decode.task import DecodeTask, finite
+from mhsa_compile.kernels.cpu.decode.work import Heads, Part
+from mhsa_compile.kernels.cpu.simd import dot_product, vector_math, vectors
+from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    bind,
+    constant,
+    load,
+    settle,
+    splat,
+    store,
+)
+from mhsa_compile.kernels.interface.kernel import (
+    Config,
+    Emitted,
+    unfit_tile,
+    unknown_knobs,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CpuProfile
+
+MOST_ROWS = 96
+MOST_QUERIES_BESIDE_DOT = 8
+"""Instead of MOST_QUERIES. Both are where `cpu.attention` overtakes this kernel, or is about to, as
+`benchmarks/crossover.py` shows: earlier in a dtype whose products of pairs the CPU adds at once, since tiles of queries
+are made of those, and this kernel is not."""
+LEAST_PARALLEL = 1 << 16
+"""Keys and values (elements) below which waking threads takes longer than the work."""
+
+
+class DecodeKernel:
+    """Few queries against many keys: every key and value is read once, for all the query heads that share it."""
+
+    name = "cpu.decode"
+    op_type = AttentionOp
+
+    def applies(self, op: AttentionOp, profile: CpuProfile) -> str | None:
+        has_dot = dot_product.available(profile, op.dtype) or dot_product.matrix(profile, op.dtype)
+        return unfit_for_few_queries(op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS)
+
+    def space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return {
+            "keys": (32, 64, 128, 256, 512, 1024),
+            "value_rows": (1, 2, 3, 4, 6, 8),
+            "value_columns": (1, 2, 3, 4, 6, 8),
+            "least_keys": (64, 128, 256, 512),
+        }
+
+    def unfit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, ("keys", "value_rows", "value_columns", "least_keys")):
+            return reason
+        return unfit_tile(config["value_rows"], config["value_columns"], profile.hardware.vector_registers)
+
+    def default(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
+        """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
+        columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
+        rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers)
+        keys = profile.hardware.l2_kib * 1024 // 4 // (DTYPE_BYTES[op.dtype] * op.v_head_dim)
+        return {"keys": min(512, max(32, keys)), "value_rows": rows, "value_columns": columns, "least_keys": 128}
+
+    def emit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> Emitted:
+        return Emitted(run=_decode(op, profile, config))
+
+
+def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
+    assert isinstance(op.q_length, int)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("decode")
+        T.func_attr({"tirx.noalias": True})
+        given = attention_arguments(op, Extras)
+        y = given.output()
+        layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
+        sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
+        deal = Shares(given, **sizes) if op.lengths else Splits(op, given.batch, given.kv_length, **sizes)
+        emitter = _Decode(profile, config, given, y, deal.parts)
+        loop = T.serial if _is_small(op) else T.parallel
+        with loop(deal.tasks) as task:
+            deal.each_part(task, emitter.attend)
+        # In the calling thread: the partial results are less than a hundredth of the keys and values.
+        deal.each_divided(emitter.combine)
+    return builder.get()
+
+
+def _value_tile(rows: int, columns: int, registers: int) -> tuple[int, int]:
+    """(rows, columns in vectors) of p V's register tile.
+
+    With 32 registers the widest columns that leave room for two rows: V is then read in the order in which it lies in
+    memory, which counts for more than a load saved. With 16, LLVM spills sums of such a tile, and none of a tall one.
+    """
+    room = vectors.tile_registers(registers) + 1
+    if registers < 32:
+        tall = max(1, min(rows, (room - 2) // 2 - 1))
+        return tall, min(2, columns)
+    for parts in range(1, columns + 1):
+        wide = -(-columns // parts)
+        fitting = (room - wide) // wide
+        if fitting >= min(2, rows):
+            most = min(rows, fitting)
+            return -(-rows // -(-rows // most)), wide
+    return 1, 1
+
+
+def _is_small(op: AttentionOp) -> bool:
+    """Whether the sizes are known now, and too small to pay for waking threads. (To decide it when called would take a
+    second copy of the code, in which LLVM was seen to spill the sums.)"""
+    if not isinstance(op.batch, int) or not isinstance(op.kv_length, int):
+        return False
+    return op.batch * op.num_kv_heads * op.kv_length * (op.head_dim + op.v_head_dim) < LEAST_PARALLEL
+
+
+class _Decode:
+    """The two loops' bodies: `attend` is one task, `combine` puts the parts of one key head together.
+
+    `parts` are the partial results there may be. They lie outside the loops, so they are taken once a call from TVM's
+    pool and shared by all threads.
+    """
+
+    def __init__(
+        self, profile: CpuProfile, config: Config, given: AttentionArguments[Extras], y: Expr, parts: Expr
+    ) -> None:
+        op = given.op
+        self.op, self.config = op, config
+        self.inputs, self.mask, self.extras, self.y = given.inputs, given.mask, given.extras, y
+        self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
+        self.ratio = op.num_heads // op.num_kv_heads
+        self.rows = rows_of_key_head(op)
+        self.sums = T.alloc_buffer((parts, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
+        # The maximum, the sum and, with slopes, the origin of each row's distances.
+        self.statistics = T.alloc_buffer((parts, T.int64(3 if op.slopes else 2), T.int64(self.rows)), "float32")
+
+    def attend(self, part: Part) -> None:
+        heads = self._heads(part.head)
+        task = DecodeTask(self.op, self.config, self.lanes, self.registers, part.kv_length, part.span, heads)
+        first, end = part.keys()
+        task.attend(first, end, part.begins)
+        with T.If(part.whole):
+            with T.Then(), T.serial(T.int64(self.rows)) as row:
+                self._write(
+                    part.head, row, task.row_sum[row], lambda at, n: load(task.values.accumulator, [row, at], n)
+                )
+            with T.Else(), T.serial(T.int64(self.rows)) as row:
+                T.buffer_store(self.statistics, task.row_max[row], [part.number, T.int64(0), row])
+                T.buffer_store(self.statistics, task.row_sum[row], [part.number, T.int64(1), row])
+                if self.op.slopes:
+                    T.buffer_store(self.statistics, task.terms.origin(row), [part.number, T.int64(2), row])
+                task.values.each_vector(
+                    lambda at, n: store(
+                        self.sums, [part.number, row, at], load(task.values.accumulator, [row, at], n), n
+                    )
+                )
+
+    def _heads(self, head: Expr) -> Heads:
+        op, groups = self.op, T.int64(self.op.num_kv_heads)
+        b, g = settle(T.truncdiv(head, groups)), settle(T.truncmod(head, groups))
+        first = settle(g * self.ratio)
+        return Heads(
+            query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
+            key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
+            value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            mask=None if self.mask is None else mask_reader(self.mask, b),
+            first_head=first,
+            sink=lambda h: self.extras.sink(first + h),
+            slope=lambda h: self.extras.slope(first + h),
+        )
+
+    def _write(self, head: Expr, row: Expr, total: Expr, accumulator: Callable[[Expr, int], Expr]) -> None:
+        """One row of Y: accumulator / total, zeros where nothing was visible."""
+        groups, ratio = T.int64(self.op.num_kv_heads), T.int64(self.ratio)
+        b, g = settle(T.truncdiv(head, groups)), settle(T.truncmod(head, groups))
+        query, h = settle(T.truncdiv(row, ratio)), settle(g * self.ratio + T.truncmod(row, ratio))
+        out: HeadView = head_view(self.y, self.op.output, self.op.v_head_dim, b, h)
+        total = bind(total)
+        inverse = bind(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
+        each_vector(
+            self.op.v_head_dim,
+            self.lanes,
+            lambda at, n: store_narrow(out.buffer, out.at(query, at), accumulator(at, n) * splat(inverse, n), n),
+        )
+
+    def combine(self, head: Expr, first: Expr, count: Expr) -> None:
+        """o = sum of o_s 2^(m_s - m) over the parts s of a head, `count` from number `first` on, l likewise; m is the
+        largest m_s."""
+        width = self.op.v_head_dim
+
+        def add(split: Expr, row: Expr, factor: Expr, at: Expr, n: int) -> None:
+            value = load(self.sums, [split, row, at], n) * splat(factor, n)
+            store(whole, [at], load(whole, [at], n) + value, n)
+
+        with T.serial(T.int64(self.rows)) as row:
+            total, zero = T.alloc_buffer((1,), "float32"), [T.int64(0)]
+            T.buffer_store(total, T.float32(0), zero)
+            below_largest = self._below_largest(head, row, first, count)
+            whole = T.alloc_buffer((width,), "float32")
+            each_vector(width, self.lanes, lambda at, n: store(whole, [at], constant(0.0, n), n))
+            with T.serial(count) as s:
+                factor = bind(vector_math.exp2(below_largest(first + s), 1))
+                T.buffer_store(total, total[0] + factor * self.statistics[first + s, T.int64(1), row], zero)
+                each_vector(width, self.lanes, lambda at, n: add(first + s, row, factor, at, n))
+            self._write(head, row, total[0], lambda at, n: load(whole, [at], n))
+
+    def _below_largest(self, head: Expr, row: Expr, first: Expr, count: Expr) -> Callable[[Expr], Expr]:
+        """Number of a part -> how far its maximum is from the largest of the `count` parts from `first` on."""
+        zero, largest = [T.int64(0)], T.alloc_buffer((1,), "float32")
+        T.buffer_store(largest, T.float32(-math.inf), zero)
+
+        def maximum(part: Expr) -> Expr:
+            return self.statistics[part, T.int64(0), row]
+
+        if not self.op.slopes:
+            with T.serial(count) as s:
+                T.buffer_store(largest, T.max(largest[0], maximum(first + s)), zero)
+            top = bind(finite(largest[0], 1))
+            return lambda part: maximum(part) - top
+
+        def origin(part: Expr) -> Expr:
+            return self.statistics[part, T.int64(2), row]
+
+        # Distances from place 0 find the part, since they need not be exact for that; what counts is from its origin.
+        h = T.truncmod(head, T.int64(self.op.num_kv_heads)) * self.ratio + T.truncmod(row, T.int64(self.ratio))
+        slope, best = self.extras.slope(settle(h)), T.alloc_buffer((1,), "int64")
+        T.buffer_store(best, first, zero)
+        with T.serial(count) as s:
+            reach = settle(maximum(first + s) + slope * origin(first + s), "float32")
+            with T.If(reach > largest[0]), T.Then():
+                T.buffer_store(largest, reach, zero)
+                T.buffer_store(best, first + s, zero)
+        chosen = settle(best[0])
+        top, from_key = settle(finite(maximum(chosen), 1), "float32"), settle(origin(chosen), "float32")
+        return lambda part: maximum(part) - top + slope * (origin(part) - from_key)

@@ -1,0 +1,170 @@
+"""The sum of a decode task, o = o 2^(m - m') + p V, over one block of keys after another.
+
+V is read in rows as they lie in memory, a register tile of query rows x columns at a time; what is masked never reaches
+a sum, not even as 0 * NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.common.head_layout import HeadView
+from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    RegisterTile,
+    bind,
+    constant,
+    load,
+    settle,
+    splat,
+    store,
+    zero_if_finite,
+)
+from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+MASKED = -0.0
+"""The weight of a masked key: zero as a number, yet told apart from a visible weight that underflowed to +0."""
+LONGEST_SUM = 64
+"""Terms that one float32 sum takes one after another. PyTorch's library sums in parts: 512 terms in a row had more than
+twice its error in one run of ten, and 256 twice its root mean square where a head has one column. 64 cost no time."""
+
+
+class ValueSums:
+    """`accumulator` (rows, F), and the weights and factors that go into it: flat `weights` of a block, `rescale`.
+
+    What is added to it are sums of at most LONGEST_SUM keys.
+    """
+
+    def __init__(
+        self, op: AttentionOp, config: Config, layout: ScoreLayout, value: HeadView, weights: Expr, rescale: Expr
+    ) -> None:
+        self.layout, self.value, self.weights, self.rescale = layout, value, weights, rescale
+        self.size, self.columns, self.width = config["value_rows"], config["value_columns"], op.v_head_dim
+        self.rows, self.lanes, self.registers = layout.rows, layout.lanes, layout.registers
+        self.accumulator = T.alloc_buffer((self.rows, self.width), "float32")
+        self.block_sums = T.alloc_buffer((self.rows, self.width), "float32")
+
+    def add(self, begin: Expr, count: Expr, masked: bool) -> None:
+        """The next `count` keys, from `begin` on."""
+        if masked:
+            self._accumulate_masked(begin, count)
+            return
+        with T.serial(T.int64(self.rows)) as row:
+            self.each_vector(lambda at, n: self._add(row, at, n, constant(0.0, n)))
+        self._accumulate(begin, count, self.accumulator)
+
+    def clear(self) -> None:
+        self._clear(self.accumulator)
+
+    def _clear(self, sums: Expr) -> None:
+        with T.serial(T.int64(self.rows)) as row:
+            self.each_vector(lambda at, n: store(sums, [row, at], constant(0.0, n), n))
+
+    def each_vector(self, body: Callable[[Expr, int], None]) -> None:
+        """body(column, lanes) for the vectors of a row of V."""
+        each_vector(self.width, self.lanes, body)
+
+    def _accumulate(self, begin: Expr, count: Expr, sums: Expr) -> None:
+        """sums += p V, a register tile of rows x columns at a time."""
+        size, lanes = self.size, self.lanes
+        width = self.columns * lanes
+        whole, rest = divmod(self.width, width)
+
+        def rows_of(base: Expr, group: Sequence[vectors.Chunk]) -> None:
+            with T.serial(T.int64(self.rows // size)) as index:
+                self._accumulate_tile(begin, count, (settle(index * size), base), size, group, sums)
+            if left := self.rows % size:
+                self._accumulate_tile(begin, count, (T.int64(self.rows - left), base), left, group, sums)
+
+        if whole:
+            with T.serial(T.int64(whole)) as index:
+                rows_of(settle(index * width), vectors.chunks(width, lanes))
+        if rest:
+            rows_of(T.int64(whole * width), vectors.chunks(rest, lanes))
+
+    def _accumulate_tile(
+        self, begin: Expr, count: Expr, at: tuple[Expr, Expr], rows: int, group: Sequence[vectors.Chunk], sums: Expr
+    ) -> None:
+        (first, base), value = at, self.value
+        with T.serial(ceil_div(count, LONGEST_SUM)) as part:
+            tile = RegisterTile(rows, group)
+            tile.fill(0.0)
+            start = settle(part * LONGEST_SUM)
+            with T.serial(start, settle(T.min(count, start + LONGEST_SUM))) as j:
+                weight, key = settle(self.layout.place(j, 0) + first), settle(begin + j)
+                weights = [bind(load(self.weights, [weight + r], 1)) for r in range(rows)]
+                # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
+                for c, (offset, lanes) in enumerate(group):
+                    values = bind(load_wide(value.buffer, value.at(key, base + offset), lanes))
+                    for r in range(rows):
+                        tile.set(r, c, tile.get(r, c) + splat(weights[r], lanes) * values)
+            for r in range(rows):
+                for c, (offset, lanes) in enumerate(group):
+                    place = [first + r, base + offset]
+                    store(sums, place, load(sums, place, lanes) + tile.get(r, c), lanes)
+
+    def _add(self, row: Expr, column: Expr, lanes: int, value: Expr) -> None:
+        """accumulator = accumulator * rescale + value."""
+        factor = splat(load(self.rescale, [row], 1), lanes)
+        store(self.accumulator, [row, column], load(self.accumulator, [row, column], lanes) * factor + value, lanes)
+
+    def _accumulate_masked(self, begin: Expr, count: Expr) -> None:
+        """As `_accumulate`, but a NaN or an infinity of a masked key must not come in as 0 * v.
+
+        Where it does, a sum of the block is not finite: then all are made again, leaving masked keys out.
+        """
+        sums = self.block_sums
+        self._clear(sums)
+        self._accumulate(begin, count, sums)
+        with T.If(self._holds_non_finite_sums(sums)):
+            with T.Then():
+                self._accumulate_selected(begin, count)
+            with T.Else(), T.serial(T.int64(self.rows)) as row:
+                self.each_vector(lambda at, n: self._add(row, at, n, load(sums, [row, at], n)))
+
+    def _holds_non_finite_sums(self, sums: Expr) -> Expr:
+        """0 * sum, added up, is NaN where a sum is NaN or infinite, otherwise 0."""
+        total, start = T.alloc_buffer((self.lanes,), "float32"), [T.int64(0)]
+        store(total, start, constant(0.0, self.lanes), self.lanes)
+
+        def add(row: Expr, column: Expr, lanes: int) -> None:
+            value = zero_if_finite(load(sums, [row, column], lanes), lanes)
+            store(total, start, load(total, start, lanes) + value, lanes)
+
+        with T.serial(T.int64(self.rows)) as row:
+            self.each_vector(lambda column, lanes: add(row, column, lanes))
+        whole = T.float32(0)
+        for lane in range(self.lanes):
+            whole = whole + total[T.int64(lane)]
+        return T.isnan(whole)  # not whole != whole, which the simplifier takes to be false
+
+    def _accumulate_selected(self, begin: Expr, count: Expr) -> None:
+        """A masked key is left out, not multiplied by zero: rare, so plain rather than fast."""
+        value = self.value
+
+        def add(row: Expr, key: Expr, weight: Expr, column: Expr, lanes: int) -> None:
+            term = splat(weight, lanes) * load_wide(value.buffer, value.at(key, column), lanes)
+            store(self.accumulator, [row, column], load(self.accumulator, [row, column], lanes) + term, lanes)
+
+        with T.serial(T.int64(self.rows)) as row:
+            self.each_vector(lambda at, n: self._add(row, at, n, constant(0.0, n)))
+            with T.serial(count) as j:
+                weight = bind(self.weights[self.layout.place(j, 0) + row])
+                with T.If(T.reinterpret("int32", weight) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
+                    self.each_vector(lambda at, n: add(row, begin + j, weight, at, n))
+
+
+def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
+    whole = width // lanes
+    if whole:
+        with T.serial(T.int64(whole)) as index:
+            body(settle(index * lanes), lanes)
+    for offset, narrow in vectors.chunks(width, lanes)[whole:]:
+        body(T.int64(offset), narrow)

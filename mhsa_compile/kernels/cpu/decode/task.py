@@ -1,0 +1,230 @@
+"""The arithmetic of one decode task: the few queries that share a key/value head, against a stretch of its keys.
+
+    for each block of keys:   s = q K^T;  m' = max(m, s);  p = 2^(s - m');  l = l 2^(m - m') + sum p
+                              o = o 2^(m - m') + p V
+    out: o / l, or o, m and l for others to combine
+
+Every key and value is read from memory once for all queries, in long runs that the processor's own prefetching
+follows: blocks are as large as the L2 cache allows. A block that all queries see wholly takes a path without masks.
+Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); splitting the keys, Dao et al., Flash-Decoding,
+2023 (pytorch.org/blog/flash-decoding).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.common.score_scale import score_factor
+from mhsa_compile.kernels.cpu.attention.inputs import mask_bias
+from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
+from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
+from mhsa_compile.kernels.cpu.decode.score_mods import RowTerms
+from mhsa_compile.kernels.cpu.decode.work import Heads, Span
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    RegisterTile,
+    bind,
+    constant,
+    load,
+    settle,
+    splat,
+    store,
+)
+from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+LONGEST_SUM_OF_WEIGHTS = 16
+"""Vectors of weights that one float32 sum takes one after another. Of a row of equal weights each addition is rounded
+the same way: of 197 the error of such rows was four times PyTorch's."""
+
+
+class DecodeTask:
+    """One task. Scratch is allocated where the task is constructed: inside the loop over tasks, so per thread."""
+
+    def __init__(
+        self, op: AttentionOp, config: Config, lanes: int, registers: int, kv_length: Expr, span: Span, heads: Heads
+    ) -> None:
+        assert isinstance(op.q_length, int)
+        self.op, self.config, self.lanes, self.registers = op, config, lanes, registers
+        self.kv_length, self.span, self.heads = kv_length, span, heads
+        self.ratio = op.num_heads // op.num_kv_heads
+        self.rows = op.q_length * self.ratio
+        self.layout = layout = ScoreLayout(self.rows, lanes, registers)
+        self.keys = -(-config["keys"] // layout.group) * layout.group
+
+        self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
+        self.terms = RowTerms(op, layout, kv_length, heads)
+        self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the weights
+        self.bias = None if op.mask is None else T.alloc_buffer((self.keys * layout.padded_rows,), "float32")
+        self.row_max = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
+        self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
+        self.rescale = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
+        self.values = ValueSums(op, config, layout, heads.value, self.scores, self.rescale)
+        self.masks = op.mask is not None or op.band is not None or op.lengths or not self._divides_into_groups
+        self.bounds: tuple[Expr, Expr] | None = None
+
+    @property
+    def _divides_into_groups(self) -> bool:
+        return isinstance(self.op.kv_length, int) and self.op.kv_length % self.layout.group == 0
+
+    def attend(self, first: Expr, end: Expr, begins: Expr) -> None:
+        """Keys `first` to before `end`: fills accumulator, row_max and row_sum. The part of a head's keys that `begins`
+        takes the sinks."""
+        self._pack_queries()
+        self.terms.prepare()
+        self._clear()
+        self.terms.begin(self.row_max, self.row_sum, begins)
+        if len(self.span.low) > 1:
+            self._write_bounds()
+        low, high = self.span.seen_by_all
+        with T.serial(settle(ceil_div(T.max(T.int64(0), end - first), self.keys))) as block:
+            begin = settle(first + block * self.keys)
+            count = settle(T.min(T.int64(self.keys), end - begin))
+            if not self.masks:
+                self._visit(begin, count, masked=False)
+            elif self.op.mask is not None:
+                self._visit(begin, count, masked=True)
+            else:
+                whole = T.And(begin >= low, begin + count <= high)
+                grouped = T.truncmod(count, T.int64(self.layout.group)) == 0
+                with T.If(T.And(whole, grouped)):
+                    with T.Then():
+                        self._visit(begin, count, masked=False)
+                    with T.Else():
+                        self._visit(begin, count, masked=True)
+        for vector in range(self.layout.row_vectors):
+            at = [T.int64(vector * self.lanes)]
+            store(self.row_sum, at, self.layout.over_keys(load(self.row_sum, at, self.lanes), operator.add), self.lanes)
+
+    def _pack_queries(self) -> None:
+        with T.serial(T.int64(self.rows)) as row:
+            query, head = self.query_and_head(row)
+            self.queries.pack(row, self.heads.query(head), query)
+
+    def query_and_head(self, row: Expr) -> tuple[Expr, Expr]:
+        """(the query, the query head within the group) of a row."""
+        return settle(T.truncdiv(row, T.int64(self.ratio))), settle(T.truncmod(row, T.int64(self.ratio)))
+
+    def _clear(self) -> None:
+        for vector in range(self.layout.row_vectors):
+            at = [T.int64(vector * self.lanes)]
+            store(self.row_max, at, constant(-math.inf, self.lanes), self.lanes)
+            store(self.row_sum, at, constant(0.0, self.lanes), self.lanes)
+        self.values.clear()
+
+    def _write_bounds(self) -> None:
+        """The interval of each lane's row, as int32."""
+        size = self.layout.padded_rows * self.layout.keys_per_vector
+        self.bounds = (T.alloc_buffer((size,), "int32"), T.alloc_buffer((size,), "int32"))
+        for lane in range(size):
+            query = min(lane % self.layout.padded_rows // self.ratio, len(self.span.low) - 1)
+            for buffer, ends in zip(self.bounds, (self.span.low, self.span.high), strict=True):
+                T.buffer_store(buffer, T.cast(ends[query], "int32"), [T.int64(lane)])
+
+    def _visit(self, begin: Expr, count: Expr, masked: bool) -> None:
+        """One block; `count` is a whole number of groups unless `masked`."""
+        if masked and self.bias is not None:
+            self._read_mask(begin, count)
+        self._score(begin, count, masked)
+        self._weigh(begin, count, masked)
+        self.values.add(begin, count, masked)
+
+    def _read_mask(self, begin: Expr, count: Expr) -> None:
+        """bias = the mask of the block as a number to add, in units of log2; -inf where masked."""
+        mask, layout = self.heads.mask, self.layout
+        assert mask is not None and self.op.mask is not None and self.bias is not None
+        dims = self.op.mask.dims
+        if dims[1:3] == (1, 1):  # the same for every row: a key's is stored for all of them at once
+            with T.serial(count) as j:
+                bias = bind(mask_bias(self.op.mask, mask(T.int64(0), T.int64(0), begin + j)))
+                for offset, lanes in vectors.chunks(layout.padded_rows, self.lanes):
+                    store(self.bias, [layout.place(j, 0) + offset], splat(bias, lanes), lanes)
+            return
+        with T.serial(T.int64(self.rows)) as row:
+            query, head = self.query_and_head(row)
+            head = settle(self.heads.first_head + head)
+            with T.serial(count) as j:
+                store(self.bias, [layout.place(j, 0) + row], mask_bias(self.op.mask, mask(head, query, begin + j)), 1)
+
+    def _score(self, begin: Expr, count: Expr, masked: bool) -> None:
+        """scores = q K^T, and rescale (for now) their maximum over the block in each lane. (Of ALiBi's bias only the
+        maximum knows.)"""
+        layout, lanes = self.layout, self.lanes
+        largest, distances = RegisterTile(layout.row_vectors, [(0, lanes)]), self.terms.largest_distances()
+        largest.fill(-math.inf)
+        with T.serial(ceil_div(count, layout.group)) as group:
+            base = settle(group * layout.group)
+            rows = [begin + base + i for i in range(layout.group)]
+            if masked:  # beyond the last key the last one is read again; what it gives is masked
+                rows = [settle(T.min(row, self.kv_length - 1)) for row in rows]
+            for vector in range(layout.row_vectors):
+                for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
+                    key = base + i * layout.keys_per_vector
+                    score = self.terms.capped(score)
+                    if masked:
+                        score = bind(self._mask_score(score, begin, key, vector))
+                    store(self.scores, [layout.place(key, vector)], score, lanes)
+                    self.terms.keep_larger(largest, distances, score, begin + key, vector)
+        for vector in range(layout.row_vectors):
+            store(self.rescale, [T.int64(vector * lanes)], largest.get(vector, 0), lanes)
+        self.terms.keep_distances(distances)
+
+    def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
+        """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
+        lanes, hidden = self.lanes, constant(-math.inf, self.lanes)
+        if self.bias is not None:
+            bias = bind(load(self.bias, [self.layout.place(key, vector)], lanes))
+            score = T.Select(bias == hidden, hidden, score + bias)
+        keys = splat(T.cast(begin + key, "int32"), lanes) + self.layout.key_of_lane()
+        if self.bounds is None:
+            return T.Select(keys < splat(T.cast(self.span.stop, "int32"), lanes), score, hidden)
+        low, high = (load(buffer, [T.int64(vector * lanes)], lanes) for buffer in self.bounds)
+        return T.Select(T.And(keys >= low, keys < high), score, hidden)
+
+    def _weigh(self, begin: Expr, count: Expr, masked: bool) -> None:
+        """scores become p = 2^(s - m); row_max, row_sum and rescale = 2^(old m - m) follow the new maximum."""
+        layout, lanes = self.layout, self.lanes
+        for vector in range(layout.row_vectors):
+            at = [T.int64(vector * lanes)]
+            old = bind(load(self.row_max, at, lanes))
+            in_lanes = load(self.rescale, at, lanes)
+            top = layout.over_keys(in_lanes, T.max)
+            lost = self.terms.move(old, in_lanes, top, vector)
+            largest = bind(T.max(old, top) if lost is None else T.Select(top > old, top - lost, old))
+            store(self.row_max, at, largest, lanes)
+            if masked:
+                largest = bind(finite(largest, lanes))
+            factor = bind(vector_math.exp2(old - largest if lost is None else old - largest - lost, lanes))
+            store(self.rescale, at, factor, lanes)
+            store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
+            groups = settle(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))
+            with T.serial(ceil_div(groups, LONGEST_SUM_OF_WEIGHTS)) as part:
+                start = settle(part * LONGEST_SUM_OF_WEIGHTS)
+                total = RegisterTile(1, [(0, lanes)])
+                total.fill(0.0)
+                with T.serial(start, settle(T.min(groups, start + LONGEST_SUM_OF_WEIGHTS))) as index:
+                    total.set(0, 0, total.get(0, 0) + self._weight(begin, index, vector, largest, masked))
+                store(self.row_sum, at, load(self.row_sum, at, lanes) + total.get(0, 0), lanes)
+
+    def _weight(self, begin: Expr, index: Expr, vector: int, largest: Expr, masked: bool) -> Expr:
+        """Vector `index` of the block's scores becomes weights."""
+        layout, lanes = self.layout, self.lanes
+        key = index * layout.keys_per_vector
+        place = [layout.place(key, vector)]
+        score = bind(load(self.scores, place, lanes))
+        weight = vector_math.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
+        if masked:
+            weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
+        weight = bind(weight)
+        store(self.scores, place, weight, lanes)
+        return weight
+
+
+def finite(largest: Expr, lanes: int) -> Expr:
+    """The maximum of a row, 0 where it has seen nothing: -inf - -inf is not a number."""
+    return T.Select(largest == constant(-math.inf, lanes), constant(0.0, lanes), largest)

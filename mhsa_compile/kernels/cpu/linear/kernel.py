@@ -1,0 +1,139 @@
+"""y = x W^T + b on a vector CPU, for one or more W that share x: the projections of an attention layer.
+
+The weights are packed once, at load, into panels of `columns` vectors of output features, side by side for all
+projections (`linear_packing`). A task is one panel against one block of rows of x. Its inner loop keeps a tile of
+rows x columns in registers over a part of K; a group of tiles passes over that part while it lies in the first-level
+cache, and their sums wait in a scratch for the next part.
+Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import prod
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.common.op_args import packed_arguments
+from mhsa_compile.kernels.cpu.linear.activations import prepared
+from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
+from mhsa_compile.kernels.cpu.linear.pack_weights import pack
+from mhsa_compile.kernels.cpu.linear.packed_layout import Format, format_of
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    register_tile,
+    settle,
+    tile_registers,
+)
+from mhsa_compile.kernels.interface.kernel import (
+    Config,
+    Emitted,
+    unfit_tile,
+    unknown_knobs,
+)
+from mhsa_compile.kernels.interface.ops import LinearOp
+from mhsa_compile.target.profile import CpuProfile
+
+MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
+
+
+class LinearKernel:
+    """Packed-weight matrix product with a fused bias, for any vector CPU and every dtype."""
+
+    name = "cpu.linear"
+    op_type = LinearOp
+
+    def applies(self, op: LinearOp, profile: CpuProfile) -> str | None:
+        if op.int8_weights and op.in_features > MOST_INT8_TERMS:
+            return f"sums of int8 products up to {MOST_INT8_TERMS} terms, not {op.in_features}"
+        return None
+
+    def space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        fixed = [dim for dim in op.rows if isinstance(dim, int)]
+        count = prod(fixed) if len(fixed) == len(op.rows) else 4096
+        format = format_of(op, profile, 1)
+        float32_sums, joined = format.terms == 1, format.joined
+        return {
+            "rows": tuple(n for n in (1, 2, 4, 6, 8, 12) if n <= max(count, joined) and n % joined == 0),
+            "columns": (1, 2, 3, 4, 6),
+            "block": tuple(n for n in (8, 16, 32, 64, 128, 256, 512) if n < 2 * count) or (8,),
+            "depth": (16, 32, 64) if float32_sums else (32, 64, 96, 128),
+            "group": (1, 2, 4, 8),
+        }
+
+    def unfit(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
+            return reason
+        joined, rows = format_of(op, profile, 1).joined, config["rows"]
+        if rows % joined:
+            return f"a tile of {rows} rows, where an instruction takes {joined} at once"
+        # So many rows of sums lie in one register, which then holds so many features fewer.
+        return unfit_tile(rows // joined, config["columns"] * joined, profile.hardware.vector_registers)
+
+    def default(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
+        """The register tile with the least padding of the output features, then the fewest loads a product; rows that
+        divide the usual lengths; a block of rows of x that the caches hold."""
+        format = format_of(op, profile, 1)
+        lanes, joined = format.lanes, format.joined
+        registers = profile.hardware.vector_registers
+        # Of sixteen registers all are used: eight sums are too few to hide the latency of two units. The same goes for
+        # matrix products, of five cycles on four units.
+        room = max(tile_registers(registers), min(registers, 16)) if joined == 1 else registers
+
+        def padded(columns: int) -> int:
+            return -(-op.out_features // (columns * lanes)) * columns * lanes
+
+        fitting = [c for c in (2, 3, 4) if 2 * c * joined < room] or [1]
+        least = min(map(padded, fitting))
+        lines, vectors_wide = register_tile(room, (1, 2, 4, 6, 8), [c * joined for c in fitting if padded(c) == least])
+        rows, columns = lines * joined, vectors_wide // joined
+        format = format_of(op, profile, columns)
+        # Where a third level feeds the rows (they ask for 2 bytes a cycle) they need not stay in L2, and the panels are
+        # loaded less often. A core with a megabyte of L2 is taken to have that level.
+        levels = 8 if profile.hardware.l2_kib > 512 else 1
+        block = max(1, levels * profile.hardware.l2_kib * 1024 // (format.step_bytes * format.steps * rows))
+        cache = profile.hardware.l1d_kib * 1024
+        if format.terms == 1:
+            # Float32 sums: at most 64 terms in a row, and never all of few. PyTorch's library sums a single row of x in
+            # many lanes, and a chain of 64 terms has more than twice its error one time in twenty.
+            depth = max(16, min(64, -(-format.steps // 4)))
+        else:  # only speed counts: half of the L1 cache
+            depth = max(32, min(128, cache // 2 // (format.step_bytes * format.panel) // 32 * 32))
+        # A part of a panel, and for each tile its sums and its part of x, in three quarters of the L1 cache.
+        rest = cache * 3 // 4 - format.step_bytes * depth * format.panel
+        group = rest // (rows * (4 * format.panel + format.step_bytes * depth))
+        block, group = min(512, block), max(1, min(8, group))
+        return {"rows": rows, "columns": columns, "block": block, "depth": depth, "group": group}
+
+    def emit(self, op: LinearOp, profile: CpuProfile, config: Config) -> Emitted:
+        format = format_of(op, profile, config["columns"])
+        return Emitted(_linear(format, profile.hardware.cores, config), pack(format), format.packed)
+
+
+def _linear(format: Format, cores: int, config: Config) -> Expr:
+    op = format.op
+    dim = Dims()
+    leading = [dim(d) for d in op.rows]
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("linear")
+            T.func_attr({"tirx.noalias": True})
+            x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
+            packed = packed_arguments(format.packed)
+            y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
+            size = prod(leading[1:], start=leading[0])
+            count = settle(size)
+            with format.dot.imported() if format.dot else nullcontext():
+                rows = prepared(format, _flat(x, count, op.in_features), count, size)
+                columns = vectors.chunks(format.panel, format.lanes)
+                lines = settle(ceil_div(count, format.joined)) if format.joined > 1 else count
+                tasks(Product(format, rows, packed, _flat(y, count, op.pitch), columns, count, lines), cores, config)
+    return builder.get()
+
+
+def _flat(tensor: Expr, count: Expr, width: int) -> Expr:
+    """A (..., width) tensor seen as (count, width)."""
+    return T.decl_buffer((count, T.int64(width)), tensor.dtype, data=tensor.data)

@@ -1,0 +1,150 @@
+"""The weights of a linear as its inner loop reads them: packed once, when they are bound.
+
+Projections of one input lie side by side: output feature f of the operation is one column of one panel. Columns beyond
+the last feature are zeros, and so are the terms of the last step beyond K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
+from mhsa_compile.kernels.cpu.linear.activations import (
+    LARGEST,
+    magnitude,
+    nearest,
+    quantising_factor,
+)
+from mhsa_compile.kernels.cpu.linear.packed_layout import Format
+from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    load,
+    settle,
+    store,
+)
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """One output feature: row `index` of a weight, or its column where that is transposed. No weight: all zeros."""
+
+    weight: Expr | None
+    index: Expr
+    transposed: bool
+    bias: Expr | None
+
+    def at(self, k: Expr) -> list[Expr]:
+        return [k, self.index] if self.transposed else [self.index, k]
+
+    def wide(self, k: Expr) -> Expr:
+        return T.float32(0) if self.weight is None else load_wide(self.weight, self.at(k), 1)
+
+    def narrow(self, k: Expr, dtype: str) -> Expr:
+        return T.cast(T.float32(0), dtype) if self.weight is None else load(self.weight, self.at(k), 1)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One column of one panel in the packed arrays."""
+
+    format: Format
+    packed: list[Expr]
+    panel: Expr
+    column: Expr
+
+    def store(self, array: int, value: Expr) -> None:
+        store(self.packed[array], [self.panel, self.column], value, 1)
+
+    def store_step(self, step: Expr, value: Expr) -> None:
+        store(self.packed[0], [self.panel, step, self.column], value, 1)
+
+
+def pack(format: Format) -> Expr:
+    """(weights..., biases...) -> `format.packed`."""
+    op = format.op
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("pack_linear")
+            T.func_attr({"tirx.noalias": True})
+            weights, biases = weight_arguments(op)
+            packed = packed_arguments(format.packed)
+            with T.parallel(T.int64(format.panels)) as p, T.serial(T.int64(format.panel)) as column:
+                _pack_column(_Place(format, packed, p, column), weights, biases)
+    return builder.get()
+
+
+def _pack_column(place: _Place, weights: list[Expr], biases: list[Expr | None]) -> None:
+    """Writes whichever feature of the projections side by side belongs there, or zeros."""
+    op = place.format.op
+    feature = settle(place.panel * place.format.panel + place.column)
+    begin = 0
+    for width, weight, bias, transposed in zip(op.widths, weights, biases, op.transposed, strict=True):
+        with T.If(T.And(feature >= begin, feature < begin + width)), T.Then():
+            _write(place, _Feature(weight, settle(feature - begin), transposed, bias))
+        begin += width
+    with T.If(feature >= begin), T.Then():
+        _write(place, _Feature(None, feature, False, None))
+
+
+def _write(place: _Place, feature: _Feature) -> None:
+    format = place.format
+    place.store(1, T.float32(0) if feature.bias is None else load_wide(feature.bias, [feature.index], 1))
+    if format.op.int8_weights:
+        _write_int8(place, feature)
+    elif format.dot:
+        _write_steps(place, lambda k: _bits(feature, k))
+    else:
+        with T.serial(T.int64(format.steps)) as k:
+            place.store_step(k, feature.narrow(k, format.weight))
+
+
+def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
+    """Each step as one word: `bits(k)` of its terms, the first lowest, zeros beyond K."""
+    format = place.format
+    size = 8 * format.step_bytes // format.terms
+    with T.serial(T.int64(format.steps)) as step:
+        word = T.cast(T.int32(0), format.weight)
+        for j in range(format.terms):
+            k = settle(step * format.terms + j)
+            term = T.if_then_else(k < format.op.in_features, bits(k), T.int32(0))
+            word = word | (T.cast(term, format.weight) << T.cast(T.int32(size * j), format.weight))
+        place.store_step(step, word)
+
+
+def _bits(feature: _Feature, k: Expr) -> Expr:
+    if feature.weight is None:
+        return T.int32(0)
+    return T.cast(T.reinterpret("uint16", load(feature.weight, feature.at(k), 1)), "int32")
+
+
+def _write_int8(place: _Place, feature: _Feature) -> None:
+    """Rounded to nearest even at max |w| / 127 a step, which `scale` undoes."""
+    format = place.format
+    cell = T.alloc_buffer((1,), "int32")
+    store(cell, [0], T.int32(0), 1)
+    with T.serial(T.int64(format.op.in_features)) as k:
+        store(cell, [0], T.max(cell[0], magnitude(feature.wide(k), 1)), 1)
+    largest = settle(T.reinterpret("float32", cell[0]), "float32")
+    factor = quantising_factor(largest)
+    place.store(2, largest / T.float32(LARGEST))
+
+    def whole(k: Expr) -> Expr:
+        return nearest(feature.wide(k), factor, 1)
+
+    if format.dot is None:
+        with T.serial(T.int64(format.steps)) as k:
+            place.store_step(k, T.cast(whole(k), "int8"))
+        return
+    _write_steps(place, lambda k: whole(k) & T.int32(255))
+    if not format.offset:
+        return
+    total = T.alloc_buffer((1,), "int32")
+    store(total, [0], T.int32(0), 1)
+    with T.serial(T.int64(format.op.in_features)) as k:
+        store(total, [0], total[0] + whole(k), 1)
+    place.store(3, total[0] * T.int32(128))

@@ -1,0 +1,263 @@
+"""The words CPU kernels are written in: vectors, register tiles, transposition.
+
+Everything here runs while a kernel is being emitted, inside a TVMScript builder, and is a pure function of its
+arguments. The vector width and the number of registers are arguments too, so one template serves every vector machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
+
+Expr = Any  # a TIR expression; TVM has no type stubs
+Chunk = tuple[int, int]  # (offset, lanes) of one vector in a row
+
+
+def chunks(width: int, lanes: int) -> list[Chunk]:
+    """Cuts a row of `width` elements into full vectors, then into ever smaller powers of two: 40 -> 16, 16, 8."""
+    cut: list[Chunk] = []
+    offset = 0
+    size = lanes
+    while offset < width:
+        if size <= width - offset:
+            cut.append((offset, size))
+            offset += size
+        else:
+            size //= 2
+    return cut
+
+
+def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
+    """body(first, lanes) for a row of `width`: a loop over its full vectors, then the ever smaller rest."""
+    whole = width // lanes
+    if whole:
+        with T.serial(T.int64(whole)) as i:
+            body(settle(i * lanes), lanes)
+    for offset, size in chunks(width - whole * lanes, lanes):
+        body(T.int64(whole * lanes + offset), size)
+
+
+def each_run(first: Expr, end: Expr, size: int, body: Callable[[Expr, int], None]) -> None:
+    """body(begin, size) for the numbers first .. end in runs of `size`, then body(number, 1) for each of the rest."""
+    rest = first
+    if size > 1:
+        runs = settle(T.truncdiv(end - first, T.int64(size)))
+        with T.serial(runs) as i:
+            body(settle(first + i * size), size)
+        rest = settle(first + runs * size)
+    with T.serial(rest, end) as i:
+        body(i, 1)
+
+
+WORTH_SHARING = 1 << 14  # elements that one thread copies or turns in a few microseconds, as long as it takes to share
+
+
+def each_task(count: Expr, size: Expr | int, body: Callable[[Expr], None]) -> None:
+    """body(task) for `count` tasks of `size` elements each: in parallel, unless there is little to do."""
+    with T.If(count * size > WORTH_SHARING):
+        with T.Then(), T.parallel(count) as task:
+            body(task)
+        with T.Else(), T.serial(count) as task:
+            body(task)
+
+
+def register_tile(registers: int, rows: Iterable[int], columns: Iterable[int]) -> tuple[int, int]:
+    """(rows, columns) of the accumulators with the fewest loads a product.
+
+    Rows scalars and columns vectors are loaded for rows * columns products; the accumulators, one row of vectors and
+    one scalar must fit the registers.
+    """
+    fitting = [(r, c) for r, c in itertools.product(rows, columns) if r * c + c + 1 <= registers]
+    return max(fitting, key=lambda tile: tile[0] * tile[1] / (tile[0] + tile[1]))
+
+
+def tile_registers(registers: int) -> int:
+    """The registers a tile may use inside a larger kernel: with all of them LLVM spills in the inner loop."""
+    return registers * 3 // 4
+
+
+def splat(value: Expr, lanes: int) -> Expr:
+    """A vector of `lanes` copies; a plain scalar where one lane is asked for."""
+    return value if lanes == 1 else T.Broadcast(value, lanes)
+
+
+def constant(value: float, lanes: int) -> Expr:
+    return splat(T.float32(value), lanes)
+
+
+def zero_if_finite(value: Expr, lanes: int) -> Expr:
+    """0 * value: 0, NaN where it is NaN or infinite. Of one lane by its bits: the simplifier takes 0 * x to be 0."""
+    if lanes > 1:
+        return value * constant(0.0, lanes)
+    infinite = T.int32(0x7F800000)
+    is_finite = (T.reinterpret("int32", value) & infinite) != infinite
+    return T.Select(is_finite, T.float32(0), T.reinterpret("float32", T.int32(0x7FC00000)))
+
+
+def load(buffer: Expr, index: Sequence[Expr], lanes: int) -> Expr:
+    """`lanes` neighbours in the last axis, from `index` on."""
+    return buffer[tuple(index)] if lanes == 1 else buffer[(*index[:-1], T.Ramp(index[-1], 1, lanes))]
+
+
+def store(buffer: Expr, index: Sequence[Expr], value: Expr, lanes: int) -> None:
+    T.buffer_store(buffer, value, list(index) if lanes == 1 else [*index[:-1], T.Ramp(index[-1], 1, lanes)])
+
+
+def prefetch(buffer: Expr, index: Sequence[Expr], *, soon: bool = True, write: bool = False) -> None:
+    """Asks for the cache line of an element, into the first level or, if not `soon`, the second, and for the right to
+    `write` there; an address outside of the buffer does no harm."""
+    address = T.address_of(buffer[tuple(index)])
+    words = (int(write), 3 if soon else 2, 1)  # llvm.prefetch's: read or write, locality, data
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, *map(T.int32, words)))
+
+
+REGISTER_BYTES = 1024
+"""Up to this size TVM puts a buffer on the stack, where LLVM may turn it into registers."""
+
+
+def scratch(shape: Sequence[int], dtype: str = "float32") -> Expr:
+    """A buffer that stays in memory: what lives through an inner loop in registers takes them from it."""
+    rest = math.prod(shape[1:]) * DTYPE_BYTES[dtype]
+    return T.alloc_buffer((max(shape[0], REGISTER_BYTES // rest + 1), *shape[1:]), dtype)
+
+
+def side_by_side(shapes: Sequence[tuple[int, int]]) -> list[Expr]:
+    """Several arrays in one scratch, so that one pointer leads to all of them: in a large kernel each takes a register,
+    or is fetched from the stack in an inner loop."""
+    ends = list(itertools.accumulate(rows * columns for rows, columns in shapes))
+    data = scratch((1, ends[-1])).data
+    return [
+        T.decl_buffer(shape, "float32", data=data, elem_offset=T.int64(first))
+        for shape, first in zip(shapes, (0, *ends), strict=False)
+    ]
+
+
+class RegisterTile:
+    """`rows` x `columns` of vectors that stay in registers.
+
+    LLVM promotes a buffer to registers only if it lies on the stack and every index into it is constant. TVM puts a
+    buffer there up to REGISTER_BYTES, and only if its scope is "global": a "local" one comes from the heap at every
+    iteration. So each row is a buffer of its own, and rows and columns are Python integers.
+    """
+
+    def __init__(self, rows: int, columns: Sequence[Chunk], dtype: str = "float32") -> None:
+        self.columns = tuple(columns)
+        width = sum(lanes for _, lanes in self.columns)
+        self._starts = [sum(lanes for _, lanes in self.columns[:c]) for c in range(len(self.columns))]
+        self._rows = [T.alloc_buffer((width,), dtype) for _ in range(rows)]
+
+    @property
+    def rows(self) -> int:
+        return len(self._rows)
+
+    def get(self, row: int, column: int) -> Expr:
+        return load(self._rows[row], [self._starts[column]], self.columns[column][1])
+
+    def set(self, row: int, column: int, value: Expr) -> None:
+        store(self._rows[row], [self._starts[column]], value, self.columns[column][1])
+
+    def fill(self, value: float) -> None:
+        self.each(lambda row, column: constant(value, self.columns[column][1]))
+
+    def each(self, value: Callable[[int, int], Expr]) -> None:
+        """Sets every vector to `value(row, column)`."""
+        for row in range(self.rows):
+            for column in range(len(self.columns)):
+                self.set(row, column, value(row, column))
+
+    def outer_product(
+        self,
+        scalars: Callable[[int], Expr],
+        vectors: Callable[[int], Expr],
+        multiply_add: Callable[[Expr, Expr, Expr], Expr] | None = None,
+    ) -> None:
+        """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here. Where an instruction does
+        more than that it is `multiply_add(tile[r, c], scalars(r), vectors(c))`."""
+        operands = [bind(vectors(column)) for column in range(len(self.columns))]
+        for row in range(self.rows):
+            scalar = bind(scalars(row))
+            for column, (_, lanes) in enumerate(self.columns):
+                total, operand = self.get(row, column), operands[column]
+                if multiply_add is None:
+                    self.set(row, column, total + splat(scalar, lanes) * operand)
+                else:
+                    self.set(row, column, multiply_add(total, scalar, operand))
+
+
+def bind(value: Expr) -> Expr:
+    """Gives an expression a name, so that it is computed once."""
+    return T.Bind(value)
+
+
+def settle(value: Expr, dtype: str = "int64", lanes: int = 1) -> Expr:
+    """Computes a number or a vector here and now.
+
+    TVM's simplifier copies a bound expression into every use and reasons about each copy, which took a minute on a
+    causal kernel. It does not look through memory; LLVM does, and leaves none.
+    """
+    cell = T.alloc_buffer((lanes,), dtype)
+    store(cell, [T.int64(0)], value, lanes)
+    return bind(load(cell, [T.int64(0)], lanes))
+
+
+def any_lane(condition: Expr, lanes: int) -> Expr:
+    """Whether a vector of conditions holds in any lane."""
+    return condition if lanes == 1 else T.call_llvm_pure_intrin("bool", "llvm.vector.reduce.or", condition)
+
+
+def transpose(rows: Sequence[Expr]) -> list[Expr]:
+    """Transposes a square of vectors in log2(n) rounds of interleaving halves (a perfect shuffle each round)."""
+    lanes = len(rows)
+    half = lanes // 2
+    low = [T.int32(i // 2 + lanes * (i % 2)) for i in range(lanes)]
+    high = [T.int32(half + i // 2 + lanes * (i % 2)) for i in range(lanes)]
+    for _ in range(lanes.bit_length() - 1):
+        pairs = [(rows[i], rows[i + half]) for i in range(half)]
+        rows = [bind(T.Shuffle([a, b], side)) for a, b in pairs for side in (low, high)]
+    return list(rows)
+
+
+def pack_transposed(
+    packed: Expr,
+    count: int,
+    width: int,
+    lanes: int,
+    rows: Callable[[Expr, int], list[Expr]],
+    read: Callable[[Expr, Expr, int], Expr],
+) -> None:
+    """packed[e, i] = element e, of `width`, of row i, of `count`: a square of lanes x lanes at a time. rows(first, n)
+    are the numbers of so many rows, read(row, e, n) are n elements of one."""
+
+    def pack(first: Expr, size: int) -> None:
+        numbers, squares = rows(first, size), width // size
+        with T.serial(T.int64(squares)) as square:
+            read_rows = [bind(read(row, square * size, size)) for row in numbers]
+            for e, column in enumerate(transpose(read_rows)):
+                store(packed, [square * size + e, first], column, size)
+        with T.serial(T.int64(squares * size), T.int64(width)) as e:
+            for i, row in enumerate(numbers):
+                store(packed, [e, first + i], read(row, e, 1), 1)
+
+    each_vector(count, lanes, pack)
+
+
+def elements(vector: Expr, count: int) -> list[Expr]:
+    """Its `count` elements as scalars, each of which a machine may multiply by in place."""
+    if count == 1:
+        return [vector]
+    vector = bind(vector)
+    return [bind(T.Shuffle([vector], [T.int32(i)])) for i in range(count)]
+
+
+def part(vector: Expr, first: int, size: int, lanes: int) -> Expr:
+    """Lanes first .. first + size of a vector."""
+    if size == lanes:
+        return vector
+    picked = [T.int32(first + i) for i in range(size)]
+    return T.Shuffle([vector], picked)

@@ -1,0 +1,93 @@
+"""A call that looks into an attention: its arguments, which are the attention's own, and the scratch of one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
+from mhsa_compile.kernels.common.head_layout import head_view
+from mhsa_compile.kernels.cpu.attention.inputs import Extras, mask_reader
+from mhsa_compile.kernels.cpu.attention.masking import MaskReader, Visibility
+from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Operands, Products
+from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
+from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
+from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CpuProfile
+
+
+def default_config(profile: CpuProfile) -> dict[str, int]:
+    """Two columns of queries: a last tile wastes little. Scores leave some registers to their exponentials."""
+    key_tile = 8 if profile.hardware.vector_registers >= 32 else 4
+    return {"queries": 2 * profile.vector_lanes("float32"), "key_tile": key_tile, "keys": 256}
+
+
+@dataclass(frozen=True)
+class Call(AttentionArguments[Extras]):
+    """The arguments of a call, and what its tasks are computed with."""
+
+    profile: CpuProfile
+    config: Config
+    dot: Dot | None
+
+    def task(self, b: Expr, h: Expr, first_query: Expr, mask: MaskReader | None) -> tuple[Products, Visibility]:
+        """Allocates the scratch of one tile of query rows."""
+        op, config, lanes = self.op, self.config, self.profile.vector_lanes("float32")
+        g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+        query = head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, h)
+        operands = Operands(
+            op,
+            query=query,
+            key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
+            value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+            first_query=first_query,
+            q_length=self.q_length,
+            kv_length=self.extras.keys(b, self.kv_length),
+            next_query=(query, first_query),
+            sink=self.extras.sink(h),
+            slope=self.extras.slope(h),
+        )
+        queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
+        products: Products
+        if self.dot is None:
+            products = Float32Products(
+                operands, queries, keys, key_tile, lanes, run=self.profile.elements_at_once("float32")
+            )
+        else:
+            products = PairedProducts(operands, queries, keys, key_tile, self.dot)
+        visibility = Visibility(
+            op,
+            queries=queries,
+            keys=keys,
+            first_query=first_query,
+            q_length=self.q_length,
+            kv_length=operands.kv_length,
+            mask=mask,
+        )
+        return products, visibility
+
+    def reader(self, b: Expr, h: Expr) -> MaskReader | None:
+        return None if self.mask is None else partial(mask_reader(self.mask, b), h)
+
+
+def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> Call:
+    """The arguments that an attention and what looks into it have in common."""
+    dot, lanes = available(profile, op.dtype), profile.vector_lanes("float32")
+    fits = config["queries"] % lanes == 0 and pairs_fit(op, dot, lanes, config["key_tile"])
+    given = attention_arguments(op, Extras)
+    return Call(**vars(given), profile=profile, config=config, dot=dot if fits else None)
+
+
+def function(name: str, body: Callable[[], None]) -> Expr:
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name(name)
+            T.func_attr({"tirx.noalias": True})
+            body()
+    return builder.get()

@@ -1,0 +1,245 @@
+"""What is gathered of each row of a softmax while its scores go by: sums for lse and entropy, and the largest.
+
+Scores s are in units of log2. With a reference m near their maximum, as in `attention_weights`,
+
+    Z = sum 2^(s - m),  U = sum 2^(s - m) (s - m)
+    where m becomes m':  U = (U + (m - m') Z) 2^(m - m'),  Z = Z 2^(m - m')
+    lse = m ln 2 + ln Z,  entropy = ln Z - ln 2 U / Z
+
+U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small. With m moves
+the key from which the distances of ALiBi are counted, as `attention_scores` says: s and m become less by what it moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cpu.attention.score_mods import Scores
+from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Chunk,
+    Expr,
+    RegisterTile,
+    any_lane,
+    bind,
+    constant,
+    load,
+    scratch,
+    settle,
+    splat,
+    store,
+)
+
+LN_2 = math.log(2.0)
+RISE = 1.0
+"""How far, in powers of two, a score may exceed its row's reference before that is raised. Less than in attention: far
+below the maximum the two terms of an entropy are as large as that distance, and their difference may be small."""
+LEAST = -127.0
+"""2^LEAST is 0 for `functions.exp2`, and finite: 0 * -inf would not be a number."""
+
+
+class RowSums:
+    """m, Z and, `with_moments`, U of `queries` rows. Sums go by block, so that their rounding does not grow with S, and
+    by group, as in `attention_weights`: a row of equal weights rounds each addition to a long sum the same way.
+
+    `lower` is told what the scores of a column of queries have lost whenever their origins move.
+    """
+
+    def __init__(
+        self,
+        scores: Scores,
+        queries: int,
+        key_tile: int,
+        lanes: int,
+        *,
+        with_moments: bool,
+        lower: Callable[[Chunk, Expr], None] | None = None,
+    ) -> None:
+        self.scores, self.key_tile, self.columns = scores, key_tile, vectors.chunks(queries, lanes)
+        self._lower = lower
+        self.reference = scratch((queries,))  # 0 while a row has seen nothing,
+        self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
+        self.total, self.block_total = scratch((queries,)), scratch((queries,))
+        self.moment = scratch((queries,)) if with_moments else None
+        self.block_moment = scratch((queries,)) if with_moments else None
+
+    def clear(self) -> None:
+        """Rows have seen nothing, or nothing but their sink."""
+        for first, lanes in self.columns:
+            at = [T.int64(first)]
+            nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
+            limit, reference, total = nothing, zero, zero
+            if (sink := self.scores.sink((first, lanes))) is not None:
+                sink = settle(sink, "float32", lanes)
+                limit = sink + constant(RISE, lanes)
+                reference = T.Select(sink == nothing, zero, sink)
+                total = T.Select(sink == nothing, zero, constant(1.0, lanes))
+            for buffer, value in ((self.limit, limit), (self.reference, reference), (self.total, total)):
+                store(buffer, at, value, lanes)
+            if self.moment is not None:
+                store(self.moment, at, zero, lanes)
+
+    def begin_block(self) -> None:
+        for first, lanes in self.columns:
+            for buffer in (self.block_total, self.block_moment):
+                if buffer is not None:
+                    store(buffer, [T.int64(first)], constant(0.0, lanes), lanes)
+
+    def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
+        self._raise_where_exceeded(scores, first_key)
+        for c, (first, lanes) in enumerate(self.columns):
+            at = [T.int64(first)]
+            reference = bind(load(self.reference, at, lanes))
+            weights, moments = [], []
+            for r in range(self.key_tile):
+                distance = settle(scores.get(r, c) - reference, "float32", lanes)
+                least = constant(LEAST, lanes)
+                distance = settle(T.Select(distance < least, least, distance), "float32", lanes)
+                weights.append(bind(vector_math.exp2(distance, lanes)))
+                moments.append(weights[-1] * distance)
+            for block, terms in ((self.block_total, weights), (self.block_moment, moments)):
+                if block is not None:
+                    store(block, at, load(block, at, lanes) + reduce(add, terms), lanes)
+
+    def end_block(self, first_key: Expr, count: Expr) -> None:
+        for first, lanes in self.columns:
+            at = [T.int64(first)]
+            for whole, part in ((self.total, self.block_total), (self.moment, self.block_moment)):
+                if whole is not None:
+                    store(whole, at, load(whole, at, lanes) + load(part, at, lanes), lanes)
+
+    def _raise_where_exceeded(self, scores: RegisterTile, first_key: Expr) -> None:
+        """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
+        largest = [bind(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
+        exceeded = None
+        for (first, lanes), top in zip(self.columns, largest, strict=True):
+            beyond = top > load(self.limit, [T.int64(first)], lanes)
+            exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
+        with T.If(any_lane(exceeded, self.columns[0][1])), T.Then():
+            for column, top in zip(self.columns, largest, strict=True):
+                self._raise_column(column, top, first_key)
+            self.scores.renew_bias(scores, first_key)
+
+    def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:
+        at, lanes = [T.int64(column[0])], column[1]
+        nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
+        is_first = load(self.limit, at, lanes) == nothing
+        old = settle(T.Select(is_first, nothing, load(self.reference, at, lanes)), "float32", lanes)
+        lost = self.scores.move(column, top > old, key)
+        if lost is not None and self._lower is not None:
+            self._lower(column, lost)
+        new = settle(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
+        reference = settle(T.Select(new == nothing, zero, new), "float32", lanes)
+        store(self.limit, at, new + constant(RISE, lanes), lanes)
+        store(self.reference, at, reference, lanes)
+        fall = old - reference if lost is None else old - reference - lost
+        factor = settle(vector_math.exp2(fall, lanes), "float32", lanes)
+        shift = settle(T.Select(old == nothing, zero, fall), "float32", lanes)
+        for total, moment in ((self.total, self.moment), (self.block_total, self.block_moment)):
+            sum_so_far = settle(load(total, at, lanes), "float32", lanes)
+            if moment is not None:
+                store(moment, at, (load(moment, at, lanes) + shift * sum_so_far) * factor, lanes)
+            store(total, at, sum_so_far * factor, lanes)
+
+    def _inverse(self, column: Chunk) -> Expr:
+        """1 / Z, and 0 where a row saw nothing."""
+        first, lanes = column
+        total = settle(load(self.total, [T.int64(first)], lanes), "float32", lanes)
+        zero = constant(0.0, lanes)
+        return T.Select(total == zero, zero, constant(1.0, lanes) / total)
+
+    def weight(self, column: Chunk, score: Expr) -> Expr:
+        """2^(s - m) / Z; NaN in all of a row that sees one."""
+        first, lanes = column
+        reference = load(self.reference, [T.int64(first)], lanes)
+        return settle(vector_math.exp2(score - reference, lanes) * self._inverse(column), "float32", lanes)
+
+    def lse(self, column: Chunk) -> Expr:
+        first, lanes = column
+        at = [T.int64(first)]
+        total = settle(load(self.total, at, lanes), "float32", lanes)
+        reference = load(self.reference, at, lanes)
+        if self.scores.op.slopes:
+            reference = reference + self.scores.lack(column)
+        value = reference * constant(LN_2, lanes) + vector_math.natural_log(total, lanes)
+        return T.Select(total == constant(0.0, lanes), constant(-math.inf, lanes), value)
+
+    def entropy(self, column: Chunk) -> Expr:
+        first, lanes = column
+        at, zero = [T.int64(first)], constant(0.0, lanes)
+        assert self.moment is not None
+        total = settle(load(self.total, at, lanes), "float32", lanes)
+        moment = load(self.moment, at, lanes)
+        value = settle(
+            vector_math.natural_log(total, lanes) - constant(LN_2, lanes) * (moment / total), "float32", lanes
+        )
+        # Rounding may leave less than nothing; and what saw nothing is 0 / 0.
+        return T.Select(T.Or(total == zero, value < zero), zero, value)
+
+
+class Candidates:
+    """The k largest scores of each row and their keys, the largest first; -inf where there are not as many."""
+
+    def __init__(self, k: int, queries: int, key_tile: int, lanes: int) -> None:
+        self.k, self.key_tile, self.columns = k, key_tile, vectors.chunks(queries, lanes)
+        self.scores, self.keys = scratch((k, queries)), scratch((k, queries), "int32")
+        self.weights = scratch((k, queries))  # what becomes of the scores in the end
+        self._score, self._key = scratch((queries,)), scratch((queries,), "int32")
+
+    def clear(self) -> None:
+        with T.serial(T.int64(self.k)) as i:
+            for first, lanes in self.columns:
+                store(self.scores, [i, T.int64(first)], constant(-math.inf, lanes), lanes)
+
+    def lower(self, column: Chunk, lost: Expr) -> None:
+        """All scores of some rows are less by what they have lost: in the same order."""
+        first, lanes = column
+        with T.serial(T.int64(self.k)) as i:
+            at = [i, T.int64(first)]
+            store(self.scores, at, load(self.scores, at, lanes) - lost, lanes)
+
+    def is_empty(self, i: Expr, row: Expr) -> Expr:
+        """Whether a row saw no more than i keys."""
+        return self.scores[i, row] == T.float32(-math.inf)
+
+    def begin_block(self) -> None:
+        pass
+
+    def end_block(self, first_key: Expr, count: Expr) -> None:
+        pass
+
+    def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
+        for c, (first, lanes) in enumerate(self.columns):
+            least = load(self.scores, [T.int64(self.k - 1), T.int64(first)], lanes)
+            with T.If(any_lane(largest_of(scores, c, self.key_tile) > least, lanes)), T.Then():
+                for r in range(self.key_tile):
+                    self._insert((first, lanes), scores.get(r, c), first_key + r)
+
+    def _insert(self, column: Chunk, score: Expr, key: Expr) -> None:
+        """From the place on where `score` is larger, each candidate moves down one; keys come in order, so of equals
+        the first stays first."""
+        first, lanes = column
+        at = [T.int64(first)]
+        store(self._score, at, score, lanes)
+        store(self._key, at, splat(T.cast(key, "int32"), lanes), lanes)
+        with T.serial(T.int64(self.k)) as i:
+            for carried, kept in ((self._key, self.keys), (self._score, self.scores)):
+                dtype = str(kept.dtype)
+                there = settle(load(kept, [i, *at], lanes), dtype, lanes)
+                here = settle(load(carried, at, lanes), dtype, lanes)
+                is_larger = score > load(self.scores, [i, *at], lanes)
+                # The scores come last: what is compared with must still be there.
+                store(carried, at, T.Select(is_larger, there, here), lanes)
+                store(kept, [i, *at], T.Select(is_larger, here, there), lanes)
+
+
+def largest_of(scores: RegisterTile, c: int, key_tile: int) -> Expr:
+    largest = scores.get(0, c)
+    for r in range(1, key_tile):
+        largest = T.max(largest, scores.get(r, c))
+    return largest

@@ -1,0 +1,148 @@
+"""What the rows of a softmax are like, on a vector CPU: log-sum-exp, entropy, the largest weights.
+
+A task is one tile of query rows of one head, and no more than its scratch is held of the scores. `statistics_sweep`
+goes over the keys as attention does, once, and `statistics_rows` gathers what goes by; this file deals the tasks out
+and says where everything lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import argument, ceil_div
+from mhsa_compile.kernels.cpu.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cpu.attention.kernel import (
+    AttentionKernel,
+    plan_arguments,
+    planned_apart,
+    tile_and_runs,
+)
+from mhsa_compile.kernels.cpu.attention.masking import Visibility
+from mhsa_compile.kernels.cpu.attention.matmuls import Products
+from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
+from mhsa_compile.kernels.cpu.attention.tile import Runs
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    load,
+    scratch,
+    settle,
+    store,
+)
+from mhsa_compile.kernels.cpu.softmax_outputs.call import (
+    Call,
+    call_arguments,
+    default_config,
+    function,
+)
+from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import Candidates, RowSums
+from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
+from mhsa_compile.kernels.interface.kernel import Config, Emitted
+from mhsa_compile.kernels.interface.ops import StatisticsOp
+from mhsa_compile.target.profile import CpuProfile
+
+
+class StatisticsKernel:
+    """Log-sum-exp, entropy and the largest weights of every row."""
+
+    name = "cpu.statistics"
+    op_type = StatisticsOp
+
+    def applies(self, op: StatisticsOp, profile: CpuProfile) -> str | None:
+        return AttentionKernel().applies(op.attention, profile)
+
+    def space(self, op: StatisticsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return AttentionKernel().space(op.attention, profile)
+
+    def unfit(self, op: StatisticsOp, profile: CpuProfile, config: Config) -> str | None:
+        return AttentionKernel().unfit(op.attention, profile, config)
+
+    def default(self, op: StatisticsOp, profile: CpuProfile) -> dict[str, int]:
+        return default_config(profile)
+
+    def emit(self, op: StatisticsOp, profile: CpuProfile, config: Config) -> Emitted:
+        attention, planned = planned_apart(op.attention, profile, config)
+        run = _statistics(replace(op, attention=attention), profile, config, planned)
+        return Emitted(run, constants=planned.arrays if planned else ())
+
+
+def _statistics(op: StatisticsOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
+    def body() -> None:
+        attention = op.attention
+        call = call_arguments(attention, profile, config)
+        views = None if planned is None else plan_arguments(planned)
+        rows = [call.batch, T.int64(attention.num_heads), call.q_length]
+        lse = argument("lse", rows, "float32") if op.lse else None
+        entropy = argument("entropy", rows, "float32") if op.entropy else None
+        top = [T.int64(op.top_k)]
+        weights = argument("top_k_weights", rows + top, "float32") if op.top_k else None
+        keys = argument("top_k_keys", rows + top, "int64") if op.top_k else None
+        queries = config["queries"]
+        tiles = settle(ceil_div(call.q_length, queries))
+        heads = T.int64(attention.num_heads)
+        total = settle(call.batch * heads * tiles)
+        with imported(call.dot) if call.dot else nullcontext(), T.parallel(total) as index:
+            head_index = settle(T.truncdiv(index, tiles))
+            b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
+            tile, runs = tile_and_runs(attention, settle(T.truncmod(index, tiles)), tiles, h, views)
+            first_query = settle(tile * queries)
+            products, visibility = call.task(b, h, first_query, call.reader(b, h))
+            gathered = _Gathered(op, products, visibility, call, runs)
+            gathered.gather()
+            for buffer, value in ((lse, gathered.sums.lse), (entropy, gathered.sums.entropy)):
+                if buffer is not None:
+                    gathered.write_rows(buffer, [b, h], value)
+            if weights is not None:
+                gathered.write_largest(weights, keys, [b, h])
+
+    return function("statistics", body)
+
+
+class _Gathered:
+    """One task of a StatisticsOp."""
+
+    def __init__(
+        self, op: StatisticsOp, products: Products, visibility: Visibility, call: Call, runs: Runs | None
+    ) -> None:
+        config, lanes = call.config, call.profile.vector_lanes("float32")
+        self.queries, self.key_tile = config["queries"], config["key_tile"]
+        self.columns = vectors.chunks(self.queries, lanes)
+        self.first_query = visibility.first_query
+        self.rows = settle(T.min(T.int64(self.queries), call.q_length - self.first_query))
+        self.sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
+        self.largest = Candidates(op.top_k, self.queries, self.key_tile, lanes) if op.top_k else None
+        lower = self.largest.lower if self.largest is not None else None
+        self.sums = RowSums(self.sweep.scores, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower)
+
+    def gather(self) -> None:
+        self.sweep.prepare()
+        self.sums.clear()
+        if self.largest is not None:
+            self.largest.clear()
+        self.sweep.over([self.sums, *([self.largest] if self.largest is not None else [])])
+
+    def write_rows(self, buffer: Expr, at: list[Expr], value: Callable[[vectors.Chunk], Expr]) -> None:
+        """One number for each row."""
+        ready = scratch((self.queries,))
+        for first, lanes in self.columns:
+            store(ready, [T.int64(first)], value((first, lanes)), lanes)
+        with T.serial(self.rows) as i:
+            store(buffer, [*at, self.first_query + i], ready[i], 1)
+
+    def write_largest(self, weights: Expr, keys: Expr, at: list[Expr]) -> None:
+        """The candidates as weights, and their keys."""
+        largest = self.largest
+        assert largest is not None
+        with T.serial(T.int64(largest.k)) as n:
+            for first, lanes in self.columns:
+                score = settle(load(largest.scores, [n, T.int64(first)], lanes), "float32", lanes)
+                store(largest.weights, [n, T.int64(first)], self.sums.weight((first, lanes), score), lanes)
+            with T.serial(self.rows) as i:
+                place = [*at, self.first_query + i, n]
+                key = T.Select(largest.is_empty(n, i), T.int64(-1), T.cast(largest.keys[n, i], "int64"))
+                store(weights, place, largest.weights[n, i], 1)
+                store(keys, place, key, 1)

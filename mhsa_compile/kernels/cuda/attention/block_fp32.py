@@ -1,0 +1,271 @@
+"""One block of float32 attention: some rows of queries of one head against all the keys they see, by multiply-adds.
+
+    for each tile of keys that some row sees, its K and V copied ahead through a ring in shared memory:
+        S = Q K^T                        float32, not TF32
+        m' = max(m, max S);  P = 2^(S - m');  l = 2^(m - m') l + sum P
+        O = 2^(m - m') O + P V           the tile's own sum first: so there are no sums of very many terms
+    Y = O / l, and zeros where nothing was visible (l = 0)
+
+Half a warp has some rows: each of its lanes every 16th key of a tile for S, and every 16th chunk of four columns for O.
+P goes through shared memory, where only that half looks at it. As in `attention_tile`, K of tile j + `stages` is copied
+while tile j becomes weights, and V of tile j + `stages` - 1 from before its scores are computed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
+from mhsa_compile.kernels.cuda.attention.launch import Block, TileShape
+from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility
+from mhsa_compile.kernels.cuda.attention.online_softmax import raised
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.primitives import smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.fragments import Cells, StridedCells
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, Format, SharedTiles
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    Expr,
+    Place,
+    barrier,
+    exp2,
+    load,
+    over_warp,
+    put,
+    registers,
+    settle,
+    store,
+    warp_barrier,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+LANES = 16
+"""That have the same rows."""
+CHUNK, WORD = 4, 4  # elements of 16 bytes, and bytes of an element
+HIDDEN = -1.0  # instead of a weight: no value, however large, is to be multiplied by it
+
+
+class Shape(TileShape):
+    """The sizes of a block, and what they come to."""
+
+    @property
+    def rows(self) -> int:
+        """Of a thread."""
+        return self.queries * LANES // self.threads
+
+    @property
+    def keys_of_lane(self) -> int:
+        return self.keys // LANES
+
+    @property
+    def chunks(self) -> int:
+        """Of a thread's columns of O."""
+        return -(-self.v_head_dim // (CHUNK * LANES))
+
+    @property
+    def key_form(self) -> Format:
+        """An odd number of chunks a row: the eight that are read at once, of as many keys, lie in different banks."""
+        return Format(self.head_dim, WORD, self.head_dim, CHUNK * (self.head_dim // CHUNK | 1))
+
+    @property
+    def value_form(self) -> Format:
+        return Format(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
+
+    @property
+    def weight_form(self) -> Format:
+        return Format(self.keys, WORD, self.keys, self.keys + CHUNK)
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = self.key_form.bytes(self.keys) + self.value_form.bytes(self.keys)
+        return self.key_form.bytes(self.queries) + self.stages * tiles + self.weight_form.bytes(self.queries)
+
+    @property
+    def tile_registers(self) -> int:
+        """What a thread holds of O twice, of S, of m and l, and of the operands of products."""
+        sums = 2 * CHUNK * self.chunks
+        return self.rows * (sums + self.keys_of_lane + 3 + CHUNK) + CHUNK * max(self.chunks, self.keys_of_lane)
+
+
+class AttentionBlock(Block[Shape]):
+    """Emits one block."""
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        shape: Shape,
+        place: Place,
+        operands: tuple[Element, Element, Element, Element],
+        visibility: Visibility,
+        scores: Scores,
+    ) -> None:
+        super().__init__(op, shape, place, operands, visibility, scores)
+        E, F, stages = shape.head_dim, shape.v_head_dim, shape.stages
+        pool = T.alloc_buffer((shape.shared_bytes // WORD,), "float32", scope="shared.dyn")
+        self.queries = SharedTiles(pool, 0, 1, shape.queries, E, "float32", shape.key_form)
+        self.keys = SharedTiles(pool, self.queries.end, stages, shape.keys, E, "float32", shape.key_form)
+        self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, F, "float32", shape.value_form)
+        self.weights = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.weight_form)
+        self.first_row, self.lane = _rows_and_lane(shape, place)
+        self.order = KeyTiles(op, visibility, shape.keys)
+        rows, columns = shape.rows, CHUNK * shape.chunks
+        self.scored = registers(rows * shape.keys_of_lane)
+        self.summed, self.added = registers(rows * columns), registers(rows * columns)
+        self.largest, self.total, self.shrink = registers(rows), registers(rows), registers(rows)
+        self.left = registers(rows * CHUNK)
+        self.right = registers(CHUNK * max(shape.chunks, 1))
+
+    @staticmethod
+    def layout(shape: Shape, place: Place, first: Expr) -> tuple[Rows, Cells]:
+        row, lane = _rows_and_lane(shape, place)
+        base = settle(first + row)
+        return Rows(first, shape.queries, tuple(base + i for i in range(shape.rows))), StridedCells(
+            lane, LANES, lane == 0
+        )
+
+    def emit(self) -> None:
+        # 1. Q, and the ring full but for the last V.
+        rows = self.visibility.rows
+        self._copy(self.queries, T.int32(0), self.operands[0], rows.first, self.visibility.q_length)
+        for turn in range(self.shape.stages):
+            self._copy_tile(self.keys, self.operands[1], T.int32(turn))
+            if turn + 1 < self.shape.stages:
+                self._copy_tile(self.values, self.operands[2], T.int32(turn))
+        self._clear()
+        # 2. One tile of keys after the other.
+        with T.serial(self.order.count) as turn:
+            self._visit(turn)
+        smem_pipeline.wait(0)
+        # 3. O / l.
+        self._write()
+
+    def _visit(self, turn: Expr) -> None:
+        pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
+        slot = settle(T.truncmod(turn, T.int32(stages)))
+        first_key = self.order.first_key(turn)
+        bits_row, hides = self.order.hides(turn, first_key)
+        # 1. K has arrived; all are done with the V before.
+        smem_pipeline.wait(pending)
+        barrier()
+        self._copy_tile(self.values, self.operands[2], turn + (stages - 1))
+        # 2. S = Q K^T.
+        self._multiply_keys(slot)
+        # 3. V has arrived; all are done with this K.
+        smem_pipeline.wait(pending)
+        barrier()
+        self._copy_tile(self.keys, self.operands[1], turn + stages)
+        # 4. P and l by the new maximum.
+        tiles = self.shape.keys_of_lane
+        self.scores.convert(self.scored, tiles, first_key)
+        with T.If(hides), T.Then():
+            self.visibility.hide(self.scored, tiles, first_key, bits_row)
+        for row in range(self.shape.rows):
+            self._weigh(row, hides)
+        warp_barrier()
+        # 5. O = 2^(m - m') O + P V.
+        self._add_values(slot, hides)
+
+    # Products.
+
+    def _multiply_keys(self, slot: Expr) -> None:
+        """A loop over chunks of the head, of a size that the cache of instructions holds."""
+        rows, keys = self.shape.rows, self.shape.keys_of_lane
+        for at in range(rows * keys):
+            put(self.scored, at, T.float32(0))
+        with T.serial(T.int32(self.shape.head_dim // CHUNK)) as chunk:
+            column = chunk * CHUNK
+            for row in range(rows):
+                load(self.left, row * CHUNK, CHUNK, self.queries.address(T.int32(0), self.first_row + row, column))
+            for key in range(keys):
+                load(self.right, 0, CHUNK, self.keys.address(slot, self.lane + key * LANES, column))
+                for row in range(rows):
+                    for i in range(CHUNK):
+                        self._multiply_add(self.scored, row * keys + key, self.left[row * CHUNK + i] * self.right[i])
+
+    def _add_values(self, slot: Expr, hides: Expr) -> None:
+        rows, columns = self.shape.rows, CHUNK * self.shape.chunks
+        for at in range(rows * columns):
+            put(self.added, at, T.float32(0))
+        if not self.hides_values:
+            self._multiply_values(slot, hides=False)
+        else:
+            with T.If(hides):
+                with T.Then():
+                    self._multiply_values(slot, hides=True)
+                with T.Else():
+                    self._multiply_values(slot, hides=False)
+        for row in range(rows):
+            for at in range(row * columns, (row + 1) * columns):
+                put(self.summed, at, self.summed[at] * self.shrink[row] + self.added[at])
+
+    def _multiply_values(self, slot: Expr, *, hides: bool) -> None:
+        rows, columns = self.shape.rows, CHUNK * self.shape.chunks
+        with T.serial(T.int32(self.shape.keys // CHUNK)) as group:
+            first = group * CHUNK
+            for row in range(rows):
+                load(self.left, row * CHUNK, CHUNK, self.weights.address(T.int32(0), self.first_row + row, first))
+            for key in range(CHUNK):
+                for chunk in range(self.shape.chunks):
+                    column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
+                    load(self.right, chunk * CHUNK, CHUNK, self.values.address(slot, first + key, column))
+                for row in range(rows):
+                    weight = self.left[row * CHUNK + key]
+                    for i in range(columns):
+                        at = row * columns + i
+                        term = weight * self.right[i]
+                        # 0 * NaN would be NaN.
+                        term = T.Select(weight < T.float32(0), T.float32(0), term) if hides else term
+                        self._multiply_add(self.added, at, term)
+
+    def _multiply_add(self, sums: Expr, at: int, product: Expr) -> None:
+        put(sums, at, sums[at] + product)
+
+    # The softmax.
+
+    def _clear(self) -> None:
+        for row in range(self.shape.rows):
+            self.scores.begin(self.largest, self.total, row)
+        for at in range(self.shape.rows * CHUNK * self.shape.chunks):
+            put(self.summed, at, T.float32(0))
+
+    def _weigh(self, row: int, hides: Expr) -> None:
+        """A row's scores become weights, or HIDDEN, in shared memory."""
+        keys, factor, new = self.shape.keys_of_lane, T.float32(self.scores.factor), registers(1)
+        cells = range(row * keys, (row + 1) * keys)
+        put(new, 0, T.float32(-math.inf))
+        for at in cells:
+            put(new, 0, T.max(new[0], self.scored[at]))
+        over_warp(new, 0, T.max, end=LANES)
+        origin = raised(new[0] * factor, self.largest, self.total, self.shrink, row)
+        for key, at in enumerate(cells):
+            hidden = settle(T.And(hides, self.scored[at] == T.float32(-math.inf)), "bool")
+            exp2(self.scored, at, self.scored[at] * factor - origin)
+            put(self.total, row, self.total[row] + self.scored[at])
+            weight = self.scored[at]
+            if self.hides_values:
+                weight = settle(T.Select(hidden, T.float32(HIDDEN), weight), "float32")
+            store(self.weights.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [weight])
+
+    def _write(self) -> None:
+        for row, number in enumerate(self.visibility.rows.numbers):
+            over_warp(self.total, row, lambda a, b: a + b, end=LANES)
+            total = self.total[row]
+            part = settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")
+            for chunk in range(self.shape.chunks):
+                column = self._column(chunk)
+                there = T.And(number < self.visibility.q_length, column < self.shape.v_head_dim)
+                with T.If(there), T.Then():
+                    first = (row * self.shape.chunks + chunk) * CHUNK
+                    values = [self.summed[first + i] * part for i in range(CHUNK)]
+                    store(T.address_of(self.operands[3](number, column)), values, "global")
+
+    def _column(self, chunk: int) -> Expr:
+        return (self.lane + chunk * LANES) * CHUNK
+
+
+def _rows_and_lane(shape: Shape, place: Place) -> tuple[Expr, Expr]:
+    """(a thread's first row in the block, its number among the lanes that have the same rows)."""
+    return settle(T.truncdiv(place.thread, T.int32(LANES)) * shape.rows), settle(
+        T.truncmod(place.thread, T.int32(LANES))
+    )

@@ -1,0 +1,274 @@
+"""One block of attention: some rows of queries of one head against all the keys that they see, on tensor cores.
+
+    for each tile of keys that some row sees, its K and V copied ahead through a ring in shared memory:
+        S = Q K^T                        each warp for its own rows, in registers, float32
+        m' = max(m, max S);  P = 2^(S - m');  l = 2^(m - m') l + sum P;  O = 2^(m - m') O
+        O = O + P V                      P rounded to 16 bits: as it lies in registers, it is the left operand
+    Y = O / l, and zeros where nothing was visible (l = 0)
+
+A tile that every row sees takes no masks. Copies: K of tile j + `stages` begins when all warps have multiplied by K of
+tile j, V of tile j + `stages` - 1 when all have multiplied by V of tile j - 1; so there are two barriers a tile.
+
+A hidden value that is not finite makes O NaN, by a weight of 0. That shows at the end, and the block begins anew, with
+care (`Finite`): nothing is lost in a model that is well.
+Sources: FlashAttention-2, Dao 2023 (arXiv:2307.08691); online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
+from mhsa_compile.kernels.cuda.attention.launch import WARPS, Block, TileShape
+from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility, rows_of
+from mhsa_compile.kernels.cuda.attention.nonfinite_values import Finite
+from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.primitives import smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.fragments import Cells, QuadCells, cell
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles, padded
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    COLUMNS,
+    DEPTH,
+    ROWS,
+    WARP,
+    Expr,
+    Place,
+    any_of_block,
+    barrier,
+    load,
+    load_matrices,
+    multiply_add,
+    pack,
+    put,
+    registers,
+    settle,
+    store,
+    warp_barrier,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+HELD_WORDS = 32
+"""Registers that Q may stay in; where it has more fragments, they are read again for every tile of keys."""
+
+
+class Shape(TileShape):
+    """The sizes of a block, and what they come to."""
+
+    @property
+    def row_tiles(self) -> int:
+        """Of a warp."""
+        return self.queries // WARPS // ROWS
+
+    @property
+    def flag_byte(self) -> int:
+        """Where the word of `Finite` lies: behind all tiles, of the output too, which takes the place of the others."""
+        tiles = smem_pipeline.tile_bytes(self.keys, self.head_dim) + smem_pipeline.tile_bytes(
+            self.keys, self.v_head_dim
+        )
+        inputs = smem_pipeline.tile_bytes(self.queries, self.head_dim) + self.stages * tiles
+        return max(inputs, smem_pipeline.tile_bytes(self.queries, self.v_head_dim))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.flag_byte + 16
+
+    @property
+    def tile_registers(self) -> int:
+        """What a thread holds of S, O and Q."""
+        columns = self.keys + padded(self.v_head_dim)
+        held = padded(self.head_dim) // DEPTH if self.holds_queries else 1
+        return self.row_tiles * (columns // 2 + 4 * held)
+
+    @property
+    def holds_queries(self) -> bool:
+        return self.row_tiles * padded(self.head_dim) // DEPTH * 4 <= HELD_WORDS
+
+
+class AttentionBlock(Block[Shape]):
+    """Emits one block."""
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        shape: Shape,
+        place: Place,
+        operands: tuple[Element, Element, Element, Element],
+        visibility: Visibility,
+        scores: Scores,
+    ) -> None:
+        super().__init__(op, shape, place, operands, visibility, scores)
+        self.order = KeyTiles(op, visibility, shape.keys)
+        E, F = shape.head_dim, shape.v_head_dim
+        # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
+        pool = T.alloc_buffer((shape.shared_bytes // smem_pipeline.ELEMENT,), op.dtype, scope="shared.dyn")
+        self.queries = SharedTiles(pool, 0, 1, shape.queries, E, op.dtype)
+        self.keys = SharedTiles(pool, self.queries.end, shape.stages, shape.keys, E, op.dtype)
+        self.values = SharedTiles(pool, self.keys.end, shape.stages, shape.keys, F, op.dtype)
+        self.output = SharedTiles(pool, 0, 1, shape.queries, F, op.dtype)
+        flag = T.address_of(pool[shape.flag_byte // smem_pipeline.ELEMENT])
+        self.finite = Finite(self.values, flag, place, shape.threads, op.dtype)
+        self.depth_steps, self.key_steps = padded(E) // DEPTH, shape.keys // DEPTH
+        self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(F) // COLUMNS
+        self.softmax = Softmax(2 * shape.row_tiles, self.key_tiles, self.value_tiles, scores)
+        self.scored, self.summed = self.softmax.scored, self.softmax.summed
+        self.attempts = registers(1, "int32")
+        words = 4 * shape.row_tiles
+        self.query_words = registers(words * (self.depth_steps if shape.holds_queries else 1), "uint32")
+        self.weight_words, self.words = registers(words, "uint32"), registers(4, "uint32")
+
+    @staticmethod
+    def layout(shape: Shape, place: Place, first: Expr) -> tuple[Rows, Cells]:
+        return rows_of(place, first, shape.queries, WARPS), QuadCells(place)
+
+    def emit(self) -> None:
+        # 1. Q.
+        self._copy(self.queries, T.int32(0), self.operands[0], self.visibility.rows.first, self.visibility.q_length)
+        # 2. One tile after the other, and once more if need be.
+        if self.hides_values:
+            put(self.attempts, 0, T.int32(0))
+            with T.While(self.attempts[0] < 2):
+                self._sweep()
+                begins_anew = T.And(self.attempts[0] == 0, any_of_block(self.softmax.is_spoilt()))
+                put(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
+        else:
+            self._sweep()
+        # 3. O / l.
+        self._write()
+
+    def _sweep(self) -> None:
+        # 1. The ring full but for the last V.
+        for turn in range(self.shape.stages):
+            self._copy_keys(T.int32(turn))
+            if turn + 1 < self.shape.stages:
+                self._copy_values(T.int32(turn))
+        self.softmax.begin()
+        # 2. One tile of keys after the other.
+        with T.serial(self.order.count) as turn:
+            self._visit(turn)
+        smem_pipeline.wait(0)
+
+    def _visit(self, turn: Expr) -> None:
+        pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
+        slot = settle(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
+        first_key = self.order.first_key(turn)
+        bits_row, hides = self.order.hides(turn, first_key)
+        # 1. K has arrived; all are done with the V before.
+        smem_pipeline.wait(pending)
+        barrier()
+        self._copy_values(turn + (stages - 1))
+        # 2. S = Q K^T.
+        if self.shape.holds_queries:
+            with T.If(turn == 0), T.Then():
+                for step in range(self.depth_steps):
+                    self._load_queries(step)
+        self._multiply_keys(slot)
+        # 3. V has arrived; all are done with this K.
+        smem_pipeline.wait(pending)
+        self._with_care(hides, lambda: self.finite.look(slot, turn))
+        barrier()
+        self._copy_keys(turn + stages)
+        # 4. P, l and O by the new maximum.
+        self.scores.convert(self.scored, self.key_tiles, first_key)
+        with T.If(hides), T.Then():
+            self.visibility.hide(self.scored, self.key_tiles, first_key, bits_row)
+        with T.If(self.softmax.raise_maxima()), T.Then():
+            self.softmax.scale_sums()
+        sizes = self.shape.row_tiles, self.shape.keys
+        self._with_care(hides, lambda: self.finite.resolve(slot, turn, self.scored, self.summed, *sizes))
+        self.softmax.weigh()
+        # 5. O = O + P V.
+        self._multiply_values(slot)
+
+    # Values that are not finite.
+
+    def _with_care(self, hides: Expr, act: Callable[[], None]) -> None:
+        """With a tile of which not all rows see all, in the second attempt."""
+        if self.hides_values:
+            with T.If(T.And(hides, self.attempts[0] == 1)), T.Then():
+                act()
+
+    # Copies.
+
+    def _copy_keys(self, turn: Expr) -> None:
+        self._copy_tile(self.keys, self.operands[1], turn)
+
+    def _copy_values(self, turn: Expr) -> None:
+        self._copy_tile(self.values, self.operands[2], turn)
+
+    # Products.
+
+    def _load_queries(self, step: int) -> None:
+        """Q's fragments of one step: rows i % 16, columns 8 (i // 16) of lane i's address."""
+        lane = self.place.lane
+        row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8 + step * DEPTH
+        for m in range(self.shape.row_tiles):
+            first = self.place.warp * (self.shape.row_tiles * ROWS) + m * ROWS
+            at = self._query_word(step, m)
+            load_matrices(self.query_words, at, self.queries.address(T.int32(0), first + row, column))
+
+    def _query_word(self, step: int, m: int) -> int:
+        return 4 * (m + (step * self.shape.row_tiles if self.shape.holds_queries else 0))
+
+    def _multiply_keys(self, slot: Expr) -> None:
+        lane = self.place.lane
+        row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
+        column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
+        for at in range(2 * self.shape.row_tiles * self.key_tiles * 2):
+            put(self.scored, at, T.float32(0))
+        for step in range(self.depth_steps):
+            if not self.shape.holds_queries:
+                self._load_queries(step)
+            for pair in range(self.key_tiles // 2):
+                address = self.keys.address(slot, row + pair * 2 * COLUMNS, column + step * DEPTH)
+                load_matrices(self.words, 0, address)
+                for m in range(self.shape.row_tiles):
+                    for half in range(2):
+                        at = 4 * (m * self.key_tiles + 2 * pair + half)
+                        a = self._query_word(step, m)
+                        multiply_add(self.scored, at, self.query_words, a, self.words, 2 * half, self.op.dtype)
+
+    def _multiply_values(self, slot: Expr) -> None:
+        lane = self.place.lane
+        row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8
+        for step in range(self.key_steps):
+            for m in range(self.shape.row_tiles):
+                for i in range(4):
+                    at = 4 * (m * self.key_tiles + 2 * step + i // 2) + 2 * (i % 2)
+                    pack(self.weight_words, 4 * m + i, self.scored[at], self.scored[at + 1], self.op.dtype)
+            for pair in range(self.value_tiles // 2):
+                address = self.values.address(slot, row + step * DEPTH, column + pair * 2 * COLUMNS)
+                load_matrices(self.words, 0, address, transposed=True)
+                for m in range(self.shape.row_tiles):
+                    for half in range(2):
+                        at = 4 * (m * self.value_tiles + 2 * pair + half)
+                        multiply_add(self.summed, at, self.weight_words, 4 * m, self.words, 2 * half, self.op.dtype)
+
+    def _write(self) -> None:
+        """The rows of O, each divided by its sum; through shared memory, so that whole chunks of a row go out at
+        once."""
+        barrier()  # all are done with Q, K and V
+        share = self.shape.row_tiles * ROWS
+        first = settle(self.place.warp * share)
+        for row in range(2 * self.shape.row_tiles):
+            part = self.softmax.part_of(row)
+            number = first + self.place.g + (ROWS * (row // 2) + 8 * (row % 2))
+            for n in range(self.value_tiles):
+                low, high = (self.summed[cell(row, self.value_tiles, n, e)] * part for e in range(2))
+                pack(self.words, 0, low, high, self.op.dtype)
+                column = 2 * self.place.q + n * COLUMNS
+                store(self.output.address(T.int32(0), number, column), [self.words[0]])
+        warp_barrier()
+        rows = self.visibility.rows.first + first
+
+        def write(row: Expr, column: Expr) -> None:
+            is_there = rows + row < self.visibility.q_length
+            if padded(self.shape.v_head_dim) > self.shape.v_head_dim:
+                is_there = T.And(is_there, column < self.shape.v_head_dim)
+            with T.If(is_there), T.Then():
+                load(self.words, 0, 4, self.output.address(T.int32(0), first + row, column))
+                store(T.address_of(self.operands[3](rows + row, column)), [self.words[i] for i in range(4)], "global")
+
+        self.output.each_chunk(self.place.lane, WARP, write, share)

@@ -1,0 +1,118 @@
+"""A static mask, analysed while compiling: for each block of queries the tiles of keys that it visits.
+
+A tile is whole, where every row of the block sees all of it, or partial, with one bit for each pair. What no row of a
+block sees is in no list, so neither time nor memory goes to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band, seen_in_band
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.interface.ops import AttentionOp, Band, StaticMask
+
+WORD = 32  # bits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernel reads. Heads are 1 where the mask is the same for all.
+
+    order   (heads, blocks)       the blocks of queries, those with the most tiles first: the last ones to run are short
+    index   (heads * blocks + 1)  the visits of block t of head h are those from index[h * blocks + t] to the next entry
+    visits  (visits, 2)           the number of a tile of keys, and the row of `bits` for its first query, -1: whole
+    bits    (rows, words)         bit i of word w: the query sees key 32 w + i of the tile
+    """
+
+    order: NDArray[np.int32]
+    index: NDArray[np.int32]
+    visits: NDArray[np.int32]
+    bits: NDArray[np.uint32]
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.generic], ...]:
+        return (self.order, self.index, self.visits, self.bits)
+
+
+def plan(mask: StaticMask, band: Band | None, *, queries: int, keys: int) -> Plan:
+    """Blocks of `queries` rows, tiles of `keys`."""
+    heads, L, S = mask.visible.shape
+    blocks, tiles = -(-L // queries), -(-S // keys)
+    order = np.empty((heads, blocks), np.int32)
+    index, visits, bits = [0], list[tuple[int, int]](), list[NDArray[np.uint32]]()
+    for head in range(heads):
+        visible = mask.visible[head] & seen_in_band(band, range(L), L, S)
+        for block in range(blocks):
+            rows = np.zeros((queries, tiles * keys), np.bool_)
+            part = visible[block * queries : (block + 1) * queries]
+            rows[: len(part), :S] = part
+            # Rows beyond L are of no account: a tile may be whole without them.
+            cells = rows.reshape(queries, tiles, keys)
+            seen = np.asarray(cells.any(axis=(0, 2)))
+            whole = np.asarray(cells[: len(part)].all(axis=(0, 2)))
+            for tile in np.flatnonzero(seen):
+                visits.append((int(tile), -1 if whole[tile] else len(bits) * queries))
+                bits += [] if whole[tile] else [_words(cells[:, tile])]
+            index.append(len(visits))
+        counts = np.diff(index[-blocks - 1 :])
+        order[head] = np.argsort(-counts, kind="stable")
+    nothing = np.zeros((1, -(-keys // WORD)), np.uint32)  # a buffer has at least one element
+    return Plan(
+        order,
+        np.array(index, np.int32),
+        np.array(visits or [(0, -1)], np.int32),
+        np.concatenate(bits) if bits else nothing,
+    )
+
+
+def _words(cells: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """(rows, keys) -> (rows, words)."""
+    rows, keys = cells.shape
+    padded = np.zeros((rows, -(-keys // WORD), WORD), np.uint32)
+    padded.reshape(rows, -1)[:, :keys] = cells
+    return np.asarray((padded << np.arange(WORD, dtype=np.uint32)).sum(axis=2, dtype=np.uint32))
+
+
+def planned_apart(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp, Plan | None]:
+    """(what is left to the kernel, the plan of a static mask and of as much of the band as it holds)."""
+    if op.static_mask is None:
+        return op, None
+    held, left = divided_band(op)
+    return replace(op, band=left), plan(op.static_mask, held, queries=queries, keys=keys)
+
+
+@dataclass(frozen=True)
+class Visits:
+    """The tiles of keys that one block visits, in order."""
+
+    count: Expr
+    first: Expr
+    visits: Expr
+    bits: Expr
+
+    def tile(self, turn: Expr) -> Expr:
+        """The number of a tile."""
+        return settle(self.visits[self.first + turn, 0])
+
+    def bits_row(self, turn: Expr) -> Expr:
+        """The row of `bits` for the block's first query, -1 for a whole tile."""
+        return settle(self.visits[self.first + turn, 1])
+
+
+def plan_arguments(planned: Plan) -> list[Expr]:
+    return constant_arguments(("order", "index", "visits", "bits"), planned.arrays)
+
+
+def visits_of(views: list[Expr], turn: Expr, blocks: Expr, h: Expr) -> tuple[Expr, Visits]:
+    """(the block of queries whose turn it is, what it visits)."""
+    order, index, visits, bits = views
+    head = T.int64(0) if int(order.shape[0]) == 1 else h
+    block = settle(T.cast(order[head, turn], "int64"), "int64")
+    entry = settle(head * blocks + block, "int64")
+    first = settle(index[entry])
+    return block, Visits(settle(index[entry + 1] - first), first, visits, bits)

@@ -1,0 +1,85 @@
+"""Attention of 16-bit types on the tensor cores of NVIDIA GPUs from sm_80 on, by mma.sync.
+
+A block of four warps is one tile of query rows of one head. `attention_tile` holds its arithmetic, and its docstring
+the algorithm; `attention_launch` deals the blocks out and says where each operand lies.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mhsa_compile.kernels.cuda.attention.block_mma import AttentionBlock, Shape
+from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cuda.attention.launch import WARPS, attention
+from mhsa_compile.kernels.cuda.attention.score_mods import QUICK_SOFTCAP
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, room_for
+from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CudaProfile
+
+KNOBS = ("queries", "keys", "stages")
+MOST_KEYS = 128
+"""Of a tile, where a warp has 16 rows: scores in 64 registers. Half as many with twice the rows."""
+BESIDE_TILES = 55
+"""Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc and NVRTC 13.0). What
+`_registers` adds for a ring of several stages, lengths, bits and masks was found the same way."""
+
+
+class AttentionKernel(AttentionInTiles[Shape]):
+    """FlashAttention-2 by mma.sync."""
+
+    name = "cuda.attention"
+    dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
+    knobs = KNOBS
+
+    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+        return {"queries": (64, 128), "keys": (16, 32, 48, 64, 96, 128), "stages": (1, 2, 3)}
+
+    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
+        """Two blocks are to share a multiprocessor, so that one multiplies while the other waits or takes exponentials.
+        With 128 rows, each piece of K and V that comes out of shared memory is multiplied by twice as many queries;
+        with 64, there are blocks for more multiprocessors."""
+        sizes = [(queries, keys, 1) for queries in (128, 64) for keys in (64, 32)]
+        for config in (dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes):
+            shape = self.shape(op, config)
+            together = profile.blocks_at_once(shape.threads, MOST_REGISTERS, shape.shared_bytes)
+            fills = shape.queries == 64 or _blocks(op, shape) >= profile.hardware.multiprocessors
+            if self.unfit(op, profile, config) is None and together >= 2 and fills:
+                return config
+        return dict(zip(KNOBS, (64, 16, 1), strict=True))
+
+    def shape(self, op: AttentionOp, config: Config) -> Shape:
+        return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+    def unfit_config(self, config: Config) -> str | None:
+        if config["queries"] % (16 * WARPS) or config["keys"] % 16:
+            return f"queries in multiples of {16 * WARPS} and keys of 16, not {dict(config)}"
+        return None
+
+    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+        if shape.row_tiles * shape.keys > MOST_KEYS:
+            return f"{shape.keys} keys, where {shape.queries} rows go with {MOST_KEYS // shape.row_tiles} at most"
+        needed = _registers(op, shape)
+        return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
+
+    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+        together = room_for(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
+        return attention(op, shape, planned, AttentionBlock, together)
+
+
+def _registers(op: AttentionOp, shape: Shape) -> int:
+    """What a thread needs so that nothing spills."""
+    needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
+    if op.mask is not None and op.mask.dtype != "bool":
+        return needed + shape.row_tiles * (shape.keys // 2 + 16)
+    needed += 24 if op.mask is not None or op.static_mask is not None or op.lengths else 0
+    needed += 8 * shape.row_tiles if op.mask is not None and shape.stages > 1 else 0
+    return needed + (40 if op.softcap > QUICK_SOFTCAP else 4 if op.softcap else 0)
+
+
+def _blocks(op: AttentionOp, shape: Shape) -> float:
+    """How many there are, if the batch and the queries are known; else many."""
+    if isinstance(op.batch, str) or isinstance(op.q_length, str):
+        return math.inf
+    return op.batch * op.num_heads * -(-op.q_length // shape.queries)

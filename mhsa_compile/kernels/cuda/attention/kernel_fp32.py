@@ -1,0 +1,67 @@
+"""Attention of float32 on NVIDIA GPUs, exactly: by the multiply-adds of CUDA cores, since their tensor cores round
+float32 to ten bits.
+
+A block of four warps is one tile of query rows of one head, as in `attention`; `attention_float32_tile` holds its
+arithmetic.
+"""
+
+from __future__ import annotations
+
+from mhsa_compile.kernels.cuda.attention.block_fp32 import AttentionBlock, Shape
+from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cuda.attention.launch import attention
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, room_for
+from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CudaProfile
+
+KNOBS = ("queries", "keys", "stages")
+BESIDE_TILES = 23
+"""Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc 13.0)."""
+_LIKED = 40
+"""More of them, that bands, masks and terms of the scores took where there was room."""
+
+
+class AttentionFloat32Kernel(AttentionInTiles[Shape]):
+    """FlashAttention-2 by multiply-adds of float32."""
+
+    name = "cuda.attention_float32"
+    dtypes, dtypes_in_words = ("float32",), "float32"
+    knobs = KNOBS
+
+    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+        return {"queries": (16, 32, 64), "keys": (16, 32, 48, 64), "stages": (1, 2)}
+
+    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
+        """Two blocks are to share a multiprocessor, so that one multiplies while the other waits; many rows, since a
+        thread multiplies each key and value by all of its own."""
+        sizes = [(64, 64, 1), (64, 48, 1), (64, 32, 1), (32, 64, 1), (32, 32, 1), (32, 16, 1), (16, 16, 1)]
+        configs = [dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes]
+        fitting = [config for config in configs if self.unfit(op, profile, config) is None]
+        return next((config for config in fitting if self._together(op, profile, config) >= 2), fitting[-1])
+
+    def _together(self, op: AttentionOp, profile: CudaProfile, config: Config) -> int:
+        shape = self.shape(op, config)
+        return profile.blocks_at_once(shape.threads, MOST_REGISTERS, shape.shared_bytes)
+
+    def shape(self, op: AttentionOp, config: Config) -> Shape:
+        return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+    def unfit_config(self, config: Config) -> str | None:
+        if config["queries"] % 8 or config["keys"] % 16:
+            return f"queries in multiples of 8 and keys of 16, not {dict(config)}"
+        return None
+
+    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+        needed = _registers(shape)
+        return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
+
+    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+        together = room_for(profile, shape.threads, _registers(shape) + _LIKED, shape.shared_bytes)
+        return attention(op, shape, planned, AttentionBlock, together)
+
+
+def _registers(shape: Shape) -> int:
+    """What a thread needs so that nothing spills."""
+    return shape.tile_registers + BESIDE_TILES

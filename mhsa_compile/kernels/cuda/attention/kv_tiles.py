@@ -1,0 +1,46 @@
+"""The tiles of keys that a block of attention visits, and of which of them it sees everything."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+
+class KeyTiles:
+    """Those of a plan, or all from the first to the last that some row sees. `count` is how many there are."""
+
+    def __init__(self, op: AttentionOp, visibility: Visibility, keys: int) -> None:
+        self.op, self.visibility, self.keys, self.visits = op, visibility, keys, visibility.visits
+        if self.visits is not None:
+            self.count = self.visits.count
+            return
+        first, end = visibility.seen_by_any()
+        self._first = settle(T.truncdiv(first, T.int32(keys)))
+        self.count = settle(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
+
+    def first_key(self, turn: Expr) -> Expr:
+        tile = self._first + turn if self.visits is None else self.visits.tile(turn)
+        return settle(tile * self.keys)
+
+    def hides(self, turn: Expr, first_key: Expr) -> tuple[Expr | None, Expr]:
+        """(the tile's row of bits, whether anything of it is hidden from any row)."""
+        seen = self.visibility.seen_by_all(first_key, self.keys)
+        if self.visits is None:
+            return None, settle(T.Not(seen), "bool")
+        bits_row = self.visits.bits_row(turn)
+        late = self.op.lengths or self.op.band is not None
+        return bits_row, settle(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
+
+
+def hides_values(op: AttentionOp, *, copied_to_length: bool) -> bool:
+    """Whether a value in shared memory may be hidden from a row, so that a weight of 0 meets what may not be finite.
+
+    `copied_to_length` says who copies: threads stop at the length of the batch entry and write zeros beyond it. The
+    copy engine knows only the tensor's own last key: from there on it makes zeros, but keys between an entry's length
+    and that one are copied as they are, and hidden.
+    """
+    masked = any(mask is not None for mask in (op.band, op.mask, op.static_mask))
+    return masked or (op.lengths and not copied_to_length)

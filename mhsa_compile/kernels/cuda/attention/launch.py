@@ -1,0 +1,141 @@
+"""The launch of an attention: which rows of which head a block has, what they see, and where each operand lies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import attention_arguments
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan, plan_arguments, visits_of
+from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
+from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.primitives import smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.fragments import Cells
+from mhsa_compile.kernels.cuda.primitives.inputs import Extras, elements
+from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    WARP,
+    Expr,
+    Place,
+    at_once,
+    settle,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+WARPS = 4  # of a block
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """The sizes of a block: rows of queries, keys of a tile, tiles of the ring."""
+
+    queries: int
+    keys: int
+    stages: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def threads(self) -> int:
+        return WARPS * WARP
+
+
+Shape = TypeVar("Shape", bound=TileShape)
+
+
+class Block(ABC, Generic[Shape]):
+    """One block of queries of one head: its `operands` are elements of Q, K, V and Y. How tiles come
+    into its ring is the same for all; what becomes of them is each one's own."""
+
+    order: KeyTiles
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        shape: Shape,
+        place: Place,
+        operands: tuple[Element, Element, Element, Element],
+        visibility: Visibility,
+        scores: Scores,
+    ) -> None:
+        self.op, self.shape, self.place, self.operands = op, shape, place, operands
+        self.visibility, self.scores = visibility, scores
+        self.hides_values = hides_values(op, copied_to_length=True)
+
+    @staticmethod
+    @abstractmethod
+    def layout(shape: Shape, place: Place, first: Expr) -> tuple[Rows, Cells]:
+        """Which of the rows from `first` on a thread has, and which of a tile's keys."""
+
+    @abstractmethod
+    def emit(self) -> None:
+        """All that the block computes."""
+
+    def _copy(self, tiles: SharedTiles, slot: Expr, source: Element, first: Expr, end: Expr) -> None:
+        tiles.copy(slot, source, first, end, self.place.thread, self.shape.threads)
+
+    def _copy_tile(self, tiles: SharedTiles, source: Element, turn: Expr) -> None:
+        """Begins to copy the tile whose turn it will be, if there is one."""
+        with T.If(turn < self.order.count), T.Then():
+            slot = T.truncmod(turn, T.int32(self.shape.stages))
+            first = self.order.first_key(turn)
+            self._copy(tiles, slot, source, first, self.visibility.kv_length)
+        smem_pipeline.commit()
+
+
+def attention(
+    op: AttentionOp, shape: Shape, planned: Plan | None, block_type: type[Block[Shape]], together: int | None
+) -> Expr:
+    """The kernel: a block for each `shape.queries` rows of each head; `together` is what `at_once` is told."""
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("attention")
+            T.func_attr({"tirx.noalias": True})
+            given = attention_arguments(op, Extras)
+            views = None if planned is None else plan_arguments(planned)
+            y, inputs, extras = given.output(), given.inputs, given.extras
+            tiles = ceil_div(given.q_length, shape.queries)
+            blocks = given.batch * T.int64(op.num_heads) * tiles
+            with (
+                T.launch_thread("blockIdx.x", blocks) as block,
+                T.launch_thread("threadIdx.x", shape.threads) as thread,
+                at_once(together),
+            ):
+                # 1. Which rows of which head: a block's neighbours share its K and V.
+                turn, head = (settle(f(T.cast(block, "int64"), tiles), "int64") for f in (T.truncmod, T.truncdiv))
+                b, h = (settle(f(head, T.int64(op.num_heads)), "int64") for f in (T.truncdiv, T.truncmod))
+                g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)), "int64")
+                visits = None
+                if views is not None:
+                    turn, visits = visits_of(views, turn, tiles, h)
+                elif op.band is not None:
+                    turn = settle(tiles - 1 - turn, "int64")  # long rows of a causal head first
+                place = Place(thread)
+                rows, cells = block_type.layout(shape, place, settle(T.cast(turn * shape.queries, "int32")))
+                # 2. What they see, and what their scores are.
+                visibility = Visibility(
+                    op,
+                    cells,
+                    rows,
+                    q_length=settle(T.cast(given.q_length, "int32")),
+                    kv_length=extras.keys(b, given.kv_length),
+                    mask=None if given.mask is None else MaskReader(given.mask, b, h),
+                    visits=visits,
+                )
+                scores = Scores(op, visibility, extras.sink(h), extras.slope(h))
+                # 3. The block.
+                operands = (
+                    elements(inputs[op.query.buffer], op.query, op.head_dim, b, h),
+                    elements(inputs[op.key.buffer], op.key, op.head_dim, b, g),
+                    elements(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
+                    elements(y, op.output, op.v_head_dim, b, h),
+                )
+                block_type(op, shape, place, operands, visibility, scores).emit()
+    return builder.get()

@@ -1,0 +1,197 @@
+"""What the rows of a block see: a band around their place, a number of keys, a mask that the call brings, bits known
+beforehand.
+
+Key and row numbers are int32: lengths are below 2^30. A hidden score becomes -inf by a select, so that NaN cannot pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
+from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD, Visits
+from mhsa_compile.kernels.cuda.primitives.fragments import Cells, OfRows, of_row
+from mhsa_compile.kernels.cuda.primitives.inputs import wide
+from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    COLUMNS,
+    ROWS,
+    Expr,
+    Place,
+    put,
+    registers,
+    settle,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp, Band
+
+FAR = 1 << 30
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `first` .. `first` + `queries` of a block, and the `numbers` of this thread's among all queries."""
+
+    first: Expr
+    queries: int
+    numbers: tuple[Expr, ...]
+
+
+def rows_of(place: Place, first: Expr, queries: int, warps: int) -> Rows:
+    """Where each warp has as many of the block's rows as another, and a thread those two of C that it holds of each
+    tile of its warp: number 2 m + h is row 16 m + g + 8 h of the warp."""
+    share = queries // warps
+    base = settle(first + place.warp * share + place.g)
+    return Rows(first, queries, tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2)))
+
+
+def span(band: Band | None, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr) -> tuple[Expr, Expr]:
+    """(first, end): of `queries` rows from `first_row` on, as many as there are, none sees a key outside."""
+    first, end = T.int32(0), kv_length
+    if band is None:
+        return first, end
+    shift = kv_length - q_length if band.alignment == "bottom_right" else T.int32(0)
+    if band.left is not None:
+        first = settle(T.max(first, T.min(first_row + shift - min(band.left, FAR), kv_length)))
+    if band.right is not None:
+        last = T.min(first_row + queries, q_length) - 1
+        end = settle(T.max(first, T.min(end, last + shift + (min(band.right, FAR) + 1))))
+    return first, end
+
+
+class Visibility:
+    """Which keys the rows of one block see. A thread's scores lie in `cells`."""
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        cells: Cells,
+        rows: Rows,
+        *,
+        q_length: Expr,
+        kv_length: Expr,
+        mask: OfRows[MaskReader],
+        visits: Visits | None,
+    ) -> None:
+        self.op, self.cells, self.rows, self.mask, self.visits = op, cells, rows, mask, visits
+        self.q_length, self.kv_length = q_length, kv_length
+        late = op.band is not None and op.band.alignment == "bottom_right"
+        self.shift = settle(kv_length - q_length) if late else T.int32(0)  # from a query's number to its place
+        self.left = None if op.band is None or op.band.left is None else min(op.band.left, FAR)
+        self.right = None if op.band is None or op.band.right is None else min(op.band.right, FAR)
+
+    def seen_by_any(self) -> tuple[Expr, Expr]:
+        """(first, end): no row of the block sees a key outside."""
+        return span(self.op.band, self.rows.first, self.rows.queries, self.q_length, self.kv_length)
+
+    def seen_by_all(self, first_key: Expr, count: int) -> Expr:
+        """Whether every row sees these keys, by all but the bits."""
+        return T.bool(False) if self.mask is not None else self._seen_but_for_mask(first_key, count)
+
+    def _seen_but_for_mask(self, first_key: Expr, count: int) -> Expr:
+        seen = first_key + count <= self.kv_length
+        if self.left is not None:
+            seen = T.And(seen, first_key >= self.rows.first + self.shift + (self.rows.queries - 1 - self.left))
+        if self.right is not None:
+            seen = T.And(seen, first_key + count <= self.rows.first + self.shift + (self.right + 1))
+        return seen
+
+    def hide(
+        self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int = 0
+    ) -> None:
+        """Adds the mask to scores of the keys from `first_key` on, in units of log2; what is hidden becomes -inf. The
+        word `first_word` of a tile's rows of bits is that of `first_key`."""
+        if self.mask is None or not self.cells.in_pairs:
+            self._hide_by_place(scores, tiles, first_key, bits_row, first_word)
+            return
+        # 1. What the call brings.
+        self._add_mask(scores, tiles, first_key)
+        # 2. Edges, where there are any.
+        with T.If(T.Not(self._seen_but_for_mask(first_key, tiles * COLUMNS))), T.Then():
+            self._hide_by_place(scores, tiles, first_key, None, 0)
+
+    def _add_mask(self, scores: Expr, tiles: int, first_key: Expr) -> None:
+        """Two rows at a time, so that enough is under way at once, and not more than there are registers for."""
+        base, offsets = settle(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
+        readers = [of_row(self.mask, row) for row in range(len(self.rows.numbers))]
+        assert readers[0] is not None
+        has_pairs = settle(readers[0].has_pairs(first_key + tiles * COLUMNS), "bool")
+        for first in range(0, len(readers), 2):
+            rows = [(row, reader) for row, reader in enumerate(readers[first : first + 2], first) if reader is not None]
+            count = len(offsets) * readers[0].pair_words
+            words = registers(len(rows) * count, "uint32")
+            queries = [T.min(self.rows.numbers[row], self.q_length - 1) for row, _ in rows]
+            with T.If(has_pairs):
+                with T.Then():
+                    for i, (_, reader) in enumerate(rows):
+                        reader.read_pairs(words, i * count, queries[i], base, offsets)
+                with T.Else():
+                    for i, (_, reader) in enumerate(rows):
+                        reader.read_each(words, i * count, queries[i], base, offsets)
+            for i, (row, reader) in enumerate(rows):
+                for number in range(2 * len(offsets)):
+                    at = self.cells.at(row, tiles, number)
+                    element = reader.element(words, i * count + number // 2 * reader.pair_words, number % 2)
+                    put(scores, at, self._with_mask(scores[at], element))
+
+    def _hide_by_place(
+        self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int
+    ) -> None:
+        base = settle(first_key + self.cells.first)
+        offsets = self.cells.offsets(tiles)
+        for row, number in enumerate(self.rows.numbers):
+            words = (
+                None if bits_row is None else self._bits(number - self.rows.first, bits_row, offsets[-1], first_word)
+            )
+            end = settle(self.end_of(number) - base)
+            first = None if self.left is None else settle(number + self.shift - self.left - base)
+            for i, offset in enumerate(offsets):
+                at = self.cells.at(row, tiles, i)
+                score = scores[at] if self.cells.in_pairs else self._masked(scores[at], row, base + offset)
+                if words is not None:
+                    flag = words[offset // WORD] & T.uint32(1 << offset % WORD)
+                    score = _select(flag != T.uint32(0), score)
+                if words is None or self.op.lengths:  # else the bits hold what is beyond the last key
+                    score = _select(T.int32(offset) < end, score)
+                if first is not None:
+                    score = _select(T.int32(offset) >= first, score)
+                put(scores, at, score)
+
+    def end_of(self, number: Expr) -> Expr:
+        """The first key that a query does not see any more."""
+        if self.right is None:
+            return self.kv_length
+        return T.min(self.kv_length, number + self.shift + (self.right + 1))
+
+    def _bits(self, row: Expr, bits_row: Expr, last: int, first_word: Expr | int) -> Expr:
+        """The words of a row of the block from `first_word` on, its thread's first key in bit 0, up to that at offset
+        `last`; all ones for a whole tile."""
+        assert self.visits is not None
+        count = last // WORD + 1
+        words, shift = registers(count, "uint32"), T.cast(self.cells.first, "uint32")
+        for w in range(count):
+            read = self.visits.bits[T.max(bits_row, T.int32(0)) + row, first_word + w]
+            put(words, w, T.if_then_else(bits_row >= 0, read >> shift, T.uint32(0xFFFFFFFF)))
+        return words
+
+    def _masked(self, score: Expr, row: int, key: Expr) -> Expr:
+        """A score with what the mask of the call adds to it."""
+        reader = of_row(self.mask, row)
+        if reader is None or self.op.mask is None:
+            return score
+        last_key = T.max(T.int32(0), self.kv_length - 1)
+        element = reader(T.min(self.rows.numbers[row], self.q_length - 1), T.min(key, last_key))
+        return self._with_mask(score, element)
+
+    def _with_mask(self, score: Expr, element: Expr) -> Expr:
+        """By an element that says whether it takes part, or what is added to it."""
+        if self.op.mask is not None and self.op.mask.dtype == "bool":
+            return _select(element, score)
+        bias = settle(wide(element), "float32")
+        return T.Select(bias < T.float32(-LARGEST / LOG2_E), T.float32(-math.inf), score + bias * T.float32(LOG2_E))
+
+
+def _select(seen: Expr, score: Expr) -> Expr:
+    return T.Select(seen, score, T.float32(-math.inf))

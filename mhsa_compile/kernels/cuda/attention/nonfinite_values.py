@@ -1,0 +1,133 @@
+"""Values that are not finite, in tiles of which some rows do not see all keys: a weight of 0 would make them NaN.
+
+Whoever copied a piece of such a tile looks through it as it arrives, and says so to all. Where there is any, which is
+never in a model that is well, every row adds those that it sees as they are, one key after the other, and the values
+become zeros; so the weighted sum of the others follows as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.primitives.fragments import cell
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Tiles, padded
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    COLUMNS,
+    Expr,
+    Place,
+    barrier,
+    load,
+    over_quad,
+    put,
+    registers,
+    store,
+    unpack,
+)
+
+WORD = 32  # bits
+EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
+
+
+class Finite:
+    """Looks after the values of one block. `flag` is the address of a word of shared memory, the number of the last
+    tile that had any: a number, so that nobody has to take it back. What it holds at first does no harm."""
+
+    def __init__(self, values: Tiles, flag: Expr, place: Place, threads: int, dtype: str) -> None:
+        self.values, self.flag, self.place, self.threads, self.dtype = values, flag, place, threads, dtype
+        exponent = EXPONENT[dtype]
+        step = exponent & -exponent
+        self._exponents, self._steps = T.uint32(exponent * 0x10001), T.uint32(step * 0x10001)
+        self._words, self.found = registers(4, "uint32"), registers(1, "uint32")
+
+    def look(self, slot: Expr, turn: Expr) -> None:
+        """To be called when this thread's pieces of the tile have arrived, and before the barrier after that."""
+        self.find(slot, self.place.thread, self.threads)
+        with T.If(self.found[0] != T.uint32(0)), T.Then():
+            store(self.flag, [T.cast(turn, "uint32")])
+
+    def find(self, slot: Expr, thread: Expr, threads: int) -> None:
+        """Looks through this thread's pieces, of so many threads'."""
+        put(self.found, 0, T.uint32(0))
+
+        def piece(row: Expr, column: Expr) -> None:
+            load(self._words, 0, 4, self.values.address(slot, row, column))
+            for i in range(4):
+                put(self.found, 0, self.found[0] | self._infinite(self._words[i]))
+
+        self.values.each_chunk(thread, threads, piece)
+
+    def _infinite(self, word: Expr) -> Expr:
+        """The highest bit of each half that is NaN or infinite: its exponent, one more, overflows into it."""
+        return ((word & self._exponents) + self._steps) & T.uint32(0x80008000)
+
+    def resolve(self, slot: Expr, turn: Expr, scores: Expr, sums: Expr, row_tiles: int, keys: int) -> None:
+        """Where the tile has any: adds those that are seen, and makes them zeros. To be called after that barrier, when
+        what is hidden is -inf in `scores`."""
+        load(self._words, 0, 1, self.flag)
+        with T.If(self._words[0] == T.cast(turn, "uint32")), T.Then():
+            self._add(slot, scores, sums, row_tiles, keys)
+            barrier()
+            self.clear(slot, self.place.thread, self.threads)
+            barrier()
+
+    def clear(self, slot: Expr, thread: Expr, threads: int) -> None:
+        """Makes such values of this thread's pieces zeros."""
+        self.values.each_chunk(thread, threads, lambda row, column: self._clear(slot, row, column))
+
+    def _clear(self, slot: Expr, row: Expr, column: Expr) -> None:
+        address = self.values.address(slot, row, column)
+        load(self._words, 0, 4, address)
+        for i in range(4):
+            word = self._words[i]
+            halves = (self._infinite(word) >> T.uint32(15)) * T.uint32(0xFFFF)
+            put(self._words, i, word & (halves ^ T.uint32(0xFFFFFFFF)))
+        store(address, [self._words[i] for i in range(4)])
+
+    def _add(self, slot: Expr, scores: Expr, sums: Expr, row_tiles: int, keys: int) -> None:
+        """O = O + v for every value v that is not finite and that a row sees. A loop over the keys, since what it is
+        unrolled by takes registers from the loop that matters."""
+        rows, key_tiles = 2 * row_tiles, keys // COLUMNS
+        seen = registers(rows, "uint32")
+        for first in range(0, keys, WORD):
+            tiles = range(first // COLUMNS, min(first + WORD, keys) // COLUMNS)
+            for row in range(rows):
+                self._note_seen(seen, row, [(n * COLUMNS - first, cell(row, key_tiles, n, 0)) for n in tiles], scores)
+            self._add_keys(slot, seen, rows, T.int32(first), T.int32(len(tiles) * COLUMNS), sums)
+
+    def _add_keys(self, slot: Expr, seen: Expr, rows: int, first: Expr, count: Expr, sums: Expr) -> None:
+        """The same for `count` keys from `first` on, of which row r sees those whose bits are set in seen[r]."""
+        value_tiles = padded(self.values.width) // COLUMNS
+        with T.serial(count) as key:
+            address = self._words_of(slot, key + first)
+            for n in range(value_tiles):
+                load(self._words, 0, 1, address(n))
+                # A branch, so that not all words are loaded at once, into registers that sums need.
+                with T.If(self._infinite(self._words[0]) != T.uint32(0)), T.Then():
+                    for e, value in enumerate(unpack(self._words[0], self.dtype)):
+                        for row in range(rows):
+                            at = cell(row, value_tiles, n, e)
+                            sees = ((seen[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
+                            adds = T.And(sees, self._infinite_half(self._words[0], e))
+                            put(sums, at, T.Select(adds, sums[at] + value, sums[at]))
+
+    def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:
+        """The address of this lane's word of a row's chunk, by the chunk's number."""
+        return lambda chunk: self.values.address(slot, row, 2 * self.place.q + chunk * CHUNK)
+
+    def _note_seen(self, seen: Expr, row: int, cells: list[tuple[int, int]], scores: Expr) -> None:
+        """seen[row]: bit i, whether the row sees key i of 32. `cells`: the first key of a tile, and where its score
+        is."""
+        put(seen, row, T.uint32(0))
+        for first, at in cells:
+            for e in range(2):
+                bit = T.Select(scores[at + e] == T.float32(-math.inf), T.uint32(0), T.uint32(1 << first + e))
+                put(seen, row, seen[row] | bit)
+        put(seen, row, seen[row] << T.cast(2 * self.place.q, "uint32"))
+        over_quad(seen, row, lambda a, b: a | b)
+
+    def _infinite_half(self, word: Expr, half: int) -> Expr:
+        exponent = T.uint32(EXPONENT[self.dtype] << 16 * half)
+        return (word & exponent) == exponent

@@ -1,0 +1,93 @@
+"""What the scores of a block are besides products: scaled, capped, less for keys further away; and the sinks, scores of
+no key.
+
+Plain products become weights in one multiply-add, 2^(factor s - m). Where something is added to the scores or bends
+them, they are brought to units of log2 first, and the factor is 1.
+
+The softmax does not mind what is added to all scores of a row. So a distance is counted from where it is largest: from
+the last key that the row's band and length leave it, or the first one if the slope is negative. Numbers are small, and
+so exact, where weights are not.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.score_scale import LOG2_E
+from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    Expr,
+    exp2,
+    put,
+    reciprocal,
+    registers,
+    settle,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+QUICK_SOFTCAP = 256.0
+"""Up to here a quick tanh changes scores by less than 2^-13, so weights by less than half of what rounding to 16 bits
+does."""
+
+
+class Scores:
+    """Scale, softcap, ALiBi and sinks of the rows of a thread."""
+
+    def __init__(self, op: AttentionOp, visibility: Visibility, sink: OfRows[Expr], slope: OfRows[Expr]) -> None:
+        self.op, self.visibility, self.sink, self.slope = op, visibility, sink, slope
+        adds = op.mask is not None and op.mask.dtype != "bool"
+        # A maximum of products is one of scores only if the factor is positive.
+        self.is_plain = not (op.softcap or op.slopes or adds) and op.scale > 0
+        self.factor = op.scale * LOG2_E if self.is_plain else 1.0
+        self._origins = [self._origin(row) for row in range(len(visibility.rows.numbers))] if slope is not None else []
+
+    def _origin(self, row: int) -> Expr:
+        """The key that the distances of a row are counted from."""
+        v = self.visibility
+        last = settle(v.end_of(v.rows.numbers[row]) - 1)
+        first = T.int32(0) if v.left is None else T.max(T.int32(0), v.rows.numbers[row] + v.shift - v.left)
+        return settle(T.Select(of_row(self.slope, row) >= T.float32(0), last, first))
+
+    def begin(self, largest: Expr, total: Expr, row: int) -> None:
+        """The maximum and the sum of a row before its first key: those of the sink, which one of its threads holds."""
+        sink = of_row(self.sink, row)
+        if sink is None:
+            put(largest, row, T.float32(-math.inf))
+            put(total, row, T.float32(0))
+            return
+        if self.slope is not None:
+            place = self.visibility.rows.numbers[row] + self.visibility.shift
+            sink = sink - of_row(self.slope, row) * T.cast(self._origins[row] - place, "float32")
+        put(largest, row, sink)
+        counts = T.And(self.visibility.cells.leads, T.Not(largest[row] == T.float32(-math.inf)))
+        put(total, row, T.Select(counts, T.float32(1), T.float32(0)))
+
+    def convert(self, scores: Expr, tiles: int, first_key: Expr) -> None:
+        """Products become scores in units of log2, with what the distance adds; nothing to do for plain ones."""
+        if self.is_plain:
+            return
+        cells = self.visibility.cells
+        for row in range(len(self.visibility.rows.numbers)):
+            slope, bias = of_row(self.slope, row), None
+            if slope is not None:
+                bias = settle(T.cast(first_key + cells.first - self._origins[row], "float32"), "float32")
+            for i, offset in enumerate(cells.offsets(tiles)):
+                at = cells.at(row, tiles, i)
+                score = self._capped(scores, at) if self.op.softcap else scores[at] * T.float32(self.op.scale * LOG2_E)
+                if bias is not None:
+                    score = score + slope * (bias + T.float32(offset))
+                put(scores, at, score)
+
+    def _capped(self, scores: Expr, at: int) -> Expr:
+        """softcap tanh(s / softcap), where tanh(x) = 1 - 2 / (1 + e^(2 x)): off by 2^-21, whatever x, which the softcap
+        makes a part of a score. Where that would be too much, the function of CUDA's library, with its branches."""
+        inner, outer = self.op.scale / self.op.softcap, self.op.softcap * LOG2_E
+        if self.op.dtype == "float32" or self.op.softcap > QUICK_SOFTCAP:
+            return T.tanh(scores[at] * T.float32(inner)) * T.float32(outer)
+        part = registers(1)
+        exp2(part, 0, scores[at] * T.float32(2 * LOG2_E * inner))
+        reciprocal(part, 0, part[0] + T.float32(1))
+        return part[0] * T.float32(-2 * outer) + T.float32(outer)

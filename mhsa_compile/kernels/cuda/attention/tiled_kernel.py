@@ -1,0 +1,76 @@
+"""What the kernels of attention in tiles of queries and keys have in common on a GPU: which attentions they take, which
+sizes fit a block, and how a constant mask comes to them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, Protocol, TypeVar
+
+from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan, planned_apart
+from mhsa_compile.kernels.cuda.primitives.inputs import unfit_widths
+from mhsa_compile.kernels.cuda.primitives.warp import Expr
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CudaProfile
+
+
+class Sizes(Protocol):
+    """Of a block."""
+
+    @property
+    def queries(self) -> int: ...
+
+    @property
+    def keys(self) -> int: ...
+
+    @property
+    def shared_bytes(self) -> int: ...
+
+
+Shape = TypeVar("Shape", bound=Sizes)
+
+
+class AttentionInTiles(ABC, Generic[Shape]):
+    """A kernel whose block has a tile of queries of one head and goes over tiles of keys."""
+
+    op_type = AttentionOp
+    dtypes: tuple[str, ...]
+    dtypes_in_words: str
+    knobs: tuple[str, ...]
+
+    @abstractmethod
+    def shape(self, op: AttentionOp, config: Config) -> Shape:
+        """The sizes of a block."""
+
+    @abstractmethod
+    def unfit_config(self, config: Config) -> str | None:
+        """Why a block cannot be of such sizes, whatever the attention and the GPU."""
+
+    @abstractmethod
+    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+        """Why the threads of a block have too few registers."""
+
+    @abstractmethod
+    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+        """The PrimFunc."""
+
+    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
+        if op.dtype not in self.dtypes:
+            return f"of {self.dtypes_in_words}, not {op.dtype}"
+        if op.static_mask is not None and op.mask is not None:
+            return "a static mask or one that the call brings, not both"
+        return unfit_widths(op) or unfit_scores(op)
+
+    def unfit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, self.knobs) or self.unfit_config(config):
+            return reason
+        shape, available = self.shape(op, config), profile.hardware.shared_kib_per_block * 1024
+        if shape.shared_bytes > available:
+            return f"{shape.shared_bytes} bytes of shared memory of {available}"
+        return self.unfit_shape(op, shape)
+
+    def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
+        shape = self.shape(op, config)
+        op, planned = planned_apart(op, shape.queries, shape.keys)
+        return Emitted(self.function(op, shape, planned, profile), constants=planned.arrays if planned else ())

@@ -1,0 +1,219 @@
+"""What a warpgroup that computes does: 64 rows of queries of one item after the other, against all keys that they see.
+
+    S = Q K_0^T;  P = 2^(S - m)
+    for each further tile j of keys:
+        begin  S = Q K_j^T                both at once: the tensor cores work on the second
+        begin  O = O + P V_(j-1)          while this warpgroup takes the exponentials of the first
+        m' = max(m, max S);  P' = 2^(S - m');  l = 2^(m - m') l + sum P'
+        O = 2^(m - m') O                  when O is there
+    O = O + P V_last
+    Y = O / l, and zeros where nothing was visible (l = 0)
+
+The warpgroups of a block hand a token around: who has it begins its products, so that one multiplies while another
+takes exponentials. Source: FlashAttention-3, Shah et al. 2024 (arXiv:2407.08608), its algorithm 2 and section 3.2.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
+from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
+from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedFinite
+from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import BlockMemory, Shape
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
+from mhsa_compile.kernels.cuda.primitives.fragments import cell
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import padded
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    COLUMNS,
+    DEPTH,
+    ROWS,
+    Expr,
+    Place,
+    pack,
+    put,
+    registers,
+    settle,
+    store,
+    warp_barrier,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+_TOKEN, _ALL, _GROUP = 1, 4, 5  # the first number of each kind of named barrier; 0 is the block's
+
+_WIDEST_IN_TURN = 128
+"""Heads. Beyond, products take so much longer than exponentials that the order does not matter, and registers do."""
+
+
+class Consumer:
+    """Emits what the threads of a warpgroup do; `place` counts them from the first that computes."""
+
+    def __init__(self, op: AttentionOp, shape: Shape, place: Place, memory: BlockMemory, output: Tensor) -> None:
+        self.op, self.shape, self.place, self.memory, self.output = op, shape, place, memory, output
+        self.group = settle(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
+        self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(shape.v_head_dim) // COLUMNS
+        self.weights = registers(shape.keys // 4, "uint32")  # P in 16 bits: four words for 16 keys
+        self.words = registers(1, "uint32")
+        self.items, self.tiles = registers(1, "int32"), registers(1, "int32")  # how many came before
+
+    def begin(self) -> None:
+        put(self.items, 0, T.int32(0))
+        put(self.tiles, 0, T.int32(0))
+        with T.If(self.group == self.shape.consumers - 1), T.Then():
+            self._pass_token()
+
+    def end(self) -> None:
+        """Takes the last token, so that no barrier is left half full."""
+        with T.If(self.group == 0), T.Then():
+            self._take_token()
+
+    def item(self, visibility: Visibility, scores: Scores, b: Expr, h: Expr) -> None:
+        tiles = KeyTiles(self.op, visibility, self.shape.keys)
+        before, item = settle(self.tiles[0]), settle(self.items[0])
+        self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
+        self.scored, self.summed = self.softmax.scored, self.softmax.summed
+        self.softmax.begin()
+        self.memory.queries.wait_full(item)
+        with T.If(tiles.count > 0), T.Then():
+            # 1. The first tile of keys.
+            self._take_token()
+            self._multiply_keys(before)
+            self._pass_token()
+            self._wait_keys(0, before)
+            self._tile(tiles, visibility, scores, T.int32(0), before, None)
+            # 2. The others, each with the values of the one before.
+            with T.serial(tiles.count - 1) as number:
+                turn = settle(number + 1)
+                self._take_token()
+                self._multiply_keys(before + turn)
+                self._multiply_values(before + number)
+                self._pass_token()
+                self._wait_keys(1, before + turn)
+                self._tile(tiles, visibility, scores, turn, before + turn, before + number)
+            # 3. The last values.
+            last = settle(before + tiles.count - 1)
+            self._multiply_values(last)
+            self._wait_values(last)
+        # 4. O / l.
+        self._write(visibility.rows.first, b, h)
+        put(self.tiles, 0, before + tiles.count)
+        put(self.items, 0, item + 1)
+
+    # The token.
+
+    def _take_token(self) -> None:
+        if self.shape.head_dim > _WIDEST_IN_TURN:
+            return
+        words.meet(T.cast(self.group + _TOKEN, "uint32"), 2 * words.WARPGROUP)
+
+    def _pass_token(self) -> None:
+        if self.shape.head_dim > _WIDEST_IN_TURN:
+            return
+        following = T.Select(self.group == self.shape.consumers - 1, T.int32(0), self.group + 1)
+        words.announce(T.cast(following + _TOKEN, "uint32"), 2 * words.WARPGROUP)
+
+    # Products.
+
+    def _multiply_keys(self, use: Expr) -> None:
+        """Begins S = Q K^T."""
+        keys, queries = self.memory.keys, self.memory.queries.tiles
+        keys.wait_full(use)
+        left = queries.by_rows(T.int32(0), self.group * words.ROWS)
+        right = keys.tiles.by_rows(keys.slot(use))
+        words.pin(self.scored, self.shape.keys // 2)
+        words.products_begin()
+        for step in range(padded(self.shape.head_dim) // DEPTH):
+            a, b = left + T.uint64(queries.row_step(step)), right + T.uint64(keys.tiles.row_step(step))
+            words.multiply_shared(self.scored, self.shape.keys, a, b, step > 0, self.op.dtype)
+        words.products_end()
+
+    def _multiply_values(self, use: Expr) -> None:
+        """Begins O = O + P V, of values that are there."""
+        values = self.memory.values
+        right = values.tiles.by_columns(values.slot(use))
+        self._pin_sums()
+        words.pin(self.weights, self.shape.keys // 4, "uint32")
+        words.products_begin()
+        for step in range(self.shape.keys // DEPTH):
+            b = right + T.uint64(values.tiles.column_step(step))
+            words.multiply_held(self.summed, 8 * self.value_tiles, self.weights, 4 * step, b, self.op.dtype)
+        words.products_end()
+
+    def _pin_sums(self) -> None:
+        words.pin(self.summed, 4 * self.value_tiles)
+
+    def _wait_keys(self, pending: int, use: Expr) -> None:
+        words.products_wait(pending)
+        words.pin(self.scored, self.shape.keys // 2)
+        self.memory.keys.release(use, self.place.lane)
+
+    def _wait_values(self, use: Expr) -> None:
+        words.products_wait(0)
+        self._pin_sums()
+        self.memory.values.release(use, self.place.lane)
+
+    # The softmax.
+
+    def _tile(
+        self, tiles: KeyTiles, visibility: Visibility, scores: Scores, turn: Expr, use: Expr, values: Expr | None
+    ) -> None:
+        """Scores become weights; `values` is what O is waited for, if it is under way."""
+        first_key = tiles.first_key(turn)
+        bits_row, hides = tiles.hides(turn, first_key)
+        # 1. P and l by the new maximum.
+        scores.convert(self.scored, self.key_tiles, first_key)
+        with T.If(hides), T.Then():
+            visibility.hide(self.scored, self.key_tiles, first_key, bits_row)
+        grows = self.softmax.raise_maxima()
+        self.softmax.weigh()
+        # 2. O by it. The values are of use in a moment; that somebody may have to wait for them here keeps the compiler
+        #    from waiting for O any earlier, which it would do before the exponentials.
+        self.memory.values.wait_full(use)
+        if values is not None:
+            self._wait_values(values)
+            with T.If(grows), T.Then():
+                self.softmax.scale_sums()
+        # 3. P as the left operand.
+        for step in range(self.shape.keys // DEPTH):
+            for i in range(4):
+                at = 4 * (2 * step + i // 2) + 2 * (i % 2)
+                pack(self.weights, 4 * step + i, self.scored[at], self.scored[at + 1], self.op.dtype)
+        # 4. A weight of zero makes NaN of what is not finite.
+        if hides_values(self.op, copied_to_length=False):
+            with T.If(hides), T.Then():
+                self._look_after_values(visibility, first_key, bits_row, use)
+
+    def _look_after_values(self, visibility: Visibility, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
+        values, threads = self.memory.values, self.shape.consumer_threads
+        finite, slot = SharedFinite(values.tiles, self.place.thread, threads, _ALL, self.op.dtype), values.slot(use)
+
+        def hide(scores: Expr, tiles: int, part: Expr) -> None:
+            visibility.hide(scores, tiles, settle(first_key + part * WORD), bits_row, part)
+
+        with T.If(finite.look_together(slot)), T.Then():
+            finite.resolve_together(slot, self.summed, self.shape.keys, hide)
+
+    def _write(self, first_row: Expr, b: Expr, h: Expr) -> None:
+        """The rows of O, each divided by its sum, by way of the queries' place in shared memory."""
+        words.meet(T.cast(self.group + _GROUP, "uint32"), words.WARPGROUP)  # all are done with their queries
+        first = settle(self.place.warp * ROWS)
+        g, q = words.fresh(self.place.g), words.fresh(self.place.q)
+        tiles = self.memory.output
+        for row in range(2):
+            part = self.softmax.part_of(row)
+            number = first + g + 8 * row
+            start = settle(tiles.row_start(T.int32(0), number) + T.cast(4 * q, "uint32"), "uint32")
+            for n in range(self.value_tiles):
+                low, high = (self.summed[cell(row, self.value_tiles, n, e)] * part for e in range(2))
+                pack(self.words, 0, low, high, self.op.dtype)
+                store(start + tiles.chunk_in_row(n, g), [self.words[0]])
+        words.written_for_engines()
+        warp_barrier()
+        with T.If(self.place.lane == 0), T.Then():
+            tiles.store(first, self.output, first_row + first, h, b)
+            words.boxes_stored()
+        self.memory.queries.release(self.items[0], self.place.lane)

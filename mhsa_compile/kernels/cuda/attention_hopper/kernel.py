@@ -1,0 +1,88 @@
+"""Attention of 16-bit types on Hopper: products of whole warpgroups (wgmma) on tiles that the copy engine brings.
+
+A block is one warpgroup that copies and two or three that compute, 64 rows of queries each. `hopper_roles` deals the
+roles out, `hopper_consumer` holds the arithmetic, and its docstring the algorithm; `hopper_schedule` says which block
+computes what. This file says what the kernel takes and which sizes fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
+from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import Shape
+from mhsa_compile.kernels.cuda.attention_hopper.warp_specialized import attention
+from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
+from mhsa_compile.kernels.cuda.primitives.warp import Expr
+from mhsa_compile.kernels.interface.kernel import Config
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CudaProfile
+
+KNOBS = ("consumers", "keys", "stages")
+KEYS = (128, 112, 96, 80, 64, 48, 32)
+_BESIDE = {2: 44, 3: 36}
+"""Registers of a thread beside its tiles: addresses, statistics, what the compiler needs in between. This and the two
+below by what nvcc 13.0 made of kernels: with a few less, it spilt."""
+_MASK = 64
+"""For the elements of a mask that the call brings, and their addresses; and one for each of half the scores."""
+_BITS = 12
+"""For the bits of a constant mask."""
+_WORTH_THREE = 96
+"""Keys of a tile from which three warpgroups are better than two: they share K and V, but have fewer registers."""
+
+
+class HopperAttentionKernel(AttentionInTiles[Shape]):
+    """FlashAttention-3 for 16-bit types."""
+
+    name = "cuda.attention_hopper"
+    dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
+    knobs = KNOBS
+
+    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
+        if not profile.has_wgmma:
+            return "made for GPUs whose warpgroups multiply"
+        if reason := super().applies(op, profile):
+            return reason
+        if next(self._fitting(op, profile), None) is None:
+            return f"no tile of keys fits the registers and shared memory beside heads of {op.head_dim, op.v_head_dim}"
+        return None
+
+    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+        return {"consumers": (2, 3), "keys": (*KEYS, 144, 160, 176), "stages": (2, 3, 4)}
+
+    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
+        return next(self._fitting(op, profile))
+
+    def _fitting(self, op: AttentionOp, profile: CudaProfile) -> Iterator[dict[str, int]]:
+        """Configs that fit, the best first: tiles of many keys, up to 128, since a wider one computes more that a band
+        hides."""
+        for consumers in (3, 2):
+            for keys in KEYS:
+                config = dict(zip(KNOBS, (consumers, keys, 2), strict=True))
+                is_worth_it = consumers == 2 or keys >= _WORTH_THREE
+                if is_worth_it and self.unfit(op, profile, config) is None:
+                    yield config
+
+    def shape(self, op: AttentionOp, config: Config) -> Shape:
+        return Shape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+
+    def unfit_config(self, config: Config) -> str | None:
+        if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:
+            return f"two or three consumers, and keys in multiples of 16 up to 256, not {dict(config)}"
+        if config["stages"] < 2:  # the values of one tile are waited for before those of the last are given back
+            return "a ring of two tiles at least"
+        return None
+
+    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+        needed, held = _registers(op, shape), REGISTERS[shape.consumers][1]
+        return f"{needed} registers of {held}" if needed > held else None
+
+    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+        return attention(op, shape, planned, profile.hardware.multiprocessors)
+
+
+def _registers(op: AttentionOp, shape: Shape) -> int:
+    """What a thread that computes needs so that nothing spills."""
+    masks = (_MASK + shape.keys // 4 if op.mask is not None else 0) + (_BITS if op.static_mask is not None else 0)
+    return shape.tile_registers + _BESIDE[shape.consumers] + masks

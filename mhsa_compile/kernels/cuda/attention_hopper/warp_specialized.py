@@ -1,0 +1,212 @@
+"""The kernel of `hopper`, put together: what the copy engine is told on the host, the items of a block, and its two
+roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
+from mhsa_compile.kernels.common.buffers import ceil_div
+from mhsa_compile.kernels.cuda.attention.block_sparsity import (
+    Plan,
+    Visits,
+    plan_arguments,
+    visits_of,
+)
+from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
+from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility, rows_of
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.attention_hopper.consumer import Consumer
+from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import BlockMemory, Shape
+from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, scheduled
+from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
+from mhsa_compile.kernels.cuda.primitives.fragments import Cells, QuadCells
+from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
+from mhsa_compile.kernels.cuda.primitives.inputs import Extras
+from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS, Slots
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    ROWS,
+    WARP,
+    Expr,
+    Place,
+    barrier,
+    put,
+    registers,
+    settle,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+
+@dataclass(frozen=True)
+class Items:
+    """What the items of a block are made of: the arguments of the kernel, and its schedule."""
+
+    op: AttentionOp
+    shape: Shape
+    given: AttentionArguments[Extras]
+    views: list[Expr] | None
+    schedule: Schedule
+    block: Expr
+
+    def each(self, place: Place | None, body: Callable[[Visibility, Expr, Expr], None]) -> None:
+        """body(what its rows see, batch entry, head) for each item; `place` is that of a thread which has rows."""
+
+        def item(head: Expr, turn: Expr) -> None:
+            b, h = (settle(f(head, T.int32(self.op.num_heads))) for f in (T.truncdiv, T.truncmod))
+            tile, visits = self._tile(turn, h)
+            body(self._visibility(place, settle(tile * self.shape.queries), b, h, visits), b, h)
+
+        self.schedule.each(self.block, item)
+
+    def _tile(self, turn: Expr, h: Expr) -> tuple[Expr, Visits | None]:
+        """(the number of the tile of queries whose turn it is, the tiles of keys that a constant mask leaves it)."""
+        if self.views is not None:
+            turn, h, tiles = (T.cast(number, "int64") for number in (turn, h, self.schedule.tiles))
+            tile, visits = visits_of(self.views, turn, tiles, h)
+            return T.cast(tile, "int32"), visits
+        return (self.schedule.tiles - 1 - turn if self.op.band is not None else turn), None  # long rows first
+
+    def _visibility(self, place: Place | None, first: Expr, b: Expr, h: Expr, visits: Visits | None) -> Visibility:
+        given = self.given
+        wide = T.cast(b, "int64"), T.cast(h, "int64")
+        rows, cells, reader = Rows(first, self.shape.queries, ()), _NO_CELLS, None
+        if place is not None:
+            rows = rows_of(place, first, self.shape.queries, self.shape.consumer_threads // WARP)
+            cells = QuadCells(place)
+            reader = None if given.mask is None else MaskReader(given.mask, *wide)
+        return Visibility(
+            self.op,
+            cells,
+            rows,
+            q_length=settle(T.cast(given.q_length, "int32")),
+            kv_length=given.extras.keys(wide[0], given.kv_length),
+            mask=reader,
+            visits=visits,
+        )
+
+
+class _NoCells:
+    """Of a thread that computes no scores."""
+
+    first: Expr = 0
+    leads: Expr = False
+    in_pairs = False
+
+    def offsets(self, count: int) -> list[int]:
+        return []
+
+    def at(self, row: int, count: int, number: int) -> int:
+        raise IndexError(number)
+
+
+_NO_CELLS: Cells = _NoCells()
+
+
+def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocessors: int) -> Expr:
+    """The PrimFunc."""
+    with IRBuilder() as builder:
+        with T.prim_func():
+            T.func_name("attention")
+            T.func_attr({"tirx.noalias": True})
+            given = attention_arguments(op, Extras)
+            views = None if planned is None else plan_arguments(planned)
+            sizes = batch, q_length, _ = given.batch, given.q_length, given.kv_length
+            # 1. The operands as the copy engine sees them.
+            *loaded, output = _tensors(shape, given, given.output())
+            tiles = ceil_div(q_length, shape.queries)
+            blocks = T.min(batch * T.int64(op.num_heads) * tiles, T.int64(multiprocessors))
+            with (
+                T.launch_thread("blockIdx.x", blocks) as block,
+                T.launch_thread("threadIdx.x", shape.threads) as thread,
+                words.one_block(),
+            ):
+                # 2. Shared memory, and what this block is to compute.
+                memory = BlockMemory(shape)
+                with T.If(thread == 0), T.Then():
+                    memory.begin()
+                    words.barriers_begun()
+                barrier()
+                schedule = scheduled(op, sizes, shape.queries, multiprocessors)
+                items = Items(op, shape, given, views, schedule, settle(T.cast(block, "int32")))
+                # 3. The roles.
+                few, many = REGISTERS[shape.consumers]
+                with T.If(thread < words.WARPGROUP):
+                    with T.Then():
+                        words.give_registers(few)
+                        with T.If(thread == 0), T.Then():
+                            _copy(items, memory, loaded)
+                    with T.Else():
+                        words.take_registers(many)
+                        _compute(items, memory, Place(settle(thread - words.WARPGROUP)), output)
+    return builder.get()
+
+
+def _tensors(shape: Shape, given: AttentionArguments[Extras], y: Expr) -> list[Tensor]:
+    """Q, K and V in boxes of the tiles that are loaded, Y in those of one warp. Where there is no query, nothing is
+    launched, so no map is filled in; where there is no key, those of K and V are of what is there."""
+    op, batch, q_length, kv_length = given.op, given.batch, given.q_length, given.kv_length
+    H, G, E, F = (T.int64(size) for size in (op.num_heads, op.num_kv_heads, op.head_dim, op.v_head_dim))
+    Q, K, V = (given.inputs[place.buffer] for place in (op.query, op.key, op.value))
+    query = Tensor("query", Q, op.query, (batch, q_length, H, E), shape.queries)
+    key = Tensor("key", K, op.key, (batch, kv_length, G, E), shape.keys)
+    value = Tensor("value", V, op.value, (batch, kv_length, G, F), shape.keys)
+    output = Tensor("output", y, op.output, (batch, q_length, H, F), ROWS)
+    with T.If(batch * q_length > 0), T.Then():
+        query.encode()
+        output.encode()
+        with T.If(kv_length > 0):
+            with T.Then():
+                key.encode()
+                value.encode()
+            with T.Else():
+                key.encode_stand_in(query)
+                value.encode_stand_in(output)
+    return [query, key, value, output]
+
+
+def _copy(items: Items, memory: BlockMemory, tensors: list[Tensor]) -> None:
+    """What one thread does: asks the copy engine for all tiles, as far ahead as the ring goes."""
+    query, key, value = tensors
+    for tensor in tensors:
+        words.fetch_map(tensor.map)
+    before, tiles_before = registers(1, "int32"), registers(1, "int32")
+    put(before, 0, T.int32(0))
+    put(tiles_before, 0, T.int32(0))
+
+    def load(slots: Slots, use: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
+        slots.wait_empty(use)
+        slot = slots.slot(use)
+        words.arrive_expecting(slots.full(slot), slots.tiles.bytes)
+        slots.tiles.load(slot, tensor, row, head, b, slots.full(slot))
+
+    def item(visibility: Visibility, b: Expr, h: Expr) -> None:
+        g = settle(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
+        tiles = KeyTiles(items.op, visibility, items.shape.keys)
+        load(memory.queries, settle(before[0]), query, visibility.rows.first, h, b)
+        with T.serial(tiles.count) as turn:
+            use, first_key = settle(tiles_before[0] + turn), tiles.first_key(turn)
+            load(memory.keys, use, key, first_key, g, b)
+            load(memory.values, use, value, first_key, g, b)
+        put(before, 0, before[0] + 1)
+        put(tiles_before, 0, tiles_before[0] + tiles.count)
+
+    items.each(None, item)
+
+
+def _compute(items: Items, memory: BlockMemory, place: Place, output: Tensor) -> None:
+    """What the threads of a warpgroup with rows of queries do."""
+    consumer = Consumer(items.op, items.shape, place, memory, output)
+    consumer.begin()
+
+    def item(visibility: Visibility, b: Expr, h: Expr) -> None:
+        head, extras = T.cast(h, "int64"), items.given.extras
+        scores = Scores(items.op, visibility, extras.sink(head), extras.slope(head))
+        consumer.item(visibility, scores, b, h)
+
+    items.each(place, item)
+    consumer.end()

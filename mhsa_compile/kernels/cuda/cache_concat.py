@@ -1,0 +1,63 @@
+"""Present keys or values on a GPU: the past, and the new rows behind it, each head in one piece."""
+
+from __future__ import annotations
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import Dims, argument
+from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
+from mhsa_compile.kernels.cuda.primitives.vector_copy import (
+    coordinates,
+    copy_piece,
+    each_thread,
+    piece_of,
+    row_steps,
+)
+from mhsa_compile.kernels.cuda.primitives.warp import Expr
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import PresentOp
+from mhsa_compile.target.profile import TargetProfile
+
+
+class PresentKernel(Fixed):
+    """Appends new keys or values to those of the past, a piece of a row by each thread."""
+
+    name = "cuda.present"
+    op_type = PresentOp
+
+    def applies(self, op: PresentOp, profile: TargetProfile) -> str | None:
+        return None
+
+    def emit(self, op: PresentOp, profile: TargetProfile, config: Config) -> Emitted:
+        return Emitted(_present(op))
+
+
+def _present(op: PresentOp) -> Expr:
+    dim, count = Dims(), piece_of(op.dtype, op.head_dim, *row_steps(op.new))
+    batch, new_rows = dim(op.batch), dim(op.length)
+    past_rows = T.int64(0) if op.past is None else dim(op.past)
+    heads, size = T.int64(op.num_heads), T.int64(op.head_dim)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("present")
+        T.func_attr({"tirx.noalias": True})
+        new = argument("new", placed_shape(op.new, batch, new_rows, op.num_heads, op.head_dim), op.dtype)
+        past = None if op.past is None else argument("past", [batch, heads, past_rows, size], op.dtype)
+        rows, pieces = past_rows + new_rows, T.int64(op.head_dim // count)
+        result = argument("present", [batch, heads, rows, size], op.dtype)
+
+        def piece(number: Expr) -> None:
+            b, h, row, part = coordinates(number, heads, rows, pieces)
+            column, fresh = part * count, head_view(new, op.new, op.head_dim, b, h)
+            to = [b, h, row, column]
+            if past is None:
+                copy_piece(result, to, new, fresh.at(row, column), count)
+                return
+            with T.If(row < past_rows):
+                with T.Then():
+                    copy_piece(result, to, past, to, count)
+                with T.Else():
+                    copy_piece(result, to, new, fresh.at(row - past_rows, column), count)
+
+        each_thread(batch * heads * rows * pieces, piece)
+    return builder.get()

@@ -1,0 +1,138 @@
+"""TensorScatter on a GPU: the new rows go where the indices say, and where it is not in place the cache is copied.
+
+In place a thread writes a piece of a new row; else one of a row of the result, which comes from the update or from the
+cache.
+
+An index that lies beyond is known on the GPU alone: no row of its entry is written then, so nothing but the entry's own
+result is wrong, and the cache stays as it was. More new rows than the cache has are refused before the launch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, unfit_scatter
+from mhsa_compile.kernels.cuda.primitives.vector_copy import (
+    coordinates,
+    copy_piece,
+    each_thread,
+    piece_of,
+    row_steps,
+)
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import ScatterOp
+from mhsa_compile.target.profile import TargetProfile
+
+
+class ScatterKernel(Fixed):
+    """TensorScatter of any rank and any dtype of whole bytes."""
+
+    name = "cuda.scatter"
+    op_type = ScatterOp
+
+    def applies(self, op: ScatterOp, profile: TargetProfile) -> str | None:
+        return unfit_scatter(op)
+
+    def emit(self, op: ScatterOp, profile: TargetProfile, config: Config) -> Emitted:
+        return Emitted(_scatter(op))
+
+
+def _scatter(op: ScatterOp) -> Expr:
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("scatter")
+        T.func_attr({"tirx.noalias": True})
+        task = _Scatter(op, *scatter_arguments(op), _piece(op))
+        refuse_too_many_rows(op, task.new, task.rows)
+        if op.in_place:
+            task.write_rows()
+        else:
+            task.write_everything()
+    return builder.get()
+
+
+def _piece(op: ScatterOp) -> int:
+    """Elements of a piece of a row; one where the row's length is known when called only."""
+    row = math.prod(size if isinstance(size, int) else 1 for size in op.cache[op.axis + 1 :])
+    is_fixed = all(isinstance(size, int) for size in op.cache[op.axis + 1 :])
+    return piece_of(op.dtype, row, *(() if op.update is None else row_steps(op.update))) if is_fixed else 1
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    op: ScatterOp
+    cache: Expr
+    update: Expr
+    indices: Expr | None
+    result: Expr
+    count: int  # elements of a piece
+
+    @property
+    def new(self) -> Expr:
+        """L."""
+        return self.update.shape[2 if self.op.update is None else 1]
+
+    @property
+    def rows(self) -> Expr:
+        """S."""
+        return self.cache.shape[2]
+
+    def write_rows(self) -> None:
+        def piece(number: Expr) -> None:
+            b, h, j, column = self._place(number, self.new)
+            first, fits = self._start(b)
+            place = settle(first + j, "int64")
+            if self.op.circular:
+                place = settle(T.Select(place >= self.rows, place - self.rows, place), "int64")
+            with T.If(fits), T.Then():
+                copy_piece(self.result, [b, h, place, column], self.update, self._new_at(b, h, j, column), self.count)
+
+        each_thread(self._pieces(self.new), piece)
+
+    def write_everything(self) -> None:
+        def piece(number: Expr) -> None:
+            b, h, place, column = self._place(number, self.rows)
+            first, fits = self._start(b)
+            j = settle(place - first, "int64")
+            if self.op.circular:
+                j = settle(T.Select(j < 0, j + self.rows, j), "int64")
+            to = [b, h, place, column]
+            with T.If(T.And(fits, T.And(j >= 0, j < self.new))):
+                with T.Then():
+                    copy_piece(self.result, to, self.update, self._new_at(b, h, j, column), self.count)
+                with T.Else():
+                    copy_piece(self.result, to, self.cache, to, self.count)
+
+        each_thread(self._pieces(self.rows), piece)
+
+    def _pieces(self, rows: Expr) -> Expr:
+        return self.cache.shape[0] * self.cache.shape[1] * rows * self._pieces_of_row
+
+    @property
+    def _pieces_of_row(self) -> Expr:
+        return T.truncdiv(self.cache.shape[3], T.int64(self.count))
+
+    def _place(self, number: Expr, rows: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+        """(batch entry, head, row, column) of a piece."""
+        b, h, row, part = coordinates(number, self.cache.shape[1], rows, self._pieces_of_row)
+        return b, h, row, part * self.count
+
+    def _start(self, b: Expr) -> tuple[Expr, Expr]:
+        """(the row of the cache that the first new one goes to, whether all of them lie within the cache)."""
+        if self.indices is None:
+            return T.int64(0), T.bool(True)
+        index = settle(self.indices[b], "int64")
+        if not self.op.circular:
+            return index, T.And(index >= 0, index <= self.rows - self.new)
+        rest = settle(T.truncmod(index, self.rows), "int64")  # of the sign of the index
+        return settle(T.Select(rest < 0, rest + self.rows, rest), "int64"), T.bool(True)
+
+    def _new_at(self, b: Expr, h: Expr, j: Expr, column: Expr) -> list[Expr]:
+        """Where row j of the update has a column."""
+        if self.op.update is None:
+            return [b, h, j, column]
+        return [b, j, h * self.cache.shape[3] + self.op.update.offset + column]

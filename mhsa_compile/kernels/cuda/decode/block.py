@@ -1,0 +1,219 @@
+"""One block of decode: a share of all keys, a part of a head after another.
+
+    for each part, its K and V copied ahead through a ring of each warp's own:
+        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `attention_softmax`
+        the warps' results are put together
+        a whole head:  Y = O / l, zeros where nothing was visible (l = 0);  else m, l and O go to the workspace
+
+The warps of a block wait for each other at the end of a part only, and each lane only for its own copies: as many bytes
+are under way as the rings hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import AttentionArguments
+from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.decode.block_shape import WORD, Shape
+from mhsa_compile.kernels.cuda.decode.online_softmax import Area
+from mhsa_compile.kernels.cuda.decode.split_kv import Part, Shares
+from mhsa_compile.kernels.cuda.decode.warp_fp32 import SimtWarp
+from mhsa_compile.kernels.cuda.decode.warp_mma import TensorWarp
+from mhsa_compile.kernels.cuda.primitives import smem_pipeline
+from mhsa_compile.kernels.cuda.primitives.inputs import Extras, elements
+from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    Expr,
+    Place,
+    barrier,
+    pack,
+    registers,
+    settle,
+    store,
+    warp_barrier,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp, Placement
+
+CHUNK = 4  # columns that a thread writes at a time
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The arguments of the kernel. `workspace` is (slots, rows, words of a result), float32."""
+
+    given: AttentionArguments[Extras]
+    y: Expr
+    workspace: Expr
+
+    def element(self, place: Placement, width: int, b: Expr, head: Expr) -> Element:
+        """Elements of one head of an input by row and column."""
+        return elements(self.given.inputs[place.buffer], place, width, T.cast(b, "int64"), T.cast(head, "int64"))
+
+
+class DecodeBlock:
+    """Emits one block, number `share`."""
+
+    def __init__(
+        self, op: AttentionOp, shape: Shape, place: Place, share: Expr, shares: Shares, arrays: Arrays
+    ) -> None:
+        self.op, self.shape, self.place, self.share, self.shares, self.arrays = op, shape, place, share, shares, arrays
+        self.ratio = op.num_heads // op.num_kv_heads
+        # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
+        self.element_bytes = shape.key_form.size
+        self.pool = T.alloc_buffer((shape.shared_bytes // self.element_bytes,), op.dtype, scope="shared.dyn")
+        slots, E, F = shape.warps * shape.stages, shape.head_dim, shape.v_head_dim
+        self.keys = SharedTiles(self.pool, 0, slots, shape.keys, E, op.dtype, shape.key_form)
+        self.values = SharedTiles(self.pool, self.keys.end, slots, shape.keys, F, op.dtype, shape.value_form)
+        queries = None
+        if shape.shares_queries:
+            queries = SharedTiles(self.pool, shape.queries_byte, 1, shape.query_rows, E, op.dtype, shape.query_form)
+        if queries is not None and shape.is_wide:
+            self.warp: Any = SimtWarp(shape, place, self.keys, self.values, queries)
+        else:
+            self.warp = TensorWarp(shape, place, self.keys, self.values, queries, op.dtype)
+        self.area = Area(shape, self._word, place.warp)
+
+    def emit(self) -> None:
+        self.shares.each_part(self.share, self._attend)
+
+    def _attend(self, part: Part) -> None:
+        shape = self.shape
+        sources = self._sources(part)
+        visibility, scores = self._semantics(part)
+        count = settle(part.end - part.first)
+        # 1. The rings full but for one tile, and Q.
+        for turn in range(shape.stages - 1):
+            self._copy(part, sources, T.int32(turn), count)
+        self.warp.begin(self._queries(part), scores)
+        if shape.shares_queries:
+            barrier()
+        # 2. One tile of the warp's after the other.
+        with T.serial(count) as turn:
+            slot, first_key = self._slot(turn), settle(self._first_key(part, turn))
+            hides = settle(T.Not(visibility.seen_by_all(first_key, shape.keys)), "bool")
+            smem_pipeline.wait(shape.stages - 2)
+            if shape.hides_values:
+                with T.If(hides), T.Then():
+                    self.warp.look(slot)
+            warp_barrier()  # all lanes' copies of this tile have arrived, and all are done with the tile before
+            self._copy(part, sources, turn + (shape.stages - 1), count)
+            self.warp.visit(slot, first_key, hides, visibility, scores)
+        # 3. The results of all warps, where their tiles were.
+        barrier()
+        self.warp.hand_over(self.area)
+        barrier()
+        self._write(part)
+        barrier()
+
+    def _semantics(self, part: Part) -> tuple[Visibility, Scores]:
+        """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
+        assert isinstance(self.op.q_length, int)
+        L, extras, mask = self.op.q_length, self.arrays.given.extras, self.arrays.given.mask
+        queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
+        b = T.cast(part.b, "int64")
+        visibility = Visibility(
+            self.op,
+            self.warp.cells(T.And(self.place.warp == 0, part.begins)),
+            Rows(T.int32(0), L, queries),
+            q_length=T.int32(L),
+            kv_length=part.entry.kv_length,
+            mask=None if mask is None else tuple(MaskReader(mask, b, head) for head in heads),
+            visits=None,
+        )
+        sinks = tuple(extras.sink(head) for head in heads) if self.op.sinks else None
+        slopes = tuple(extras.slope(head) for head in heads) if self.op.slopes else None
+        return visibility, Scores(self.op, visibility, sinks, slopes)
+
+    def _row(self, part: Part, row: Expr) -> tuple[Expr, Expr]:
+        """(query, head) of a row."""
+        ratio = T.int32(self.ratio)
+        query, head = T.truncdiv(row, ratio), part.g * self.ratio + T.truncmod(row, ratio)
+        return settle(query), settle(T.cast(head, "int64"), "int64")
+
+    def _queries(self, part: Part) -> Element:
+        """Elements of Q by row."""
+        op = self.op
+
+        def element(row: Expr, column: Expr) -> Expr:
+            query, head = self._row(part, row)
+            return self.arrays.element(op.query, op.head_dim, part.b, head)(query, column)
+
+        return element
+
+    # Copies.
+
+    def _sources(self, part: Part) -> tuple[Element, Element]:
+        op = self.op
+        return (
+            self.arrays.element(op.key, op.head_dim, part.b, part.g),
+            self.arrays.element(op.value, op.v_head_dim, part.b, part.g),
+        )
+
+    def _first_key(self, part: Part, turn: Expr) -> Expr:
+        tile = (part.first + turn) * self.shape.warps + self.place.warp
+        return part.entry.first_key + tile * self.shape.keys
+
+    def _slot(self, turn: Expr) -> Expr:
+        stages = self.shape.stages
+        return settle(self.place.warp * stages + T.truncmod(turn, T.int32(stages)))
+
+    def _copy(self, part: Part, sources: tuple[Element, Element], turn: Expr, count: Expr) -> None:
+        """Begins to copy the warp's tile of this turn, if there is one."""
+        with T.If(turn < count), T.Then():
+            slot, first = self._slot(turn), settle(self._first_key(part, turn))
+            for tiles, source in zip((self.keys, self.values), sources, strict=True):
+                tiles.copy(slot, source, first, part.entry.end_key, self.place.lane, 32)
+        smem_pipeline.commit()
+
+    # Results.
+
+    def _word(self, word: Expr) -> Expr:
+        """The address of a word of the memory that the rings had."""
+        return T.address_of(self.pool[word * (WORD // self.element_bytes)])
+
+    def _write(self, part: Part) -> None:
+        """Each thread some chunks of the rows: Y, or what `decode_combine` makes Y of."""
+        chunks = self.shape.v_head_dim // CHUNK
+        total, threads = self.shape.rows * chunks, self.shape.threads
+        slot = settle(2 * self.share + T.Select(part.begins, T.int32(1), T.int32(0)))
+        whole = settle(T.And(part.begins, part.ends), "bool")
+        with T.serial(T.int32(-(-total // threads))) as turn:
+            number = settle(self.place.thread + turn * threads)
+            with T.If(number < total), T.Then():
+                row = settle(T.truncdiv(number, T.int32(chunks)))
+                column = settle(T.truncmod(number, T.int32(chunks)) * CHUNK)
+                largest, sum_of_weights, sums = self.area.joined(row, column, CHUNK)
+                with T.If(whole):
+                    with T.Then():
+                        query, head = self._row(part, row)
+                        write(self.op, self.arrays.y, part.b, head, query, column, sum_of_weights, sums)
+                    with T.Else():
+                        at = [T.cast(slot, "int64"), T.cast(row, "int64")]
+                        place = self.arrays.workspace[(*at, T.cast(column, "int64"))]
+                        store(T.address_of(place), sums, "global")
+                        with T.If(column == 0), T.Then():
+                            place = self.arrays.workspace[(*at, T.int64(self.shape.v_head_dim))]
+                            store(T.address_of(place), [largest, sum_of_weights], "global")
+
+
+def write(
+    op: AttentionOp, y: Expr, b: Expr, head: Expr, query: Expr, column: Expr, total: Expr, sums: list[Expr]
+) -> None:
+    """Four columns of a row of Y: O / l, zeros where nothing was visible."""
+    part = settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")
+    element = elements(y, op.output, op.v_head_dim, T.cast(b, "int64"), T.cast(head, "int64"))
+    address = T.address_of(element(query, column))
+    values = [value * part for value in sums]
+    if op.dtype == "float32":
+        store(address, values, "global")
+        return
+    words = registers(2, "uint32")
+    for i in range(2):
+        pack(words, i, values[2 * i], values[2 * i + 1], op.dtype)
+    store(address, [words[0], words[1]], "global")

@@ -1,0 +1,85 @@
+"""The second launch of decode: heads whose keys several shares had, put together in the order of their keys.
+
+A head is at most one share's that begins it and does not end it. So block (s, r) looks after row r of the head that
+share s begins so, if there is one: its threads are groups that join some of the shares' results each, then they join
+the groups'.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.decode.block import CHUNK, Arrays, write
+from mhsa_compile.kernels.cuda.decode.block_shape import Shape
+from mhsa_compile.kernels.cuda.decode.online_softmax import Joined
+from mhsa_compile.kernels.cuda.decode.split_kv import Shares
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    Expr,
+    barrier,
+    load,
+    registers,
+    settle,
+    store,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp
+
+THREADS = 128
+
+
+def combine(
+    op: AttentionOp, shape: Shape, thread: Expr, share: Expr, row: Expr, shares: Shares, arrays: Arrays
+) -> None:
+    low, high = shares.begin_of(share), shares.begin_of(share + 1)
+    with T.If(low < high), T.Then():
+        head, begin = shares.head_of(high - 1)
+        b, g = (settle(f(head, T.int32(op.num_kv_heads))) for f in (T.truncdiv, T.truncmod))
+        end = settle(begin + shares.entry(b).pieces)
+        with T.If(T.And(begin >= low, end > high)), T.Then():
+            last = shares.share_of(end - 1)
+            ratio = op.num_heads // op.num_kv_heads
+            query, number = (f(row, T.int32(ratio)) for f in (T.truncdiv, T.truncmod))
+            out = (b, settle(g * ratio + number), settle(query))
+            _combine_row(op, shape, thread, share, settle(last - share + 1), row, arrays, out)
+
+
+def _combine_row(
+    op: AttentionOp,
+    shape: Shape,
+    thread: Expr,
+    first: Expr,
+    count: Expr,
+    row: Expr,
+    arrays: Arrays,
+    out: tuple[Expr, Expr, Expr],
+) -> None:
+    """Joins row `row` of `count` shares' results, from share `first` on; `out` is its batch entry, head and query."""
+    chunks = shape.v_head_dim // CHUNK
+    groups = THREADS // chunks
+    group, chunk = (settle(f(thread, T.int32(chunks))) for f in (T.truncdiv, T.truncmod))
+    column = chunk * CHUNK
+    words = CHUNK + 2
+    pool = T.alloc_buffer((groups * chunks * words,), "float32", scope="shared.dyn")
+    # A view: TVM would make the buffer itself as small as it thinks to be enough.
+    left = T.decl_buffer((groups, chunks, words), "float32", data=pool.data, scope="shared.dyn")
+    joined, read, statistics = Joined(CHUNK), registers(words), registers(2)
+    with T.If(group < groups), T.Then():
+        # 1. Every so manieth result.
+        with T.serial(T.truncdiv(count - group + (groups - 1), T.int32(groups))) as turn:
+            number = settle(group + turn * groups)
+            slot = settle(
+                T.cast(2 * (first + number) + T.Select(number == 0, T.int32(1), T.int32(0)), "int64"), "int64"
+            )
+            at = [slot, T.cast(row, "int64")]
+            load(statistics, 0, 2, T.address_of(arrays.workspace[(*at, T.int64(shape.v_head_dim))]), "global")
+            load(read, 0, CHUNK, T.address_of(arrays.workspace[(*at, T.cast(column, "int64"))]), "global")
+            joined.add(statistics[0], statistics[1], [read[i] for i in range(CHUNK)])
+        for i, value in enumerate([joined.largest, joined.total, *joined.sums]):
+            store(T.address_of(left[group, chunk, T.int32(i)]), [value])
+    barrier()
+    # 2. All groups'.
+    with T.If(group == 0), T.Then():
+        for other in range(1, groups):
+            for i in range(words):
+                load(read, i, 1, T.address_of(left[T.int32(other), chunk, T.int32(i)]))
+            joined.add(read[0], read[1], [read[2 + i] for i in range(CHUNK)])
+        write(op, arrays.y, *out, column, joined.total, joined.sums)

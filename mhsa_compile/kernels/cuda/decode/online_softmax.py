@@ -1,0 +1,85 @@
+"""The results of the warps of a row of decode, and how they are put together.
+
+A result is (m, l, O): the largest score of some keys in units of log2, the sum of 2^(score - m), and that of V so
+weighted. Milakov and Gimelshein 2018 (arXiv:1805.02867)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.online_softmax import finite
+from mhsa_compile.kernels.cuda.decode.block_shape import Shape
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    Expr,
+    exp2,
+    load,
+    put,
+    registers,
+    settle,
+    store,
+)
+
+
+class Area:
+    """Where the warps of a block leave their results to each other, in the memory of their tiles. `address(word)` is
+    that of a word; `warp` is whose results are put."""
+
+    def __init__(self, shape: Shape, address: Callable[[Expr], Expr], warp: Expr) -> None:
+        self.shape, self.address, self.warp = shape, address, warp
+
+    def _word(self, warp: Expr, row: Expr) -> Expr:
+        return (warp * self.shape.rows + row) * self.shape.result_pitch
+
+    def put_sums(self, row: Expr, column: Expr, sums: Sequence[Expr]) -> None:
+        store(self.address(self._word(self.warp, row) + column), sums)
+
+    def put_statistics(self, row: Expr, largest: Expr, total: Expr) -> None:
+        """Several threads may put the same."""
+        store(self.address(self._word(self.warp, row) + self.shape.v_head_dim), [largest, total])
+
+    def joined(self, row: Expr, column: Expr, count: int) -> tuple[Expr, Expr, list[Expr]]:
+        """(m, l, `count` columns of O) of a row, of all warps together."""
+        joined, found = Joined(count), registers(2)
+        sums = registers(count)
+        for warp in range(self.shape.warps):
+            word = settle(self._word(T.int32(warp), row))
+            load(found, 0, 2, self.address(word + self.shape.v_head_dim))
+            load(sums, 0, count, self.address(word + column))
+            joined.add(found[0], found[1], [sums[i] for i in range(count)])
+        return joined.largest, joined.total, joined.sums
+
+
+class Joined:
+    """Results of one row joined one after another; `count` columns of it."""
+
+    def __init__(self, count: int) -> None:
+        self.cells, self.count = registers(count + 2), count
+        put(self.cells, count, T.float32(-math.inf))
+        for i in (*range(count), count + 1):
+            put(self.cells, i, T.float32(0))
+
+    def add(self, largest: Expr, total: Expr, sums: Sequence[Expr]) -> None:
+        factors, count = registers(2), self.count
+        maximum = settle(T.max(self.cells[count], largest), "float32")
+        origin = finite(maximum)
+        exp2(factors, 0, self.cells[count] - origin)
+        exp2(factors, 1, largest - origin)
+        put(self.cells, count, maximum)
+        for i, value in [*enumerate(sums), (count + 1, total)]:
+            put(self.cells, i, self.cells[i] * factors[0] + value * factors[1])
+
+    @property
+    def largest(self) -> Expr:
+        return self.cells[self.count]
+
+    @property
+    def total(self) -> Expr:
+        return self.cells[self.count + 1]
+
+    @property
+    def sums(self) -> list[Expr]:
+        return [self.cells[i] for i in range(self.count)]

@@ -1,0 +1,153 @@
+"""How the keys of all heads are dealt out to blocks: everyone gets as many, whatever heads they belong to.
+
+The keys that the heads of all batch entries see lie end to end, in pieces of `piece` keys; a share is as many pieces as
+another, or one more. So the time follows the keys that there are, and one long entry among short ones occupies all
+blocks. A share may have the last keys of a head that another share began, whole heads, and the first keys of a head
+that others go on with: two partial results at most, at most one of them with a head's first keys.
+Sources: splitting the keys, Dao et al., Flash-Decoding, 2023 (pytorch.org/blog/flash-decoding); equal shares of uneven
+work, Stream-K, Osama et al. 2023 (arXiv:2301.03598).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import AttentionArguments
+from mhsa_compile.kernels.cuda.attention.masking import span
+from mhsa_compile.kernels.cuda.primitives.inputs import Extras
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    WARP,
+    Expr,
+    from_below,
+    from_lane,
+    over_warp,
+    put,
+    registers,
+    settle,
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A batch entry: its keys, the first and the end of those that any of its queries sees, their pieces."""
+
+    kv_length: Expr
+    first_key: Expr
+    end_key: Expr
+    pieces: Expr
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of key head `g` of batch entry `b` the pieces from `first` to before `end`. `begins` and `ends` say whether the
+    head's first and last piece are among them."""
+
+    b: Expr
+    g: Expr
+    entry: Entry
+    first: Expr
+    end: Expr
+    begins: Expr
+    ends: Expr
+
+
+class Shares:
+    """`count` shares. Numbers are int32: there are fewer than 2^31 pieces. All lanes of a warp have to ask together."""
+
+    def __init__(self, given: AttentionArguments[Extras], lane: Expr, *, piece: int, count: int) -> None:
+        op = self.op = given.op
+        assert isinstance(op.q_length, int)
+        self.kv_length, self.extras, self.lane, self.piece = given.kv_length, given.extras, lane, piece
+        self.batch = settle(T.cast(given.batch, "int32"))
+        self.heads = op.num_kv_heads
+        self.alike = None if op.lengths else self._entry(T.int64(0))
+        total = self._sum() if self.alike is None else self.batch * self.heads * self.alike.pieces
+        self.total = settle(total)
+        # The first `more` shares have one piece more than `least`.
+        self.least, self.more = (settle(f(self.total, T.int32(count))) for f in (T.truncdiv, T.truncmod))
+
+    def begin_of(self, share: Expr) -> Expr:
+        """The number of its first piece."""
+        return settle(share * self.least + T.min(share, self.more))
+
+    def share_of(self, number: Expr) -> Expr:
+        """Whose a piece is."""
+        long = self.more * (self.least + 1)
+        after = self.more + T.truncdiv(number - long, T.max(T.int32(1), self.least))
+        return settle(T.Select(number < long, T.truncdiv(number, self.least + 1), after))
+
+    def each_part(self, share: Expr, body: Callable[[Part], None]) -> None:
+        low, high = self.begin_of(share), self.begin_of(share + 1)
+        with T.If(low < high), T.Then():
+            state = registers(2, "int32")  # a head, and the number of its first piece
+            for i, value in enumerate(self.head_of(low)):
+                put(state, i, value)
+            with T.While(state[1] < high):
+                head, begin = (settle(state[i]) for i in range(2))
+                b, g = (settle(f(head, T.int32(self.heads))) for f in (T.truncdiv, T.truncmod))
+                entry = self.entry(b)
+                first, end = settle(T.max(low - begin, T.int32(0))), settle(T.min(high - begin, entry.pieces))
+                begins, ends = settle(first == 0, "bool"), settle(end == entry.pieces, "bool")
+                body(Part(b, g, entry, first, end, begins, ends))
+                put(state, 0, head + 1)
+                put(state, 1, begin + entry.pieces)
+
+    def head_of(self, number: Expr) -> tuple[Expr, Expr]:
+        """(the head that a piece belongs to, of all entries' in a row; the number of the head's first piece)."""
+        if self.alike is not None:
+            head = settle(T.truncdiv(number, self.alike.pieces))
+            return head, settle(head * self.alike.pieces)
+        passed = registers(3, "int32")  # whole entries before it, their pieces; pieces of all entries so far
+        for i in range(3):
+            put(passed, i, T.int32(0))
+        with T.serial(self._rounds()) as turn:
+            pieces, end, below = registers(1, "int32"), registers(1, "int32"), registers(2, "int32")
+            put(pieces, 0, self._pieces_of(turn * WARP + self.lane))
+            put(end, 0, pieces[0])
+            for apart in (1, 2, 4, 8, 16):
+                before = settle(from_below(end[0], apart))
+                put(end, 0, T.Select(self.lane >= apart, end[0] + before, end[0]))
+            is_below = settle(T.And(passed[2] + end[0] <= number, turn * WARP + self.lane < self.batch), "bool")
+            put(below, 0, T.Select(is_below, T.int32(1), T.int32(0)))
+            put(below, 1, T.Select(is_below, pieces[0], T.int32(0)))
+            for i in range(2):
+                over_warp(below, i, lambda a, b: a + b)
+                put(passed, i, passed[i] + below[i])
+            put(passed, 2, passed[2] + from_lane(end[0], T.int32(WARP - 1)))
+        b, begin = settle(passed[0]), settle(passed[1])
+        pieces_of_head = self.entry(b).pieces
+        g = settle(T.truncdiv(number - begin, pieces_of_head))
+        return settle(b * self.heads + g), settle(begin + g * pieces_of_head)
+
+    def entry(self, b: Expr) -> Entry:
+        return self.alike if self.alike is not None else self._entry(T.cast(b, "int64"))
+
+    def _entry(self, b: Expr) -> Entry:
+        assert isinstance(self.op.q_length, int)
+        keys, rows = self.extras.keys(b, self.kv_length), self.op.q_length
+        first, end = span(self.op.band, T.int32(0), rows, T.int32(rows), keys)
+        # One that sees no key has a piece as well: somebody must write its zeros.
+        pieces = settle(T.max(T.int32(1), T.truncdiv(end - first + (self.piece - 1), T.int32(self.piece))))
+        return Entry(keys, first, end, pieces)
+
+    def _rounds(self) -> Expr:
+        return settle(T.truncdiv(self.batch + (WARP - 1), T.int32(WARP)))
+
+    def _pieces_of(self, b: Expr) -> Expr:
+        """Those of all heads of an entry, none where there is no such entry."""
+        pieces = registers(1, "int32")
+        put(pieces, 0, T.int32(0))
+        with T.If(b < self.batch), T.Then():
+            put(pieces, 0, self.entry(b).pieces * self.heads)
+        return pieces[0]
+
+    def _sum(self) -> Expr:
+        total = registers(1, "int32")
+        put(total, 0, T.int32(0))
+        with T.serial(self._rounds()) as turn:
+            put(total, 0, total[0] + self._pieces_of(turn * WARP + self.lane))
+        over_warp(total, 0, lambda a, b: a + b)
+        return total[0]

@@ -1,0 +1,179 @@
+"""The arithmetic of one warp of a decode block in float32, by multiply-adds: all rows that share a key head, against a
+tile of `keys` keys that the warp has to itself.
+
+For the scores, 32 / `keys` lanes share a key, each with every so manieth chunk of four elements; for the sums, a lane
+has chunks of four columns. Where the columns are fewer than 128, some lanes with the same ones share the keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.online_softmax import raised
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.decode.block_shape import Shape
+from mhsa_compile.kernels.cuda.decode.online_softmax import Area
+from mhsa_compile.kernels.cuda.primitives.fragments import Cells, StridedCells
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    WARP,
+    Expr,
+    Place,
+    exchanged,
+    exp2,
+    from_lane,
+    load,
+    over_warp,
+    put,
+    registers,
+    settle,
+    store,
+)
+
+CHUNK = 4  # elements of 32 bits in 16 bytes
+HIDDEN = -1.0  # instead of a weight: no value, however large, is to be multiplied by it
+
+
+class SimtWarp:
+    """`keys` and `values` are the tiles of all warps, `queries` one for all. Every lane holds all rows."""
+
+    def __init__(
+        self, shape: Shape, place: Place, keys: SharedTiles, values: SharedTiles, queries: SharedTiles
+    ) -> None:
+        self.shape, self.place, self.keys, self.values, self.queries = shape, place, keys, values, queries
+        self.rows = tuple(T.int32(row) for row in range(shape.rows))
+        self.lanes = shape.lanes_of_key
+        self.key = settle(T.truncdiv(place.lane, T.int32(self.lanes)))
+        self.part = settle(T.truncmod(place.lane, T.int32(self.lanes)))
+        chunks = shape.v_head_dim // CHUNK
+        self.sharing = max(1, WARP // (1 << (chunks - 1).bit_length())) if chunks < WARP else 1
+        self.sharing = min(self.sharing, shape.keys)
+        self.sharers = WARP // self.sharing  # the lanes with different columns
+        self.column = settle(T.truncmod(place.lane, T.int32(self.sharers)))  # the number of its first chunk
+        self.turn = settle(T.truncdiv(place.lane, T.int32(self.sharers)))  # among those that share its columns
+        self.chunks = -(-chunks // self.sharers)
+        R = shape.rows
+        self.scored, self.shrink = registers(R), registers(R)
+        self.summed, self.added = (registers(R * self.chunks * CHUNK) for _ in range(2))
+        self.largest, self.total = registers(R), registers(R)
+        self.left, self.right, self.read = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
+
+    def cells(self, counts: Expr) -> Cells:
+        return StridedCells(self.key, 1, T.And(self.key == 0, counts))
+
+    def begin(self, query: Element, scores: Scores) -> None:
+        """All threads of the block read Q together: what they read is there after the next barrier."""
+
+        def piece(row: Expr, column: Expr) -> None:
+            load(self.left, 0, CHUNK, T.address_of(query(row, column)), "global")
+            store(self.queries.address(T.int32(0), row, column), [self.left[i] for i in range(CHUNK)])
+
+        self.queries.each_chunk(self.place.thread, self.shape.threads, piece)
+        for at in range(self.shape.rows * self.chunks * CHUNK):
+            put(self.summed, at, T.float32(0))
+        for row in range(self.shape.rows):
+            scores.begin(self.largest, self.total, row)
+
+    def look(self, slot: Expr) -> None:
+        """Hidden values are left out where they are read."""
+
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: Visibility, scores: Scores) -> None:
+        # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
+        self._multiply_keys(slot)
+        # 2. P, l and O by the new maximum.
+        scores.convert(self.scored, 1, first_key)
+        with T.If(hides), T.Then():
+            visibility.hide(self.scored, 1, first_key, None)
+        for row in range(self.shape.rows):
+            self._weigh(row, scores.factor, hides)
+        # 3. O = O + P V.
+        if not self.shape.hides_values:
+            self._add_values(slot, hides=False)
+            return
+        with T.If(hides):
+            with T.Then():
+                self._add_values(slot, hides=True)
+            with T.Else():
+                self._add_values(slot, hides=False)
+
+    def hand_over(self, area: Area) -> None:
+        """Writes O, m and l of the rows."""
+        for row in range(self.shape.rows):
+            over_warp(self.total, row, lambda a, b: a + b, step=self.lanes)
+            area.put_statistics(T.int32(row), self.largest[row], self.total[row])
+            for chunk in range(self.chunks):
+                cells = [(row * self.chunks + chunk) * CHUNK + i for i in range(CHUNK)]
+                for at in cells:
+                    over_warp(self.summed, at, lambda a, b: a + b, step=self.sharers)
+                with T.If(self._has(chunk)), T.Then():
+                    area.put_sums(T.int32(row), self._column(chunk), [self.summed[at] for at in cells])
+
+    def _multiply_keys(self, slot: Expr) -> None:
+        E = self.shape.head_dim
+        for row in range(self.shape.rows):
+            put(self.scored, row, T.float32(0))
+        steps = -(-E // (CHUNK * self.lanes))
+        for step in range(steps):
+            column = (self.part + step * self.lanes) * CHUNK
+            if (step + 1) * self.lanes * CHUNK <= E:
+                self._multiply_chunk(slot, column)
+            else:
+                with T.If(column < E), T.Then():
+                    self._multiply_chunk(slot, column)
+        for row in range(self.shape.rows):
+            apart = 1
+            while apart < self.lanes:
+                put(self.scored, row, self.scored[row] + exchanged(self.scored[row], apart))
+                apart *= 2
+
+    def _multiply_chunk(self, slot: Expr, column: Expr) -> None:
+        load(self.left, 0, CHUNK, self.keys.address(slot, self.key, column))
+        for row in range(self.shape.rows):
+            load(self.right, 0, CHUNK, self.queries.address(T.int32(0), T.int32(row), column))
+            sums = self.scored[row]
+            for i in range(CHUNK):
+                sums = sums + self.left[i] * self.right[i]
+            put(self.scored, row, sums)
+
+    def _weigh(self, row: int, factor: float, hides: Expr) -> None:
+        """A lane's score of a row becomes its weight, or HIDDEN in a tile that hides anything."""
+        hidden = settle(T.And(hides, self.scored[row] == T.float32(-math.inf)), "bool")
+        largest = registers(1)
+        put(largest, 0, self.scored[row])
+        over_warp(largest, 0, T.max, step=self.lanes)
+        origin = raised(largest[0] * T.float32(factor), self.largest, self.total, self.shrink, row)
+        exp2(self.scored, row, self.scored[row] * T.float32(factor) - origin)
+        put(self.total, row, self.total[row] + self.scored[row])
+        if self.shape.hides_values:
+            put(self.scored, row, T.Select(hidden, T.float32(HIDDEN), self.scored[row]))
+
+    def _add_values(self, slot: Expr, *, hides: bool) -> None:
+        """The sum of the tile first: so there are no sums of very many terms."""
+        width = self.chunks * CHUNK
+        for at in range(self.shape.rows * width):
+            put(self.added, at, T.float32(0))
+        for turn in range(self.shape.keys // self.sharing):
+            key = turn * self.sharing + self.turn
+            for chunk in range(self.chunks):
+                column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
+                load(self.read, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
+            for row in range(self.shape.rows):
+                weight = settle(from_lane(self.scored[row], key * self.lanes), "float32")
+                for i in range(width):
+                    term = weight * self.read[i]
+                    # 0 * NaN would be NaN.
+                    term = T.Select(weight < T.float32(0), T.float32(0), term) if hides else term
+                    put(self.added, row * width + i, self.added[row * width + i] + term)
+        for row in range(self.shape.rows):
+            for at in range(row * width, (row + 1) * width):
+                put(self.summed, at, self.summed[at] * self.shrink[row] + self.added[at])
+
+    def _column(self, chunk: int) -> Expr:
+        return (self.column + chunk * self.sharers) * CHUNK
+
+    def _has(self, chunk: int) -> Expr:
+        """Whether there are such columns."""
+        return self._column(chunk) < self.shape.v_head_dim

@@ -1,0 +1,246 @@
+"""The arithmetic of one warp of a decode block in 16 bits, on tensor cores: all rows that share a key head, against a
+tile of `keys` keys that the warp has to itself.
+
+Rows are few, so they are the columns of the products, of which there are 8, and not their rows, of which there are 16:
+S^T = K Q^T and O^T = V^T P^T. Rows beyond the last are copies of it, which nobody looks at. Even so the tensor cores
+are idle for nine tenths of the time that the keys take to arrive.
+
+Of the tiles of C a lane 4 g + q holds the rows 2 q and 2 q + 1 of the softmax, at the keys, or columns of V, g and
+g + 8.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.online_softmax import raised
+from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.decode.block_shape import Shape
+from mhsa_compile.kernels.cuda.decode.nonfinite_values import Finite
+from mhsa_compile.kernels.cuda.decode.online_softmax import Area
+from mhsa_compile.kernels.cuda.primitives.fragments import Cells
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import (
+    CHUNK,
+    Element,
+    SharedTiles,
+    padded,
+)
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    DEPTH,
+    ROWS,
+    Expr,
+    Place,
+    exp2,
+    load,
+    load_matrices,
+    multiply_add,
+    over_warp,
+    pack,
+    put,
+    registers,
+    settle,
+    store,
+    transpose,
+)
+
+
+class _Cells:
+    """Of tiles of 8 keys one each; two rows are neighbours."""
+
+    in_pairs = False
+
+    def __init__(self, place: Place, row_tiles: int, counts: Expr) -> None:
+        self.first, self.row_tiles, self.leads = place.g, row_tiles, T.And(place.g == 0, counts)
+
+    def offsets(self, count: int) -> list[int]:
+        return [8 * n for n in range(count)]
+
+    def at(self, row: int, count: int, number: int) -> int:
+        return 4 * (number // 2 * self.row_tiles + row // 2) + 2 * (number % 2) + row % 2
+
+
+class TensorWarp:
+    """`keys` and `values` are the tiles of all warps, `queries` one for all, where Q does not stay in registers. `rows`
+    are the numbers of a lane's rows, the last one's in the place of what is beyond."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        place: Place,
+        keys: SharedTiles,
+        values: SharedTiles,
+        queries: SharedTiles | None,
+        dtype: str,
+    ) -> None:
+        self.shape, self.place, self.keys, self.values, self.dtype = shape, place, keys, values, dtype
+        self.queries = queries
+        self.row_tiles = shape.row_tiles
+        self.held = 2 * self.row_tiles
+        self.numbers = [2 * place.q + (8 * (row // 2) + row % 2) for row in range(self.held)]
+        self.rows = tuple(settle(self._existing(number)) for number in self.numbers)
+        self.tiles, self.value_tiles = shape.keys // 8, padded(shape.v_head_dim) // ROWS
+        self.depth_steps = padded(shape.head_dim) // DEPTH
+        self.layout = _Cells(place, self.row_tiles, T.bool(True))
+        self.scored = registers(2 * self.tiles * self.row_tiles)
+        self.summed = registers(4 * self.value_tiles * self.row_tiles)
+        self.largest, self.total, self.shrink = (registers(self.held) for _ in range(3))
+        held_steps = self.depth_steps if queries is None else 2
+        self.query_words, self.words = registers(2 * self.row_tiles * held_steps, "uint32"), registers(4, "uint32")
+        self.weights = registers(2, "uint32")
+        self.finite = Finite(values, place, dtype)
+
+    def cells(self, counts: Expr) -> Cells:
+        """`counts`: whether this warp is the one which has the sinks of the rows."""
+        return _Cells(self.place, self.row_tiles, counts)
+
+    def _existing(self, number: Expr) -> Expr:
+        return T.min(number, T.int32(self.shape.rows - 1))
+
+    # What happens, in order.
+
+    def begin(self, query: Element, scores: Scores) -> None:
+        """Reads Q, whose elements are `query(row, column)`, and clears the sums. Where Q lies in shared memory all
+        threads of the block read it together: it is there after the next barrier."""
+        if self.queries is None:
+            self._hold_queries(query)
+        else:
+            self._share_queries(self.queries, query)
+        for at in range(4 * self.value_tiles * self.row_tiles):
+            put(self.summed, at, T.float32(0))
+        for row in range(self.held):
+            scores.begin(self.largest, self.total, row)
+
+    def look(self, slot: Expr) -> None:
+        """Of a tile that hides anything: whether its values are finite, by the pieces that this lane copied."""
+        self.finite.look(slot)
+
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: Visibility, scores: Scores) -> None:
+        # 1. S^T = K Q^T.
+        self._multiply_keys(slot)
+        # 2. P, l and O by the new maximum.
+        scores.convert(self.scored, self.tiles, first_key)
+        with T.If(hides), T.Then():
+            visibility.hide(self.scored, self.tiles, first_key, None)
+        references = [self._reference(row, scores.factor) for row in range(self.held)]
+        if self.shape.hides_values:
+            with T.If(hides), T.Then():
+                self.finite.resolve(slot, self.held, self.tiles, self._sees, self._add_value)
+        for row in range(self.held):
+            for at in self._places(row):
+                exp2(self.scored, at, self.scored[at] * T.float32(scores.factor) - references[row])
+                put(self.total, row, self.total[row] + self.scored[at])
+        # 3. O^T = O^T + V^T P^T.
+        self._multiply_values(slot)
+
+    def hand_over(self, area: Area) -> None:
+        """Writes O, m and l of the rows."""
+        for row, number in enumerate(self.numbers):
+            over_warp(self.total, row, lambda a, b: a + b, step=4)
+            with T.If(number < self.shape.rows), T.Then():
+                area.put_statistics(number, self.largest[row], self.total[row])
+                for tile in range(self.value_tiles):
+                    for half in range(2):
+                        if tile * ROWS + 8 * half < self.shape.v_head_dim:
+                            column = self.place.g + (tile * ROWS + 8 * half)
+                            area.put_sums(number, column, [self.summed[self._sum(row, tile, half)]])
+
+    # Q.
+
+    def _hold_queries(self, query: Element) -> None:
+        for step in range(self.depth_steps):
+            for half in range(2):
+                column = step * DEPTH + 8 * half
+                for tile in range(self.row_tiles):
+                    at = 2 * (step * self.row_tiles + tile) + half
+                    if column >= self.shape.head_dim:
+                        put(self.query_words, at, T.uint32(0))
+                        continue
+                    row = self._existing(self.place.g + 8 * tile)
+                    load(self.query_words, at, 1, T.address_of(query(row, column + 2 * self.place.q)), "global")
+
+    def _share_queries(self, queries: SharedTiles, query: Element) -> None:
+        def piece(row: Expr, column: Expr) -> None:
+            inside = T.min(column, T.int32(self.shape.head_dim - CHUNK))
+            load(self.words, 0, 4, T.address_of(query(self._existing(row), inside)), "global")
+            words = [T.Select(column < self.shape.head_dim, self.words[i], T.uint32(0)) for i in range(4)]
+            store(queries.address(T.int32(0), row, column), words)
+
+        queries.each_chunk(self.place.thread, self.shape.threads, piece)
+
+    def _query_words(self, step: int, tile: int) -> int:
+        """Where the words of a step begin; they are read now, two steps at a time, where they do not stay."""
+        if self.queries is None:
+            return 2 * (step * self.row_tiles + tile)
+        at = 4 * tile
+        if step % 2 == 0:
+            lane = self.place.lane
+            column = T.truncdiv(lane, T.int32(8)) * 8 + step * DEPTH
+            last = T.int32(self.queries.form.columns - 8)  # of a step that is not there
+            row = T.truncmod(lane, T.int32(8)) + 8 * tile
+            load_matrices(self.query_words, at, self.queries.address(T.int32(0), row, T.min(column, last)))
+        return at + 2 * (step % 2)
+
+    # Products.
+
+    def _multiply_keys(self, slot: Expr) -> None:
+        lane = self.place.lane
+        row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8
+        for at in range(2 * self.tiles * self.row_tiles):
+            put(self.scored, at, T.float32(0))
+        for step in range(self.depth_steps):
+            b = [self._query_words(step, tile) for tile in range(self.row_tiles)]
+            for m in range(self.shape.keys // ROWS):
+                load_matrices(self.words, 0, self.keys.address(slot, row + m * ROWS, column + step * DEPTH))
+                for tile in range(self.row_tiles):
+                    at = 4 * (m * self.row_tiles + tile)
+                    multiply_add(self.scored, at, self.words, 0, self.query_words, b[tile], self.dtype)
+
+    def _multiply_values(self, slot: Expr) -> None:
+        lane = self.place.lane
+        row = T.truncmod(lane, T.int32(8)) + T.truncdiv(lane, T.int32(16)) * 8
+        column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
+        weights = registers(2 * self.row_tiles, "uint32")
+        for m in range(self.shape.keys // DEPTH):
+            for tile in range(self.row_tiles):
+                for half in range(2):
+                    at = 4 * (m * self.row_tiles + tile) + 2 * half
+                    pack(self.weights, half, self.scored[at], self.scored[at + 1], self.dtype)
+                    transpose(weights, 2 * tile + half, self.weights[half])
+            for v in range(self.value_tiles):
+                address = self.values.address(slot, row + m * DEPTH, column + v * ROWS)
+                load_matrices(self.words, 0, address, transposed=True)
+                for tile in range(self.row_tiles):
+                    at = 4 * (v * self.row_tiles + tile)
+                    multiply_add(self.summed, at, self.words, 0, weights, 2 * tile, self.dtype)
+
+    # The softmax.
+
+    def _reference(self, row: int, factor: float) -> Expr:
+        largest = registers(1)
+        put(largest, 0, T.float32(-math.inf))
+        for at in self._places(row):
+            put(largest, 0, T.max(largest[0], self.scored[at]))
+        over_warp(largest, 0, T.max, step=4)
+        sums = [self._sum(row, tile, half) for tile in range(self.value_tiles) for half in range(2)]
+        origin = raised(largest[0] * T.float32(factor), self.largest, self.total, self.shrink, row)
+        for at in sums:
+            put(self.summed, at, self.summed[at] * self.shrink[row])
+        return origin
+
+    def _places(self, row: int) -> list[int]:
+        return [self.layout.at(row, self.tiles, number) for number in range(self.tiles)]
+
+    def _sum(self, row: int, tile: int, half: int) -> int:
+        """Where the sum of a row and column tile * 16 + 8 * half + g is."""
+        return 4 * (tile * self.row_tiles + row // 2) + 2 * half + row % 2
+
+    def _sees(self, row: int, number: int) -> Expr:
+        """Whether a row sees the key of this lane's cell `number`, once what is hidden is -inf."""
+        return T.Not(self.scored[self.layout.at(row, self.tiles, number)] == T.float32(-math.inf))
+
+    def _add_value(self, row: int, tile: int, half: int, value: Expr) -> None:
+        at = self._sum(row, tile, half)
+        put(self.summed, at, self.summed[at] + value)

@@ -1,0 +1,176 @@
+"""The words of Hopper kernels: barriers in shared memory, the copy engine, and products of a warpgroup.
+
+Addresses of shared memory are uint32, as cvta makes them: what is laid out for wgmma must begin at multiples of 1024
+bytes, and only numbers can be rounded up. Sources: PTX ISA 9.7.13.15 (mbarrier), 9.7.9.27 (cp.async.bulk.tensor),
+9.7.15 (wgmma), 9.7.20.5 (setmaxnreg).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, put, registers
+
+WARPGROUP = 128  # threads
+ROWS, DEPTH = 64, 16
+"""Of one product: rows of A and C, columns of A and rows of B."""
+_SHORT = {"bfloat16": "bf16", "float16": "f16"}
+
+
+# Barriers in shared memory: a phase ends when as many have arrived as `begin_barrier` said and all bytes are there.
+
+
+def begin_barrier(address: Expr, arrivals: int) -> None:
+    T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](address, T.uint32(arrivals)))
+
+
+def barriers_begun() -> None:
+    """Makes them known to the copy engine, too; to be called by who began them, before a barrier of the block."""
+    T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+    T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+
+
+def arrive(address: Expr) -> None:
+    T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](address))
+
+
+def arrive_expecting(address: Expr, count: int) -> None:
+    """Arrives, and the phase takes so many bytes more."""
+    T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](address, T.uint32(count)))
+
+
+def wait(address: Expr, parity: Expr) -> None:
+    """Until the phase of this parity, 0 for the first, is over; the one "before the first" has parity 1."""
+    T.evaluate(T.cuda.mbarrier_wait(address, T.cast(parity, "uint32")))
+
+
+# Named barriers of some of a block's threads.
+
+
+def meet(number: Expr, threads: int) -> None:
+    T.evaluate(T.ptx["bar.sync"](number, T.uint32(threads)))
+
+
+def announce(number: Expr, threads: int) -> None:
+    """Counts as having come to `meet`, without waiting."""
+    T.evaluate(T.ptx["bar.arrive"](number, T.uint32(threads)))
+
+
+def meet_any(found: Expr, number: Expr, threads: int, word: Expr) -> None:
+    """found[0] = 1 if the word is not zero for any of those who meet, else 0."""
+    T.evaluate(T.ptx["bar.red.or.pred"](found[0], number, T.uint32(threads), T.ptx.pred(word)))
+
+
+# The copy engine.
+
+
+def load_box(address: Expr, tensor: Expr, coordinates: Sequence[Expr], barrier: Expr) -> None:
+    """Starts copying a box of a tensor, whose bytes count for the barrier; what lies outside of it becomes zeros."""
+    words = f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    T.evaluate(T.ptx[words](address, T.address_of(tensor), *coordinates, barrier))
+
+
+def store_box(tensor: Expr, coordinates: Sequence[Expr], address: Expr) -> None:
+    """Starts copying a box to a tensor, but for what lies outside of it."""
+    words = f"cp.async.bulk.tensor.{len(coordinates)}d.global.shared::cta.bulk_group"
+    T.evaluate(T.ptx[words](T.address_of(tensor), *coordinates, address))
+
+
+def boxes_stored() -> None:
+    """Until what this thread stores has been read from shared memory."""
+    T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
+    T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+
+
+def written_for_engines() -> None:
+    """What this thread wrote to shared memory, the copy engine and the tensor cores may read after the next barrier."""
+    T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+
+
+def fetch_map(tensor: Expr) -> None:
+    T.evaluate(T.ptx["prefetch.tensormap"](T.address_of(tensor)))
+
+
+# Products of a warpgroup.
+
+
+def products_begin() -> None:
+    """Between what is done to registers and the products that use them."""
+    T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+
+
+def products_end() -> None:
+    """Closes a group of products."""
+    T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+
+
+def products_wait(pending: int) -> None:
+    """Until all groups but the last `pending` are done. Their registers have to be pinned next."""
+    T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](pending))
+
+
+def multiply_shared(c: Expr, columns: int, a: Expr, b: Expr, adds: bool, dtype: str) -> None:
+    """C = A B^T, or C += A B^T: A (64, 16) and B (columns, 16) by descriptors, rows of 16 elements in a row."""
+    T.evaluate(_product(columns, dtype)(*_all(c, columns // 2), a, b, T.bool(adds), 1, 1, 0, 0))
+
+
+def multiply_held(c: Expr, columns: int, a: Expr, at: int, b: Expr, dtype: str) -> None:
+    """C += A B: A (64, 16) in the four words from a[at] on, B (16, columns) by a descriptor, columns in a row."""
+    words = [a[at + i] for i in range(4)]
+    T.evaluate(_product(columns, dtype)(*_all(c, columns // 2), *words, b, T.bool(True), 1, 1, 1))
+
+
+def _product(columns: int, dtype: str) -> Expr:
+    short = _SHORT[dtype]
+    return T.ptx[f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{short}.{short}"]
+
+
+def _all(cells: Expr, count: int) -> list[Expr]:
+    return [cells[i] for i in range(count)]
+
+
+def pin(cells: Expr, count: int, dtype: str = "float32") -> None:
+    """The compiler moves no use of these registers across this place: it does not know that products write to them
+    until they are waited for."""
+    kind, letter = {"float32": ("float", "f"), "uint32": ("unsigned int", "r"), "int32": ("int", "r")}[dtype]
+    name = f"pin_{dtype}_{count}"
+    parameters = ", ".join(f"{kind}& r{i}" for i in range(count))
+    operands = ", ".join(f'"+{letter}"(r{i})' for i in range(count))
+    source = f'__forceinline__ __device__ void {name}({parameters}) {{ asm volatile("" : {operands} :: "memory"); }}'
+    T.evaluate(T.cuda.func_call(name, *_all(cells, count), source_code=f"\n{source}\n"))
+
+
+def fresh(value: Expr) -> Expr:
+    """The same number, int32, as one that the compiler knows nothing of: what follows from it is computed where it is
+    needed, not once for all items and kept in registers that products need."""
+    cell = registers(1, "int32")
+    put(cell, 0, value)
+    pin(cell, 1, "int32")
+    return T.Bind(cell[0])
+
+
+# Roles.
+
+
+def one_block() -> Any:
+    """To be entered: a multiprocessor has one block at a time. Else registers cannot be given to another role."""
+    return T.attr(T.int32(0), "tirx.launch_bounds_min_blocks_per_sm", T.int32(1))
+
+
+def give_registers(count: int) -> None:
+    """Keeps so many registers a thread, and gives the others of its warpgroup back to the block."""
+    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](count))
+
+
+def take_registers(count: int) -> None:
+    """Waits until there are so many for each thread of the warpgroup."""
+    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](count))
+
+
+def same_for_warp(value: Expr) -> Expr:
+    """A number that all lanes of a warp have, so that the compiler knows they do: descriptors are of the warp."""
+    shuffle = getattr(T.cuda, "__shfl_sync")  # noqa: B009: in a class, the name would be mangled
+    return shuffle(T.uint32(0xFFFFFFFF), value, T.int32(0), T.int32(32))

@@ -1,0 +1,173 @@
+"""Tiles in shared memory as the copy engine writes them and wgmma reads them: in panels of 64 columns, 128 bytes a row,
+swizzled.
+
+A panel is rows x 128 bytes. Of each eight rows, 1024 bytes that begin at a multiple of 1024, the 16-byte chunk c of row
+r lies in the place of chunk c XOR r: bits 4 to 6 of an address are XORed with its bits 7 to 9 (PTX ISA 9.7.15.5.1.2,
+"Swizzle<3, 4, 3>"; the tensor map's SWIZZLE_128B is the same). So eight rows, or eight columns of them, lie in
+different banks.
+
+A matrix descriptor (PTX ISA 9.7.15.5.1.2.2) has, each shifted right by 4: the start address in bits 0 to 13, the
+leading-dimension byte offset in 16 to 29, the stride byte offset in 32 to 45; and in bits 62 and 63 the swizzle, 1 for
+128 bytes.
+
+    depth in rows (K-major: Q, and K as B^T)   stride 1024: from eight rows to the next eight; no leading offset, since
+                                               16 elements never leave a panel; 16 columns further are 32 bytes
+    depth in columns (MN-major: V as B)        stride 1024: from eight keys to the next eight; leading offset: from a
+                                               panel of 64 columns to the next; 16 keys further are 2048 bytes
+
+ThunderKittens (types/shared/descriptor.cuh) and DeepGEMM (mma/sm90.cuh) say the same. Of V's last panel a product takes
+as many columns as V has, where PTX and CUTLASS draw whole panels; NVIDIA's Fuser has tests that multiply parts of them
+on an H100 (tests/cpp/test_mma.cpp, HopperRS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.primitives.hopper_ptx import DEPTH, load_box, store_box
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, ELEMENT, padded
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.interface.ops import Placement
+
+PANEL = 64  # columns
+ROW_BYTES = PANEL * ELEMENT
+ALIGNMENT = 1024
+_SWIZZLE_128 = 1 << 62
+_EIGHT_ROWS = 8 * ROW_BYTES
+
+
+def panels(width: int) -> int:
+    return -(-width // PANEL)
+
+
+def tile_bytes(rows: int, width: int) -> int:
+    return rows * panels(width) * ROW_BYTES
+
+
+class SwizzledTiles:
+    """`slots` tiles of `rows` x `width` from shared address `first` on, a multiple of 1024."""
+
+    def __init__(self, first: Expr, slots: int, rows: int, width: int) -> None:
+        self.first, self.slots, self.rows, self.width = first, slots, rows, width
+        self.bytes = tile_bytes(rows, width)
+        self.chunks = padded(width) // CHUNK
+
+    def start(self, slot: Expr) -> Expr:
+        """The address of a tile."""
+        return self.first if self.slots == 1 else self.first + T.cast(slot, "uint32") * T.uint32(self.bytes)
+
+    def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:
+        """The address of an element whose column is even; it and what follows of its chunk lie in a row."""
+        panel, rest = T.truncdiv(column, T.int32(PANEL)), T.truncmod(column, T.int32(PANEL)) * ELEMENT
+        swizzled = T.bitwise_xor(rest, T.truncmod(row, T.int32(8)) * 16)
+        return self.start(slot) + T.cast(panel * (self.rows * ROW_BYTES) + row * ROW_BYTES + swizzled, "uint32")
+
+    def row_start(self, slot: Expr, row: Expr) -> Expr:
+        """The address of a row's first chunk, as if nothing were swizzled."""
+        return self.start(slot) + T.cast(row * ROW_BYTES, "uint32")
+
+    def chunk_in_row(self, chunk: int, row: Expr) -> Expr:
+        """How far a chunk is from `row_start`."""
+        panel, rest = divmod(chunk, PANEL // CHUNK)
+        swizzled = T.bitwise_xor(T.int32(16 * rest), T.truncmod(row, T.int32(8)) * 16)
+        return T.cast(swizzled, "uint32") + T.uint32(panel * self.rows * ROW_BYTES)
+
+    def each_chunk(self, thread: Expr, threads: int, body: Callable[[Expr, Expr], None]) -> None:
+        """body(row, column) for the chunks of a tile that are this thread's, the same at every call."""
+        total, chunks = self.rows * self.chunks, T.int32(self.chunks)
+        with T.serial(T.int32(-(-total // threads))) as turn:
+            number = settle(thread + turn * threads)
+            with T.If(number < total), T.Then():
+                body(settle(T.truncdiv(number, chunks)), settle(T.truncmod(number, chunks) * CHUNK))
+
+    def load(self, slot: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr, barrier: Expr) -> None:
+        """Starts copying rows row .. row + `rows` of a head; columns and rows that it does not have become zeros."""
+        for panel in range(panels(self.width)):
+            address = self.start(slot) + T.uint32(panel * self.rows * ROW_BYTES)
+            load_box(address, tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), barrier)
+
+    def store(self, first_row: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
+        """Starts copying the rows of a box from row `first_row`, a multiple of eight, to those of a head from `row` on,
+        but for those that it does not have."""
+        for panel in range(panels(self.width)):
+            address = self.first + T.cast(panel * (self.rows * ROW_BYTES) + first_row * ROW_BYTES, "uint32")
+            store_box(tensor.map, tensor.coordinates(T.int32(panel * PANEL), row, head, b), address)
+
+    def by_rows(self, slot: Expr, first_row: Expr | None = None) -> Expr:
+        """The descriptor of rows of 16 columns, from row `first_row` on, a multiple of eight. `row_step` leads on."""
+        start = self.start(slot)
+        if first_row is not None:
+            start = start + T.cast(first_row * ROW_BYTES, "uint32")
+        return _descriptor(start, leading=ALIGNMENT, stride=_EIGHT_ROWS)
+
+    def row_step(self, step: int) -> int:
+        """What leads a descriptor `by_rows` to the columns from 16 `step` on."""
+        column = step * DEPTH
+        return (column // PANEL * self.rows * ROW_BYTES + column % PANEL * ELEMENT) >> 4
+
+    def by_columns(self, slot: Expr) -> Expr:
+        """The descriptor of 16 rows of `width` columns. `column_step` leads on."""
+        return _descriptor(self.start(slot), leading=self.rows * ROW_BYTES, stride=_EIGHT_ROWS)
+
+    def column_step(self, step: int) -> int:
+        """What leads a descriptor `by_columns` to the rows from 16 `step` on."""
+        return (step * DEPTH * ROW_BYTES) >> 4
+
+
+def _descriptor(start: Expr, *, leading: int, stride: int) -> Expr:
+    fixed = _SWIZZLE_128 | (stride >> 4) << 32 | (leading >> 4) << 16
+    return settle(T.cast(T.shift_right(start, T.uint32(4)), "uint64") + T.uint64(fixed), "uint64")
+
+
+class Tensor:
+    """One operand as the copy engine sees it: its heads apart, so that a box which reaches beyond one reads zeros
+    there, not the next head. Boxes are of `rows` x 64 elements."""
+
+    def __init__(self, name: str, buffer: Expr, place: Placement, sizes: Sequence[Expr], rows: int) -> None:
+        """To be called on the host's side of a kernel. `sizes`: batch, length, heads, head_dim."""
+        self.buffer, self.place, self.sizes, self.rows = buffer, place, sizes, rows
+        self.by_rows = place.layout == "rows"
+        self.map = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
+        T.Bind(T.tvm_stack_alloca("tensormap", 1), var=self.map)
+
+    def encode(self) -> None:
+        """Fills in the map of a tensor that has elements."""
+        batch, length, heads, head_dim = self.sizes
+        width = T.int64(self.place.width) if self.by_rows else head_dim
+        if self.by_rows:
+            dims, strides = (head_dim, heads, length, batch), (head_dim, width, length * width)
+        else:
+            dims, strides = (head_dim, length, heads, batch), (width, length * width, heads * length * width)
+        self._encode(self._first(), dims, strides)
+
+    def encode_stand_in(self, other: Tensor) -> None:
+        """Fills it in where the tensor has none, so perhaps no address, which the driver refuses as it does sizes of 0:
+        a row of another tensor, no narrower, which nobody reads."""
+        head_dim, one = self.sizes[-1], T.int64(1)
+        self._encode(other._first(), (head_dim, one, one, one), (head_dim,) * 3)
+
+    def _first(self) -> Expr:
+        return self.buffer[0, 0, self.place.offset] if self.by_rows else self.buffer[0, 0, 0, 0]
+
+    def _encode(self, first: Expr, dims: Sequence[Expr], strides: Sequence[Expr]) -> None:
+        """By sizes and strides in elements, innermost first."""
+        box = (PANEL, 1, self.rows, 1) if self.by_rows else (PANEL, self.rows, 1, 1)
+        T.evaluate(
+            T.tensormap_encode_tiled(
+                self.map,
+                T.address_of(first),
+                *dims,
+                *(stride * ELEMENT for stride in strides),
+                *(T.int64(size) for size in box),
+                *(T.int64(1),) * 4,
+                descriptor_dtype=self.buffer.dtype,
+                rank=4,
+                swizzle=3,  # CU_TENSOR_MAP_SWIZZLE_128B
+                l2_promotion=2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B: what one row of a panel has
+            )
+        )
+
+    def coordinates(self, column: Expr, row: Expr, head: Expr, b: Expr) -> tuple[Expr, ...]:
+        return (column, head, row, b) if self.by_rows else (column, row, head, b)

@@ -1,0 +1,85 @@
+"""The mask that a call brings, (mB, mH, mL, mS), as a thread reads it.
+
+Pairs of neighbours are read at once, and all of a row's before the first is looked at: a load in plain words, whose
+element only decides a select, nvcc puts behind a branch, and waits for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    Expr,
+    load_element,
+    load_pair,
+    put,
+    registers,
+    settle,
+    unpack,
+)
+
+_BITS = {"bool": 8, "bfloat16": 16, "float16": 16, "float32": 32}
+
+
+class MaskReader:
+    """Reads the mask of one head. Clamping each index makes an axis of 1 broadcast."""
+
+    def __init__(self, mask: Expr, b: Expr, h: Expr) -> None:
+        self._mask, self.dtype = mask, str(mask.dtype)
+        last = [size - 1 for size in mask.shape]
+        self._entry, self._head = settle(T.min(b, last[0]), "int64"), settle(T.min(h, last[1]), "int64")
+        self._last_row, self._last_key = (settle(T.cast(size, "int32")) for size in last[2:])
+        count = functools.reduce(operator.mul, mask.shape)
+        self._flat = T.decl_buffer((count,), mask.dtype, data=mask.data)
+
+    def __call__(self, query: Expr, key: Expr) -> Expr:
+        """The element of a query row and a key, int32, as it is."""
+        row, column = T.min(query, self._last_row), T.min(key, self._last_key)
+        return self._mask[self._entry, self._head, T.cast(row, "int64"), T.cast(column, "int64")]
+
+    @property
+    def pair_words(self) -> int:
+        """Registers of 32 bits that a pair takes."""
+        return 2 if self.dtype == "float32" else 1
+
+    def has_pairs(self, end: Expr) -> Expr:
+        """Whether all keys before `end` have elements of their own, and those from an even one on can be read in pairs:
+        each lies at a multiple of its size. A mask begins at a multiple of 16 bytes."""
+        return T.And(end <= self._last_key + 1, T.truncmod(self._last_key, T.int32(2)) == 1)
+
+    def read_pairs(self, words: Expr, first: int, query: Expr, key: Expr, offsets: Sequence[int]) -> None:
+        """words[first ..]: of the keys `key` + offset and the next, for each offset. To be called where `has_pairs`."""
+        start = settle(self._row(query) + T.cast(key, "int64"), "int64")
+        for i, offset in enumerate(offsets):
+            load_pair(words, first + i * self.pair_words, T.address_of(self._flat[start + offset]), self.dtype)
+
+    def read_each(self, words: Expr, first: int, query: Expr, key: Expr, offsets: Sequence[int]) -> None:
+        """The same one by one, of keys that may have no elements of their own."""
+        start, read = settle(self._row(query), "int64"), registers(2, "uint32")
+        for i, offset in enumerate(offsets):
+            for e in range(2):
+                column = T.cast(T.min(key + (offset + e), self._last_key), "int64")
+                load_element(read, e, T.address_of(self._flat[start + column]), self.dtype)
+            at = first + i * self.pair_words
+            if self.pair_words == 2:
+                put(words, at, read[0])
+                put(words, at + 1, read[1])
+            else:
+                put(words, at, read[0] | read[1] << T.uint32(_BITS[self.dtype]))
+
+    def element(self, words: Expr, at: int, e: int) -> Expr:
+        """One of the pair that begins in words[at]: whether it takes part, or what it adds, as float32."""
+        if self.dtype == "bool":
+            return (words[at] & T.uint32(0xFF << 8 * e)) != T.uint32(0)
+        if self.dtype == "float32":
+            return T.reinterpret("float32", words[at + e])
+        return unpack(words[at], self.dtype)[e]
+
+    def _row(self, query: Expr) -> Expr:
+        """Where a row begins."""
+        _, heads, rows, keys = self._mask.shape
+        return ((self._entry * heads + self._head) * rows + T.cast(T.min(query, self._last_row), "int64")) * keys

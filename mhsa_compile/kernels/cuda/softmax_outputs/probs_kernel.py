@@ -1,0 +1,116 @@
+"""Rows of a softmax themselves, on NVIDIA GPUs: all of them, or chosen heads and queries.
+
+A warp has a few rows of one head and goes over its keys twice: for the sums, then for the weights, which its lanes
+write side by side.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import argument, ceil_div
+from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    WARP,
+    Expr,
+    Place,
+    settle,
+)
+from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
+    ROWS,
+    WARPS,
+    RowCall,
+    RowScores,
+    packed_bits,
+)
+from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import RowSums
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import WeightsOp
+from mhsa_compile.target.profile import TargetProfile
+
+ROWS_WITH_BITS = 2  # of a warp, where a static mask has a word for each: with more, ptxas spilt one of them on sm_86
+
+
+class WeightsKernel(Fixed):
+    """Rows of weights, all or chosen ones, of any dtype."""
+
+    name = "cuda.weights"
+    op_type = WeightsOp
+
+    def applies(self, op: WeightsOp, profile: TargetProfile) -> str | None:
+        return unfit_scores(op.attention)
+
+    def emit(self, op: WeightsOp, profile: TargetProfile, config: Config) -> Emitted:
+        mask, chosen = op.attention.static_mask, (op.heads, op.rows)
+        numbers = [np.array(of_axis, np.int32) for of_axis in chosen if of_axis is not None]
+        return Emitted(_weights(op), constants=(*([] if mask is None else [packed_bits(mask)]), *numbers))
+
+
+def _weights(op: WeightsOp) -> Expr:
+    attention = op.attention
+    count = ROWS if attention.static_mask is None else ROWS_WITH_BITS
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("weights")
+        T.func_attr({"tirx.noalias": True})
+        call = RowCall.arguments(attention)
+        of_heads = _chosen("heads", op.heads)
+        of_rows = _chosen("rows", op.rows)
+        heads = T.int64(attention.num_heads if op.heads is None else len(op.heads))
+        rows = call.q_length if op.rows is None else T.int64(len(op.rows))
+        y = argument("weights", [call.batch, heads, rows, call.kv_length], attention.dtype)
+        tiles = ceil_div(rows, WARPS * count)
+        blocks = call.batch * heads * tiles
+        with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
+            # 1. Which rows of the result, and of which head and queries they are.
+            b, place_of_head, tile = coordinates(settle(T.cast(block, "int64"), "int64"), heads, tiles)
+            place = Place(thread)
+            first = settle(tile * (WARPS * count) + T.cast(place.warp * count, "int64"), "int64")
+            written = [settle(first + r < rows, "bool") for r in range(count)]
+            with T.If(written[0]), T.Then():
+                places = [settle(T.min(first + r, rows - 1), "int64") for r in range(count)]
+                h = place_of_head if of_heads is None else settle(T.cast(of_heads[place_of_head], "int64"), "int64")
+                queries = settle(T.cast(call.q_length, "int32"))
+                numbers = [_number(of_rows, at, queries) for at in places]
+                # 2. Their sums, then their weights.
+                scores = RowScores(call, b, h, numbers, place.lane)
+                sums = RowSums(scores)
+                sums.clear()
+                scores.over(sums.take)
+                sums.join()
+                exists = [settle(T.And(number >= 0, number < queries), "bool") for number in numbers]
+                at = [[b, place_of_head, row] for row in places]
+                _write(y, scores, sums, at, written, exists)
+    return builder.get()
+
+
+def _chosen(name: str, numbers: tuple[int, ...] | None) -> Expr | None:
+    return None if numbers is None else argument(name, [T.int64(len(numbers))], "int32")
+
+
+def _number(of_rows: Expr | None, place: Expr, queries: Expr) -> Expr:
+    """The query whose weights come to a row of the result, int32; none where it is negative or too large."""
+    if of_rows is None:
+        return settle(T.cast(place, "int32"))
+    number = settle(of_rows[place])
+    return settle(T.Select(number < 0, number + queries, number))
+
+
+def _write(
+    y: Expr, scores: RowScores, sums: RowSums, at: list[list[Expr]], written: list[Expr], exists: list[Expr]
+) -> None:
+    """All keys, of which those that no row sees take zeros, as do rows of queries that there are not."""
+    count, ends = settle(T.cast(y.shape[3], "int32")), scores.groups()
+    with T.serial(settle(T.truncdiv(count + (WARP - 1), T.int32(WARP)))) as group:
+        scores.at(group, ends)
+        key = settle(group * WARP + scores.lane)
+        for r in range(len(at)):
+            base = settle(scores.bases[r], "float32")
+            hidden = T.Or(T.Not(exists[r]), base == T.float32(-math.inf))  # also where the row sees a NaN
+            weight = settle(T.Select(hidden, T.float32(0), sums.weight(r, base, key)), "float32")
+            with T.If(T.And(written[r], key < count)), T.Then():
+                T.buffer_store(y, narrow(weight, str(y.dtype)), [*at[r], T.cast(key, "int64")])

@@ -1,0 +1,186 @@
+"""The scores of a few query rows of one head, by one warp: 32 keys at a time, a key for each lane.
+
+It is what looks into a softmax: float32 throughout, for any width of heads, without tensor cores. What a lane reads of
+its key serves all rows of the warp; rows of queries are the same for all lanes, and come from the first cache.
+
+A score has two parts, in units of log2: base + slope * (key - place of the row). The distances of ALiBi enter only as
+differences between two keys of a row. So they are small, and exact, wherever its largest scores lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
+from mhsa_compile.kernels.common.buffers import argument
+from mhsa_compile.kernels.common.head_layout import head_view
+from mhsa_compile.kernels.common.score_scale import LOG2_E, score_factor
+from mhsa_compile.kernels.cuda.primitives.inputs import Extras, wide
+from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, piece_of, row_steps
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    WARP,
+    Expr,
+    put,
+    registers,
+    settle,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp, StaticMask
+
+ROWS, WARPS = 4, 4
+"""Rows of a warp, and warps of a block."""
+FAR = 1 << 30  # beyond every key
+
+
+def packed_bits(mask: StaticMask) -> NDArray[np.uint32]:
+    """(1 or H, L, words): bit i of word w says whether the query sees key 32 w + i."""
+    heads, L, S = mask.visible.shape
+    padded = np.zeros((heads, L, -(-S // WARP) * WARP), np.bool_)
+    padded[:, :, :S] = mask.visible
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
+
+
+@dataclass(frozen=True)
+class RowCall(AttentionArguments[Extras]):
+    """The arguments of a call that looks into an attention, those of the attention and a static mask's bits."""
+
+    bits: Expr | None
+
+    @classmethod
+    def arguments(cls, op: AttentionOp) -> RowCall:
+        given, bits = attention_arguments(op, Extras), None
+        if op.static_mask is not None:
+            heads, L, S = op.static_mask.visible.shape
+            bits = argument("bits", [T.int64(heads), T.int64(L), T.int64(-(-S // WARP))], "uint32")
+        return cls(**vars(given), bits=bits)
+
+
+class RowScores:
+    """ROWS rows of head `h` of batch entry `b`: `numbers`, int32, are held to those that there are."""
+
+    def __init__(self, call: RowCall, b: Expr, h: Expr, numbers: list[Expr], lane: Expr) -> None:
+        op = self.op = call.op
+        self.lane, self.bits, self._head = lane, call.bits, h
+        queries = settle(T.cast(call.q_length, "int32"))
+        self.kv_length, self._is_asked = call.extras.keys(b, call.kv_length), queries > 0
+        self.sink, self.slope = call.extras.sink(h), call.extras.slope(h)
+        self.rows = [settle(T.max(T.int32(0), T.min(number, queries - 1))) for number in numbers]
+        late = op.band is not None and op.band.alignment == "bottom_right"
+        shift = settle(self.kv_length - queries) if late else T.int32(0)
+        self.places = [settle(row + shift) for row in self.rows]
+        left, right = (None, None) if op.band is None else (op.band.left, op.band.right)
+        self._left = None if left is None else [settle(place - min(left, FAR)) for place in self.places]
+        self._end = self._ends(right)
+        self._mask = None if call.mask is None else MaskReader(call.mask, b, h)
+        group = T.int64(op.num_heads // op.num_kv_heads)
+        self._query = head_view(call.inputs[op.query.buffer], op.query, op.head_dim, b, h)
+        key_head = settle(T.truncdiv(h, group), "int64")
+        self._key = head_view(call.inputs[op.key.buffer], op.key, op.head_dim, b, key_head)
+        self._piece = piece_of(op.dtype, op.head_dim, *row_steps(op.query), *row_steps(op.key))
+        self.bases = registers(len(self.rows))
+        """Of each row and this lane's key; -inf where it is hidden."""
+
+    def _ends(self, right: int | None) -> list[Expr]:
+        """The first key that each row does not see any more."""
+        if right is None:
+            return [self.kv_length for _ in self.rows]
+        return [settle(T.min(self.kv_length, place + (min(right, FAR) + 1))) for place in self.places]
+
+    def groups(self) -> tuple[Expr, Expr]:
+        """(first, end) in groups of 32 keys: no row sees a key outside."""
+        first, end = T.int32(0), self._end[0]
+        for other in self._end[1:]:
+            end = T.max(end, other)
+        if self._left is not None:
+            first = self._left[0]
+            for other in self._left[1:]:
+                first = T.min(first, other)
+            first = T.max(T.int32(0), first)
+        end = T.Select(self._is_asked, T.max(T.int32(0), end), T.int32(0))  # where nobody asks, nothing is read
+        first = settle(T.truncdiv(first, T.int32(WARP)))
+        return first, settle(T.max(first, T.truncdiv(end + (WARP - 1), T.int32(WARP))))
+
+    def over(self, body: Callable[[Expr], None]) -> None:
+        """body(first key) for every group that some row may see, the bases made."""
+        first, end = self.groups()
+        with T.serial(first, end) as group:
+            first_key = settle(group * WARP)
+            if self.bits is None:
+                self._score(first_key, [])
+                body(first_key)
+                return
+            words = self._words(group)
+            with T.If(self._any(words)), T.Then():
+                self._score(first_key, words)
+                body(first_key)
+
+    def at(self, group: Expr, ends: tuple[Expr, Expr]) -> None:
+        """Makes the bases of one group, of which the rows see nothing outside of `ends`."""
+        for r in range(len(self.rows)):
+            put(self.bases, r, T.float32(-math.inf))
+        with T.If(T.And(group >= ends[0], group < ends[1])), T.Then():
+            words = [] if self.bits is None else self._words(group)
+            with T.If(self._any(words)), T.Then():
+                self._score(settle(group * WARP), words)
+
+    def _words(self, group: Expr) -> list[Expr]:
+        """Of each row the static mask's bits of a group."""
+        assert self.bits is not None
+        head = T.int64(0) if int(self.bits.shape[0]) == 1 else self._head
+        return [settle(self.bits[head, T.cast(row, "int64"), T.cast(group, "int64")], "uint32") for row in self.rows]
+
+    def _any(self, words: list[Expr]) -> Expr:
+        """Whether a group has to be visited."""
+        if not words:
+            return T.bool(True)
+        joined = words[0]
+        for word in words[1:]:
+            joined = joined | word
+        return joined != T.uint32(0)
+
+    def _score(self, first_key: Expr, words: list[Expr]) -> None:
+        key = settle(first_key + self.lane)
+        there = settle(T.max(T.int32(0), T.min(key, self.kv_length - 1)))
+        self._multiply(T.cast(there, "int64"))
+        for r, row in enumerate(self.rows):
+            base = self._masked(self._scaled(self.bases[r]), row, there)
+            seen = key < self._end[r]
+            if self._left is not None:
+                seen = T.And(seen, key >= self._left[r])
+            if words:
+                flag = (words[r] >> T.cast(self.lane, "uint32")) & T.uint32(1)
+                seen = T.And(seen, flag != T.uint32(0))
+            put(self.bases, r, T.Select(seen, base, T.float32(-math.inf)))
+
+    def _multiply(self, key: Expr) -> None:
+        """The products of all rows with this lane's key."""
+        of_key, of_query = (Piece(self._piece, self.op.dtype) for _ in range(2))
+        for r in range(len(self.rows)):
+            put(self.bases, r, T.float32(0))
+        with T.serial(T.int64(self.op.head_dim // self._piece)) as step:
+            column = step * self._piece
+            of_key.load(self._key.buffer, self._key.at(key, column))
+            for r, row in enumerate(self.rows):
+                of_query.load(self._query.buffer, self._query.at(T.cast(row, "int64"), column))
+                for i in range(self._piece):
+                    put(self.bases, r, self.bases[r] + of_query[i] * of_key[i])
+
+    def _scaled(self, product: Expr) -> Expr:
+        score = product * T.float32(score_factor(self.op))
+        return T.tanh(score) * T.float32(self.op.softcap * LOG2_E) if self.op.softcap else score
+
+    def _masked(self, base: Expr, row: Expr, key: Expr) -> Expr:
+        """With what the mask of the call adds to it."""
+        if self._mask is None or self.op.mask is None:
+            return base
+        element, hidden = self._mask(row, key), T.float32(-math.inf)
+        if self.op.mask.dtype == "bool":
+            return T.Select(element, base, hidden)
+        bias = settle(wide(element) * T.float32(LOG2_E), "float32")
+        return T.Select(bias == hidden, hidden, base + bias)

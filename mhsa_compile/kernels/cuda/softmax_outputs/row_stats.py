@@ -1,0 +1,152 @@
+"""What each row of a softmax adds up to: every lane sums the keys that come to it, and in the end they join their sums.
+
+With a reference m, the largest score so far, as in `row_scores` of two parts,
+
+    Z = sum 2^(s - m),  U = sum 2^(s - m) (s - m)
+    where m becomes m':  U = (U + (m - m') Z) 2^(m - m'),  Z = Z 2^(m - m')
+    lse = m ln 2 + ln Z,  entropy = ln Z - ln 2 U / Z
+
+A lane's sums are of one key in 32, so their rounding grows with S / 32 only.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    WARP,
+    Expr,
+    exchanged,
+    exp2,
+    put,
+    registers,
+    settle,
+)
+from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import RowScores
+
+LN_2 = math.log(2.0)
+_NOTHING = -math.inf
+
+
+def power(value: Expr) -> Expr:
+    """2^value."""
+    cell = registers(1)
+    exp2(cell, 0, value)
+    return T.Bind(cell[0])
+
+
+class RowSums:
+    """m, Z and U of the rows of a warp. m is -inf while a lane has seen nothing."""
+
+    def __init__(self, scores: RowScores) -> None:
+        self.scores, self.count = scores, len(scores.rows)
+        self.largest, self.keys = registers(self.count), registers(self.count, "int32")
+        self.total, self.moment = registers(self.count), registers(self.count)
+        self.inverse = registers(self.count)
+        """1 / Z, and 0 where a row saw nothing; known from `join` on."""
+
+    def clear(self) -> None:
+        """Rows have seen nothing; of a sink, which lies at a row's own place, the first lane knows."""
+        for r, place in enumerate(self.scores.places):
+            sink: Expr = T.float32(_NOTHING)
+            if self.scores.sink is not None:
+                sink = T.Select(self.scores.lane == 0, self.scores.sink, sink)
+            put(self.largest, r, sink)
+            put(self.keys, r, place)
+            put(self.total, r, T.Select(self.largest[r] == T.float32(_NOTHING), T.float32(0), T.float32(1)))
+            put(self.moment, r, T.float32(0))
+
+    def beyond(self, base: Expr, key: Expr, other_base: Expr, other_key: Expr) -> Expr:
+        """How far a score of a row is above another one."""
+        distance = base - other_base
+        if self.scores.slope is None:
+            return distance
+        return distance + self.scores.slope * T.cast(key - other_key, "float32")
+
+    def take(self, first_key: Expr) -> None:
+        """The bases that have just been made."""
+        key = settle(first_key + self.scores.lane)
+        for r in range(self.count):
+            base = settle(self.scores.bases[r], "float32")
+            with T.If(T.Not(base == T.float32(_NOTHING))), T.Then():
+                self._add(r, base, key)
+
+    def _add(self, r: int, base: Expr, key: Expr) -> None:
+        is_first = settle(self.largest[r] == T.float32(_NOTHING), "bool")
+        gap = self.beyond(base, key, self.largest[r], self.keys[r])
+        gap = settle(T.Select(is_first, T.float32(0), gap), "float32")
+        shrunk = power(_lowered(gap))
+        with T.If(T.Or(is_first, gap > T.float32(0))):
+            with T.Then():
+                put(self.moment, r, (self.moment[r] - gap * self.total[r]) * shrunk)
+                put(self.total, r, self.total[r] * shrunk + _one_if_finite(base))
+                put(self.largest, r, base)
+                put(self.keys, r, key)
+            with T.Else():
+                put(self.moment, r, self.moment[r] + gap * shrunk)
+                put(self.total, r, self.total[r] + shrunk)
+
+    def join(self) -> None:
+        """All lanes come to know the sums of all."""
+        apart = 1
+        while apart < WARP:
+            for r in range(self.count):
+                self._join_with(r, apart)
+            apart *= 2
+        for r in range(self.count):
+            total = self.total[r]
+            put(self.inverse, r, T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
+
+    def _join_with(self, r: int, apart: int) -> None:
+        base, total, moment = (
+            settle(exchanged(cells[r], apart), "float32") for cells in (self.largest, self.total, self.moment)
+        )
+        key, nothing = settle(exchanged(self.keys[r], apart)), T.float32(_NOTHING)
+        alone = T.Or(self.largest[r] == nothing, base == nothing)
+        gap = self.beyond(base, key, self.largest[r], self.keys[r])
+        gap = settle(T.Select(alone, T.float32(0), gap), "float32")
+        takes = settle(T.Or(self.largest[r] == nothing, gap > T.float32(0)), "bool")
+        lowered = settle(_lowered(gap), "float32")
+        shrunk = power(lowered)
+        pairs = ((self.total[r], total), (self.moment[r], moment))
+        less, less_moment = (settle(T.Select(takes, own, other), "float32") for own, other in pairs)
+        more, more_moment = (settle(T.Select(takes, other, own), "float32") for own, other in pairs)
+        put(self.total, r, more + less * shrunk)
+        put(self.moment, r, more_moment + (less_moment + lowered * less) * shrunk)
+        put(self.largest, r, T.Select(takes, base, self.largest[r]))
+        put(self.keys, r, T.Select(takes, key, self.keys[r]))
+
+    # From `join` on.
+
+    def weight(self, r: int, base: Expr, key: Expr) -> Expr:
+        """2^(s - m) / Z: 0 of what is hidden; NaN in all of a row that sees one."""
+        m = settle(T.Select(self.largest[r] == T.float32(_NOTHING), T.float32(0), self.largest[r]), "float32")
+        return settle(power(self.beyond(base, key, m, self.keys[r])) * self.inverse[r], "float32")
+
+    def lse(self, r: int) -> Expr:
+        largest = self.beyond(self.largest[r], self.keys[r], T.float32(0), self.scores.places[r])
+        value = largest * T.float32(LN_2) + natural_log(self.total[r])
+        return T.Select(self.total[r] == T.float32(0), T.float32(_NOTHING), value)
+
+    def entropy(self, r: int) -> Expr:
+        total, zero = self.total[r], T.float32(0)
+        value = settle(natural_log(total) - T.float32(LN_2) * (self.moment[r] / total), "float32")
+        # Rounding may leave less than nothing; and what saw nothing is 0 / 0.
+        return T.Select(T.Or(total == zero, value < zero), zero, value)
+
+
+def natural_log(value: Expr) -> Expr:
+    """CUDA's logf, to one unit: what T.log becomes on a GPU is coarser."""
+    return T.call_pure_extern("float32", "logf", value)
+
+
+def _one_if_finite(value: Expr) -> Expr:
+    """NaN of what is infinite or NaN: its row is then. TVM takes x - x to be 0, unless x comes from two places."""
+    return T.float32(1) + (settle(value, "float32") - settle(value, "float32"))
+
+
+def _lowered(gap: Expr) -> Expr:
+    """-|gap|, NaN for NaN."""
+    return T.Select(gap > T.float32(0), T.float32(0) - gap, gap)

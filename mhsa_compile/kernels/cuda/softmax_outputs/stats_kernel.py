@@ -1,0 +1,105 @@
+"""What the rows of a softmax are like, on NVIDIA GPUs: log-sum-exp, entropy, the largest weights.
+
+A warp has a few rows of one head, and goes over the keys that they see once: `row_scores` makes the scores, `row_sums`
+and `row_largest` gather what goes by.
+"""
+
+from __future__ import annotations
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import argument, ceil_div
+from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates
+from mhsa_compile.kernels.cuda.primitives.warp import (
+    WARP,
+    Expr,
+    Place,
+    settle,
+)
+from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
+    ROWS,
+    WARPS,
+    RowCall,
+    RowScores,
+    packed_bits,
+)
+from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import RowSums
+from mhsa_compile.kernels.cuda.softmax_outputs.row_top_k import Largest
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import StatisticsOp
+from mhsa_compile.target.profile import TargetProfile
+
+ROWS_WITH_LISTS = 2  # of a warp: with more, all that a mask may be and the lists would not stay in registers
+
+
+class StatisticsKernel(Fixed):
+    """Log-sum-exp, entropy and the largest weights of every row, of any dtype."""
+
+    name = "cuda.statistics"
+    op_type = StatisticsOp
+
+    def applies(self, op: StatisticsOp, profile: TargetProfile) -> str | None:
+        return unfit_scores(op.attention)
+
+    def emit(self, op: StatisticsOp, profile: TargetProfile, config: Config) -> Emitted:
+        mask = op.attention.static_mask
+        return Emitted(_statistics(op), constants=() if mask is None else (packed_bits(mask),))
+
+
+def _statistics(op: StatisticsOp) -> Expr:
+    attention, count = op.attention, ROWS_WITH_LISTS if op.top_k else ROWS
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("statistics")
+        T.func_attr({"tirx.noalias": True})
+        call = RowCall.arguments(attention)
+        shape = [call.batch, T.int64(attention.num_heads), call.q_length]
+        lse = argument("lse", shape, "float32") if op.lse else None
+        entropy = argument("entropy", shape, "float32") if op.entropy else None
+        top = [*shape, T.int64(op.top_k)]
+        weights = argument("top_k_weights", top, "float32") if op.top_k else None
+        keys = argument("top_k_keys", top, "int64") if op.top_k else None
+        tiles = ceil_div(call.q_length, WARPS * count)
+        blocks = call.batch * T.int64(attention.num_heads) * tiles
+        with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
+            # 1. Which rows a warp has.
+            b, h, tile = coordinates(settle(T.cast(block, "int64"), "int64"), shape[1], tiles)
+            place = Place(thread)
+            first = settle(T.cast(tile * (WARPS * count), "int32") + place.warp * count)
+            numbers = [first + r for r in range(count)]
+            there = [T.cast(number, "int64") < call.q_length for number in numbers]
+            with T.If(there[0]), T.Then():
+                # 2. What goes by of them.
+                scores = RowScores(call, b, h, numbers, place.lane)
+                at = [[b, h, T.cast(number, "int64")] for number in scores.rows]
+                sums = RowSums(scores)
+                largest = None
+                if weights is not None:
+                    largest = Largest(sums, weights, keys, at, there, op.top_k)
+                _gather(scores, sums, largest)
+                # 3. What it comes to.
+                with T.If(place.lane == 0), T.Then():
+                    for buffer, value in ((lse, sums.lse), (entropy, sums.entropy)):
+                        if buffer is not None:
+                            for r in range(count):
+                                with T.If(there[r]), T.Then():
+                                    T.buffer_store(buffer, value(r), at[r])
+    return builder.get()
+
+
+def _gather(scores: RowScores, sums: RowSums, largest: Largest | None) -> None:
+    """One way over the keys."""
+    sums.clear()
+    if largest is not None:
+        largest.clear()
+
+    def take(first_key: Expr) -> None:
+        sums.take(first_key)
+        if largest is not None:
+            largest.take(first_key)
+
+    scores.over(take)
+    sums.join()
+    if largest is not None:
+        largest.write()

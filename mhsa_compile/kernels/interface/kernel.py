@@ -1,0 +1,91 @@
+"""What a kernel is: a template over a target's facts and a config, and the four questions that it answers about an
+operation. Asking it anything is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from mhsa_compile.kernels.interface.ops import Op
+
+Config = Mapping[str, int]
+CACHE_LINE = 64  # bytes, on every machine here
+PrimFunc = Any  # tvm.tirx.PrimFunc; TVM has no type stubs
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The code of one operation: `run`, and for operations with weights the `pack` that prepares them at load.
+
+    `run` takes the inputs, then the packed weights, then the `constants`, then the output (none where the operation is
+    in place), then the workspace, where it has one: float32 of this shape, to write in and read from during the call.
+    `pack` takes the weights (and biases), then its outputs, of `packed`: the shape and dtype of each.
+    """
+
+    run: PrimFunc
+    pack: PrimFunc | None = None
+    packed: tuple[tuple[tuple[int, ...], str], ...] = ()
+    constants: tuple[np.ndarray[Any, Any], ...] = ()
+    workspace: tuple[int, ...] = ()
+
+
+Profile = Any
+"""The profile of the kernel's own family: a CpuProfile or a CudaProfile."""
+
+
+OpT = TypeVar("OpT", bound=Op)
+
+
+class Kernel(Protocol[OpT]):
+    """One template, for operations of one type. It is asked about no others; of those that it is asked about, `applies`
+    is the only statement of its constraints: None, or the reason why not."""
+
+    name: str
+    op_type: type[OpT]
+
+    def applies(self, op: OpT, profile: Profile) -> str | None: ...
+
+    def space(self, op: OpT, profile: Profile) -> dict[str, tuple[int, ...]]:
+        """The choices of each knob, for a tuner."""
+        ...
+
+    def default(self, op: OpT, profile: Profile) -> dict[str, int]:
+        """A config that is good without tuning."""
+        ...
+
+    def unfit(self, op: OpT, profile: Profile, config: Config) -> str | None:
+        """Why nothing can be emitted for a config, or None: asked of what a tuner draws, and of what a record says."""
+        ...
+
+    def emit(self, op: OpT, profile: Profile, config: Config) -> Emitted: ...
+
+
+class Fixed:
+    """The part of a kernel that has no knobs: nothing to choose, and one config."""
+
+    def space(self, op: Op, profile: Profile) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def default(self, op: Op, profile: Profile) -> dict[str, int]:
+        return {}
+
+    def unfit(self, op: Op, profile: Profile, config: Config) -> str | None:
+        return unknown_knobs(config, ())
+
+
+def unknown_knobs(config: Config, knobs: Iterable[str]) -> str | None:
+    """Why a config does not give these knobs, each a whole number from 1 on, or None."""
+    if set(config) != set(knobs):
+        return f"knobs {sorted(config)}, where the kernel has {sorted(knobs)}"
+    wrong = [f"{knob} = {value}" for knob, value in config.items() if value < 1]
+    return f"{', '.join(wrong)}, which must be from 1 on" if wrong else None
+
+
+def unfit_tile(rows: int, columns: int, registers: int) -> str | None:
+    """Why an outer product's tile of accumulators does not fit the vector registers, or None: beside it there are a row
+    of vectors and a scalar."""
+    needed = rows * columns + columns + 1
+    return f"a tile of {rows} x {columns} needs {needed} registers of {registers}" if needed > registers else None

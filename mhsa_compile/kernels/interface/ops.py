@@ -1,0 +1,289 @@
+"""The operations that kernels may claim: what to compute, in dims and placements, never how."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from mhsa_compile.spec.semantics import BandMeaning, Semantics
+
+Dim = int | str  # a fixed size, or the name of a symbolic one
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class LinearOp:
+    """y = x W^T + b for one or more W side by side: x (B, L, K) -> y (B, L, sum of the widths).
+
+    `widths` are the out-features of each W; `transposed[i]` says that weight i is stored (K, N), not PyTorch's (N, K).
+    x, the weights, the biases and y are of `dtype`; sums are float32. `int8_weights` asks for weights that are rounded
+    to eight bits, with a scale for each out-feature, when they are packed. Rows of y end with `padding` elements that
+    nobody writes or reads.
+    """
+
+    rows: tuple[Dim, ...]
+    in_features: int
+    widths: tuple[int, ...]
+    biased: tuple[bool, ...]
+    transposed: tuple[bool, ...]
+    dtype: DType = "float32"
+    int8_weights: bool = False
+    padding: int = 0
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of y to the next."""
+        return self.out_features + self.padding
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.widths)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the heads of Q, K, V or Y lie: in input number `buffer`, read in place.
+
+    layout "rows": (B, length, width), head h begins at column `offset` + h * head_dim.
+    layout "heads": (B, heads, length, head_dim).
+    """
+
+    buffer: int
+    layout: Literal["rows", "heads"]
+    width: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class MaskInput:
+    """A mask the call brings: (mB, mH, mL, mS), each axis 1 or full; True takes part, floats are added."""
+
+    dtype: Literal["bool", "float32", "bfloat16", "float16"]
+    dims: tuple[Dim, Dim, Dim, Dim]
+
+
+@dataclass(frozen=True)
+class Band:
+    """The keys a query sees by its place: query i stands at p = i, or i + S - L where it is "bottom_right", and sees
+    the keys p - left to p + right. None is unbounded; causality is right = 0."""
+
+    left: int | None
+    right: int | None
+    alignment: Literal["top_left", "bottom_right"] = "top_left"
+
+
+@dataclass(frozen=True, eq=False)
+class StaticMask:
+    """A mask known when the attention is compiled: bool (1 or H, L, S), True takes part."""
+
+    visible: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class AttentionOp:
+    """Y = softmax(scale Q K^T + mask) V, ONNX Attention-25: B, L, S are dims; H, G, E, F fixed.
+
+    Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`. What a query sees is what `band`,
+    `static_mask`, `mask` and `lengths` all let it see. A static mask needs fixed lengths.
+
+    softcap   scores become softcap * tanh(score / softcap) before any mask or bias; 0 is none
+    lengths   whether an input (B,) int64 says how many keys of each batch entry there are, 0 .. S: the others are
+              hidden, and a "bottom_right" band counts from that number instead of S
+    sinks     whether an input (H,) of `dtype` holds for each head one more score that every query sees, of no value: it
+              takes its share of the softmax (after scale and softcap, which do not touch it)
+    slopes    whether an input (H,) of `dtype` holds for each head a slope: slope * (key - place of the query) is added
+              to the scores (after softcap), the place counted as for a band, "top_left" where there is none
+    softmax   what scores, statistics and sums are computed in; what asks for less gets float32
+
+    Inputs come in this order: those of Q, K and V, then mask, lengths, sinks, slopes.
+    """
+
+    batch: Dim
+    q_length: Dim
+    kv_length: Dim
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    band: Band | None
+    mask: MaskInput | None
+    query: Placement
+    key: Placement
+    value: Placement
+    output: Placement
+    dtype: DType = "float32"
+    static_mask: StaticMask | None = None
+    softcap: float = 0.0
+    lengths: bool = False
+    sinks: bool = False
+    slopes: bool = False
+    softmax: Literal["float32", "float64"] = "float32"
+
+    def semantics(self, name: str) -> Semantics:
+        """What this attention means, resolved."""
+        return Semantics(
+            op=name,
+            operator="ONNX Attention-25",
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            scale=self.scale,
+            dtype=self.dtype,
+            causal=self.band.alignment if self.band is not None and self.band.right == 0 else None,
+            band=None if self.band is None else BandMeaning(**asdict(self.band)),
+            static_mask=None if self.static_mask is None else _described(self.static_mask),
+            softcap=self.softcap or None,
+            lengths="a number of keys for each batch entry" if self.lengths else None,
+            sinks=self.sinks,
+            alibi=self.slopes,
+            mask=None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
+            bool_mask="True takes part",
+            fully_masked_row="zeros",
+            softmax=self.softmax,
+        )
+
+
+def _described(mask: StaticMask) -> str:
+    visible = mask.visible
+    return f"bool {list(visible.shape)}, {visible.mean():.1%} visible, sha256 {sha256(visible.tobytes()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class RotaryOp:
+    """Y = x, the first R = `rotary_dim` elements of each head turned by its place: ONNX RotaryEmbedding-23.
+
+    Of these, pair i is (x[i], x[i + R/2]), or (x[2 i], x[2 i + 1]) where `interleaved`:
+        y1 = cos_i x1 - sin_i x2
+        y2 = sin_i x1 + cos_i x2
+    The other elements of a head are copied. All of it is of `dtype`; the arithmetic is float32, rounded once.
+
+    max_positions   the angles are tables (max_positions, R/2), read at positions (B, L) int64 from 0 on; None: they are
+                    those of each place, (B, L, R/2), and there are no positions
+    shared_angles   the batch axis of the positions, or of the angles where there are none, is 1: one for all entries
+    whole_angles    cos and sin have R elements instead of R/2, laid out as x is: y1 is computed with x1's, y2 with x2's
+    positions_name  what to call the positions where they are beyond the tables, such as "input 'position_ids'"
+
+    Inputs: x, cos, sin, positions. Roformer, eq. 34; https://arxiv.org/abs/2104.09864
+    """
+
+    batch: Dim
+    length: Dim
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    max_positions: Dim | None
+    x: Placement
+    output: Placement
+    dtype: DType = "float32"
+    shared_angles: bool = False
+    whole_angles: bool = False
+    positions_name: str = "position_ids"
+
+
+@dataclass(frozen=True)
+class ScatterOp:
+    """A cache (B, ..., S, ...) with the L rows of an update written along `axis`, ONNX TensorScatter-24.
+
+    cache         its dims; the update has the same but for `length` on the axis
+    update        where the update lies, "rows" of a wider buffer whose heads are the cache's second axis (or whose one
+                  head is a row of a cache (B, S, width)); None: by itself, laid out as the cache is
+    circular      row j goes to (index + j) mod S; else it goes to index + j, and what does not fit is refused
+    indexed       whether an input (B,) int64 says where the first row goes; else it goes to 0
+    in_place      the new rows are written into the cache that was given, and it is the result: `Emitted.run` has no
+                  output of its own then
+    indices_name  what to call the indices where they are refused, such as "input 'write_indices'"
+    update_name   what to call the update where it has more rows than the cache
+
+    `dtype` is any of whole bytes: elements are copied as they are. Inputs: cache, update, indices.
+    """
+
+    cache: tuple[Dim, ...]
+    axis: int
+    length: Dim
+    update: Placement | None
+    circular: bool
+    indexed: bool
+    in_place: bool
+    dtype: str = "float32"
+    indices_name: str = "write_indices"
+    update_name: str = "update"
+
+
+@dataclass(frozen=True)
+class ScoresOp:
+    """What becomes of the scores of `attention`, (B, H, L, S) of its dtype: qk_matmul_output of ONNX Attention.
+
+    `stage` 0 is scale Q K^T; 1 with softcap; 2 with the mask, -inf where it hides; 3 the weights, zeros where it hides.
+    Takes the attention's inputs.
+    """
+
+    attention: AttentionOp
+    stage: int
+
+    @property
+    def dtype(self) -> DType:
+        return self.attention.dtype
+
+
+@dataclass(frozen=True)
+class PresentOp:
+    """Present keys or values (B, G, P + L, E): P rows of each head from the past, then L new ones.
+
+    past  P, or None where there is no past: the new rows alone, laid out by heads
+    new   where the new rows lie, in input 0; the past is input 1, (B, G, P, E)
+    """
+
+    batch: Dim
+    past: Dim | None
+    length: Dim
+    num_heads: int
+    head_dim: int
+    new: Placement
+    dtype: DType = "float32"
+
+
+@dataclass(frozen=True)
+class StatisticsOp:
+    """What each row of the softmax of `attention` is like, from the same inputs (V's are not read). In this order:
+
+    lse      (B, H, L) float32: ln of the sum of exp of what the row sees: scores after scale, softcap, masks and
+             slopes, and its sink; -inf where that is nothing
+    entropy  (B, H, L) float32: - sum of w ln w over the weights w, and the sink's share; 0 where nothing is seen
+    top_k    (B, H, L, k) float32 and int64: the k largest weights and the keys they belong to, of equal scores the
+             first key first; 0 and -1 beyond the keys that are seen
+    """
+
+    attention: AttentionOp
+    lse: bool = False
+    entropy: bool = False
+    top_k: int = 0
+    dtype: ClassVar[DType] = "float32"
+
+
+@dataclass(frozen=True)
+class WeightsOp:
+    """Rows of the softmax of `attention` themselves, (B, heads, rows, S) of its dtype, from the same inputs (V's are
+    not read): of the chosen `heads` and query `rows`, None is all. A row may count from the end, -1 is the last; one
+    that is not there is zeros, as is one that sees nothing."""
+
+    attention: AttentionOp
+    heads: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> DType:
+        return self.attention.dtype
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all heads and rows."""
+        return self.heads is None and self.rows is None
+
+
+Op = LinearOp | AttentionOp | ScoresOp | StatisticsOp | WeightsOp | PresentOp | RotaryOp | ScatterOp

@@ -1,0 +1,178 @@
+"""MultiHeadAttention from the attention layers of PyTorch and Hugging Face; the weights are copied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.checks import DTYPES
+from mhsa_compile.spec.position_encoding import SCALINGS, Rope
+
+
+def from_torch(
+    layer: nn.MultiheadAttention, *, cross: bool = False, mask: str | None = None, causal: str | bool | None = None
+) -> MultiHeadAttention:
+    """The same attention as `layer(x, context, context)` at inference: dropout is left out, the weights are copied.
+
+    cross       whether keys and values come from a second input; always so where kdim differs from embed_dim
+    mask        PyTorch's True masks out, ours takes part: invert `attn_mask` and `key_padding_mask`
+    batch_first is not kept: our edge is (B, L, D).
+
+    Raises ModelError for add_bias_kv, add_zero_attn and kdim != vdim, which have no counterpart.
+    """
+    if layer.bias_k is not None or layer.bias_v is not None:
+        raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
+    if layer.add_zero_attn:
+        raise ModelError("layer", "nn.MultiheadAttention without add_zero_attn", "add_zero_attn=True")
+    if layer.kdim != layer.vdim:
+        raise ModelError("layer", "kdim == vdim: keys and values of one context", f"{layer.kdim} and {layer.vdim}")
+    cross = cross or layer.kdim != layer.embed_dim
+    spec = AttentionSpec(
+        embed_dim=layer.embed_dim,
+        num_heads=layer.num_heads,
+        kv_embed_dim=layer.kdim if cross else None,
+        bias=layer.in_proj_bias is not None,
+        dtype=_dtype_of(layer.out_proj.weight),
+        causal=causal,
+        mask=mask,
+    )
+    separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    projections = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
+    state = {f"{name}_proj.weight": weight for name, weight in zip("qkv", projections, strict=True)}
+    if spec.bias:
+        state |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", layer.in_proj_bias.chunk(3), strict=True)}
+    state |= {f"out_proj.{name}": value for name, value in layer.out_proj.state_dict().items()}
+    return _loaded(spec, state)
+
+
+def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHeadAttention:
+    """The attention of a Hugging Face BertAttention (or RoBERTa, ...) at inference; the weights are copied.
+
+    The result ends with `layer.output.dense`: dropout, residual and LayerNorm stay outside. A layer for
+    cross-attention takes `context`; a causal one becomes causal.
+
+    Raises ModelError, among others for a bare BertSelfAttention: the output projection is not in it.
+    """
+    core, output = getattr(layer, "self", None), getattr(layer, "output", None)
+    if core is None or output is None:
+        hint = "Pass the BertAttention around it: the output projection is its output.dense."
+        raise ModelError("layer", "a BertAttention", type(layer).__name__, hint if hasattr(layer, "query") else "")
+    position = getattr(core, "position_embedding_type", None) or "absolute"
+    if position != "absolute":
+        raise ModelError("layer", "absolute position embeddings", f"position_embedding_type={position!r}")
+    cross = bool(getattr(layer, "is_cross_attention", False)) or core.key.in_features != core.query.in_features
+    spec = AttentionSpec(
+        embed_dim=core.query.in_features,
+        num_heads=core.num_attention_heads,
+        head_dim=core.attention_head_size,
+        kv_embed_dim=core.key.in_features if cross else None,
+        dtype=_dtype_of(core.query.weight),
+        causal="top_left" if getattr(core, "is_causal", False) else None,
+        mask=mask,
+    )
+    parts = {"q_proj": core.query, "k_proj": core.key, "v_proj": core.value, "out_proj": output.dense}
+    state = {f"{part}.{name}": value for part, m in parts.items() for name, value in m.state_dict().items()}
+    return _loaded(spec, state)
+
+
+def from_llama(
+    layer: nn.Module, *, kv_cache: bool = False, max_length: int | None = None, window: tuple[int, int] | None = None
+) -> MultiHeadAttention:
+    """The attention of a Hugging Face LlamaAttention (or Mistral, Qwen2, ...) at inference; the weights are copied.
+
+    kv_cache     whether calls write into a cache
+    max_length   positions of the rotary tables; by default the config's max_position_embeddings
+    window       of layers that have one, which their config says
+
+    Positions are 0, 1, ... (behind the cache's), as in one sequence without padding. Raises ModelError: projections of
+    other names, norms of queries and keys, and scalings of positions but those of `positions.SCALINGS`.
+    """
+    named = ((name, getattr(layer, name, None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    parts = {name: part for name, part in named if isinstance(part, nn.Linear)}
+    config: Any = getattr(layer, "config", None)
+    if config is None or len(parts) < 4:
+        raise ModelError("layer", "a LlamaAttention: q_proj, k_proj, v_proj, o_proj and a config", type(layer).__name__)
+    if norms := [name for name in ("q_norm", "k_norm") if hasattr(layer, name)]:
+        raise ModelError("layer", "queries and keys without norms of their own", ", ".join(norms))
+    head_dim = parts["q_proj"].out_features // config.num_attention_heads
+    spec = AttentionSpec(
+        embed_dim=parts["q_proj"].in_features,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        bias=any(part.bias is not None for part in parts.values()),
+        dtype=_dtype_of(parts["q_proj"].weight),
+        causal=True,
+        window=window,
+        scale=float(getattr(layer, "scaling", head_dim**-0.5)),
+        rope=_rope_of(layer, config, head_dim, max_length),
+        kv_cache=kv_cache,
+    )
+    state = {}
+    for name, part in parts.items():
+        ours = "out_proj" if name == "o_proj" else name
+        state[f"{ours}.weight"] = part.weight
+        if spec.bias:  # some models have it in three of the four
+            state[f"{ours}.bias"] = part.weight.new_zeros(part.out_features) if part.bias is None else part.bias
+    return _loaded(spec, state)
+
+
+def _rope_of(layer: nn.Module, config: Any, head_dim: int, max_length: int | None) -> Rope:
+    """The rotary embedding that a config of transformers describes, in the words of version 5 or before."""
+    said = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    if kinds := [name for name, value in said.items() if isinstance(value, Mapping)]:
+        kind = getattr(layer, "layer_type", None)
+        if kind not in kinds:
+            raise ModelError("layer", f"a layer_type among {', '.join(kinds)}, as its config has", repr(kind))
+        said = dict(said[kind])
+    share = float(said.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0))
+    return Rope(
+        theta=float(said.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
+        rotary_dim=int(head_dim * share),
+        max_length=config.max_position_embeddings if max_length is None else max_length,
+        **_scaling_of(config, said),
+    )
+
+
+def _scaling_of(config: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Rope that scale it. Source: transformers' modeling_rope_utils, ROPE_INIT_FUNCTIONS."""
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind not in SCALINGS:
+        expected = f"rotary positions as they are, or scaled by a table that no call changes: {', '.join(SCALINGS)}"
+        raise ModelError("layer", expected, f"rope_type={kind!r}")
+    if kind == "linear":
+        return {"factor": float(said.get("factor", 1.0))}
+    longest = config.max_position_embeddings
+    trained = said.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    fields = {"scaling": kind, "original_max_length": int(trained or longest)}
+    fields["factor"] = float(said.get("factor") or longest / fields["original_max_length"])
+    fields |= {name: said[name] for name in SCALINGS[kind] if said.get(name) is not None}
+    mscales = [float(said.get(name) or 0) for name in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and said.get("attention_factor") is None and all(mscales):
+        over, under = (0.1 * mscale * math.log(max(fields["factor"], 1.0)) + 1.0 for mscale in mscales)
+        fields["attention_factor"] = over / under
+    return fields
+
+
+def _dtype_of(weight: Tensor) -> str:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError("layer", f"weights of {', '.join(DTYPES)}", dtype, "Call layer.float() first.")
+    return dtype
+
+
+def _loaded(spec: AttentionSpec, state: dict[str, Tensor]) -> MultiHeadAttention:
+    dtypes = {_dtype_of(value) for value in state.values()}
+    if dtypes != {spec.dtype}:
+        raise ModelError("layer", f"{spec.dtype} weights", ", ".join(sorted(dtypes)), "Call layer.float() first.")
+    module = MultiHeadAttention(spec)
+    module.load_state_dict(state)
+    return module.eval()

@@ -1,0 +1,279 @@
+"""The operator mhsa.Attention: its outputs and attributes, and what it means in standard operators.
+
+It is ONNX's Attention with more inputs (sinks, slopes) and more outputs, behind the standard's four: 4 lse, 5 entropy,
+6 top_k_weights, 7 top_k_keys, 8 weights, as `outputs` says. Attributes: top_k, the number of keys; weights_heads and
+weights_rows, which of them output 8 holds, all where they are absent.
+
+Its definition is a function, so that any ONNX tool can run the file. A bias that grows with the distance is an additive
+mask. A sink takes its share of the softmax: the output is the one without it, times the share of the others,
+sum exp(score) / (sum exp(score) + exp(sink)).
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import FunctionProto, NodeProto, parser
+
+from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.outputs import Inside
+
+FIRST = 4
+"""Outputs before it are the standard's: Y, present_key, present_value, qk_matmul_output."""
+NAMES = ("lse", "entropy", "top_k_weights", "top_k_keys", "weights")
+ATTRIBUTES = ("top_k", "weights_heads", "weights_rows")
+_INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
+_BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax
+
+
+def attributes_of(wanted: Inside) -> dict[str, int | list[int]]:
+    """What a node says beside the names of its outputs."""
+    said: dict[str, int | list[int]] = {"top_k": wanted.top_k} if wanted.top_k else {}
+    for name, chosen in (("weights_heads", wanted.heads), ("weights_rows", wanted.rows)):
+        if chosen is not None:
+            said[name] = list(chosen)
+    return said
+
+
+def wanted_of(node: onnx.NodeProto) -> Inside:
+    """What a node gives of the softmax's rows."""
+    said = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    given = {name for name, value in zip(NAMES, node.output[FIRST:], strict=False) if value}
+    heads, rows = (tuple(said[name]) if name in said else None for name in ("weights_heads", "weights_rows"))
+    top_k = said.get("top_k", 0) if given & {"top_k_weights", "top_k_keys"} else 0
+    return Inside("lse" in given, "entropy" in given, top_k, "weights" in given, heads, rows)
+
+
+def put_in_place(node: onnx.NodeProto, wanted: Inside) -> None:
+    """Spreads a node's outputs, Y and those of `wanted` side by side, over the operator's places for them."""
+    if not wanted.names:
+        return
+    found = dict(zip(wanted.names, node.output[1:], strict=True))
+    places = [node.output[0], *[""] * (FIRST - 1), *(found.get(name, "") for name in NAMES)]
+    while not places[-1]:
+        places.pop()
+    del node.output[:]
+    node.output.extend(places)
+
+
+def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> FunctionProto:
+    """The definition of mhsa.Attention for the inputs that `node` brings and the outputs that it has.
+
+    opset       the standard's, at least 24 for sinks and for more outputs than Y
+    bool_mask   whether attn_mask, where there is one, is boolean
+    """
+    given = {name for name, value in zip(_INPUTS, node.input, strict=False) if value}
+    rows = any(attribute.name == "q_num_heads" for attribute in node.attribute)
+    lines = _slopes_in_mask(given, 1 if rows else 2, bool_mask) if "slopes" in given else []
+    wanted = wanted_of(node)
+    with_scores = "sinks" in given or wanted.names != ()
+    y = "plain" if "sinks" in given else "Y"
+    lines.append(f"{f'{y}, present_key, present_value, scores' if with_scores else y} = Attention (Q, K, V)")
+    lines += _shared_with_sinks(rows) if "sinks" in given else []
+    lines += _inside(wanted, sinks="sinks" in given) if wanted.names else []
+    outputs = ("Y", "present_key", "present_value", "scores", *NAMES)[: len(node.output)]
+    head = (
+        f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]> '
+        f"Attention ({', '.join(_INPUTS[: len(node.input)])}) => ({', '.join(outputs)})"
+    )
+    function = parser.parse_function("\n".join((head, "{", *lines, "}")))
+    (call,) = (inner for inner in function.node if inner.op_type == "Attention")
+    mask = "biased" if "slopes" in given else "attn_mask" if "attn_mask" in given else ""
+    call.input.extend([mask, *(name if name in given else "" for name in _INPUTS[4:7])])
+    while not call.input[-1]:
+        call.input.pop()
+    for attribute in node.attribute:
+        function.attribute.append(attribute.name)
+        if attribute.name in ATTRIBUTES:  # the definition is of their values
+            continue
+        call.attribute.add(name=attribute.name, type=attribute.type, ref_attr_name=attribute.name)
+    if with_scores:
+        call.attribute.append(onnx.helper.make_attribute("qk_matmul_output_mode", _BIASED_SCORES))
+    return function
+
+
+def _slopes_in_mask(given: set[str], axis: int, bool_mask: bool) -> list[str]:
+    """`biased`: slope * (key - place of the query) on top of attn_mask; -inf where a boolean one hides.
+
+    Lengths are on `axis` of Q and K.
+    """
+    lines = [
+        "zero = Constant <value = int64 {0}> ()",
+        "one = Constant <value = int64 {1}> ()",
+        "after = Constant <value = int64[1] {1}> ()",
+        "around = Constant <value = int64[3] {0, 2, 3}> ()",
+        "behind = Constant <value = int64[3] {1, 2, 3}> ()",
+        f"L = Shape <start = {axis}, end = {axis + 1}> (Q)",
+        f"new = Shape <start = {axis}, end = {axis + 1}> (K)",
+    ]
+    if "past_key" in given:
+        lines += ["first = Shape <start = 2, end = 3> (past_key)", "S = Add (new, first)"]
+    elif "nonpad_kv_seqlen" in given:
+        lines += ["offset = Sub (nonpad_kv_seqlen, L)", "first = Unsqueeze (offset, behind)", "S = Identity (new)"]
+    else:
+        lines += ["first = Identity (zero)", "S = Identity (new)"]
+    lines += [
+        "queries = Squeeze (L)",
+        "keys = Squeeze (S)",
+        "i = Range (zero, queries, one)",
+        "j = Range (zero, keys, one)",
+        "column = Unsqueeze (i, after)",
+        "place = Add (column, first)",
+        "distance = Sub (j, place)",
+        "wide_distance = Cast <to = 1> (distance)",
+        "wide_slopes = Cast <to = 1> (slopes)",
+        "slope = Unsqueeze (wide_slopes, around)",
+        "wide_bias = Mul (slope, wide_distance)",
+        "bias = CastLike (wide_bias, Q)",
+    ]
+    if "attn_mask" not in given:
+        return [*lines, "biased = Identity (bias)"]
+    if not bool_mask:
+        return [*lines, "biased = Add (bias, attn_mask)"]
+    return [
+        *lines,
+        "minus_infinity = Constant <value = float {-inf}> ()",
+        "hidden = CastLike (minus_infinity, Q)",
+        "biased = Where (attn_mask, bias, hidden)",
+    ]
+
+
+def _shared_with_sinks(rows: bool) -> list[str]:
+    """Y: the share of the weights that the sinks leave, times `plain`."""
+    lines = [
+        "last = Constant <value = int64[1] {-1}> ()",
+        "beside = Constant <value = int64[3] {0, 2, 3}> ()",
+        "sink = Unsqueeze (sinks, beside)",
+        "best = ReduceMax (scores, last)",
+        "largest = Max (best, sink)",  # finite, also where every score is -inf
+        "below = Sub (scores, largest)",
+        "powers = Exp (below)",
+        "sum = ReduceSum (powers, last)",
+        "sink_below = Sub (sink, largest)",
+        "sink_power = Exp (sink_below)",
+        "total = Add (sum, sink_power)",
+        "share = Div (sum, total)",
+    ]
+    if not rows:
+        return [*lines, "Y = Mul (plain, share)"]
+    return [
+        *lines,
+        "kept = Constant <value = int64[2] {0, 0}> ()",
+        "heads = Shape (sinks)",
+        "split = Concat <axis = 0> (kept, heads, last)",
+        "joined = Concat <axis = 0> (kept, last)",
+        "plain_heads = Reshape (plain, split)",
+        "share_rows = Transpose <perm = [0, 2, 1, 3]> (share)",
+        "shared = Mul (plain_heads, share_rows)",
+        "Y = Reshape (shared, joined)",
+    ]
+
+
+def _inside(wanted: Inside, *, sinks: bool) -> list[str]:
+    """What the rows of the softmax are like, from `scores` (B, H, L, S), -inf where hidden, `sinks` (H,) and Q."""
+    lines = [
+        "along = Constant <value = int64[1] {-1}> ()",
+        "nil = Constant <value = float {0.0}> ()",
+        "unity = Constant <value = float {1.0}> ()",
+        "exact = Cast <to = 1> (scores)",
+    ]
+    lines += _WITH_SINKS if sinks else ["top = ReduceMax (exact, along)"]
+    lines += [
+        "unseen = IsInf <detect_positive = 0> (top)",
+        "level = Where (unseen, nil, top)",
+        "relative = Sub (exact, level)",
+        "exponents = Exp (relative)",
+        "key_total = ReduceSum (exponents, along)",
+    ]
+    if sinks:
+        lines += ["sink_relative = Sub (sink_score, level)", "sink_exponent = Exp (sink_relative)"]
+    lines.append(f"partition = {'Add (key_total, sink_exponent)' if sinks else 'Identity (key_total)'}")
+    lines += ["divisor = Where (unseen, unity, partition)", "shares = Div (exponents, divisor)"]
+    if wanted.lse:
+        lines += [
+            "log_total = Log (partition)",
+            "lse_column = Add (level, log_total)",
+            "lse = Squeeze (lse_column, along)",
+        ]
+    lines += _entropy(sinks) if wanted.entropy else []
+    lines += _top_k(wanted.top_k) if wanted.top_k else []
+    lines += _weights(wanted) if wanted.weights else []
+    # A function makes all of its outputs, up to the last one; nobody reads these.
+    last = NAMES.index(wanted.names[-1])
+    return lines + [f"{name} = Identity (nil)" for name in NAMES[:last] if name not in wanted.names]
+
+
+_WITH_SINKS = [
+    "apart = Constant <value = int64[3] {0, 2, 3}> ()",
+    "exact_sinks = Cast <to = 1> (sinks)",
+    "sink_score = Unsqueeze (exact_sinks, apart)",
+    "key_top = ReduceMax (exact, along)",
+    "top = Max (key_top, sink_score)",
+]
+
+
+def _entropy(sinks: bool) -> list[str]:
+    lines = [
+        "all_shares = Identity (shares)",
+        "log_shares = Log (all_shares)",
+        "terms = Mul (all_shares, log_shares)",
+        "vanish = Equal (all_shares, nil)",
+        "nonzero_terms = Where (vanish, nil, terms)",
+        "negative = ReduceSum <keepdims = 0> (nonzero_terms, along)",
+        "entropy = Sub (nil, negative)",
+    ]
+    if sinks:
+        lines[0] = "sink_share = Div (sink_exponent, divisor)"
+        lines.insert(1, "all_shares = Concat <axis = -1> (shares, sink_share)")
+    return lines
+
+
+def _top_k(k: int) -> list[str]:
+    """The scores are padded, as there may be fewer than k."""
+    return [
+        f"pads = Constant <value = int64[8] {{0, 0, 0, 0, 0, 0, 0, {k}}}> ()",
+        "lowest = Constant <value = float {-inf}> ()",
+        "longer = Pad (exact, pads, lowest)",
+        f"k = Constant <value = int64[1] {{{k}}}> ()",
+        "highest, places = TopK (longer, k)",
+        "gone = IsInf <detect_positive = 0> (highest)",
+        "nobody = Constant <value = int64 {-1}> ()",
+        "top_k_keys = Where (gone, nobody, places)",
+        "largest_relative = Sub (highest, level)",
+        "largest_exponents = Exp (largest_relative)",
+        "top_k_weights = Div (largest_exponents, divisor)",
+    ]
+
+
+def _weights(wanted: Inside) -> list[str]:
+    lines, last = ["all_weights = CastLike (shares, Q)"], "all_weights"
+    if wanted.heads is not None:
+        lines += [
+            f"heads_chosen = {_integers(wanted.heads)}",
+            "of_heads = Gather <axis = 1> (all_weights, heads_chosen)",
+        ]
+        last = "of_heads"
+    if wanted.rows is not None:
+        lines += [
+            f"rows_chosen = {_integers(wanted.rows)}",
+            "zeroth = Constant <value = int64[1] {0}> ()",
+            "query_count = Shape <start = 2, end = 3> (scores)",
+            "from_end = Add (rows_chosen, query_count)",
+            "is_from_end = Less (rows_chosen, zeroth)",
+            "rows_at = Where (is_from_end, from_end, rows_chosen)",
+            "is_before = Less (rows_at, zeroth)",
+            "is_within = Less (rows_at, query_count)",
+            "is_after = Not (is_within)",
+            "is_missing = Or (is_before, is_after)",
+            "rows_there = Where (is_missing, zeroth, rows_at)",
+            f"of_rows = Gather <axis = 2> ({last}, rows_there)",
+            "behind_rows = Constant <value = int64[1] {1}> ()",
+            "missing_rows = Unsqueeze (is_missing, behind_rows)",
+            "no_weight = CastLike (nil, Q)",
+            "with_missing = Where (missing_rows, no_weight, of_rows)",
+        ]
+        last = "with_missing"
+    return [*lines, f"weights = Identity ({last})"]
+
+
+def _integers(numbers: tuple[int, ...]) -> str:
+    return f"Constant <value = int64[{len(numbers)}] {{{', '.join(map(str, numbers))}}}> ()"

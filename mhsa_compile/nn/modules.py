@@ -1,0 +1,253 @@
+"""The graph, defined once in PyTorch. Eager calls and the exported ONNX operator mean the same, exactly:
+
+- a masked score is selected away, never multiplied by zero or pushed down by a finite number: NaN and Inf in a masked
+  key or value reach no output, in a visible one they do;
+- a query that sees no key gets zeros;
+- an additive mask of -inf masks.
+
+Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.errors import InputError, SpecError
+from mhsa_compile.files.free_memory import require_memory
+from mhsa_compile.nn import onnx_symbolic
+from mhsa_compile.nn.functional import (
+    attention,
+    rotated,
+    to_numpy,
+    written,
+)
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.outputs import array_names
+from mhsa_compile.spec.position_encoding import Rope, alibi_slopes
+
+_Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
+_Arrays = dict[str, Tensor]  # by the names of `outputs.array_names`
+_Result = tuple[Tensor, _Arrays, tuple[Tensor, Tensor] | None]  # y, what else is wanted, and the caches as they are now
+
+
+class _Attention(nn.Module):
+    """What both modules hold beside projections: the sinks, and the tables that follow from the spec."""
+
+    sinks: nn.Parameter | None
+    rope_cos: Tensor
+    rope_sin: Tensor
+    alibi_slopes: Tensor
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        dtype = getattr(torch, spec.dtype)
+        self.register_parameter("sinks", nn.Parameter(torch.randn(spec.num_heads, dtype=dtype)) if spec.sinks else None)
+        if spec.rope is not None:
+            for name, table in zip(("rope_cos", "rope_sin"), spec.rope.tables(), strict=True):
+                self.register_buffer(name, torch.from_numpy(table).to(dtype), persistent=False)
+        if spec.alibi:
+            self.register_buffer("alibi_slopes", torch.tensor(alibi_slopes(spec.num_heads), dtype=dtype), False)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return {"sinks": self.sinks, "slopes": self.alibi_slopes if self.spec.alibi else None}
+
+
+class MultiHeadAttention(_Attention):
+    """Projections, attention, output projection: x (B, L, D), context (B, S, kv_embed_dim) -> y (B, L, D).
+
+    Weights carry PyTorch's names and layouts: q_proj.weight (H*E, D), k_proj.weight (G*E, kv_embed_dim),
+    v_proj.weight (G*F, kv_embed_dim), out_proj.weight (D, H*F), and their biases; with `spec.sinks`, sinks (H,).
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        dtype = getattr(torch, spec.dtype)
+        query, key, value = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.v_head_dim,
+        )
+        width, source = spec.embed_dim, spec.source_dim
+        elements = width * query + source * (key + value) + spec.num_heads * spec.v_head_dim * width
+        require_memory("embed_dim and heads", elements * dtype.itemsize)
+        self.q_proj = nn.Linear(spec.embed_dim, query, bias=spec.bias, dtype=dtype)
+        self.k_proj = nn.Linear(spec.source_dim, key, bias=spec.bias, dtype=dtype)
+        self.v_proj = nn.Linear(spec.source_dim, value, bias=spec.bias, dtype=dtype)
+        self.out_proj = nn.Linear(spec.num_heads * spec.v_head_dim, spec.embed_dim, bias=spec.bias, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        past_key: Tensor | None = None,
+        past_value: Tensor | None = None,
+        length: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """`context` goes with cross-attention, `mask` with `spec.mask`. Raises InputError.
+
+        With more `spec.outputs` than "y" a tuple of their arrays, in that order.
+
+        With `spec.kv_cache`: past_key (B, G, C, E) and past_value (B, G, C, F), whose first `length` positions, int64
+        (B,), are valid -> y (and other outputs), present_key, present_value, which hold the keys and values of x
+        behind them.
+        """
+        source = _source(self.spec, x, context)
+        q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        cache = _checked_cache(self.spec, x, past_key, past_value, length)
+        exporting = torch.onnx.is_in_onnx_export()
+        made = self._in_operators(x, q, k, v, mask, cache) if exporting else self._eagerly(q, k, v, mask, cache)
+        y, arrays, present = made
+        return _results(self.spec, {**arrays, "y": self.out_proj(y)}, present)
+
+    def _eagerly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
+        spec = self.spec
+        q = _heads(q, spec.num_heads, spec.head_dim)
+        k = _heads(k, spec.num_kv_heads, spec.head_dim)
+        v = _heads(v, spec.num_kv_heads, spec.v_head_dim)
+        L = q.shape[2]
+        if spec.rope is not None:
+            positions = torch.arange(L, device=q.device)
+            if cache is not None:
+                positions = cache[2].unsqueeze(1) + positions
+            _check_positions(spec.rope, positions)
+            cos, sin = (table[positions].unsqueeze(-3) for table in (self.rope_cos, self.rope_sin))
+            q, k = (rotated(rows, cos, sin, spec.rope.interleaved) for rows in (q, k))
+        lengths = None
+        if cache is not None:
+            past_key, past_value, length = cache
+            k, v = written(past_key, k, length), written(past_value, v, length)
+            lengths = length + L
+        y, arrays = attention(spec, q, k, v, mask, lengths=lengths, **self._extra)
+        return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, None if cache is None else (k, v)
+
+    def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
+        """The same as ONNX operators; `x` is what the sizes are read from."""
+        spec = self.spec
+        if cache is not None or spec.rope is not None:
+            positions, lengths = onnx_symbolic.places(x, None if cache is None else cache[2])
+        if spec.rope is not None:
+            tables = self.rope_cos, self.rope_sin
+            q = onnx_symbolic.rotary_node(spec.rope, q, spec.num_heads, *tables, positions)
+            k = onnx_symbolic.rotary_node(spec.rope, k, spec.num_kv_heads, *tables, positions)
+        if cache is None:
+            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, free_lengths=spec.is_cross, **self._extra)
+            if "heads" in spec.outputs:
+                arrays["heads"] = onnx_symbolic.split_heads(y, spec.num_heads)
+            return y, arrays, None
+        past_key, past_value, first = cache
+        k = onnx_symbolic.scatter_node(past_key, onnx_symbolic.split_heads(k, spec.num_kv_heads), first)
+        v = onnx_symbolic.scatter_node(past_value, onnx_symbolic.split_heads(v, spec.num_kv_heads), first)
+        q = onnx_symbolic.split_heads(q, spec.num_heads)
+        y, arrays = onnx_symbolic.attention_node(spec, q, k, v, lengths=lengths, **self._extra)
+        return onnx_symbolic.joined_heads(y), {**arrays, "heads": y}, (k, v)
+
+
+class ScaledDotProductAttention(_Attention):
+    """The core alone, without projections: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> y (B, H, L, F).
+
+    L and S are free here, also for a spec without kv_embed_dim: its `causal=True` was resolved to "top_left". Raises
+    SpecError for `rope` and `kv_cache`, which belong to the block, and for the output "heads", which is y.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        for name in ("rope", "kv_cache"):
+            if getattr(spec, name):
+                raise SpecError(name, "none in ScaledDotProductAttention", repr(getattr(spec, name)), "Use the block.")
+        if "heads" in spec.outputs:
+            got = ", ".join(spec.outputs)
+            raise SpecError(
+                "outputs", 'no "heads" in ScaledDotProductAttention', got, "Its y holds each head's result."
+            )
+        super().__init__(spec)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """`mask` goes with `spec.mask`. A tuple, if `spec.outputs` has more than "y". Raises InputError."""
+        spec = self.spec
+        widths = {
+            "q": (spec.num_heads, spec.head_dim),
+            "k": (spec.num_kv_heads, spec.head_dim),
+            "v": (spec.num_kv_heads, spec.v_head_dim),
+        }
+        for (name, (heads, width)), value in zip(widths.items(), (q, k, v), strict=True):
+            if value.ndim != 4 or (value.shape[1], value.shape[3]) != (heads, width):
+                raise InputError(name, f"shape (B, {heads}, length, {width})", str(tuple(value.shape)))
+        if torch.onnx.is_in_onnx_export():
+            y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, free_lengths=True, **self._extra)
+        else:
+            y, arrays = attention(spec, q, k, v, mask, **self._extra)
+        return _results(spec, {**arrays, "y": y}, None)
+
+
+def _results(
+    spec: AttentionSpec, arrays: _Arrays, present: tuple[Tensor, Tensor] | None
+) -> Tensor | tuple[Tensor, ...]:
+    """What `spec.outputs` asks for, then the caches; a single one by itself."""
+    results = (*(arrays[name] for name in array_names(spec.outputs)), *(present or ()))
+    return results[0] if len(results) == 1 else results
+
+
+def weights(module: nn.Module) -> dict[str, np.ndarray]:
+    """The parameters by their PyTorch names, in PyTorch's layouts."""
+    return {name: to_numpy(parameter) for name, parameter in module.named_parameters()}
+
+
+def opset(module: nn.Module) -> int:
+    """The first opset that has the words for what `module` does."""
+    if not isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
+        return 23
+    free_lengths = module.spec.is_cross or isinstance(module, ScaledDotProductAttention)
+    return onnx_symbolic.attention_opset(module.spec, free_lengths=free_lengths)
+
+
+def _source(spec: AttentionSpec, x: Tensor, context: Tensor | None) -> Tensor:
+    """What keys and values are projected from, after the checks of both inputs."""
+    if x.ndim != 3 or x.shape[-1] != spec.embed_dim:
+        raise InputError("x", f"shape (B, L, {spec.embed_dim})", str(tuple(x.shape)))
+    if context is None:
+        if spec.is_cross:
+            raise InputError("context", f"shape (B, S, {spec.kv_embed_dim}): kv_embed_dim is set", "None")
+        return x
+    if not spec.is_cross:
+        raise InputError("context", "None: this is self-attention", "a tensor", "Set kv_embed_dim in the spec.")
+    if context.ndim != 3 or context.shape[-1] != spec.kv_embed_dim:
+        raise InputError("context", f"shape (B, S, {spec.kv_embed_dim})", str(tuple(context.shape)))
+    return context
+
+
+def _checked_cache(
+    spec: AttentionSpec, x: Tensor, past_key: Tensor | None, past_value: Tensor | None, length: Tensor | None
+) -> _Cache:
+    given = {"past_key": past_key, "past_value": past_value, "length": length}
+    if not spec.kv_cache:
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(name, "None", "a tensor", "Set kv_cache=True in the spec.")
+        return None
+    if past_key is None or past_value is None or length is None:
+        name = next(name for name, value in given.items() if value is None)
+        raise InputError(name, "a tensor: the spec has kv_cache", "None")
+    B, G = x.shape[0], spec.num_kv_heads
+    for name, cache, width in (("past_key", past_key, spec.head_dim), ("past_value", past_value, spec.v_head_dim)):
+        if cache.shape != (B, G, past_key.shape[-2], width):
+            raise InputError(name, f"shape (B, G, C, {width}), B = {B} and G = {G}", str(tuple(cache.shape)))
+    if length.shape != (B,) or length.dtype != torch.int64:
+        raise InputError("length", f"int64 of shape (B,) = ({B},)", f"{length.dtype} of {tuple(length.shape)}")
+    return past_key, past_value, length
+
+
+def _heads(rows: Tensor, heads: int, width: int) -> Tensor:
+    """(B, L, heads * width) -> (B, heads, L, width)."""
+    return rows.view(*rows.shape[:2], heads, width).transpose(1, 2)
+
+
+def _check_positions(rope: Rope, positions: Tensor) -> None:
+    if positions.numel() and (last := int(positions.max())) >= rope.max_length:
+        expected = f"positions below the spec's rope.max_length = {rope.max_length}"
+        raise InputError("x", expected, f"one at position {last}", "Raise max_length.")

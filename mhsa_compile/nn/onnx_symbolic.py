@@ -1,0 +1,175 @@
+"""ONNX operators as an exported graph holds them, written by name instead of being traced.
+
+What ONNX Attention has no word for (sinks, ALiBi, what the softmax is like) is one operator of the domain "mhsa", also
+named Attention: inputs 0 to 6, attributes and outputs 0 to 3 as the standard's, input 7 the sinks (H,), input 8 the
+slopes (H,); `mhsa_operator` says the other outputs.
+`mhsa_operator.attention_function` defines it for everybody else.
+
+Notation: B batch, L query length, S key length, C capacity of a cache, H heads, G key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.onnx.ops import symbolic, symbolic_multi_out
+
+from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.nn.functional import checked_mask
+from mhsa_compile.spec.attention_spec import DOMAIN, AttentionSpec
+from mhsa_compile.spec.outputs import Inside, inside_of
+from mhsa_compile.spec.position_encoding import Rope
+
+
+def attention_opset(spec: AttentionSpec, *, free_lengths: bool) -> int:
+    """The first opset that has the words for `spec`."""
+    if spec.window is not None:
+        return 25
+    if spec.kv_cache or spec.sinks or inside_of(spec.outputs).names:
+        return 24
+    return 24 if free_lengths and spec.causal == "bottom_right" else 23
+
+
+def attention_node(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    lengths: Tensor | None = None,
+    free_lengths: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Attention in the 3-D form (heads side by side) or the 4-D one, by the rank of q; and what `spec.outputs` wants of
+    its softmax.
+
+    lengths        the operator's nonpad_kv_seqlen, int64 (B,)
+    free_lengths   whether S may differ from L
+    """
+    attributes = _attributes(spec, by_rows=q.ndim == 3)
+    if lengths is None and free_lengths and spec.causal == "bottom_right":
+        # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
+        lengths = _key_lengths(k)
+    inputs = [q, k, v, checked_mask(spec, mask), None, None, lengths, sinks, slopes]
+    while inputs[-1] is None and len(inputs) > 4:
+        inputs.pop()
+    wanted = inside_of(spec.outputs)
+    own = sinks is not None or slopes is not None or wanted.names != ()
+    name = f"{DOMAIN}::Attention" if own else "Attention"
+    version = 1 if own else attention_opset(spec, free_lengths=free_lengths)
+    shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)
+    if not wanted.names:
+        return symbolic(name, inputs, attributes, dtype=q.dtype, shape=shape, version=version), {}
+    attributes |= mhsa_operator.attributes_of(wanted)
+    extra = _inside_shapes(spec, wanted, B=q.shape[0], L=q.shape[-2], S=k.shape[-2])
+    dtypes = [q.dtype if name == "weights" else _INSIDE_DTYPES.get(name, torch.float32) for name in extra]
+    # They come side by side, without places for outputs that are not there: `mhsa_operator.put_in_place`.
+    y, *found = symbolic_multi_out(
+        name, inputs, attributes, dtypes=[q.dtype, *dtypes], shapes=[shape, *extra.values()], version=version
+    )
+    return y, dict(zip(extra, found, strict=True))
+
+
+def _attributes(spec: AttentionSpec, *, by_rows: bool) -> dict[str, Any]:
+    """What the spec says of the standard's operator; `by_rows` is its 3-D form."""
+    attributes: dict[str, Any] = {}
+    if by_rows:
+        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
+    if spec.causal is not None:
+        attributes["is_causal"] = 1
+    if spec.window is not None:
+        attributes |= dict(zip(("left_window_size", "right_window_size"), spec.window, strict=True))
+    if spec.scale is not None:
+        attributes["scale"] = spec.scale
+    if spec.softcap is not None:
+        attributes["softcap"] = spec.softcap
+    return attributes
+
+
+_INSIDE_DTYPES = {"top_k_keys": torch.int64}
+
+
+def _inside_shapes(spec: AttentionSpec, wanted: Inside, *, B: int, L: int, S: int) -> dict[str, tuple[int, ...]]:
+    rows = (B, spec.num_heads, L)
+    heads, queries = (count if chosen is None else len(chosen)
+                      for count, chosen in ((spec.num_heads, wanted.heads), (L, wanted.rows)))  # fmt: skip
+    shapes = {
+        "lse": rows,
+        "entropy": rows,
+        "top_k_weights": (*rows, wanted.top_k),
+        "top_k_keys": (*rows, wanted.top_k),
+        "weights": (B, heads, queries, S),
+    }
+    return {name: shapes[name] for name in wanted.names}
+
+
+def rotary_node(rope: Rope, rows: Tensor, heads: int, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """RotaryEmbedding of rows (B, L, heads * E) at positions, int64 (B, L)."""
+    attributes: dict[str, Any] = {"num_heads": heads, "interleaved": int(rope.interleaved)}
+    if rope.rotary_dim != rows.shape[-1] // heads:
+        attributes["rotary_embedding_dim"] = rope.rotary_dim
+    inputs = (rows, cos, sin, positions)
+    return symbolic("RotaryEmbedding", inputs, attributes, dtype=rows.dtype, shape=rows.shape, version=23)
+
+
+def scatter_node(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
+    """TensorScatter: `cache` (B, G, C, E) with rows (B, G, L, E) from position first[b] on."""
+    inputs = (cache, rows, first)
+    return symbolic("TensorScatter", inputs, {"axis": 2}, dtype=cache.dtype, shape=cache.shape, version=24)
+
+
+def split_heads(rows: Tensor, heads: int) -> Tensor:
+    """(B, L, heads * E) -> (B, heads, L, E)."""
+    B, L, width = rows.shape
+    inputs = (rows, _integers(0, 0, heads, width // heads))
+    split = symbolic("Reshape", inputs, dtype=rows.dtype, shape=(B, L, heads, width // heads), version=23)
+    return split.transpose(1, 2)
+
+
+def joined_heads(y: Tensor) -> Tensor:
+    """(B, H, L, F) -> (B, L, H * F)."""
+    B, H, L, F = y.shape
+    inputs = (y.transpose(1, 2), _integers(0, 0, H * F))
+    return symbolic("Reshape", inputs, dtype=y.dtype, shape=(B, L, H * F), version=23)
+
+
+def places(x: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(positions of x (B, L, D), int64 (B, L), and how many keys there are then, (B,)) behind `length` (B,) others.
+
+    Without `length` they begin at 0, and there is no count.
+    """
+    B, L = x.shape[:2]
+    integer = torch.int64
+    count = symbolic("Squeeze", (_dims(x, 1, 2), _integers(0)), dtype=integer, shape=(), version=23)
+    steps = symbolic("Range", (_integer(0), count, _integer(1)), dtype=integer, shape=(L,), version=11)
+    if length is None:
+        return symbolic("Expand", (steps, _dims(x, 0, 2)), dtype=integer, shape=(B, L), version=23), None
+    return length.unsqueeze(1) + steps, length + count
+
+
+def _integer(value: int) -> Tensor:
+    """A Constant node, int64 ()."""
+    said: dict[str, Any] = {"value_int": value}
+    return symbolic("Constant", (), said, dtype=torch.int64, shape=(), version=23)
+
+
+def _integers(*values: int) -> Tensor:
+    """A Constant node, int64 (n,)."""
+    said: dict[str, Any] = {"value_ints": list(values)}
+    return symbolic("Constant", (), said, dtype=torch.int64, shape=(len(values),), version=23)
+
+
+def _key_lengths(k: Tensor) -> Tensor:
+    """S for every batch entry, int64 (B,): as three ONNX operators, since the exporter's own form of it takes nine."""
+    axis, shape = k.ndim - 2, (k.shape[0],)
+    inputs = (_dims(k, axis, axis + 1), _dims(k, 0, 1))
+    return symbolic("Expand", inputs, dtype=torch.int64, shape=shape, version=23)
+
+
+def _dims(x: Tensor, start: int, end: int) -> Tensor:
+    bounds: dict[str, Any] = {"start": start, "end": end}
+    return symbolic("Shape", (x,), bounds, dtype=torch.int64, shape=(end - start,), version=23)

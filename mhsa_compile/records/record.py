@@ -1,0 +1,226 @@
+"""Tuned records: which config of which kernel was the fastest for an operation, on which device, and how right it was.
+
+The schema, field by field: schedules/README.md. How they are kept: `record_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from mhsa_compile.records.device import Device
+from mhsa_compile.target import environment
+from mhsa_compile.target.profile import CudaProfile, TargetProfile
+
+T = TypeVar("T")
+FORMAT = 1
+STEADY = 0.05
+"""The largest spread of a record that is shipped: a machine that is quieter than this tells the choices apart."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d")]
+
+
+class Isa(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the code of a record was generated for: a record is never used for anything else.
+
+    Of code for a GPU, `gpu` is the architecture of its kernels, such as sm_90a, and `architecture` that of the host
+    that launches them, whose vectors nobody uses: they are 0.
+    """
+
+    architecture: str
+    vector_bits: int = 0
+    vector_registers: int = 0
+    features: tuple[str, ...] = ()  # that the code may use
+    gpu: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line.
+
+    op, key      the operation; its lengths in buckets, so that neighbours share a record (`op_keys`)
+    sizes        the lengths at which it was measured
+    kernel       its name; "tvm" for an operator of TVM's, whose schedule is `trace`
+    config       a value for each knob of the kernel
+    median_us    microseconds a call, `spread` their interquartile range as a share of the median
+    default_us   of the default config in the same rounds
+    error_share  its largest error as a share of the error budget: at most 1
+    threads      that a call used
+    versions     of what generated and measured it (`installation.versions`)
+    date         of the measurement, as ISO 8601 writes it
+    """
+
+    format: int = FORMAT  # first, and always written: a line is known by it
+    op: str
+    key: dict[str, Any]
+    sizes: dict[str, int]
+    kernel: str
+    config: dict[str, int]
+    median_us: Positive
+    spread: Share
+    default_us: Positive
+    error_share: Share
+    threads: Count
+    isa: Isa
+    device: Device
+    versions: dict[str, str]
+    date: Date
+    trace: str = ""
+
+    def summary(self) -> str:
+        """Where a record comes from and what it gained there."""
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        at = f" at {sizes}" if sizes else ""
+        gain = self.default_us / self.median_us
+        threads = "" if self.isa.gpu else f", {self.threads} threads"
+        where = f"{self.device.name}{threads}{', emulated' if self.device.emulated else ''}"
+        return f"{self.median_us:,.1f} us{at}, {gain:.2f} times as fast as the default ({where}, {self.date})"
+
+
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+def encoded(record: Record) -> bytes:
+    """Its line, without the newline; the same bytes for equal records."""
+    return _ENCODER.encode(record)
+
+
+def isa_of(profile: TargetProfile) -> Isa:
+    architecture = profile.tvm.mtriple.partition("-")[0]
+    if isinstance(profile, CudaProfile):
+        return Isa(architecture=architecture, gpu=profile.tvm.arch)
+    hardware = profile.hardware
+    return Isa(
+        architecture=architecture,
+        vector_bits=hardware.vector_bits,
+        vector_registers=hardware.vector_registers,
+        features=hardware.features,
+    )
+
+
+def as_kept(device: Device, isa: Isa) -> Device:
+    """A device without its list of features, long and apt to change with the system's kernel: a record's `isa` says
+    which of them its code may use. Without its GPU, where that took no part."""
+    return msgspec.structs.replace(device, features=(), gpu=device.gpu if isa.gpu else None)
+
+
+def misfit(record: Record, profile: TargetProfile) -> str | None:
+    """Why a record must not be used for a target, or None."""
+    own, isa = isa_of(profile), record.isa
+    if record.error_share > 1:
+        return "over the error budget"
+    if isa.gpu != own.gpu:
+        made, target = (f"{one.gpu}, a GPU" if one.gpu else "a CPU" for one in (isa, own))
+        return f"made for {made}, not {target}"
+    if isa.architecture != own.architecture:
+        return f"made for {isa.architecture}, not {own.architecture}"
+    if (isa.vector_bits, isa.vector_registers) != (own.vector_bits, own.vector_registers):
+        made, target = (f"{one.vector_registers} vectors of {one.vector_bits} bits" for one in (isa, own))
+        return f"made for {made}, not {target}"
+    if missing := sorted(set(isa.features) - set(own.features)):
+        return f"made for {', '.join(missing)}, which the target lacks"
+    return None
+
+
+def doubt(record: Record) -> str | None:
+    """Why a record must not be shipped to others, or None."""
+    if record.error_share > 1:
+        return f"over the error budget: {record.error_share:.3g} of it"
+    if record.device.emulated:
+        return "an emulator ran it: its times say nothing about hardware"
+    if record.spread > STEADY:
+        return f"its times spread over {record.spread:.1%} of their median, where {STEADY:.0%} are allowed"
+    if record.median_us > record.default_us:
+        return f"slower than the default config: {record.median_us:.4g} us, not {record.default_us:.4g}"
+    if record.versions.get("source", "").endswith(environment.CHANGED):
+        return "measured by a checkout with changes that are in no commit"
+    return None
+
+
+def merged(records: Iterable[Record]) -> list[Record]:
+    """The fastest right one for each operation, number of threads, ISA and device, in the order in which they came.
+
+    Of the same lengths that is the one of the shortest time; of different lengths in one bucket, the one that gains the
+    most on the default config there.
+    """
+    fastest: dict[tuple[bytes, bytes], Record] = {}
+    for record in records:
+        place = identity(record), _ENCODER.encode(record.sizes)
+        if record.error_share <= 1 and (place not in fastest or record.median_us < fastest[place].median_us):
+            fastest[place] = record
+    best: dict[bytes, Record] = {}
+    for (same, _), record in fastest.items():
+        if same not in best or share_of_default(record) < share_of_default(best[same]):
+            best[same] = record
+    return list(best.values())
+
+
+def identity(record: Record) -> bytes:
+    """What two records must share to be about the same thing; sizes within a bucket are not part of it."""
+    return _ENCODER.encode((record.op, record.key, record.threads, record.isa, record.device))
+
+
+def is_of_default(record: Record) -> bool:
+    """Whether nothing was found that is faster than the default config."""
+    return record.median_us == record.default_us
+
+
+def share_of_default(record: Record) -> float:
+    """Its time as a share of that of the default config: 0.8 is a fifth less."""
+    return record.median_us / record.default_us
+
+
+def key_bytes(op: str, key: dict[str, Any]) -> bytes:
+    return _ENCODER.encode((op, key))
+
+
+class Shelf:
+    """Records at hand for a target, by operation."""
+
+    def __init__(self, records: Iterable[Record], profile: TargetProfile) -> None:
+        self.profile = profile
+        self._by_key: dict[bytes, list[Record]] = {}
+        for record in records:
+            self._by_key.setdefault(key_bytes(record.op, record.key), []).append(record)
+
+    def candidates(self, op: str, key: dict[str, Any]) -> tuple[list[Record], str]:
+        """(the records of this operation that fit the target, the most alike device first; why the others do not)."""
+        found = self._by_key.get(key_bytes(op, key), [])
+        if not found:
+            return [], "no record of this operation at these lengths"
+        reasons = [misfit(record, self.profile) for record in found]
+        fitting = [record for record, reason in zip(found, reasons, strict=True) if reason is None]
+        refused = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
+        return sorted(fitting, key=self._distance), refused
+
+    def first(self, op: str, key: dict[str, Any], use: Callable[[Record], T | str]) -> tuple[Record, T] | str:
+        """The first of `candidates` that `use` makes something of, and that; or why there is none. `use` returns why
+        not as text."""
+        records, refused = self.candidates(op, key)
+        reasons = [refused] if refused else []
+        for record in records:
+            made = use(record)
+            if not isinstance(made, str):
+                return record, made
+            reasons.append(f"a record of {record.date} does not apply: {made}")
+        return "; ".join(dict.fromkeys(reasons))
+
+    def knows(self, op: str, key: dict[str, Any] | None = None) -> bool:
+        """Whether there are records of an operation, with this key or with any, fitting or not."""
+        if key is not None:
+            return key_bytes(op, key) in self._by_key
+        return any(records[0].op == op for records in self._by_key.values())
+
+    def _distance(self, record: Record) -> tuple[Any, ...]:
+        device = record.device
+        if isinstance(self.profile, CudaProfile):  # no record of another family fits
+            multiprocessors = 0 if device.gpu is None else device.gpu.multiprocessors
+            unlike = abs(multiprocessors - self.profile.hardware.multiprocessors)
+            return (device.emulated, unlike, share_of_default(record))
+        hardware = self.profile.hardware
+        caches = (device.l1d_kib, device.l2_kib) != (hardware.l1d_kib, hardware.l2_kib)
+        return (device.emulated, caches, abs(record.threads - hardware.cores), share_of_default(record))

@@ -1,0 +1,90 @@
+"""Arrays as memory: where they begin, what TVM reads in place, and the way back.
+
+An array is a NumPy array or a torch tensor here (PyTorch is looked up where it is loaded, never imported).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mhsa_compile.runtime import tvm_runtime
+
+ALIGNMENT = 64
+"""What TVM's own code takes for granted; our kernels take any address."""
+
+
+def is_torch(value: object) -> bool:
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def address(array: Any) -> int:
+    """Where an array of NumPy's, PyTorch's or TVM's begins in memory."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data_ptr())
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two contiguous arrays share a byte."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.may_share_memory(one, other)  # exact for contiguous ones, and quicker than their addresses
+    (begin, end), (first, last) = _extent(one), _extent(other)
+    return begin < last and first < end
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """The addresses from which to which it lies in memory."""
+    itemsize = array.element_size() if is_torch(array) else np.dtype(str(array.dtype)).itemsize
+    begin = address(array)
+    return begin, begin + math.prod(array.shape) * itemsize
+
+
+def as_tvm_strides(array: Any) -> Any:
+    """An array of nothing with the strides that TVM's code asks for, where a size of 0 counts as 0."""
+    strides = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
+    if not isinstance(array, np.ndarray):
+        return array.detach().as_strided(array.shape, strides)
+    return np.lib.stride_tricks.as_strided(array, strides=[array.itemsize * step for step in strides])
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Zeros that begin with a cache line."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    first = -memory.__array_interface__["data"][0] % ALIGNMENT
+    array: np.ndarray[Any, Any] = memory[first : first + size].view(dtype).reshape(shape)
+    return array
+
+
+def aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    copy = aligned_zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def exportable(array: np.ndarray[Any, Any]) -> Any:
+    """An aligned, contiguous array that DLPack can hand over: a copy, unless it is only read-only."""
+    if array.flags.carray:
+        return array
+    if array.flags.c_contiguous and array.flags.aligned:
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0))  # since this version DLPack can say read-only
+        except TypeError:  # NumPy before 2.1
+            return array.copy()
+        import tvm_ffi
+
+        return tvm_ffi.from_dlpack(capsule)
+    return np.array(array, order="C")
+
+
+def to_torch(tensor: Any) -> Any:
+    return tensor if is_torch(tensor) else sys.modules["torch"].from_dlpack(tensor)
+
+
+def bfloat16_to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
+    return np.from_dlpack(tvm_runtime.start().reinterpreted(tensor, "uint16")).view(ml_dtypes.bfloat16)

@@ -1,0 +1,192 @@
+"""The artifact: a folder that holds everything a compiled attention needs, each byte of it under a hash.
+
+    manifest.json        what the rest is: inputs, outputs, meaning, target, kernels, versions, the sha256 of every file
+    module.so            the compiled library
+    weights.safetensors  in PyTorch's names and layouts; bound when the artifact is loaded
+    model.onnx           the source
+
+It is written beside its place and renamed into it. What the manifest does not list is never read, nor copied by `save`:
+a note or a .DS_Store in the folder does no harm. The hashes find damage and mix-ups; they prove no origin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+
+from mhsa_compile.errors import ArtifactError
+from mhsa_compile.files.atomic_write import Unfinished, replaced, unwritable
+from mhsa_compile.files.opened_once import OpenFolder
+from mhsa_compile.runtime.artifact.manifest import (
+    MANIFEST,
+    Manifest,
+    damaged,
+    read_manifest,
+    seal,
+)
+
+_BLOCK = 2**20  # bytes copied at once
+_ATTEMPTS = 100
+"""To open an artifact that others replace: one fails if they do so within the microseconds that it takes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """An artifact on disk, found whole when it was opened."""
+
+    path: Path
+    manifest: Manifest = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Checks the format version, then every byte against its hash. Raises ArtifactError."""
+        with opened(path) as files:
+            files.contents()
+            return cls(files.path, files.manifest)
+
+    def contents(self, *names: str) -> dict[str, bytes]:
+        """The bytes of these files, as they were when the artifact was opened. Raises ArtifactError where they changed
+        since, or another artifact was saved in its place."""
+        with self._opened_again() as files:
+            return files.contents(*names)
+
+    @contextmanager
+    def _opened_again(self) -> Iterator[OpenArtifact]:
+        with opened(self.path) as files:
+            if files.manifest.sha256 != self.manifest.sha256:
+                expected, hint = "the one that was opened", "Open it again."
+                raise ArtifactError(f"artifact {str(self.path)!r}", expected, "another, saved in its place", hint)
+            yield files
+
+    @classmethod
+    def assemble(cls, folder: Path, manifest: Manifest, owner: Unfinished | None = None) -> Artifact:
+        """Makes `folder`, which holds all files but the manifest, an artifact; `owner` removes it with the artifact.
+
+        Raises OutputError.
+        """
+        try:
+            names = sorted(entry.name for entry in folder.iterdir() if entry.name != MANIFEST)
+            files = {name: _digest(folder / name) for name in names}
+            sealed, raw = seal(manifest, files)
+            (folder / MANIFEST).write_bytes(raw)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        artifact = cls(folder.absolute(), sealed)
+        if owner is not None:
+            weakref.finalize(artifact, owner.remove)
+        return artifact
+
+    def save(self, path: str | os.PathLike[str], force: bool = False) -> Artifact:
+        """Copies the artifact to `path`, whole or not at all; `force` replaces the artifact that is there.
+
+        Raises OutputError, and ArtifactError where its own files changed since it was opened; what was there stays.
+        """
+        folder = Path(path).resolve()
+        with replaced(folder, force, MANIFEST) as staged, self._opened_again() as files:
+            files.copy(staged)
+        return Artifact(folder, self.manifest)
+
+
+class OpenArtifact:
+    """An artifact whose files are open, all at once: if its folder is replaced, these stay what they are."""
+
+    def __init__(self, path: Path, raw: bytes, manifest: Manifest, files: dict[str, BufferedReader]) -> None:
+        self.path, self._raw, self.manifest, self._files = path, raw, manifest, files
+
+    def contents(self, *names: str) -> dict[str, bytes]:
+        """Checks every file against its hash, once, and returns the bytes of these: the very bytes that were checked,
+        in this process's own memory, since a file, mapped or read again, can be changed by whoever may write it.
+
+        Raises ArtifactError.
+        """
+        held = {}
+        for name, digest in self.manifest.files.items():
+            with _readable(self.path):
+                if name in names:
+                    held[name] = self._files[name].read()
+                    found = hashlib.sha256(held[name]).hexdigest()
+                else:
+                    found = hashlib.file_digest(self._files[name], "sha256").hexdigest()
+            self._check(name, digest, found)
+        return held
+
+    def copy(self, folder: Path) -> None:
+        """Writes all of it to a folder, and checks what was written. Raises ArtifactError and OSError."""
+        for name, digest in self.manifest.files.items():
+            with (folder / name).open("xb") as target:
+                shutil.copyfileobj(self._files[name], target, _BLOCK)
+            self._check(name, digest, _digest(folder / name))
+        (folder / MANIFEST).write_bytes(self._raw)
+
+    def _check(self, name: str, digest: str, found: str) -> None:
+        if found != digest:
+            raise damaged(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", found)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
+    """Opens the files of an artifact, once more where `save(force=True)` replaced it meanwhile; see `contents`.
+
+    Raises ArtifactError.
+    """
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        got = "a file" if folder.exists() else "nothing"
+        raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}")
+    with ExitStack() as stack:
+        with _readable(folder):
+            files = _open_whole(folder, stack)
+        yield files
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactError(f"artifact {str(folder)!r}", "files that can be read", str(error)) from error
+
+
+def _open_whole(folder: Path, stack: ExitStack) -> OpenArtifact:
+    for left in reversed(range(_ATTEMPTS)):
+        with OpenFolder(folder) as here, ExitStack() as attempt:
+            try:
+                raw, manifest = _read_manifest(folder, here.open(MANIFEST))
+                files = {name: attempt.enter_context(_open_file(folder, name, here)) for name in manifest.files}
+            except ArtifactError:
+                if left and here.was_replaced():
+                    continue
+                raise
+            stack.push(attempt.pop_all())
+            return OpenArtifact(folder, raw, manifest, files)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _read_manifest(folder: Path, file: BufferedReader | None) -> tuple[bytes, Manifest]:
+    argument = f"artifact file {str(folder / MANIFEST)!r}"
+    if file is None:
+        raise ArtifactError(argument, "a manifest", "no such file", "Is this the folder that `mhsa compile` wrote?")
+    with file:
+        raw = file.read()
+    return raw, read_manifest(raw, argument)
+
+
+def _open_file(folder: Path, name: str, here: OpenFolder) -> BufferedReader:
+    argument = f"artifact file {str(folder / name)!r}"
+    if name != os.path.basename(name) or name in ("", ".", ".."):
+        raise damaged(argument, "a plain file name", repr(name))
+    if (file := here.open(name)) is None:
+        raise damaged(argument, "a file, as the manifest lists it", "no such file")
+    return file
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,49 @@
+"""Whether the code of an artifact may run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mhsa_compile.errors import ArtifactError
+from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, Manifest
+from mhsa_compile.target import host
+from mhsa_compile.target.profile import CpuProfile
+
+_LOOPS_CHECKED = 4
+"""The first format whose code was looked at for what threads share (`races`)."""
+
+
+def check_loops(manifest: Manifest, path: Path) -> None:
+    """Raises ArtifactError for an artifact from before code was looked at for what threads share, if it may need that.
+
+    What no kernel claims of a model was compiled by TVM then, and with two threads its results were wrong at random.
+    """
+    mine = manifest.spec is not None and not manifest.has_fallbacks
+    if manifest.format_version >= _LOOPS_CHECKED or not isinstance(manifest.target, CpuProfile) or mine:
+        return
+    int8 = " --weights int8" if manifest.int8_weights else ""
+    command = f"mhsa compile {path / MODEL} --target {manifest.target.name}{int8} -o NEW.mhsa"
+    raise ArtifactError(
+        f"artifact {str(path)!r}",
+        f"format version {FORMAT_VERSION}, since it holds code of TVM's own",
+        f"format version {manifest.format_version}, in whose code threads may disturb each other",
+        f"Compile it again: {command}",
+    )
+
+
+def check_cpu(manifest: Manifest) -> None:
+    """Raises ArtifactError unless this machine has the architecture and the features that the code was made for."""
+    target = manifest.target
+    if not isinstance(target, CpuProfile):
+        raise ArtifactError("artifact", "one compiled for a CPU", f"one for {target.family}")
+    architecture = target.tvm.mtriple.partition("-")[0]
+    if architecture != host.architecture():
+        raise ArtifactError("artifact", f"a CPU of {architecture}, as it was compiled for one", host.architecture())
+    needed = set(target.hardware.features)
+    if missing := needed - host.cpu_features():
+        raise ArtifactError(
+            "artifact",
+            f"a CPU with {' '.join(sorted(needed))}, as it was compiled for one",
+            f"{host.cpu_model()} without {' '.join(sorted(missing))}",
+            "Compile it for this machine: --target native here, or elsewhere another of `mhsa targets`.",
+        )

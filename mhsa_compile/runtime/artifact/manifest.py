@@ -1,0 +1,162 @@
+"""The manifest of an artifact: what it says of inputs, outputs, meaning, target, kernels and files, and how it is read.
+
+A hash in it is of manifest.json itself, so that no byte of an artifact is without one. Imports no TVM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+
+from mhsa_compile.errors import ArtifactError
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.checks import LARGEST
+from mhsa_compile.spec.semantics import Semantics
+from mhsa_compile.target.profile import TargetProfile
+
+FORMAT_VERSION = 4
+_READ = (3, FORMAT_VERSION)
+"""Formats that are read. Of 3 `loadable` refuses some: threads disturbed each other in their code."""
+MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
+_COPY_AGAIN = "The artifact is damaged: copy it again, or compile it again."
+_UNSEALED = "0" * 64
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Dims = tuple[Size | str, ...]  # ints are fixed, names are symbols, "P + S" is what symbols make
+DType = Literal[
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64",
+]  # fmt: skip
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An input, an output or a weight.
+
+    `broadcast`, on a mask, is the full size of each axis: a call may bring that or 1. ("B", 8, "L", "S"), for instance,
+    beside the dims ("mask_B", "mask_H", "mask_L", "mask_S"). `pads` says that the last axis may also be shorter, which
+    hides the rest. `most`, on numbers of keys, is the largest that they may be. `aligned` says that an input which a
+    call writes into, and which is therefore never copied, must begin with a cache line.
+    """
+
+    name: str
+    dtype: DType
+    dims: Dims
+    broadcast: Dims | None = None
+    pads: bool = False
+    most: Size | str | None = None
+    aligned: bool = False
+
+    def __post_init__(self) -> None:
+        if self.broadcast is not None and len(self.broadcast) != len(self.dims):
+            raise ValueError(f"{self.name!r} broadcasts to {len(self.broadcast)} axes, and has {len(self.dims)}")
+
+
+class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What computes one operation, and where its config comes from: `tuning` says which tuned record was used, or why
+    none was."""
+
+    name: str
+    op: str
+    kernel: str
+    config: dict[str, int]
+    source: Literal["default", "record", "fallback"]
+    note: str = ""
+    tuning: str = ""
+
+
+class AttentionBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One attention of the source, named after its node (its Softmax, where it was several), and what became of it.
+
+    `form` is "Attention", "decomposed", or an operator of Microsoft's. `note` is why it was not fused, or what its
+    user should know.
+    """
+
+    name: str
+    form: str
+    fused: bool
+    note: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What manifest.json holds, in its order."""
+
+    format_version: int = FORMAT_VERSION
+    mhsa_version: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    in_place: dict[str, str] = {}  # output -> the input that a call turns into it
+    weights: tuple[TensorInfo, ...]
+    int8_weights: bool = False  # whether linears round them to eight bits when they are bound
+    semantics: tuple[Semantics, ...]  # of each attention, as resolved
+    spec: AttentionSpec | None  # where one was compiled
+    target: TargetProfile
+    versions: dict[str, str]
+    ops: tuple[OpReport, ...]
+    attention: tuple[AttentionBlock, ...] = ()
+    limits: dict[str, Size] = {}  # symbol -> its largest size, where a table of the model has no more rows
+    files: dict[str, Digest]
+    sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
+
+    def __post_init__(self) -> None:
+        inputs, outputs, weights = (
+            [info.name for info in infos] for infos in (self.inputs, self.outputs, self.weights)
+        )
+        for names in (inputs, outputs, weights):
+            if len(set(names)) < len(names):
+                raise ValueError("two inputs, outputs or weights of one name")
+        if not self.in_place.keys() <= set(outputs) or not set(self.in_place.values()) <= set(inputs):
+            raise ValueError("in_place names what is no output, or no input")
+        if any(isinstance(dim, str) for info in self.weights for dim in info.dims):
+            raise ValueError("a weight whose size is not known")
+
+    @property
+    def has_fallbacks(self) -> bool:
+        """Whether TVM's own code runs some of the operations."""
+        return any(op.source == "fallback" for op in self.ops)
+
+
+def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
+    """With the hashes of the files and its own; and its bytes."""
+    manifest = msgspec.structs.replace(manifest, files=files, sha256=_UNSEALED)
+    raw = _encode(msgspec.structs.replace(manifest, sha256=hashlib.sha256(_encode(manifest)).hexdigest()))
+    return msgspec.json.decode(raw, type=Manifest), raw
+
+
+def _encode(manifest: Manifest) -> bytes:
+    """The same bytes for the same content: fields in their order, keys of dicts sorted."""
+    return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
+
+
+def read_manifest(raw: bytes, argument: str) -> Manifest:
+    """Of these bytes, checked: format version, fields, hash, and that each file has one. Raises ArtifactError."""
+    with reading(ArtifactError, argument, f"a manifest of format version {FORMAT_VERSION}", _COPY_AGAIN):
+        found = msgspec.json.decode(raw, type=_Versioned).format_version
+        if found not in _READ:
+            raise _other_version(argument, found)
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    digest = hashlib.sha256(raw.replace(manifest.sha256.encode(), _UNSEALED.encode())).hexdigest()
+    if digest != manifest.sha256:
+        raise damaged(argument, f"sha256 {manifest.sha256}", digest)
+    if unlisted := {MODULE, WEIGHTS, MODEL} - manifest.files.keys():
+        raise damaged(argument, "a hash of each file", f"none of {', '.join(sorted(unlisted))}")
+    return manifest
+
+
+class _Versioned(msgspec.Struct):
+    """The one field that every format has; a newer one may differ in all others."""
+
+    format_version: int
+
+
+def _other_version(argument: str, found: int) -> ArtifactError:
+    next_step = "Update mhsa-compile." if found > FORMAT_VERSION else "Compile it again."
+    return ArtifactError(argument, f"format version {FORMAT_VERSION}", f"format version {found}", next_step)
+
+
+def damaged(argument: str, expected: str, got: str) -> ArtifactError:
+    """A file that is not what the manifest says, as an error."""
+    return ArtifactError(argument, expected, got, _COPY_AGAIN)

@@ -1,0 +1,317 @@
+"""What a call brings and gets back: checked against the manifest, and copied only where TVM could not read it in place.
+
+An array is a NumPy array or a torch tensor here; others come in through DLPack as NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.runtime import tvm_runtime
+from mhsa_compile.runtime.array_memory import (
+    ALIGNMENT,
+    address,
+    aligned_copy,
+    as_tvm_strides,
+    bfloat16_to_numpy,
+    exportable,
+    is_torch,
+    overlap,
+    to_torch,
+)
+from mhsa_compile.runtime.artifact.manifest import Dims, TensorInfo
+from mhsa_compile.runtime.symbolic_dims import is_expression, made_of, size_of
+from mhsa_compile.spec.outputs import together
+
+Sizes = dict[str, int]  # of the symbolic dims in one call
+
+
+class Argument:
+    """One input or weight: what it must be, and where sizes that it shares were seen first. `written`: a call writes
+    into it."""
+
+    def __init__(
+        self, info: TensorInfo, role: str, first_seen: Mapping[str, str], aligned: bool = False, written: bool = False
+    ) -> None:
+        self.info = info
+        self._aligned = aligned and not written
+        self._written = written
+        self._bfloat16 = info.dtype == "bfloat16"
+        self.label = f"{role} {info.name!r}"
+        self._differentiable = role == "input" and not written
+        self._first_seen = first_seen
+        self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
+
+    def ready(self, value: Any, sizes: Sizes) -> Any:
+        """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
+        array = value if type(value) is np.ndarray else self._adopt(value)
+        if array.dtype not in self._right_dtypes:
+            self._check_dtype(array)
+        if self.info.broadcast is not None:
+            array = self._broadcast(array, self.info.broadcast, sizes)
+        elif array.ndim != len(self.info.dims) or not fits(self.info.dims, array.shape, sizes):
+            raise self._wrong_shape(array, sizes)
+        if self._written:
+            self._check_writable(array)
+        if self.info.most is not None:
+            self._check_values(array, size_of(self.info.most, sizes))
+        if 0 in array.shape:
+            array = as_tvm_strides(array)
+        if not isinstance(array, np.ndarray):
+            plain = array if array.is_contiguous() and not array.requires_grad else array.detach().contiguous()
+            return (
+                plain if not self._aligned or plain.data_ptr() % ALIGNMENT == 0 or not plain.numel() else plain.clone()
+            )
+        if self._aligned and array.__array_interface__["data"][0] % ALIGNMENT and array.size:
+            array = aligned_copy(array)
+        if self._bfloat16:
+            return tvm_runtime.start().reinterpreted(exportable(array.view(np.uint16)), "bfloat16")
+        return array if array.flags.carray else exportable(array)
+
+    def _adopt(self, value: Any) -> Any:
+        if isinstance(value, np.ma.MaskedArray):
+            hint = "A call would read what the mask hides: pass x.filled(...), and the mask as an input of its own."
+            raise InputError(self.label, f"{self._described()} without a mask", "a masked array of NumPy's", hint)
+        if isinstance(value, np.ndarray):
+            return value
+        if is_torch(value):
+            if value.device.type != "cpu":
+                raise InputError(self.label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
+            self._check_no_gradient(value)
+            return value
+        with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's"):
+            if hasattr(value, "__dlpack__"):
+                return np.from_dlpack(value)
+        got = "nothing" if value is None else type(value).__name__
+        raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
+
+    def _check_dtype(self, array: Any) -> None:
+        if str(array.dtype).removeprefix("torch.") != self.info.dtype:
+            hint = f"Convert it to {self.info.dtype}."
+            if self.info.dtype == "bfloat16" and isinstance(array, np.ndarray):
+                hint = "Convert it: array.astype(ml_dtypes.bfloat16)."
+            raise InputError(self.label, self._described(), _description(array), hint)
+        self._right_dtypes.add(array.dtype)
+
+    def _check_no_gradient(self, tensor: Any) -> None:
+        """A result that silently has no gradient would train nothing. Weights are parameters, and bound once.
+
+        Raises InputError.
+        """
+        if self._differentiable and tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+            expected = "a tensor without a gradient to follow: compiled code computes none"
+            raise InputError(
+                self.label, expected, "one that requires grad", "Call under torch.no_grad(), or pass x.detach()."
+            )
+
+    def _check_writable(self, array: Any) -> None:
+        """What is written cannot be a copy. Raises InputError."""
+        if isinstance(array, np.ndarray):
+            flags = array.flags
+            fits, got = flags.carray, "read-only memory" if not flags.writeable else "an array with gaps or unaligned"
+        else:
+            fits = array.is_contiguous() and not array.requires_grad
+            got = "a tensor that requires grad" if array.requires_grad else "a tensor with gaps"
+        expected = "contiguous memory that can be written: the call writes into it"
+        if fits and self.info.aligned and (rest := address(array) % ALIGNMENT):
+            fits, got = False, f"memory {rest} bytes behind such a place"
+            expected = f"memory that begins at a multiple of {ALIGNMENT} bytes: the call writes into it"
+        if not fits:
+            raise InputError(self.label, expected, got, "Allocate it by itself, once, and pass it to each call.")
+
+    def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
+        """`given` at its full rank. Axes of 1 stay, but the last, which opset 24 would pad where it is short."""
+        dims = self.info.dims
+        mask = given[(None,) * (len(dims) - given.ndim)] if given.ndim < len(dims) else given
+        last = size_of(full[-1], sizes)
+        if mask.shape[-1] == 1 and dims[-1] != 1 and last not in (1, None) and not self.info.pads:
+            shape = (*mask.shape[:-1], last)
+            mask = np.broadcast_to(mask, shape) if isinstance(mask, np.ndarray) else mask.expand(shape)
+        wanted = [size_of(dim, sizes) for dim in full]
+        if self.info.pads and wanted[-1] is not None:
+            wanted[-1] = min(wanted[-1], mask.shape[-1])
+        if mask.ndim != len(dims) or not (_broadcasts(mask.shape, wanted) and fits(dims, mask.shape, sizes)):
+            raise self._wrong_shape(given, sizes)
+        return mask
+
+    def _check_values(self, array: Any, most: int | None) -> None:
+        least, largest = (int(array.min()), int(array.max())) if len(array) else (0, 0)
+        if least < 0 or (most is not None and largest > most):
+            stated = f"0 to {self.info.most}" + ("" if most in (None, self.info.most) else f" = {most}")
+            raise InputError(self.label, f"numbers from {stated}", str(least if least < 0 else largest))
+
+    def check_expressions(self, array: Any, sizes: Sizes) -> None:
+        """Axes that symbols make, "P + S", once all symbols are known. Raises InputError."""
+        for dim in self.info.dims:
+            made = made_of(dim, sizes) if isinstance(dim, str) else None
+            if made is not None and made != sizes[str(dim)]:
+                raise self._wrong_shape(array, {**sizes, str(dim): made})
+
+    def _described(self) -> str:
+        dims = self.info.dims
+        if self.info.broadcast is not None:
+            up_to = [f"1 or {most}" for most in self.info.broadcast]
+            up_to[-1] = f"1 to {self.info.broadcast[-1]}" if self.info.pads else up_to[-1]
+            pairs = zip(dims, self.info.broadcast, up_to, strict=True)
+            dims = tuple(d if d in (1, most) else text for d, most, text in pairs)
+        return f"{self.info.dtype} of shape {_shape(dims)}"
+
+    def _wrong_shape(self, array: Any, sizes: Sizes) -> InputError:
+        symbols = {dim: self._first_seen.get(str(dim)) for dim in (*self.info.dims, *(self.info.broadcast or ()))}
+        known = [
+            f"{symbol} = {sizes[str(symbol)]} as in {first!r}"
+            for symbol, first in symbols.items()
+            if symbol in sizes and first not in (None, self.info.name)
+        ]
+        known += [f"{dim} = {size_of(dim, sizes)}" for dim in symbols if is_expression(dim)]
+        expected = ", ".join((self._described(), *known))
+        return InputError(self.label, expected, _description(array), "`.inputs` lists what each input must be.")
+
+
+class Signature:
+    """The inputs and outputs of a compiled function. `in_place`: output -> the input that a call turns into it."""
+
+    device = "cpu"
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorInfo],
+        outputs: Sequence[TensorInfo],
+        *,
+        aligned: bool = False,
+        in_place: Mapping[str, str] | None = None,
+        limits: Mapping[str, int] | None = None,
+        make: Callable[..., Argument] = Argument,
+    ) -> None:
+        self._limits = dict(limits or {})
+        # What broadcasts or has bounds is checked last, against sizes that the others bring.
+        self._order = sorted(range(len(inputs)), key=lambda i: (inputs[i].broadcast, inputs[i].most) != (None, None))
+        self._composed = [i for i, info in enumerate(inputs) if any(map(is_expression, info.dims))]
+        first_seen: dict[str, str] = {}
+        for i in self._order:
+            for dim in inputs[i].dims:
+                first_seen.setdefault(str(dim), inputs[i].name)
+        self._names = [info.name for info in inputs]
+        self._outputs = outputs
+        self._together = together(info.name for info in outputs)
+        pairs = {} if in_place is None else in_place
+        self.in_place = {i: self._names.index(pairs[out.name]) for i, out in enumerate(outputs) if out.name in pairs}
+        written = set(self.in_place.values())
+        self._apart = [(i, j) for i in written for j in range(len(inputs)) if j > i or (j < i and j not in written)]
+        self._arguments = [make(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
+        self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
+
+    def values(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Sequence[Any]:
+        """What was given, in the order of the inputs. Raises InputError."""
+        return args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
+
+    def arrays(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[list[Any], Sizes]:
+        """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
+        values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
+        arrays, sizes = list(values), Sizes()
+        for i in self._order:
+            arrays[i] = self._arguments[i].ready(values[i], sizes)
+        for symbol, most in self._limits.items():
+            if sizes.get(symbol, 0) > most:
+                raise InputError(
+                    f"dim {symbol!r}",
+                    f"at most {most}, the most that the model has tables or checks for",
+                    str(sizes[symbol]),
+                )
+        if self._apart:
+            self._check_apart(arrays)
+        for i in self._composed:
+            self._arguments[i].check_expressions(arrays[i], sizes)
+        return arrays, sizes
+
+    def _check_apart(self, arrays: Sequence[Any]) -> None:
+        """What is written must share no byte with any other input. Raises InputError."""
+        for i, j in self._apart:
+            if overlap(arrays[i], arrays[j]):
+                expected = f"memory of its own: the call writes into {self._names[i]!r}"
+                raise InputError(self._arguments[j].label, expected, f"some of that of {self._names[i]!r}")
+
+    def results(self, returned: Any, values: Sequence[Any]) -> Any:
+        """What TVM returned as torch tensors if any value was one, else as NumPy arrays; over the same memory.
+
+        What was written in place is the caller's own value: `values` must then be what the call was given.
+        """
+        importers = [to_torch] * len(self._outputs) if any(map(is_torch, values)) else self._to_numpy
+        if len(importers) == 1:
+            return importers[0](returned) if not self.in_place else values[self.in_place[0]]
+        if not self.in_place:
+            return self._together(import_(one) for import_, one in zip(importers, returned, strict=True))
+        own = {i: values[j] for i, j in self.in_place.items()}
+        return self._together(own[i] if i in own else importers[i](one) for i, one in enumerate(returned))
+
+    def refused(self, words: str, arrays: Sequence[Any], sizes: Sizes) -> InputError:
+        """The error for what compiled code found wrong with a value; see `errors.CALL_REFUSED`."""
+        argument, *said = words.split("\n")
+        expected, got = (re.sub(r"\{(.*?)\}", lambda name: str(sizes.get(name[1], name[1])), line) for line in said)
+        named = next((i for i, taken in enumerate(self._arguments) if taken.label == argument), None)
+        if not got:
+            got = "some beyond" if named is None else _range(arrays[named])
+        return InputError(argument, expected, got)
+
+    def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
+        """The outputs of a call in which some size is 0, or None where one of them holds something to compute."""
+        sizes_of = [[size_of(dim, sizes) for dim in info.dims] for info in self._outputs]
+        shapes = [[size for size in found if size is not None] for found in sizes_of]
+        if shapes != sizes_of or not all(0 in shape for shape in shapes):
+            return None
+        of_torch = any(map(is_torch, arrays))
+        results = [self._empty(shape, info.dtype, of_torch) for shape, info in zip(shapes, self._outputs, strict=True)]
+        return results[0] if len(results) == 1 else self._together(results)
+
+    def _empty(self, shape: Sequence[int], dtype: str, of_torch: bool) -> Any:
+        torch = sys.modules["torch"] if of_torch else None
+        return np.empty(shape, dtype) if torch is None else torch.empty(shape, dtype=getattr(torch, dtype))
+
+    def _arrange(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> list[Any]:
+        names = ", ".join(self._names)
+        if len(args) > len(self._names):
+            raise InputError("inputs", f"at most {len(self._names)}: {names}", f"{len(args)} by position")
+        values = dict(zip(self._names, args, strict=False))
+        for name, value in by_name.items():
+            if name not in self._names and value is not None:  # mask=None is how PyTorch's callers say "no mask"
+                near = difflib.get_close_matches(name, self._names, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else "An artifact takes what it was compiled with."
+                raise InputError(f"input {name!r}", f"one of {names}", "an input that the artifact does not take", hint)
+            if name in values:
+                raise InputError(f"input {name!r}", "one value", "one by position and one by name")
+            values[name] = value
+        return [values.get(name) for name in self._names]
+
+
+def fits(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:
+    """Whether `shape` agrees with the fixed dims and with `sizes`, to which it adds the new symbols."""
+    for dim, size in zip(dims, shape, strict=True):
+        if size != (dim if isinstance(dim, int) else sizes.setdefault(dim, size)):
+            return False
+    return True
+
+
+def _broadcasts(shape: Sequence[int], full: Sequence[int | None]) -> bool:
+    return all(size == 1 or whole in (size, None) for size, whole in zip(shape, full, strict=True))
+
+
+def _range(value: Any) -> str:
+    numbers = value if hasattr(value, "min") else np.from_dlpack(value)
+    least, most = int(numbers.min()), int(numbers.max())
+    return str(least) if least == most else f"values from {least} to {most}"
+
+
+def _description(array: Any) -> str:
+    return f"{str(array.dtype).removeprefix('torch.')} of shape {_shape(array.shape)}"
+
+
+def _shape(dims: Iterable[object]) -> str:
+    return f"({', '.join(map(str, dims))})"

@@ -1,0 +1,315 @@
+"""Load an artifact and call it: NumPy, safetensors and TVM's 3 MB runtime, no PyTorch, no ONNX, no compiler.
+
+attention = load("attention.mhsa")
+y = attention(x)                       # x (B, L, D) -> y (B, L, D)
+y = attention(x, mask=mask)            # inputs by position or by name
+layer_7 = load("attention.mhsa", weights="layer_7.safetensors")
+
+cache = attention.new_cache(batch=1, capacity=1024)    # of a spec with kv_cache
+y = attention(x, cache=cache)          # the prompt, then x (B, 1, D) again and again
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from mhsa_compile.errors import ArtifactError, InputError, MhsaError
+from mhsa_compile.files import input_files
+from mhsa_compile.files.foreign_errors import (
+    bounded,
+    first_line,
+    reading,
+    refusal_of,
+)
+from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
+from mhsa_compile.runtime.artifact.artifact import Artifact, opened
+from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_loops
+from mhsa_compile.runtime.artifact.manifest import (
+    MODULE,
+    WEIGHTS,
+    Manifest,
+    TensorInfo,
+)
+from mhsa_compile.runtime.artifact.stored_weights import parsed
+from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes
+from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight
+from mhsa_compile.runtime.cuda_launch import Launches
+from mhsa_compile.runtime.kv_cache import KVCache
+from mhsa_compile.spec.outputs import together
+from mhsa_compile.spec.position_encoding import TABLES
+from mhsa_compile.target import host
+
+_AGAIN = "Compile it again."
+Weights = Mapping[str, Any] | str | os.PathLike[str]
+
+
+@bounded
+def load(
+    path: str | os.PathLike[str] | Artifact,
+    *,
+    weights: Weights | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+) -> CompiledAttention:
+    """Checks an artifact, maps its code and packs its weights.
+
+    path      the folder, or an Artifact; every byte is checked before any code is mapped
+    weights   instead of the artifact's own: arrays by name, such as a state_dict, or a .safetensors file
+    device    "cpu", or of an artifact for GPUs "cuda:0", the default, "cuda:1" and so on
+    threads   that a call uses; by default the CPUs that this process may use. On a GPU there are none
+
+    Raises ArtifactError (damaged, of a newer format, for another CPU or GPU), InputError, InstallationError and
+    DeviceError (no GPU, or too little memory on it).
+    """
+    if threads is not None:
+        host.thread_count(threads)
+    with opened(path.path if isinstance(path, Artifact) else path) as held:
+        manifest = held.manifest
+        stored = held.contents(MODULE, *([WEIGHTS] if _reads_own(manifest, weights) else []))
+    if manifest.target.family == cuda_devices.FAMILY:
+        return _on_gpu(manifest, stored, weights, device, threads)
+    if device not in (None, "cpu"):
+        next_step = "Compile it for a GPU: --target cuda-..., see `mhsa targets`."
+        raise InputError("device", '"cpu", as it was compiled for one', repr(device), next_step)
+    check_cpu(manifest)
+    check_loops(manifest, held.path)
+    runtime = tvm_runtime.start()
+    with runtime.calls.lock:
+        arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)
+        library = _library(runtime, manifest, stored)
+        signature = Signature(
+            manifest.inputs,
+            manifest.outputs,
+            aligned=manifest.has_fallbacks,
+            in_place=manifest.in_place,
+            limits=manifest.limits,
+        )
+        with reading(ArtifactError, "artifact", "code that `mhsa compile` made", _AGAIN):
+            thread = _Threads(runtime, library, host.thread_count(threads))
+        return CompiledAttention(manifest, signature, thread, arrays)
+
+
+def _on_gpu(
+    manifest: Manifest, stored: dict[str, bytes], weights: Weights | None, device: str | None, threads: int | None
+) -> CompiledAttention:
+    """What is wrong with the machine is said before anything is loaded, and nothing is launched before all is well."""
+    if threads is not None:
+        raise InputError("threads", "None: a GPU computes", repr(threads))
+    gpu = cuda_devices.chosen(manifest, device)
+    arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, partial(DeviceWeight, gpu))
+    runtime = tvm_runtime.start_cuda()
+    with runtime.calls.lock:
+        library = _library(runtime, manifest, stored)
+        signature = DeviceSignature(manifest, gpu)
+        return CompiledAttention(manifest, signature, Launches(library, manifest, signature, gpu), arrays)
+
+
+def _library(runtime: tvm_runtime.Runtime, manifest: Manifest, stored: Mapping[str, bytes]) -> tvm_runtime.Library:
+    hint = "Compile it for this machine. Where memory must not be mapped as code, TMPDIR must not be noexec."
+    with reading(ArtifactError, f"artifact file {MODULE!r}", "a library that this machine loads", hint):
+        return runtime.library(stored[MODULE], manifest.files[MODULE])
+
+
+class CompiledAttention:
+    """A compiled function with its weights. Calls are safe from several threads at once; each uses its own workers."""
+
+    def __init__(
+        self, manifest: Manifest, signature: Signature, thread: _Threads | Launches, weights: list[Any]
+    ) -> None:
+        self.manifest = manifest
+        self._signature = signature
+        self._thread = thread
+        self._words = [info.name for info in manifest.inputs if info.name in ("cache", "stream")]
+        with reading(ArtifactError, "artifact", "code that fits its manifest", _AGAIN):
+            self._packed = thread.bind(weights)
+
+    def __call__(self, /, *inputs: Any, cache: Any = None, stream: Any = None, **by_name: Any) -> Any:
+        """The output, or a named tuple of them: torch tensors if any input is one, else NumPy arrays.
+
+        Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
+        and have axes of 1. What the manifest has as `in_place` is written into, and is itself the output. Raises
+        InputError; rows that would overrun a cache are refused before any of them is written.
+
+        cache   a KVCache of `new_cache`, in place of past_key, past_value and length: the keys and values of x
+                (B, L, D), for any L, are written behind its length, which then grows by L
+        stream  of a GPU, on which to run: PyTorch's, an object with __cuda_stream__, or a handle; by default PyTorch's
+                current one. Inputs in a GPU's memory must be contiguous, and are never copied
+
+        Of a model with inputs called `cache` or `stream` these are those.
+        """
+        if self._words:
+            given = {"cache": cache, "stream": stream}
+            by_name |= {name: given[name] for name in self._words if given[name] is not None}
+            cache, stream = (None if name in self._words else value for name, value in given.items())
+        if stream is not None:
+            with self._thread.on(stream):
+                return self(*inputs, cache=cache, **by_name)
+        if cache is not None:
+            return self._cached(cache, inputs, by_name)
+        with self._thread.lock:
+            return self._called(inputs, by_name)
+
+    def _called(self, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+        signature, thread = self._signature, self._thread
+        try:
+            arrays, sizes = signature.arrays(inputs, by_name)
+        except MemoryError as error:
+            raise refusal_of(error) or error from error
+        if 0 in sizes.values() and (results := signature.empty_results(arrays, sizes)) is not None:
+            return results
+        try:
+            returned = thread.run(arrays, sizes, self._packed)
+            return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
+        except MhsaError:
+            raise
+        except Exception as error:
+            raise self._refusal(error, arrays, sizes) from error
+
+    def _refusal(self, error: Exception, arrays: Sequence[Any], sizes: Sizes) -> MhsaError:
+        """What a call of compiled code raised, as an error of ours."""
+        if (words := tvm_runtime.refusal(error)) is not None:
+            return self._signature.refused(words, arrays, sizes)
+        if (shortage := refusal_of(error)) is not None:
+            return shortage
+        if isinstance(error, ValueError):  # of compiled code, about what the signature could not tell
+            return InputError("inputs", "sizes that fit each other inside the model", first_line(error))
+        return ArtifactError("artifact", "code that fits its manifest", first_line(error), _AGAIN)
+
+    @bounded
+    def from_host(self, /, *inputs: Any, **by_name: Any) -> Any:
+        """As a call on NumPy arrays, wherever it runs: to a GPU they are copied, and its outputs back.
+
+        For checks and first steps: a program that cares for time keeps its tensors on the GPU. Raises InputError and
+        DeviceError.
+        """
+        signature, thread = self._signature, self._thread
+        if not isinstance(signature, DeviceSignature) or not isinstance(thread, Launches):
+            return self(*inputs, **by_name)
+        host = signature.host
+        with thread.lock:
+            arrays, sizes = host.arrays(inputs, by_name)
+            if 0 in sizes.values() and (results := host.empty_results(arrays, sizes)) is not None:
+                return results
+            outputs = thread.run_from_host(arrays, sizes, self._packed)
+            return host.results(outputs[0] if len(outputs) == 1 else outputs, arrays)
+
+    def _cached(self, given: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+        x: Any = inputs[0] if inputs else by_name.get("x")
+        cache = kv_cache.check_call(self.manifest, given, x, self.device)
+        outputs = self(*inputs, **cache.inputs(), **by_name)
+        cache.advance(x.shape[1])
+        named = zip(self.outputs, outputs, strict=True)
+        kept = {info.name: value for info, value in named if info.name not in self.manifest.in_place}
+        return next(iter(kept.values())) if len(kept) == 1 else together(kept)(kept.values())
+
+    def new_cache(self, batch: int | None = None, capacity: int | None = None) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` positions; what was fixed at compile time is known.
+
+        The artifacts of one spec share it, such as that of any L for prompts and that of L = 1 for steps. Raises
+        InputError.
+        """
+        return kv_cache.new_cache(self.manifest, batch, capacity, self.device)
+
+    @property
+    def device(self) -> str:
+        """Where it computes: "cpu", or "cuda:0" and the like."""
+        return self._signature.device
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]:
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        return self.manifest.outputs
+
+    @property
+    def threads(self) -> int:
+        return self._thread.count
+
+    def __repr__(self) -> str:
+        inputs, outputs = (
+            ", ".join(f"{info.name} ({', '.join(map(str, info.dims))})" for info in infos)
+            for infos in (self.inputs, self.outputs)
+        )
+        return f"<CompiledAttention {inputs} -> {outputs}, threads={self.threads}>"
+
+
+class _Threads(threading.local):
+    """What each calling thread has for itself: a VM and a set of workers. Python initialises it anew in each thread."""
+
+    def __init__(self, runtime: tvm_runtime.Runtime, library: tvm_runtime.Library, count: int) -> None:
+        self.count, self.lock = count, runtime.calls.lock
+        self._runtime = runtime
+        self._sizes: Sizes = {}
+        with self.lock:
+            self._vm = library.new_vm()
+            runtime.use_threads(count)
+
+    def run(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> Any:
+        self._prepare(sizes)
+        return self._vm.main(*arrays, *packed)
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        raise InputError("stream", "None: the artifact was compiled for a CPU", type(stream).__name__)
+
+    def _prepare(self, sizes: Sizes) -> None:
+        self._runtime.ensure_threads(self.count)
+        if sizes != self._sizes:
+            # Buffers of the last sizes would never be used again, nor freed.
+            self._runtime.release_memory()
+            self._sizes = sizes
+
+    def bind(self, weights: list[Any]) -> tuple[Any, ...]:
+        """Packs the weights; all threads share the result."""
+        self._prepare({})
+        if self._vm.bind_weights is None:
+            return ()
+        return tuple(self._vm.bind_weights(*map(self._runtime.ffi.from_dlpack, weights)))
+
+
+def _reads_own(manifest: Manifest, weights: Weights | None) -> bool:
+    """Whether the weights that an artifact stores are needed: all of them, or the tables, which nobody has to bring
+    since they follow from the spec."""
+    names = {info.name for info in manifest.weights}
+    return bool(names if weights is None else names.intersection(TABLES))
+
+
+def _weight_arrays(
+    manifest: Manifest, stored: bytes | None, weights: Weights | None, make: Callable[..., Argument]
+) -> list[Any]:
+    """In the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises InputError."""
+    found: Mapping[str, Any] = {}
+    if stored is not None:
+        with reading(InputError, "weights", f"a .safetensors file, {WEIGHTS!r}"):
+            found = parsed(stored)
+    if weights is not None:
+        tables = {name: array for name, array in found.items() if name in TABLES}
+        found = {**tables, **(weights if isinstance(weights, Mapping) else _read(weights))}
+    names = {info.name for info in manifest.weights}
+    if missing := sorted(names - found.keys()):
+        raise InputError(
+            "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"
+        )
+    if extra := sorted(map(str, found.keys() - names)):
+        raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
+    return [make(info, "weight", {}, manifest.has_fallbacks).ready(found[info.name], {}) for info in manifest.weights]
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    expected = "a .safetensors file"
+    if not isinstance(path, str | os.PathLike):
+        raise InputError("weights", f"arrays by name, or {expected}", type(path).__name__)
+    with (
+        input_files.opened(path, InputError, "weights", expected) as file,
+        reading(InputError, "weights", f"{expected}, {str(path)!r}"),
+    ):
+        found: Mapping[str, Any] = load_file(f"/proc/self/fd/{file.fileno()}")
+        return found

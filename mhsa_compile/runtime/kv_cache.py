@@ -1,0 +1,189 @@
+"""A cache of keys and values that calls write into, and the rules of a call with one.
+
+Notation: B batch, L new positions of a call, C capacity, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  # NumPy knows bfloat16 by name from then on
+import numpy as np
+from numpy.typing import NDArray
+
+from mhsa_compile.errors import InputError, InstallationError
+from mhsa_compile.files.free_memory import require_memory
+from mhsa_compile.runtime.array_memory import aligned_zeros
+from mhsa_compile.runtime.artifact.manifest import Manifest
+from mhsa_compile.runtime.cuda_arguments import torch_of_cuda
+
+Array = np.ndarray[Any, Any]
+
+
+class KVCache:
+    """The keys and values of one layer, for one batch; `attention(x, cache=cache)` writes behind its length.
+
+    key, value   (B, G, C, E) and (B, G, C, F), NumPy, of the spec's dtype; what lies behind the length means nothing
+    length       int64 (B,): how many positions of each sequence are valid
+    device       where keys and values lie: "cpu"
+
+    It belongs to a spec, not to an artifact: the prefill and the step of one layer share it. One call at a time.
+    """
+
+    device = "cpu"
+    key: Any
+    value: Any
+
+    def __init__(self, spec: Mapping[str, Any], batch: int, capacity: int) -> None:
+        self.spec = dict(spec)
+        shape = (batch, spec["num_kv_heads"], capacity)
+        self.key = self._zeros((*shape, spec["head_dim"]), spec["dtype"])
+        self.value = self._zeros((*shape, spec["v_head_dim"]), spec["dtype"])
+        self._length = np.zeros(batch, np.int64)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return aligned_zeros(shape, dtype)
+
+    def inputs(self) -> dict[str, Any]:
+        """What a call takes of it, by the names of its inputs."""
+        return {"past_key": self.key, "past_value": self.value, "length": self.length}
+
+    @property
+    def batch(self) -> int:
+        return int(self.key.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Positions that it has room for."""
+        return int(self.key.shape[2])
+
+    @property
+    def length(self) -> NDArray[np.int64]:
+        """A copy: `truncate` and calls change it."""
+        return self._length.copy()
+
+    def reset(self) -> None:
+        """Forgets everything, for new sequences."""
+        self._length[:] = 0
+
+    def truncate(self, length: int | Sequence[int] | NDArray[np.integer]) -> None:
+        """Forgets what lies behind `length`, one for all or one for each sequence: of padded prompts what is padding,
+        of guessed tokens those that were wrong. Raises InputError."""
+        wanted = np.asarray(length)
+        if isinstance(length, np.ma.MaskedArray):
+            raise InputError("length", "integers without a mask", "a masked array of NumPy's", "Fill it: x.filled(0).")
+        if not np.issubdtype(wanted.dtype, np.integer) or wanted.shape not in ((), self._length.shape):
+            got = f"{wanted.dtype} of shape {wanted.shape}"
+            raise InputError("length", f"an integer, or one for each of the {self.batch} sequences", got)
+        if (wanted < 0).any() or (wanted > self._length).any():
+            raise InputError("length", f"from 0 to what is valid, {self._length.tolist()}", str(wanted.tolist()))
+        self._length[:] = wanted
+
+    def advance(self, count: int) -> None:
+        """After a call that wrote `count` positions behind each sequence."""
+        self._length += count
+
+    def __repr__(self) -> str:
+        said = f"batch={self.batch}, capacity={self.capacity}, length={self._length.tolist()}, {self.spec['dtype']}"
+        return f"<KVCache {said}{'' if self.device == 'cpu' else f', {self.device}'}>"
+
+
+class DeviceKVCache(KVCache):
+    """The same in a GPU's memory, as tensors of PyTorch's. Both sides count what is valid, so that a call waits for
+    nothing; `truncate` and `reset` copy the host's count there."""
+
+    def __init__(self, spec: Mapping[str, Any], batch: int, capacity: int, device: str) -> None:
+        self._torch = torch_of_cuda()
+        if self._torch is None:
+            raise InstallationError(
+                "PyTorch",
+                "one for CUDA, imported: it holds the cache",
+                "none",
+                "Or pass past_key, past_value and length.",
+            )
+        self.device = device
+        super().__init__(spec, batch, capacity)
+        self._length_there = self._zeros((batch,), "int64")
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        with self._torch.inference_mode(False):  # what is made inside of it could not be written outside
+            return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.device)
+
+    def inputs(self) -> dict[str, Any]:
+        if self._torch.cuda.is_current_stream_capturing():
+            hint = "In a graph pass past_key, past_value and length themselves, and count: length += L."
+            raise InputError("cache", "a call that is not captured: the host counts, too", "one that is", hint)
+        return {"past_key": self.key, "past_value": self.value, "length": self._length_there}
+
+    def reset(self) -> None:
+        super().reset()
+        self._length_there.zero_()
+
+    def truncate(self, length: int | Sequence[int] | NDArray[np.integer]) -> None:
+        super().truncate(length)
+        self._length_there.copy_(self._torch.from_numpy(self._length))
+
+    def advance(self, count: int) -> None:
+        super().advance(count)
+        self._length_there += count
+
+
+def new_cache(manifest: Manifest, batch: int | None, capacity: int | None, device: str = "cpu") -> KVCache:
+    """An empty cache for an artifact; what it has fixed need not be said.
+
+    Raises InputError, and InstallationError where there is no PyTorch that could hold it on a GPU.
+    """
+    spec = cached_spec(manifest)
+    fixed = next(info.dims for info in manifest.inputs if info.name == "past_key")
+    sizes = {}
+    for name, given, dim in (("batch", batch, fixed[0]), ("capacity", capacity, fixed[2])):
+        size = dim if given is None and isinstance(dim, int) else given
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InputError(name, "a positive integer", repr(size))
+        if isinstance(dim, int) and size != dim:
+            raise InputError(name, f"{dim}, as the artifact was compiled for", str(size))
+        sizes[name] = size
+    rope = spec.get("rope")
+    if rope is not None and sizes["capacity"] > rope["max_length"]:
+        expected = f"at most the spec's rope.max_length = {rope['max_length']}"
+        raise InputError("capacity", expected, str(sizes["capacity"]), "Raise max_length, and compile again.")
+    if device != "cpu":
+        return DeviceKVCache(spec, **sizes, device=device)
+    elements = math.prod(sizes.values()) * spec["num_kv_heads"] * (spec["head_dim"] + spec["v_head_dim"])
+    require_memory("cache", elements * np.dtype(spec["dtype"]).itemsize)
+    return KVCache(spec, **sizes)
+
+
+def cached_spec(manifest: Manifest) -> Mapping[str, Any]:
+    """The spec of an artifact that takes a cache, but for what it returns: no cache minds. Raises InputError."""
+    if manifest.spec is None or not manifest.spec.kv_cache:
+        expected, hint = "an artifact of a spec with kv_cache", "Set kv_cache=True in the spec, and compile again."
+        raise InputError("cache", expected, "one without", hint)
+    return {name: value for name, value in manifest.spec.to_dict().items() if name != "outputs"}
+
+
+def check_call(manifest: Manifest, cache: object, x: Any, device: str = "cpu") -> KVCache:
+    """Whether `cache` fits an artifact and has room for x (B, L, D), if x is of that rank. Raises InputError."""
+    spec = cached_spec(manifest)
+    if not isinstance(cache, KVCache):
+        raise InputError("cache", "a KVCache", type(cache).__name__, "Make one: attention.new_cache(batch, capacity).")
+    if cache.device != device:
+        got, hint = f"one on {cache.device}", "Make one: attention.new_cache(batch, capacity)."
+        raise InputError("cache", f"one on {device}, where the artifact is loaded", got, hint)
+    if cache.spec != spec:
+        differing = [name for name in {**cache.spec, **spec} if cache.spec.get(name) != spec.get(name)]
+        wanted, found = (", ".join(f"{name}={s.get(name)!r}" for name in differing) for s in (spec, cache.spec))
+        raise InputError("cache", f"one for {wanted}, as the artifact's spec", f"one for {found}")
+    shape: Sequence[int] = getattr(x, "shape", ())
+    if len(shape) != 3:
+        return cache
+    if shape[0] != cache.batch:
+        raise InputError("cache", f"one for a batch of {shape[0]}, as x has", f"one for {cache.batch}")
+    longest = int(cache.length.max())
+    if longest + shape[1] > cache.capacity:
+        expected, got = f"room for {shape[1]} more positions", f"length {longest} of capacity {cache.capacity}"
+        hint = "Make a larger one, attention.new_cache(batch, capacity), or begin anew: cache.reset()."
+        raise InputError("cache", expected, got, hint)
+    return cache

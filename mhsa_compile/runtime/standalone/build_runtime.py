@@ -1,0 +1,83 @@
+"""TVM's runtime built with Zig from the sources that its packages bring, for any target: one library of 2 MB that needs
+no C++ library on the device.
+
+The packages lack a few headers, most of which are there for what a compiled module never does (files of executables,
+tensors in JSON, a profiler's marks). `sources/` has small ones in their place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from mhsa_compile.errors import InstallationError
+from mhsa_compile.target import environment, zig
+
+LIBRARY = "libtvm_runtime.so"
+_SOURCES = Path(__file__).parent / "sources"
+UNITS = ("tvm_runtime.cc", "tvm_ffi.cc")
+_FLAGS = (
+    *("-std=c++17", "-Os", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-ffunction-sections"),
+    *("-DTVM_FFI_EXPORTS", "-DTVM_FFI_USE_LIBBACKTRACE=0", "-DTVM_FFI_BACKTRACE_ON_SEGFAULT=0"),
+    *("-shared", "-s", f"-Wl,-soname,{LIBRARY}", "-Wl,-z,defs", "-Wl,--gc-sections"),
+)
+
+
+def built(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]) -> Path:
+    """The library for a Zig triple, from the user's cache if it was built before: it takes a minute or two.
+
+    tvm, tvm_ffi   the folders of the two packages
+
+    Raises InstallationError and BuildError.
+    """
+    environment.require("ziglang", extra="compile")
+    environment.check_tvm_pair()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    folder = home / "mhsa_compile" / "runtimes" / f"{triple}-{_recipe()}"
+    library = folder / LIBRARY
+    if not library.is_file():
+        progress(f"build TVM's runtime for {triple}: a minute or two, once")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
+            made = _build(triple, tvm, tvm_ffi, Path(place))
+            made.replace(library)  # two builds at once give the same bytes
+    return library
+
+
+def _recipe() -> str:
+    """Another one for another library: a hash of all that it is made of."""
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for path in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
+        digest.update(path.read_bytes())
+    for package in ("apache-tvm", "apache-tvm-ffi", "ziglang"):
+        digest.update(version(package).encode())
+    return digest.hexdigest()[:12]
+
+
+def _build(triple: str, tvm: Path, tvm_ffi: Path, place: Path) -> Path:
+    stage(tvm, tvm_ffi, place)
+    # In that folder: absolute paths would be in the bytes.
+    zig.run("c++", triple, [*_FLAGS, "-Iinclude", *UNITS, "-o", LIBRARY], "TVM's runtime", folder=place)
+    return place / LIBRARY
+
+
+def stage(tvm: Path, tvm_ffi: Path, place: Path) -> None:
+    """One tree of the packages' sources and ours, which include each other by relative names, with UNITS to compile.
+
+    Raises InstallationError.
+    """
+    try:
+        for source, target in (
+            *((tvm / "include", place / "include"), (tvm / "src/runtime", place / "src/runtime")),
+            *((tvm_ffi / "include", place / "include"), (tvm_ffi / "src/ffi", place / "src/ffi")),
+            (_SOURCES, place),
+        ):
+            shutil.copytree(source, target, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        hint = "Reinstall it, or name wheels or libraries: --runtime FOLDER."
+        raise InstallationError("apache-tvm", "the sources of its runtime in its package", str(error), hint) from error

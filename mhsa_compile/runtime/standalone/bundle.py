@@ -1,0 +1,120 @@
+"""A bundle: an artifact with all that a device needs to run it, and a C++ program that does.
+
+    bundle(Artifact.open("attention.mhsa"), "attention-arm")
+
+    artifact/       as it was
+    lib/            TVM's runtime for the artifact's target
+    main.cpp        loads the artifact, calls it, prints times and sums; with its headers, made to be copied
+    include/        the headers of tvm_ffi that it includes
+    Makefile, README.md
+
+Not to be mixed up with `bundles`, work that a device measures for a tuner.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.files.atomic_write import check_place, replaced
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST
+from mhsa_compile.runtime.standalone import runtimes, templates
+from mhsa_compile.runtime.standalone.templates import MAIN
+from mhsa_compile.target import zig
+
+_FILES = Path(__file__).parent / "program"
+
+_ARTIFACT = "artifact"
+_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]((?:tvm|dlpack)/[^>"]+)[>"]', re.MULTILINE)
+_LICENSES = ("LICENSE", "NOTICE")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What was written: bytes of each part, where its runtime comes from, and the command that compiles its program."""
+
+    path: Path
+    sizes: dict[str, int]
+    runtime: str
+    command: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+def check_folder(folder: Path, force: bool) -> None:
+    """Whether a bundle may be written there, before the work. Raises OutputError."""
+    check_place(folder, force, f"{_ARTIFACT}/{MANIFEST}")
+
+
+def bundle(
+    artifact: Artifact,
+    path: str | os.PathLike[str],
+    *,
+    runtime: str | Path | None = None,
+    build: bool = False,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Bundle:
+    """Writes the bundle of an artifact, whole or not at all; `force` replaces the bundle that is there.
+
+    runtime   where TVM's runtime comes from; see `runtimes.find`
+    build     also compiles the program, with Zig, for the artifact's target
+
+    Raises OutputError, InputError, InstallationError and BuildError.
+    """
+    folder = Path(path).resolve()
+    check_folder(folder, force)
+    if (family := artifact.manifest.target.family) != "cpu":
+        raise InputError("artifact", "one for a CPU: bundles are for those so far", f"one for {family}")
+    if artifact.manifest.format_version != FORMAT_VERSION:
+        got = f"format version {artifact.manifest.format_version}"
+        raise InputError(
+            "artifact", f"one of format version {FORMAT_VERSION}, which programs read", got, "Compile it again."
+        )
+    found = runtimes.find(artifact.manifest, runtime, progress)
+    headers = runtimes.package_folder("tvm_ffi") / "include"
+    triple = artifact.manifest.target.link.triple
+    with replaced(folder, force, f"{_ARTIFACT}/{MANIFEST}") as staged:
+        artifact.save(staged / _ARTIFACT)
+        shutil.copytree(_FILES, staged, dirs_exist_ok=True)
+        _copy_headers(headers, staged)
+        (staged / "lib").mkdir()
+        for name, data in found.libraries.items():
+            (staged / "lib" / name).write_bytes(data)
+        for name in _LICENSES:
+            shutil.copyfile(runtimes.package_folder("tvm") / name, staged / "lib" / name)
+        words = templates.compiler_words(found.libraries)
+        (staged / "Makefile").write_text(templates.makefile(words, triple), encoding="utf-8")
+        (staged / "README.md").write_text(templates.readme(artifact.manifest, found, words), encoding="utf-8")
+        if build:
+            progress(f"compile the program for {triple}")
+            zig.run("c++", triple, words, "a program", folder=staged)
+        sizes = {entry.name: _size(entry) for entry in sorted(staged.iterdir())}
+    return Bundle(folder, sizes, found.origin, templates.zig_command(words, triple))
+
+
+def _copy_headers(include: Path, folder: Path) -> None:
+    """Those that the program includes, and those that they include."""
+    waiting = [*folder.glob("*.h"), folder / MAIN]
+    seen: set[str] = set()
+    while waiting:
+        for name in _INCLUDE.findall(waiting.pop().read_text(encoding="utf-8")):
+            if name not in seen and (include / name).is_file():
+                seen.add(name)
+                target = folder / "include" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(include / name, target)
+                waiting.append(target)
+
+
+def _size(path: Path) -> int:
+    files = [part for part in path.rglob("*") if part.is_file()] if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,93 @@
+"""What is written for people and compilers into a bundle: its Makefile, its README."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+
+from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
+from mhsa_compile.runtime.standalone.runtimes import Runtime
+from mhsa_compile.target.profile import CpuProfile
+
+PROGRAM, MAIN = "attention", "main.cpp"
+
+
+def compiler_words(libraries: Iterable[str]) -> list[str]:
+    """Of a C++ compiler, in the bundle's folder. Nobody refers to the runtime by a symbol, so it is asked for."""
+    files = [f"lib/{name}" for name in sorted(libraries)]
+    linking = ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"]
+    return ["-std=c++17", "-O2", "-s", "-Iinclude", MAIN, *linking, "-o", PROGRAM]
+
+
+def zig_command(words: Sequence[str], triple: str) -> str:
+    """For a shell of any machine with Python and the package ziglang."""
+    return f"python3 -m ziglang c++ -target {triple} {shlex.join(words)}"
+
+
+def makefile(words: Sequence[str], triple: str) -> str:
+    """With the device's own compiler, or with Zig's."""
+    line = shlex.join(words).replace("$", "$$")
+    return f"""\
+# make        a C++17 compiler of the device, or CXX=... for it
+# make zig    from any machine: pip install ziglang
+
+{PROGRAM}: {MAIN} $(wildcard *.h)
+\t$(CXX) {line}
+
+zig:
+\tpython3 -m ziglang c++ -target {triple} {line}
+
+.PHONY: zig
+"""
+
+
+def readme(manifest: Manifest, runtime: Runtime, words: Sequence[str]) -> str:
+    """What it is, how it is built and run, and what it takes and gives."""
+    target = manifest.target
+    assert isinstance(target, CpuProfile)  # bundles are for CPUs
+    features = " ".join(target.hardware.features) or "nothing beyond its architecture"
+    return f"""\
+# A compiled attention for {target.name}
+
+- `artifact/` was compiled by mhsa-compile {manifest.mhsa_version} for {target.tvm.mtriple}. Its code needs a CPU
+  with {features}.
+- `lib/` is TVM's runtime, from {runtime.origin}. It needs {runtime.needs}.
+
+Compile the program, on the device:
+
+```sh
+make
+```
+
+or on any machine with Python (`pip install ziglang`; the first time takes a minute):
+
+```sh
+{zig_command(words, target.link.triple)}
+```
+
+Copy this folder to the device and run it; `include/`, the sources and the texts may be left behind:
+
+```sh
+./{PROGRAM}                                     # random inputs; --help has the options
+./{PROGRAM} --inputs in.safetensors --outputs out.safetensors --threads 1
+```
+
+It takes
+
+{_table(manifest.inputs)}
+and gives
+
+{_table(manifest.outputs)}
+A dim in letters is any size, the same wherever it occurs: `--dim L=197`. Inputs, outputs and weights are safetensors
+(in Python: `safetensors.numpy.save_file`), by these names.
+
+The program checks every byte against the manifest's hashes before it maps any code, maps what it checked, and holds a
+call against the manifest. What it refuses it refuses in one message, with exit code 2, and writes nothing.
+
+In a program of your own: `attention.h` with the headers beside it is all there is to copy. Its first lines show a call.
+"""
+
+
+def _table(infos: Iterable[TensorInfo]) -> str:
+    rows = "".join(f"| `{info.name}` | {info.dtype} | {', '.join(map(str, info.dims))} |\n" for info in infos)
+    return f"| name | dtype | dims |\n|---|---|---|\n{rows}"

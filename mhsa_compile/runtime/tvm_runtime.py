@@ -1,0 +1,263 @@
+"""TVM's runtime, without its Python package and its compiler: 3 MB instead of 260, and no PyTorch.
+
+    runtime = tvm_runtime.start()
+    library = runtime.library(code, digest)   # a compiled module.so
+    vm = library.new_vm()                     # one for each thread: a VM keeps its frames unlocked
+    packed = vm.bind_weights(*weights)
+    y = vm.main(x, *packed)
+
+Facts this room is built on, of TVM 0.27 and read in its sources (src/runtime: thread_pool.cc, threading_backend.cc,
+memory/pooled_allocator.h), each seen in an experiment too:
+- The thread pool belongs to the calling thread. It gets its size when it is first touched, by default half the hardware
+  threads, and keeps it: later settings can only use fewer. Its first touch pins the caller.
+- The memory pool keeps a freed buffer for requests of exactly its size, and never gives one back by itself: 300 lengths
+  of one 768-wide layer kept 1.1 GB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
+from mhsa_compile.files.opened_once import mappable
+from mhsa_compile.runtime.calls_at_exit import CallsAtExit
+from mhsa_compile.target import environment, host
+
+_CPU, _CUDA, _POOLED = 1, 2, 2  # DLPack's device types; the VM's kind of memory allocator
+_SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")
+"""How often an idle worker yields its CPU before it sleeps, unless the environment says otherwise: about 0.4 ms, enough
+from one parallel loop to the next. TVM's own 300,000 took 0.12 s of CPU time after every call, which other libraries'
+threads then lacked (docs/threads.md)."""
+_CUDART = "libcudart.so.13"
+_SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
+
+
+@dataclass(frozen=True)
+class Vm:
+    """The functions of a compiled module, for one thread. `plan` is there on a GPU: see `device_memory`."""
+
+    main: Callable[..., Any]
+    bind_weights: Callable[..., Any] | None
+    plan: Callable[..., Any] | None
+    instrument: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A mapped module.so."""
+
+    module: Any
+
+    def new_vm(self, gpu: int | None = None) -> Vm:
+        """On the CPU, or on a GPU with the CPU as its host."""
+        vm = self.module["vm_load_executable"]()
+        device = () if gpu is None else (_CUDA, gpu, _POOLED)
+        vm["vm_initialization"](*device, _CPU, 0, _POOLED)
+        bind, plan = (vm[name] if vm.implements_function(name) else None for name in ("bind_weights", "plan"))
+        return Vm(vm["main"], bind, plan, vm["set_instrument"])
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """TVM's runtime in this process."""
+
+    ffi: Any
+    process: int
+    cpus: int
+    calls: CallsAtExit
+    _configure: Callable[[int, int, list[str]], None]
+    _pool_threads: Callable[[], int]
+    release_memory: Callable[[], None]
+    _view: Callable[[Any, Any, Any, int], Any]
+    _allocate: Callable[[Any, Any, Any, None], Any]
+    _copy: Callable[[Any, Any], None]
+    _wait: Callable[[Any, int], None]
+    _load: Callable[[str, str], Any]
+    _libraries: dict[str, Library] = field(default_factory=dict)  # by digest
+
+    def empty(self, shape: Sequence[int], dtype: str, gpu: int) -> Any:
+        """A tensor of TVM's in a GPU's memory. Freeing it waits for the GPU."""
+        device = self.ffi.device("cuda", gpu)
+        return self._allocate(self.ffi.Shape(tuple(shape)), self.ffi.dtype(dtype), device, None)
+
+    def on_gpu(self, arrays: Sequence[Any], gpu: int) -> list[Any]:
+        """Tensors of TVM's with the same contents in a GPU's memory; those that lie there stay where they are."""
+        found = []
+        for tensor in map(self.ffi.from_dlpack, arrays):
+            if tensor.device.type == "cpu":
+                copy = self.empty(tensor.shape, str(tensor.dtype), gpu)
+                self._copy(tensor, copy)
+                tensor = copy
+            found.append(tensor)
+        self.wait(gpu)
+        return found
+
+    def to_host(self, tensor: Any) -> Any:
+        """A tensor of TVM's in the host's memory with the contents of one in a GPU's."""
+        copy = self._allocate(tensor.shape, tensor.dtype, self.ffi.device("cpu", 0), None)
+        self._copy(tensor, copy)
+        self.wait(tensor.device.index)
+        return copy
+
+    def wait(self, gpu: int) -> None:
+        """Until the GPU has done what its default stream holds."""
+        self._wait(self.ffi.device("cuda", gpu), 0)
+
+    def reinterpreted(self, array: Any, dtype: str) -> Any:
+        """A tensor of TVM's over the memory of `array`, whose elements are of the same size as those of `dtype`.
+
+        NumPy's DLPack has no word for bfloat16, TVM's has: it goes in and out as uint16.
+        """
+        tensor = self.ffi.from_dlpack(array)
+        return self._view(tensor, tensor.shape, self.ffi.dtype(dtype), 0)
+
+    def library(self, code: bytes, digest: str) -> Library:
+        """Maps a module.so, whose sha256 is `digest`: these very bytes, once for all who load them, and for ever.
+
+        The dynamic linker knows libraries by the names they were opened with, and descriptors have the same ones again
+        and again: an old library would answer to the name. So it spells the digest, in slashes and dots that lead
+        nowhere.
+        """
+        with self.calls.lock:
+            found = self._libraries.get(digest)
+            if found is None:
+                spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
+                with mappable(code, "module.so") as handle:
+                    module = self._load(f"/proc/self/fd{spelled}/{handle}", "so")
+                found = self._libraries.setdefault(digest, Library(module))
+        return found
+
+    def use_threads(self, threads: int) -> None:
+        """From now on the calling thread's parallel loops use `threads`. Its affinity stays as it is.
+
+        Raises InputError where its pool, touched before by someone else, is too small.
+        """
+        cpus = sorted(os.sched_getaffinity(0))
+        # The first call creates the pool, with as many workers as it names CPUs, and room for whoever comes later; the
+        # second lets all of them run on the caller's CPUs, which it names at least `threads` times.
+        for size in (max(threads, self.cpus), max(threads, len(cpus))):
+            self._configure(_SHARE_ALL_CPUS, threads, [str(cpu) for cpu in islice(cycle(cpus), size)])
+        if (found := self._pool_threads()) != threads:
+            raise InputError(
+                "threads",
+                f"at most {found} in this thread of Python's: its first load or call made a pool of so many, which TVM "
+                "cannot enlarge",
+                str(threads),
+                f"Load what uses {threads} before anything else, or load and call it in a threading.Thread of its own, "
+                f"or load with threads={found}.",
+            )
+
+    def ensure_threads(self, threads: int) -> None:
+        """The quick form, for a thread that has called `use_threads` before; to be called before each run."""
+        if threads > 1 and os.getpid() != self.process:
+            raise InputError(
+                "process",
+                "the one that loaded TVM, or threads=1",
+                "a fork of it, which has none of its threads",
+                "Start processes with the method 'spawn', or load only after the fork.",
+            )
+        if self._pool_threads() != threads:
+            self.use_threads(threads)
+
+
+@functools.cache
+def start() -> Runtime:
+    """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
+    environment.check_tvm_pair()
+    os.environ.setdefault(*_SPINS)  # read when the first pool starts
+    with _hidden_torch():
+        import tvm_ffi
+    ctypes.CDLL(str(_library("libtvm_runtime.so")), ctypes.RTLD_GLOBAL)
+    function = tvm_ffi.get_global_func
+    return Runtime(
+        ffi=tvm_ffi,
+        process=os.getpid(),
+        cpus=host.allowed_cpus(),
+        calls=CallsAtExit(),
+        _configure=function("runtime.config_threadpool"),
+        _pool_threads=function("runtime.NumThreads"),
+        release_memory=function("vm.builtin.memory_manager.clear"),
+        _view=function("runtime.TVMTensorCreateView"),
+        _allocate=function("runtime.TVMTensorAllocWithScope"),
+        _copy=function("runtime.TVMTensorCopyFromTo"),
+        _wait=function("runtime.Device_StreamSync"),
+        _load=function("ffi.Module.load_from_file.so"),
+    )
+
+
+@functools.cache
+def start_cuda() -> Runtime:
+    """With the part for NVIDIA's GPUs, which needs the driver and CUDA's runtime. Raises InstallationError."""
+    runtime = start()
+    try:
+        _load_cudart()
+        ctypes.CDLL(str(_library("libtvm_runtime_cuda.so")))
+    except OSError as error:
+        next_step = "Run: pip install --force-reinstall apache-tvm"
+        raise InstallationError("apache-tvm", "its runtime for CUDA", str(error), next_step) from error
+    return runtime
+
+
+def _load_cudart() -> None:
+    """CUDA's runtime, by the name by which TVM's part asks for it: the one that is there already (PyTorch brings it),
+    the system's, or that of NVIDIA's package."""
+    with suppress(OSError):
+        ctypes.CDLL(_CUDART, ctypes.RTLD_GLOBAL)
+        return
+    for folder in environment.nvidia_folders():
+        if (path := folder / "lib" / _CUDART).is_file():
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+            return
+    raise InstallationError("CUDA's runtime", _CUDART, "none", "Run: pip install 'mhsa-compile[cuda]'")
+
+
+def refusal(error: Exception) -> str | None:
+    """What compiled code said as it refused a value, if that is what `error` is; see `errors.CALL_REFUSED`."""
+    found = getattr(error, "__tvm_ffi_error__", None)
+    return str(found.message) if found is not None and found.kind == CALL_REFUSED else None
+
+
+def _library(name: str) -> Path:
+    """A library of TVM's, found without importing `tvm`: that loads the compiler (and works after this, too)."""
+    spec = importlib.util.find_spec("tvm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(folder, "lib", name)).is_file():
+            return path
+    raise InstallationError(
+        "apache-tvm", f"lib/{name} in its package", "none", "Run: pip install --force-reinstall apache-tvm"
+    )
+
+
+@contextmanager
+def _hidden_torch() -> Iterator[None]:
+    """tvm_ffi imports PyTorch where it is installed, which takes a second; it works without, torch tensors included.
+
+    Only for this thread: another may be importing PyTorch at this moment.
+    """
+    finder = _RefuseTorch(threading.get_ident())
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@dataclass(frozen=True, eq=False)
+class _RefuseTorch(MetaPathFinder):
+    thread: int
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname == "torch" and threading.get_ident() == self.thread:
+            raise ModuleNotFoundError("hidden while tvm_ffi is imported", name=fullname)

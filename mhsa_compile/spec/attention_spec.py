@@ -1,0 +1,297 @@
+"""What to compute: one frozen, validated description, independent of any framework or target.
+
+Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mhsa_compile.errors import SpecError
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.spec.checks import (
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_positive_int,
+    checked_positive_float,
+    checked_window,
+    resolve_cached_causal,
+    resolve_causal,
+)
+from mhsa_compile.spec.mask_patterns import AnyPattern, Pattern, checked_static_mask
+from mhsa_compile.spec.outputs import checked_outputs
+from mhsa_compile.spec.position_encoding import Rope, checked_rope
+
+MASKS = ("bool", "additive", "key_padding")
+SPEC_KEY = "mhsa.spec"
+"""Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
+LIMITS_KEY = "mhsa.limits"  # the largest size of a symbol, or how many rows an input picks from
+IN_PLACE_KEY = "mhsa.in_place"
+"""Where it says which inputs a call writes into, beside that: JSON, input -> the output that it becomes."""
+DOMAIN = "mhsa"
+"""Of the ONNX operators that are this library's own."""
+_ROWS = 512  # of a constant mask that are looked at together
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One attention, by the meaning of the ONNX operator Attention (https://onnx.ai/onnx/operators/onnx__Attention.html).
+
+    Names follow PyTorch and ONNX; every default is resolved at construction, so `spec.num_kv_heads` is always an int.
+
+    embed_dim, num_heads    D and H
+    num_kv_heads            G, divides H: 1 is multi-query, H (the default) is plain multi-head attention
+    head_dim, v_head_dim    E (default D / H) and F (default E)
+    kv_embed_dim            width of `context` in cross-attention; None is self-attention, where S = L
+    bias                    whether the four projections add a bias
+    dtype                   of activations and weights: float32, bfloat16 or float16; sums are float32 in each
+    causal                  None; "top_left": query i sees key j iff j <= i; "bottom_right": iff j <= i + S - L.
+                            True is accepted in self-attention, where L = S and both mean the same
+    window                  None, or (left, right): query i sees the keys p - left to p + right, where p = i, or
+                            p = i + S - L if causal is "bottom_right"; -1 is unbounded. With `causal` both hold
+    static_mask             None, or a pattern of `masks`, such as Longformer(window=256): a constant mask. Its lengths
+                            must be fixed when it is compiled
+    mask                    what a call takes as `mask=`: None; "bool" (True takes part) or "additive" (added to the
+                            scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes part
+    scale                   factor of the scores; None is 1 / sqrt(E)
+    softcap                 None, or c: scores become c * tanh(score / c), before any mask
+    rope                    None, or a Rope: queries and keys are turned by their places. True is its defaults
+    alibi                   whether slope[h] * (j - p) is added to the scores of query head h, with the slopes of
+                            `positions.alibi_slopes` and p as for `window`
+    sinks                   whether each head has one more score, learned, that every query sees, of no value: a
+                            parameter `sinks` (H,)
+    kv_cache                whether keys and values go into a cache of a fixed capacity, and queries see those of all
+                            calls before: query i of a call stands behind the cache's length. Needs causality
+    outputs                 what a call returns, in this order: "y", and, as `mhsa_compile.spec.outputs` says, "lse",
+                            "entropy", "top_k:5", "weights", "weights:heads=0,3,rows=0,-1", "heads". Only "weights"
+                            takes L x S memory
+
+    Raises SpecError.
+    """
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int = None  # type: ignore[assignment]  # None is resolved in __post_init__, as for the next two
+    head_dim: int = None  # type: ignore[assignment]
+    v_head_dim: int = None  # type: ignore[assignment]
+    kv_embed_dim: int | None = None
+    bias: bool = True
+    dtype: str = "float32"
+    causal: str | None = None
+    window: tuple[int, int] | None = None
+    static_mask: AnyPattern | None = None
+    mask: str | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    rope: Rope | None = None
+    alibi: bool = False
+    sinks: bool = False
+    kv_cache: bool = False
+    outputs: tuple[str, ...] = ("y",)
+
+    if TYPE_CHECKING:  # the fields are typed as resolved; this is what the constructor takes
+
+        def __init__(
+            self,
+            *,
+            embed_dim: int,
+            num_heads: int,
+            num_kv_heads: int | None = None,
+            head_dim: int | None = None,
+            v_head_dim: int | None = None,
+            kv_embed_dim: int | None = None,
+            bias: bool = True,
+            dtype: str = "float32",
+            causal: str | bool | None = None,
+            window: Sequence[int] | None = None,
+            static_mask: Pattern | Mapping[str, Any] | None = None,
+            mask: str | None = None,
+            scale: float | None = None,
+            softcap: float | None = None,
+            rope: Rope | Mapping[str, Any] | bool | None = None,
+            alibi: bool = False,
+            sinks: bool = False,
+            kv_cache: bool = False,
+            outputs: Sequence[str] = ("y",),
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("embed_dim", "num_heads"):
+            check_positive_int(name, getattr(self, name))
+        for name in ("num_kv_heads", "head_dim", "v_head_dim", "kv_embed_dim"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
+        for name in ("bias", "alibi", "sinks", "kv_cache"):
+            check_flag(name, getattr(self, name))
+        check_dtype(self.dtype)
+        check_choice("mask", self.mask, MASKS)
+        self._resolve_heads()
+        self._set("outputs", checked_outputs(self.outputs, self.num_heads))
+        self._resolve_causal()
+        self._set("window", checked_window(self.window))
+        self._resolve_static_mask()
+        self._resolve_rope()
+        if self.scale is not None:
+            self._set("scale", checked_positive_float("scale", self.scale, "1 / sqrt(head_dim)"))
+        if self.softcap is not None:
+            self._set("softcap", checked_positive_float("softcap", self.softcap, "no cap"))
+
+    def _set(self, name: str, value: object) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+    def _resolve_causal(self) -> None:
+        if not self.kv_cache:
+            return self._set("causal", resolve_causal(self.causal, same_length=not self.is_cross))
+        if self.is_cross:
+            got, hint = f"kv_embed_dim={self.kv_embed_dim}", "The keys of a context do not grow from call to call."
+            raise SpecError("kv_cache", "self-attention", got, hint)
+        for name in ("mask", "static_mask"):
+            if getattr(self, name) is not None:
+                hint = "Causality and the cache's length say what a query sees; a window goes with them."
+                raise SpecError(name, "None with kv_cache", repr(getattr(self, name)), hint)
+        return self._set("causal", resolve_cached_causal(self.causal))
+
+    def _resolve_rope(self) -> None:
+        rope = checked_rope(self.rope)
+        if rope is not None and self.is_cross:
+            got, hint = f"kv_embed_dim={self.kv_embed_dim}", "Queries and keys of two sequences share no positions."
+            raise SpecError("rope", "self-attention", got, hint)
+        self._set("rope", None if rope is None else rope.resolved(self.head_dim))
+
+    def _resolve_static_mask(self) -> None:
+        self._set("static_mask", checked_static_mask(self.static_mask))
+        if self.static_mask is None:
+            return
+        if self.mask is not None:
+            got, hint = f'static_mask and mask="{self.mask}"', "Combine them in the mask of the call: `array & mask`."
+            raise SpecError("mask", "one mask, constant or of the call", got, hint)
+
+    def _resolve_heads(self) -> None:
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        if self.num_heads % kv_heads:
+            raise SpecError(
+                "num_kv_heads",
+                f"a divisor of num_heads = {self.num_heads}",
+                str(kv_heads),
+                "Every key/value head serves the same number of query heads.",
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise SpecError(
+                "embed_dim",
+                f"a multiple of num_heads = {self.num_heads}",
+                str(self.embed_dim),
+                "Change one of them, or give head_dim, which frees the heads from embed_dim.",
+            )
+        head_dim = self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+        self._set("num_kv_heads", kv_heads)
+        self._set("head_dim", head_dim)
+        if self.v_head_dim is None:
+            self._set("v_head_dim", head_dim)
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether keys and values come from a second input, `context`."""
+        return self.kv_embed_dim is not None
+
+    @property
+    def source_dim(self) -> int:
+        """Width of what keys and values are projected from: kv_embed_dim, or D in self-attention."""
+        return self.embed_dim if self.kv_embed_dim is None else self.kv_embed_dim
+
+    def attention_flops(self, B: int, L: int, S: int) -> int:
+        """FLOPs of q k^T and of weights v, 2 per multiply-add; of a causal attention only the visible pairs count."""
+        return 2 * B * self.num_heads * self._visible_pairs(L, S) * (self.head_dim + self.v_head_dim)
+
+    def projection_flops(self, B: int, L: int, S: int) -> int:
+        """FLOPs of the q, k, v and output projections, 2 per multiply-add."""
+        query_and_out = L * self.embed_dim * self.num_heads * (self.head_dim + self.v_head_dim)
+        key_and_value = S * self.source_dim * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        return 2 * B * (query_and_out + key_and_value)
+
+    @property
+    def band(self) -> tuple[int, int, str] | None:
+        """(left, right, alignment) of `window` and `causal` together, -1 unbounded; None where neither is set."""
+        left, right = self.window or (-1, -1)
+        if self.causal is not None:
+            right = 0  # no window ends before the query itself
+        return None if left == right == -1 else (left, right, self.causal or "top_left")
+
+    def _visible_pairs(self, L: int, S: int) -> int:
+        """Pairs that a band and a constant mask leave, counted without an L x S array."""
+        import numpy as np  # what only reads a spec does not load it
+
+        first, last = np.zeros(L, np.int64), np.full(L, S, np.int64)  # of the keys that each query sees
+        if self.band is not None:
+            left, right, alignment = self.band
+            place = np.arange(L) + (S - L if alignment == "bottom_right" else 0)
+            first = first if left < 0 else np.clip(place - left, 0, S)
+            last = last if right < 0 else np.clip(place + right + 1, 0, S)
+        if self.static_mask is None:
+            return int(np.maximum(last - first, 0).sum())
+        keys, pairs = np.arange(S), 0
+        for begin in range(0, L, _ROWS):
+            rows = slice(begin, min(begin + _ROWS, L))
+            inside = (first[rows, np.newaxis] <= keys) & (keys < last[rows, np.newaxis])
+            pairs += int((self.static_mask.rows(rows.start, rows.stop, L, S) & inside).sum())
+        return pairs
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are set, resolved, as plain values; None is left out. `from_dict` gives an equal spec."""
+        return dict(_stated(msgspec.to_builtins(self)))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], origin: str = "spec") -> AttentionSpec:
+        """A spec from plain values. Raises SpecError for unknown, missing and wrong ones; `origin` names the source."""
+        known = cls.__struct_fields__
+        for key in fields:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(known)}."
+                raise SpecError(origin, "fields of AttentionSpec", f"the unknown field {key!r}", hint)
+        for key in ("embed_dim", "num_heads"):
+            if key not in fields:
+                raise SpecError(origin, f"the field {key!r}", "none", f"Add it, for example {key} = 8.")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """JSON text, one object; the same spec gives the same text."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> AttentionSpec:
+        """The inverse of `to_json`. Raises SpecError."""
+        with reading(SpecError, "spec", "JSON"):
+            fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise SpecError("spec", "a JSON object", type(fields).__name__)
+        return cls.from_dict(fields)
+
+    def to_toml(self) -> str:
+        """TOML text, a line for each field; a pattern is an inline table."""
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in self.to_dict().items())
+
+    @classmethod
+    def from_toml(cls, text: str) -> AttentionSpec:
+        """The inverse of `to_toml`. Raises SpecError."""
+        with reading(SpecError, "spec", "TOML"):
+            fields = tomllib.loads(text)
+        return cls.from_dict(fields)
+
+
+def _stated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without what is None, which TOML has no word for."""
+    stated = {name: value for name, value in fields.items() if value is not None}
+    return {name: _stated(value) if isinstance(value, Mapping) else value for name, value in stated.items()}
+
+
+def _toml(value: object) -> str:
+    """A scalar or a list is written alike in JSON and TOML."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + " }"
+    return json.dumps(value)

@@ -1,0 +1,80 @@
+"""Masks as NumPy arrays, and as patterns that a spec can hold. True takes part, always.
+
+Arrays AND together: `causal(L, S, "top_left") & padding[:, None]`. A pattern becomes one by its `array(L, S)`.
+Notation: B batch, L query length, S key length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.spec.checks import ALIGNMENTS
+from mhsa_compile.spec.mask_patterns import (
+    BigBird,
+    BlockDiagonal,
+    Documents,
+    Longformer,
+    Pattern,
+    Strided,
+    parse_pattern,
+    pattern,
+)
+
+__all__ = [
+    "BigBird",
+    "BlockDiagonal",
+    "Documents",
+    "Longformer",
+    "Pattern",
+    "Strided",
+    "causal",
+    "key_padding",
+    "parse_pattern",
+    "pattern",
+    "window",
+]
+
+BoolArray = NDArray[np.bool_]
+
+
+def causal(L: int, S: int, alignment: str) -> BoolArray:
+    """(L, S): query i sees key j iff j <= i ("top_left") or j <= i + S - L ("bottom_right").
+
+    With "bottom_right" and L > S the first L - S queries see nothing, and their attention is zero.
+    Raises InputError for another alignment.
+    """
+    return window(L, S, -1, 0, alignment)
+
+
+def window(L: int, S: int, left: int, right: int, alignment: str = "top_left") -> BoolArray:
+    """(L, S): the query at place p sees the keys p - left to p + right; -1 is unbounded.
+
+    Query i stands at p = i ("top_left") or at p = i + S - L ("bottom_right"). Raises InputError.
+    """
+    if alignment not in ALIGNMENTS:
+        raise InputError("alignment", '"top_left" or "bottom_right"', repr(alignment))
+    for name, size in (("left", left), ("right", right)):
+        if size < -1:
+            raise InputError(name, "a number of keys, or -1 for unbounded", str(size))
+    offset = S - L if alignment == "bottom_right" else 0
+    visible = np.tri(L, S, S if right < 0 else offset + right, dtype=np.bool_)
+    if left >= 0:
+        visible &= ~np.tri(L, S, offset - left - 1, dtype=np.bool_)
+    return visible
+
+
+def key_padding(lengths: Sequence[int] | NDArray[np.integer], S: int) -> BoolArray:
+    """(B, S): the first lengths[b] keys of batch entry b take part, the rest is padding.
+
+    Raises InputError unless `lengths` holds B integers from 0 to S.
+    """
+    valid = np.asarray(lengths)
+    if valid.ndim != 1 or not np.issubdtype(valid.dtype, np.integer):
+        raise InputError("lengths", "one integer per batch entry", f"{valid.dtype} of shape {valid.shape}")
+    if valid.size and (valid.min() < 0 or valid.max() > S):
+        raise InputError("lengths", f"integers from 0 to S = {S}", f"{valid.min()} to {valid.max()}")
+    return np.arange(S) < valid[:, np.newaxis]

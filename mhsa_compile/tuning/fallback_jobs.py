@@ -1,0 +1,113 @@
+"""What no kernel claims, as something to measure: functions, inputs, what must come out, and code for a schedule."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import tvm
+
+from mhsa_compile.compiler.codegen import build
+from mhsa_compile.compiler.codegen.build import pass_context
+from mhsa_compile.compiler.fallback import cpu_schedule, traces
+from mhsa_compile.target.profile import CpuProfile
+from mhsa_compile.tuning.measure.job import Candidate, Job
+from mhsa_compile.verification.error_budget import budget
+
+Function = Any  # a PrimFunc; TVM has no type stubs
+
+LEAST_ELEMENTS = 1 << 10
+"""Of the output: a smaller function takes about as long as a call of it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A PrimFunc that no kernel claims. `exact` is the same without arithmetic in place of erf and the like; `reason`
+    is why it cannot be tuned, or empty."""
+
+    name: str
+    function: Function
+    exact: Function
+    key: dict[str, Any]
+    reason: str = ""
+
+
+def tasks(module: Any, profile: CpuProfile) -> list[Task]:
+    """Of an imported module: what is left for TVM, equal functions once."""
+    found, exact = cpu_schedule.primitives(module, profile), cpu_schedule.primitives(module, profile, arithmetic=False)
+    by_key: dict[str, Task] = {}
+    for name, function in found.items():
+        key = traces.key_of(function)
+        by_key.setdefault(
+            key["function"], Task(name, function, exact.get(name), key, _unfit(function, exact.get(name)))
+        )
+    return list(by_key.values())
+
+
+def _unfit(function: Function, exact: Function | None) -> str:
+    """Why a function cannot be tuned, or nothing."""
+    if not traces.is_static(function):
+        return "its lengths are symbols, which MetaSchedule cannot tune: fix them, such as with --batch and --length"
+    arrays = traces.buffers(function)
+    if exact is None or len(arrays) != len(function.params) or not _writes_last_only(function):
+        return "it is not a function of arrays that gives one"
+    if any(str(array.dtype) not in ("float32", "bool") for array in arrays) or str(arrays[-1].dtype) != "float32":
+        return "it has numbers that are not float32, whose meaning nobody knows"
+    if prod(int(dim) for dim in arrays[-1].shape) < LEAST_ELEMENTS:
+        return "it is too small to be worth it"
+    return ""
+
+
+def _writes_last_only(function: Function) -> bool:
+    outputs = tvm.s_tir.Schedule(function).get_output_blocks("root")
+    return len(outputs) == 1
+
+
+def job_of(task: Task, seed: int = 0) -> Job:
+    """Random inputs, and what the function makes of them in float64.
+
+    The budget has the form of `parity`'s: twice the error of the same function in float32 as TVM writes it without a
+    schedule, and one rounding step of the largest output.
+    """
+    rng = np.random.default_rng(seed)
+    *given, output = [(tuple(int(dim) for dim in b.shape), str(b.dtype)) for b in traces.buffers(task.exact)]
+    inputs = [
+        rng.random(shape) < 0.8 if dtype == "bool" else rng.standard_normal(shape).astype(np.float32)
+        for shape, dtype in given
+    ]
+    expected = _evaluated(_widened(task.exact), inputs, output[0], np.float64)
+    yardstick = _evaluated(task.exact, inputs, output[0], np.float32)
+    return Job(
+        inputs=tuple(inputs),
+        weights=(),
+        output=output,
+        checked=np.arange(expected.size),
+        expected=expected.reshape(-1),
+        budget=budget(expected, yardstick, "float32"),
+    )
+
+
+def _widened(function: Function) -> Function:
+    """The function in float64: its text with the one word for the other. Buffers that name no dtype are of float32."""
+    text = re.sub(
+        r"(T\.sblock_alloc_buffer\(\([^\"\n]*\))\)$", r'\1, "float64")', function.script(), flags=re.MULTILINE
+    )
+    return tvm.script.from_source(text.replace("float32", "float64"))
+
+
+def _evaluated(function: Function, inputs: list[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """Here, unscheduled."""
+    with pass_context():
+        run = tvm.compile(tvm.IRModule({"run": function.with_attr("global_symbol", "run")}), target="llvm")["run"]
+    arrays = [array if array.dtype == np.bool_ else array.astype(dtype) for array in (*inputs, np.zeros(shape, dtype))]
+    tensors = [tvm.runtime.tensor(array) for array in arrays]
+    run(*tensors)
+    return tensors[-1].numpy()
+
+
+def candidate_of(function: Function, profile: CpuProfile) -> Candidate:
+    """Compiles and links a scheduled function."""
+    return Candidate(build.library({"run": function}, profile))

@@ -1,0 +1,216 @@
+"""The device's side of measuring: TVM's RPC server, in a process that outlives what it runs.
+
+    serve(bind("127.0.0.1", 9190), threads=2)        # for ever; each connection is served by a fork of its own
+    python -c 'from mhsa_compile.tuning.measure.rpc_server import child; child(2)'    # on a free port; ends with its stdin
+
+A candidate that crashes takes its fork along, one that hangs is ended by the server when its connection's time is up.
+Beside TVM's own functions a connection finds `mhsa.device`, which says what this machine is, and `mhsa.seconds`, a
+clock for calls whose inputs change. Runtime dependencies only.
+
+TVM's RPC asks for no password, and runs what it is sent: whoever reaches the port owns the account. So it is bound to
+loopback unless told otherwise, and belongs into trusted networks only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+from contextlib import suppress
+from ipaddress import ip_address
+from itertools import cycle
+from time import perf_counter
+from typing import Any, NoReturn
+
+import msgspec
+
+from mhsa_compile.errors import DeviceError, InstallationError
+from mhsa_compile.records.device import Device, GpuDevice
+from mhsa_compile.runtime import cuda_devices, tvm_runtime
+from mhsa_compile.target import host
+
+LOOPBACK = "127.0.0.1"
+DEVICE = "mhsa.device"
+"""The global function that returns `device.Device` as JSON."""
+SECONDS = "mhsa.seconds"
+"""The global function that is `seconds`."""
+ANSWER = 5.0
+"""Seconds in which a tracker says that it is one."""
+_ENDS_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_LOG = logging.getLogger("mhsa.serve")
+
+Address = tuple[str, int]
+
+
+def this_device(emulated: bool = False, *, gpu: bool = False) -> Device:
+    """What this machine is. `emulated` is for an emulator that `host.emulated` does not notice.
+
+    `gpu` also asks for its first GPU, and so starts the driver, which a process that forks must not do before that.
+    """
+    return Device(
+        cpu=host.cpu_model(),
+        cores=host.allowed_cpus(),
+        architecture=host.architecture(),
+        l1d_kib=host.cache_kib(1),
+        l2_kib=host.cache_kib(2),
+        emulated=emulated or host.emulated(),
+        features=tuple(sorted(host.cpu_features())),
+        gpu=_gpu() if gpu else None,
+    )
+
+
+def _gpu() -> GpuDevice | None:
+    found = cuda_devices.first()
+    if found is None:
+        return None
+    return GpuDevice(name=found.name, capability=found.capability, multiprocessors=found.multiprocessors)
+
+
+def seconds(module: Any, calls: int, sets: int, *arguments: Any) -> float:
+    """Of a call of the module's `run`, over `calls` of them that take `sets` sets of arguments in turn."""
+    run, size = module["run"], len(arguments) // sets
+    given = [arguments[i * size : (i + 1) * size] for i in range(sets)]
+    _wait(arguments[-1].device)
+    begin = perf_counter()
+    for i in range(calls):
+        run(*given[i % sets])
+    _wait(arguments[-1].device)
+    return (perf_counter() - begin) / calls
+
+
+def _wait(device: Any) -> None:
+    """A GPU is only sent its calls."""
+    if device.type == cuda_devices.FAMILY:
+        tvm_runtime.start_cuda().wait(device.index)
+
+
+def bind(address: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A listening socket; port 0 is a free one. Raises DeviceError."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family)
+    except (OSError, OverflowError) as error:
+        hint = "Choose another --port (0 is any that is free), or a --host that is this machine's."
+        raise DeviceError(f"{address}:{port}", "an address to listen at", str(error), hint) from error
+
+
+def parsed(text: str, argument: str) -> Address:
+    """HOST:PORT, an IPv6 address in brackets. Raises DeviceError that names the argument."""
+    name, _, port = text.rpartition(":")
+    if not name or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise DeviceError(argument, "HOST:PORT, such as 192.168.1.7:9190", repr(text))
+    return name.strip("[]"), int(port)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether an address is reached from its own machine only."""
+    with suppress(OSError, ValueError):
+        return ip_address(socket.getaddrinfo(name, None)[0][4][0]).is_loopback
+    return False
+
+
+def require_tracker(tracker: Address) -> None:
+    """Raises DeviceError unless a tracker answers: TVM's own calls wait for one for a minute, or for ever."""
+    from tvm.rpc import base
+
+    place = f"tracker {tracker[0]}:{tracker[1]}"
+    ports = f"--port {tracker[1]} --port-end {tracker[1] + 1}"  # its own end is 9199, whatever the port
+    hint = f"Start it there: python -m tvm.exec.rpc_tracker --host {tracker[0]} {ports}"
+    try:
+        with socket.create_connection(tracker, timeout=ANSWER) as found:
+            found.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
+            said = base.recvall(found, 4)
+    except (OSError, UnicodeError) as error:
+        raise DeviceError(place, "one that answers", str(error), hint) from error
+    if said != struct.pack("<i", base.RPC_TRACKER_MAGIC):
+        raise DeviceError(place, "a tracker of TVM's", "something else", hint)
+
+
+def serve(
+    listening: socket.socket, threads: int, *, tracker: Address | None = None, key: str = "", emulated: bool = False
+) -> NoReturn:
+    """Answers connections one after another, for ever, and offers itself to a tracker under `key`.
+
+    `threads` is what a call uses. What goes wrong in a connection ends that connection.
+    """
+    _load(threads, emulated)
+    if tracker is not None:
+        require_tracker(tracker)
+    from tvm.rpc import server
+
+    server.logger.setLevel(logging.WARNING)  # not a line for each connection
+    home = os.getcwd()
+    address, port = listening.getsockname()[:2]
+    told = None if ip_address(address).is_unspecified else address  # or what the tracker sees
+    while True:
+        try:
+            # The body of TVM's own server. It returns by an exception: when a connection's fork ended badly, when the
+            # tracker stayed away for a minute, and at a handshake that is none.
+            server._listen_loop(listening, port, key, tracker, None, told)
+        except Exception as error:
+            _LOG.info("%s", error)
+        os.chdir(home)  # from that connection's folder, which is gone
+
+
+def child(threads: int) -> NoReturn:
+    """The server of one client on this machine: writes its port to stdout, and ends when its stdin does, however the
+    client ended. To be started in a process group of its own."""
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    listening = bind()
+    os.write(1, f"{listening.getsockname()[1]}\n".encode())
+    os.dup2(2, 1)  # nobody reads on
+    serve(listening, threads)
+
+
+def _end_with_stdin() -> NoReturn:
+    # Not sys.stdin, whose lock the forks would inherit.
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _load(threads: int, emulated: bool) -> None:
+    """TVM's runtime, by itself, and what each fork has to do."""
+    os.environ["TVM_USE_RUNTIME_LIB"] = "1"
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    runtime = tvm_runtime.start()
+    import multiprocessing
+
+    multiprocessing.set_start_method("fork", force=True)  # connections inherit what is registered here
+    runtime.ffi.register_global_func(DEVICE, lambda: _said(emulated), override=True)
+    runtime.ffi.register_global_func(SECONDS, seconds, override=True)
+    os.register_at_fork(after_in_child=lambda: _prepare_fork(runtime, threads))
+
+
+def _said(emulated: bool) -> str:
+    """In a connection's fork. What is loaded there may have kernels for a GPU, if there is one."""
+    found = this_device(emulated, gpu=True)
+    if found.gpu is not None:
+        try:
+            tvm_runtime.start_cuda()
+        except InstallationError as error:
+            _LOG.warning("%s", error)
+            found = msgspec.structs.replace(found, gpu=None)
+    return msgspec.json.encode(found).decode()
+
+
+def _prepare_fork(runtime: tvm_runtime.Runtime, threads: int) -> None:
+    """It ends with the server, and its pool has one CPU for each thread: some kernels of virtual machines pack threads
+    that wake up often onto one (see `timing.workers_apart`)."""
+    ctypes.CDLL(None).prctl(_ENDS_WITH_PARENT, signal.SIGKILL)
+    signal.signal(
+        signal.SIGSEGV, signal.SIG_DFL
+    )  # TVM's handler prints a page; the server says what happened in a line
+    runtime.use_threads(threads)
+    cpus = sorted(os.sched_getaffinity(0))
+    if threads > 1 and len(cpus) > 1:
+        own = threading.get_native_id()
+        workers = sorted(int(task) for task in os.listdir("/proc/self/task") if int(task) != own)
+        os.sched_setaffinity(own, cpus[:1])
+        for worker, cpu in zip(workers, cycle(cpus[1:]), strict=False):
+            os.sched_setaffinity(worker, {cpu})

@@ -1,0 +1,233 @@
+"""Tuning what no kernel claims, with TVM's MetaSchedule: it proposes schedules, a session measures them.
+
+    for task in leftovers.tasks(imported.module, profile):
+        tuned = tune(task, profile, session, seconds=10)
+
+Of MetaSchedule only the search space and the sampling are used. Building, measuring and judging are those of all tuning
+here, so a candidate may run on any device, and none is timed before it was right; and its database, which ignores the
+target and is created empty where it is missing, has no part. The incumbent is the schedule that `rest` makes by its
+rules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import tvm
+
+from mhsa_compile.compiler.fallback import cpu_schedule, traces
+from mhsa_compile.records import record_files
+from mhsa_compile.records.record import Record
+from mhsa_compile.target import environment
+from mhsa_compile.target.profile import CpuProfile
+from mhsa_compile.tuning.fallback_jobs import Task, candidate_of, job_of
+from mhsa_compile.tuning.measure.job import (
+    BUILD,
+    Candidate,
+    Job,
+    Timing,
+)
+from mhsa_compile.tuning.measure.sessions import Session
+from mhsa_compile.tuning.search.sampler import Found
+from mhsa_compile.tuning.search.search import (
+    BATCH,
+    LAST,
+    SECONDS,
+    noise_of,
+)
+from mhsa_compile.tuning.tasks import What, written
+
+SPACE = 1 << 20
+"""Samples that MetaSchedule may draw: time or trials end a search before."""
+REFUSED = 3
+"""Batches in a row without a candidate that can be built, after which a search ends."""
+
+
+LEAST_SECONDS = 5.0
+"""For one function: a batch, and the confirmation."""
+
+
+@dataclass
+class Tuned:
+    """What the search came to. `trials` are done, failures among them; `record` is None where nothing was faster than
+    the default beyond the noise, and then `best_us` is the default's."""
+
+    task: Task
+    default_us: float
+    best_us: float
+    noise: float
+    record: Record | None = None
+    trials: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+def tune_all(
+    found: list[Task],
+    profile: CpuProfile,
+    session: Session,
+    seconds: float,
+    records: Path,
+    *,
+    trials: int | None = None,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda name: None,
+) -> list[Tuned]:
+    """Tunes those that can be, in equal shares of the time but at least LEAST_SECONDS each, and appends the records.
+
+    Raises DeviceError, RecordsError, and RuntimeError where a function's default cannot be measured.
+    """
+    tunable = [task for task in found if not task.reason]
+    every = []
+    for task in tunable:
+        tell(task.name)
+        tuned = tune(task, profile, session, max(LEAST_SECONDS, seconds / len(tunable)), trials, seed)
+        if tuned.record is not None:
+            record_files.append(records, tuned.record)
+        every.append(tuned)
+    return every
+
+
+def tune(
+    task: Task,
+    profile: CpuProfile,
+    session: Session,
+    seconds: float,
+    trials: int | None = None,
+    seed: int = 0,
+) -> Tuned:
+    """Tunes a task that has no `reason`. Raises DeviceError for a device of another architecture, BuildError and
+    RuntimeError where not even the default can be measured."""
+    end = monotonic() + seconds - 4 * LAST
+    job = job_of(task, seed)
+    default = candidate_of(cpu_schedule.scheduled(task.function, profile.vector_lanes("float32")), profile)
+    tuned = Tuned(task, float("nan"), float("nan"), 0.0)
+    space = _Space(task, profile, session.threads, seed)
+    best: tuple[float, str, Candidate] | None = None
+    empty = 0
+    while empty < REFUSED and monotonic() < end and (trials is None or tuned.trials < trials):
+        drawn = space.draw(BATCH if trials is None else min(BATCH, trials - tuned.trials))
+        built = _built(drawn, task, profile, tuned)
+        empty = 0 if built else empty + 1
+        if not built:
+            continue
+        first, *others = session.measure(job, [default, *(candidate for _, candidate in built)], SECONDS)
+        if not isinstance(first, Timing):
+            raise RuntimeError(f"the default schedule of {task.name} {first.reason} {first.detail}".strip())
+        for (trace, candidate), outcome in zip(built, others, strict=True):
+            if not isinstance(outcome, Timing):
+                tuned.failures[outcome.reason] += 1
+            elif best is None or Found.of(outcome, first).score < best[0]:
+                best = Found.of(outcome, first).score, trace, candidate
+    return _confirmed(tuned, job, default, best, profile, session)
+
+
+def _built(drawn: list[str], task: Task, profile: CpuProfile, tuned: Tuned) -> list[tuple[str, Candidate]]:
+    """Those that can be built as `rest` would: from their trace."""
+    built = []
+    for trace in drawn:
+        tuned.trials += 1
+        function = traces.applied(task.function, trace)
+        if isinstance(function, str):  # why the trace does not apply
+            tuned.failures[BUILD] += 1
+            continue
+        try:
+            built.append((trace, candidate_of(function, profile)))
+        except Exception:  # whatever TVM's passes and LLVM trip over
+            tuned.failures[BUILD] += 1
+    return built
+
+
+def _confirmed(
+    tuned: Tuned,
+    job: Job,
+    default: Candidate,
+    best: tuple[float, str, Candidate] | None,
+    profile: CpuProfile,
+    session: Session,
+) -> Tuned:
+    """Measures the best again, longer, with the default on both sides of it."""
+    company = [default, *([best[2]] if best is not None else []), default]
+    outcomes = session.measure(job, company, LAST)
+    first, last = outcomes[0], outcomes[-1]
+    if not (isinstance(first, Timing) and isinstance(last, Timing)):
+        raise RuntimeError(f"the default schedule of {tuned.task.name} could not be measured")
+    tuned.noise, tuned.default_us = noise_of(first, last), Found.of(first, first).us
+    tuned.best_us = tuned.default_us
+    if best is None or not isinstance(outcomes[1], Timing):
+        return tuned
+    found = Found.of(outcomes[1], first)
+    if found.score < 1 - tuned.noise:
+        tuned.best_us = found.default_us * found.score
+        what = What(traces.KIND, tuned.task.key, {}, traces.KIND, {}, best[1])
+        tuned.record = written(what, found, profile, session.threads, session.device, environment.versions())
+    return tuned
+
+
+# ---- MetaSchedule
+
+
+class _Space:
+    """The schedules that MetaSchedule's rules for LLVM can make, drawn at random, without end."""
+
+    def __init__(self, task: Task, profile: CpuProfile, threads: int, seed: int) -> None:
+        from tvm.s_tir import meta_schedule
+
+        module = tvm.IRModule({"main": traces.canonical(task.function).with_attr("global_symbol", "main")})
+        rules = meta_schedule.schedule_rule.ScheduleRule.create("llvm")
+        repairs = meta_schedule.postproc.Postproc.create("llvm")
+        with _without_intrinsics():
+            self._context = meta_schedule.TuneContext(
+                mod=module,
+                target=tvm.target.Target({**profile.tvm_config(), "num-cores": threads}),
+                space_generator=meta_schedule.space_generator.PostOrderApply(
+                    sch_rules=rules, postprocs=repairs, mutator_probs={}
+                ),
+                search_strategy="replay-trace",
+                task_name=task.name,
+                num_threads=1,
+                rand_state=seed + 1,
+            )
+        self._result = meta_schedule.runner.RunnerResult
+        self._context.pre_tuning(SPACE, BATCH, self._context.generate_design_space())
+
+    def draw(self, count: int) -> list[str]:
+        """The traces of so many schedules, fewer where MetaSchedule drops some of its own."""
+        candidates = list(self._context.generate_measure_candidates() or ())
+        # The strategy waits for times before it draws on; sampling at random has no use for them.
+        self._context.notify_runner_results(candidates, [self._result([1.0], None) for _ in candidates])
+        return [_as_text(candidate.sch.trace) for candidate in candidates[:count]]
+
+
+@contextmanager
+def _without_intrinsics() -> Iterator[None]:
+    """TVM imports the intrinsics of all GPUs and CPUs for a context, in 20 s; the rules in use know none of them."""
+    name = "tvm.s_tir.tensor_intrin"
+    before = sys.modules.get(name)
+    sys.modules.setdefault(name, ModuleType(name))
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+
+
+def _as_text(trace: Any) -> str:
+    return msgspec.json.encode(_plain(trace.as_json())).decode()
+
+
+def _plain(value: Any) -> Any:
+    """TVM's numbers as Python's."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int | float | None):
+        return value
+    return value.value if hasattr(value, "value") else [_plain(item) for item in value]

@@ -1,0 +1,239 @@
+"""Tuning through a bundle, for a device without a network: what goes there, and what its results mean.
+
+Nothing is known of the device before its results are here, and nothing can be asked of it again. So a bundle holds, for
+each operation, the default twice (which shows the noise), the best of earlier bundles, first guesses, and the sampler's
+draws; a second bundle goes on from what the first one found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from mhsa_compile.compiler.selection.op_key import elsewhere
+from mhsa_compile.errors import BuildError, BundleError
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.kernels.interface.ops import Op
+from mhsa_compile.records import record_files
+from mhsa_compile.records.record import isa_of
+from mhsa_compile.target import environment
+from mhsa_compile.target.profile import TargetProfile
+from mhsa_compile.tuning import op_jobs, tasks
+from mhsa_compile.tuning.measure import work_bundle, work_results
+from mhsa_compile.tuning.measure.job import (
+    Candidate,
+    Failure,
+    Outcome,
+    Timing,
+)
+from mhsa_compile.tuning.measure.work_bundle import Order, Task
+from mhsa_compile.tuning.measure.work_results import Measured, Results
+from mhsa_compile.tuning.search.sampler import (
+    Found,
+    found_in,
+    plain,
+    point_of,
+)
+from mhsa_compile.tuning.search.search import (
+    FINALISTS,
+    Result,
+    chosen,
+    noise_of,
+)
+from mhsa_compile.tuning.search.space import Point, Space
+from mhsa_compile.tuning.search.study import Study, digest
+from mhsa_compile.tuning.search.study_storage import open_storage
+from mhsa_compile.tuning.search.warm_start import first_guesses
+from mhsa_compile.tuning.tasks import (
+    Report,
+    Request,
+    Subject,
+    Tuned,
+    subjects_of,
+)
+from mhsa_compile.tuning.tuner import built
+
+CANDIDATES = 64
+"""Of each operation, unless `trials` says otherwise."""
+SECONDS = 0.2
+"""Of timing for each of them: longer than in a search, which measures its best again."""
+
+
+def pack(
+    ops: Mapping[str, Op],
+    profile: TargetProfile,
+    threads: int,
+    target: str,
+    request: Request,
+    path: Path,
+    tell: Callable[[str], None] = lambda what: None,
+) -> int:
+    """Writes a bundle, and returns how many candidates it holds. `target` is a name for people; `tell` is told what is
+    being built. Raises OutputError and what `tune` raises."""
+    subjects = subjects_of(ops, request.sizes)
+    source = tasks.source_digest(subjects)
+    storage = open_storage(request.storage)
+    order = Order(study=_word(source, request), target=target, isa=isa_of(profile), threads=threads, seconds=SECONDS)
+    count = 0
+    with work_bundle.create(path, order) as add:
+        for subject in subjects:
+            tell(f"build {subject.kind} {subject.sizes}")
+            space = Space.of(subject.op, profile)
+            with _study(storage, subject, space, profile, threads, request, source) as study:
+                candidates = _candidates(space, _points(study, request))
+            labels = tuple(_label(point) for point in candidates)
+            everyone = built(space, space.default), *candidates.values()
+            for place, sizes in _places(subject, request):
+                job = op_jobs.job_of(subject.op, sizes, request.seed)
+                add(Task(place, job, everyone, (labels[0], *labels)))
+                count += len(candidates)
+    return count
+
+
+def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path: Path) -> Report:
+    """What the results of a bundle say: told to the studies, and the best written as records.
+
+    Raises BundleError for results of another source, target or study, and what `tune` raises.
+    """
+    began, found = monotonic(), work_results.read(path)
+    subjects = subjects_of(ops, request.sizes)
+    source = tasks.source_digest(subjects)
+    _check(found, path, _word(source, request), profile)
+    storage = open_storage(request.storage)
+    report = []
+    for subject in subjects:
+        space = Space.of(subject.op, profile)
+        with _study(storage, subject, space, profile, found.order.threads, request, source) as study:
+            own = [_of_task(found, place) for place, _ in _places(subject, request)]
+            report.append(_unpacked(subject, study, own, profile, found, request))
+    return Report(tuple(report), monotonic() - began)
+
+
+def _word(source: str, request: Request) -> str:
+    """By which a bundle's results are known again."""
+    return f"{request.study or 'mhsa'}:{source[:20]}"
+
+
+def _places(subject: Subject, request: Request) -> list[tuple[str, Mapping[str, int]]]:
+    """(a word for the task, sizes of the symbols) of an operation: where it is to be fast, and if its lengths are
+    symbolic elsewhere, too."""
+
+    def word(sizes: Mapping[str, int]) -> str:
+        own = " ".join(f"{name}={size}" for name, size in tasks.measured_at(subject.op, sizes).items())
+        return f"{subject.kind} {own} ({digest(subject.key)[:8]})"
+
+    return [(word(sizes), sizes) for sizes in (request.sizes, *elsewhere(subject.op, request.sizes))]
+
+
+def _of_task(found: Results, place: str) -> dict[Point, Measured]:
+    with reading(BundleError, "results", "the labels of its bundle", work_bundle.COPY_AGAIN):
+        return {point_of(msgspec.json.decode(one.label)): one for one in found.measured if one.task == place}
+
+
+def _label(point: Point) -> str:
+    return msgspec.json.encode(plain(point)).decode()
+
+
+def _study(
+    storage: Any, subject: Subject, space: Space, profile: TargetProfile, threads: int, request: Request, source: str
+) -> Study:
+    identity = tasks.identity_of(subject, profile, threads, None, request.study, source)
+    return Study(storage, identity, space, seed=request.seed)
+
+
+def _points(study: Study, request: Request) -> list[Point]:
+    """The default first."""
+    space, best = study.space, [point for _, point in found_in(study.trials())][:FINALISTS]
+    known = {trial.point for trial in study.trials()}
+    guesses = [point for point in first_guesses(space, request.known) if point not in known]
+    first = list(dict.fromkeys([space.default, *best, *guesses]))
+    more = max(0, (request.trials or CANDIDATES) - len(first))
+    return list(dict.fromkeys([*first, *study.proposals(more)]))
+
+
+def _candidates(space: Space, points: list[Point]) -> dict[Point, Candidate]:
+    """Those that can be built."""
+    candidates = {}
+    for point in points:
+        try:
+            candidates[point] = built(space, point)
+        except BuildError:
+            if point == space.default:
+                raise
+    return candidates
+
+
+def _check(found: Results, path: Path, word: str, profile: TargetProfile) -> None:
+    """Raises BundleError for results of something else."""
+    what = f"results {str(path)!r}"
+    if found.order.study != word:
+        hint = "Give the same source, sizes and --study as for the bundle."
+        raise BundleError(what, f"those of this source, {word}", f"those of {found.order.study}", hint)
+    if found.order.isa != isa_of(profile):
+        hint = "Give the same --target as for the bundle."
+        raise BundleError(what, "those of this target", f"those of {found.order.target}, of another kind", hint)
+    if not found.measured:
+        raise BundleError(what, "some that were measured", "none", "Let `mhsa measure` run for longer.")
+
+
+def _unpacked(
+    subject: Subject,
+    study: Study,
+    own: list[dict[Point, Measured]],
+    profile: TargetProfile,
+    found: Results,
+    request: Request,
+) -> Tuned:
+    """`own`: what was measured at the operation's sizes, and elsewhere."""
+    space, (pairs, *others) = study.space, own
+    for point, measured in pairs.items():
+        if isinstance(measured.incumbent, Timing):
+            study.add(point, measured.outcome, measured.incumbent)
+    default = pairs.get(space.default)
+    if default is None or (both := _both(default)) is None:
+        why = "it was not measured" if default is None else _why(default.outcome)
+        return tasks.untuned(subject, space, study.name, f"the default config: {why}")
+    lasting = {point: measured for point, measured in pairs.items() if all(_lasts(point, one) for one in others)}
+    result = _best(space, *both, lasting, study)
+    versions = environment.versions()
+    record = tasks.record_of(subject, result, profile, found.order.threads, found.device, versions)
+    record_files.append(request.records, record)
+    return tasks.tuned(subject, space, study.name, result)
+
+
+def _both(measured: Measured) -> tuple[Timing, Timing] | None:
+    """(the incumbent, the candidate), if both ran."""
+    incumbent, outcome = measured.incumbent, measured.outcome
+    return (incumbent, outcome) if isinstance(incumbent, Timing) and isinstance(outcome, Timing) else None
+
+
+def _lasts(point: Point, elsewhere: Mapping[Point, Measured]) -> bool:
+    """Whether a point is right, and no slower than the default, at lengths where that was to be measured."""
+    default = next(iter(elsewhere.values()), None)  # beside itself: it is the first of its task
+    if default is None or point not in elsewhere:
+        return False
+    its = elsewhere[point]
+    own, noise = _both(its), _both(default)
+    return own is not None and noise is not None and Found.of(own[1], own[0]).score <= 1 + noise_of(*noise)
+
+
+def _why(outcome: Outcome) -> str:
+    return outcome.reason if isinstance(outcome, Failure) else "the one beside it failed"
+
+
+def _best(space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, Measured], study: Study) -> Result:
+    """Each was measured beside a default of its own, so each is judged by that."""
+    noise = noise_of(incumbent, again)
+    point, best = chosen(space.default, incumbent, {}, noise)
+    found = best[point]
+    for candidate, measured in pairs.items():
+        both = _both(measured)
+        if both is not None:
+            faster, its = chosen(space.default, both[0], {candidate: both[1]}, noise)
+            if its[faster].score < found.score:
+                point, found = faster, its[faster]
+    return Result(point, found, noise, tuple(study.trials()), "results")

@@ -1,0 +1,258 @@
+"""Operations as something to measure: random inputs, what must come out of them, and code for one config.
+
+Of long outputs some rows are held against float64, computed in full: a row of attention depends on its own query and on
+all the keys, so a few of them judge every tile's tail. Notation: B batch, L query length, S key length, H heads,
+G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mhsa_compile.bench.protocol.timing import INPUT_SETS
+from mhsa_compile.compiler.codegen import build
+from mhsa_compile.compiler.selection.op_key import sized, symbols
+from mhsa_compile.errors import BuildError, MhsaError, ModelError
+from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
+from mhsa_compile.kernels.interface.kernel import Config, Kernel
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    LinearOp,
+    Op,
+    Placement,
+)
+from mhsa_compile.nn.functional import attend, to_numpy, to_torch
+from mhsa_compile.target.profile import TargetProfile
+from mhsa_compile.tuning.measure.job import Array, Candidate, Job
+from mhsa_compile.verification.error_budget import budget
+from mhsa_compile.verification.oracle.evaluate import product_in_int8
+
+ROWS = 64
+"""Rows of the output that are checked; the first and the last are among them."""
+MOST_SCORES = 1 << 23
+"""Scores of the checked rows that are held at once, in each of two precisions: fewer rows where S is long."""
+
+
+def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> Job:
+    """An exercise for an operation that has a key, at these sizes of its symbols.
+
+    Raises ModelError for a symbol without a size. Axes of a mask are full where no size says otherwise, but for batch
+    and heads, which are 1.
+    """
+    known = {
+        "mask_B": 1,
+        "mask_H": 1,
+        "mask_L": sizes.get("L", 0),
+        "mask_S": sizes.get("S", sizes.get("L", 0)),
+        **sizes,
+    }
+    if missing := sorted(symbol for symbol in symbols(op) if not known.get(symbol)):
+        hint = "Fix it, such as with --batch, --length and --kv-length."
+        raise ModelError("sizes", f"one for each of {', '.join(sorted(symbols(op)))}", f"none for {missing[0]}", hint)
+    rng = np.random.default_rng(seed)
+    if isinstance(op, LinearOp):
+        return _linear(op, known, rng)
+    assert isinstance(op, AttentionOp), "only operations with a key are measured"
+    return _Attention(op, known).job(rng)
+
+
+def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetProfile) -> Candidate:
+    """Emits, compiles and links one config. Raises BuildError."""
+    try:
+        emitted = kernel.emit(op, profile, config)
+        packing = {} if emitted.pack is None else {"pack": emitted.pack}
+        code = build.library({"run": emitted.run, **packing}, profile)
+        return Candidate(code, emitted.packed, emitted.constants, emitted.workspace, profile.family)
+    except MhsaError:
+        raise
+    except Exception as error:  # whatever TVM's passes and LLVM trip over
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise BuildError(f"{kernel.name} {dict(config)}", "code", lines[-1][:300]) from error
+
+
+def _drawn(rng: np.random.Generator, shape: Sequence[int], dtype: str, factor: float = 1.0) -> Array:
+    return (rng.standard_normal(tuple(shape)) * factor).astype(np.dtype(dtype))
+
+
+def _some(count: int, most: int) -> Array:
+    """Up to `most` of range(count), spread evenly, both ends among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
+
+
+def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) -> Job:
+    rows = [sized(dim, sizes) for dim in op.rows]
+    K, N, count = op.in_features, op.out_features, prod(rows)
+    x = _drawn(rng, (*rows, K), op.dtype)
+    shapes = [(K, n) if transposed else (n, K) for n, transposed in zip(op.widths, op.transposed, strict=True)]
+    weights = [_drawn(rng, shape, op.dtype, K**-0.5) for shape in shapes]
+    biases = [_drawn(rng, (n,), op.dtype) if biased else None for n, biased in zip(op.widths, op.biased, strict=True)]
+    checked = _some(count, ROWS)
+
+    def product(dtype: torch.dtype, rounded: bool) -> Array:
+        given = to_torch(x.reshape(count, K)[checked]).to(dtype)
+        results = []
+        for weight, bias, transposed in zip(weights, biases, op.transposed, strict=True):
+            w = to_torch(weight if transposed else weight.T).to(dtype)
+            y = product_in_int8(given, w) if rounded else given @ w
+            results.append(y if bias is None else y + to_torch(bias).to(dtype))
+        return to_numpy(torch.cat(results, dim=-1))
+
+    expected = product(torch.float64, False)
+    allowed = budget(expected, product(to_torch(x).dtype, op.int8_weights), op.dtype)
+    places = checked[:, None] * op.pitch + np.arange(N)
+    given_biases = [bias for bias in biases if bias is not None]
+    return Job(
+        inputs=(x,),
+        weights=(*weights, *given_biases),
+        output=((*rows, op.pitch), op.dtype),
+        checked=places.reshape(-1),
+        expected=expected.reshape(-1),
+        budget=allowed,
+        flops=2 * count * K * N,
+    )
+
+
+class _Attention:
+    """One attention at fixed sizes."""
+
+    def __init__(self, op: AttentionOp, sizes: Mapping[str, int]) -> None:
+        self.op = op
+        self.B, self.L, self.S = (sized(dim, sizes) for dim in (op.batch, op.q_length, op.kv_length))
+        self.mask_shape = None if op.mask is None else tuple(sized(dim, sizes) for dim in op.mask.dims)
+
+    def job(self, rng: np.random.Generator) -> Job:
+        op = self.op
+        inputs = self._inputs(rng)
+        q, k, v = self._heads(inputs)
+        entries = _some(self.B, 2)
+        rows = _some(self.L, max(2, min(ROWS, MOST_SCORES // (op.num_heads * self.S * len(entries)))))
+        mask, lengths, sinks, slopes = self._extras(rng)
+        visible = self._visible(rows, entries, mask)
+        scores = self._bias(rows, entries, mask, slopes)
+
+        def at(dtype: torch.dtype) -> Array:
+            given = [to_torch(np.ascontiguousarray(x[entries])).to(dtype) for x in (q[:, :, rows], k, v)]
+            bias = None if scores is None else scores.to(dtype)
+            sink = None if sinks is None else to_torch(sinks).to(dtype)
+            return to_numpy(attend(given[0], given[1], given[2], visible, bias, op.scale, op.softcap, sink))
+
+        expected = at(torch.float64)
+        shape, places = self._places(entries, rows)
+        extras = (array for array in (mask, lengths, sinks, slopes) if array is not None)
+        return Job(
+            inputs=(*inputs, *extras),
+            weights=(),
+            output=(shape, op.dtype),
+            checked=places.reshape(-1),
+            expected=expected.reshape(-1),
+            budget=budget(expected, at(to_torch(q[:1, :1, :1]).dtype), op.dtype),
+            flops=2 * (op.head_dim + op.v_head_dim) * op.num_heads * self._pairs(),
+            # A few queries read each key once; a benchmark of the whole takes as many sets in turn.
+            sets=INPUT_SETS if self.L <= MOST_QUERIES else 1,
+        )
+
+    def _roles(self) -> list[tuple[Placement, int, int, int]]:
+        """(where it lies, its length, heads, width) of Q, K and V."""
+        op = self.op
+        return [
+            (op.query, self.L, op.num_heads, op.head_dim),
+            (op.key, self.S, op.num_kv_heads, op.head_dim),
+            (op.value, self.S, op.num_kv_heads, op.v_head_dim),
+        ]
+
+    def _inputs(self, rng: np.random.Generator) -> list[Array]:
+        """One array for each distinct buffer, in their order."""
+        shapes: dict[int, tuple[int, ...]] = {}
+        for place, length, heads, width in self._roles():
+            rows = (self.B, length, place.width)
+            shapes[place.buffer] = rows if place.layout == "rows" else (self.B, heads, length, width)
+        return [_drawn(rng, shapes[buffer], self.op.dtype) for buffer in sorted(shapes)]
+
+    def _heads(self, inputs: list[Array]) -> list[Array]:
+        """Q, K and V as (B, heads, length, width), views."""
+        order = {buffer: i for i, buffer in enumerate(sorted({place.buffer for place, *_ in self._roles()}))}
+        found = []
+        for place, length, heads, width in self._roles():
+            array = inputs[order[place.buffer]]
+            if place.layout == "rows":
+                columns = array[..., place.offset : place.offset + heads * width]
+                array = columns.reshape(self.B, length, heads, width).transpose(0, 2, 1, 3)
+            found.append(array)
+        return found
+
+    def _extras(self, rng: np.random.Generator) -> tuple[Array | None, ...]:
+        """Mask, lengths (all keys), sinks, slopes (a power of two for each head, as in the paper)."""
+        op, mask = self.op, None
+        if op.mask is not None and self.mask_shape is not None:
+            seen = rng.random(self.mask_shape) < 0.9
+            mask = seen if op.mask.dtype == "bool" else _drawn(rng, self.mask_shape, op.mask.dtype)
+        heads = np.arange(1, op.num_heads + 1)
+        return (
+            mask,
+            np.full(self.B, self.S, np.int64) if op.lengths else None,
+            _drawn(rng, (op.num_heads,), op.dtype) if op.sinks else None,
+            (2.0 ** (-8 * heads / op.num_heads)).astype(np.dtype(op.dtype)) if op.slopes else None,
+        )
+
+    def _distance(self, rows: Array) -> Array:
+        """(rows, S): key - place of the query."""
+        band = self.op.band
+        shift = self.S - self.L if band is not None and band.alignment == "bottom_right" else 0
+        return np.asarray(np.arange(self.S) - (rows + shift)[:, None])
+
+    def _visible(self, rows: Array, entries: Array, mask: Array | None) -> Tensor | None:
+        """(1 or entries, 1 or H, rows, S), or None: all are."""
+        op, stated = self.op, []
+        if op.band is not None:
+            distance = self._distance(rows)
+            left = True if op.band.left is None else -distance <= op.band.left
+            right = True if op.band.right is None else distance <= op.band.right
+            stated.append(np.broadcast_to(left & right, distance.shape)[None, None])
+        if op.static_mask is not None:
+            stated.append(op.static_mask.visible[None, :, rows])
+        if mask is not None and mask.dtype == bool:
+            stated.append(_some_rows(mask, entries, rows))
+        return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*stated)))) if stated else None
+
+    def _bias(self, rows: Array, entries: Array, mask: Array | None, slopes: Array | None) -> Tensor | None:
+        """What is added to the scores, at the precision of its sources."""
+        terms = []
+        if mask is not None and mask.dtype != bool:
+            terms.append(to_torch(np.ascontiguousarray(_some_rows(mask, entries, rows))).to(torch.float64))
+        if slopes is not None:
+            distance = to_torch(self._distance(rows).astype(np.float64))
+            terms.append(to_torch(slopes).to(torch.float64)[:, None, None] * distance)
+        return sum(terms[1:], start=terms[0]) if terms else None
+
+    def _places(self, entries: Array, rows: Array) -> tuple[tuple[int, ...], Array]:
+        """(shape of the output, flat places of the checked rows as (entries, H, rows, F))."""
+        op, place = self.op, self.op.output
+        b, h, row, f = np.ix_(entries, np.arange(op.num_heads), rows, np.arange(op.v_head_dim))
+        if place.layout == "heads":
+            shape: tuple[int, ...] = (self.B, op.num_heads, self.L, op.v_head_dim)
+            return shape, np.ravel_multi_index(np.broadcast_arrays(b, h, row, f), shape)
+        shape = (self.B, self.L, place.width)
+        return shape, (b * self.L + row) * place.width + place.offset + h * op.v_head_dim + f
+
+    def _pairs(self) -> int:
+        """Visible pairs of a head, over the batch, as far as they are known when it is compiled."""
+        op = self.op
+        if op.static_mask is not None:
+            return int(op.static_mask.visible.mean(axis=0).sum()) * self.B
+        if op.band is None:
+            return self.B * self.L * self.S
+        place = np.arange(self.L) + (self.S - self.L if op.band.alignment == "bottom_right" else 0)
+        first = 0 * place if op.band.left is None else np.maximum(0, place - op.band.left)
+        last = 0 * place + self.S - 1 if op.band.right is None else np.minimum(self.S - 1, place + op.band.right)
+        return int(np.maximum(0, last - first + 1).sum()) * self.B
+
+
+def _some_rows(mask: Array, entries: Array, rows: Array) -> Array:
+    mask = mask[entries] if mask.shape[0] > 1 else mask
+    return mask[:, :, rows] if mask.shape[2] > 1 else mask

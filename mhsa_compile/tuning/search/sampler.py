@@ -1,0 +1,159 @@
+"""Optuna's sampler over a space: what was found goes in, the next point comes out. All of it is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from mhsa_compile.bench.protocol.timing import spread
+from mhsa_compile.tuning.measure.job import Failure, Timing
+from mhsa_compile.tuning.search.space import Point, Space
+from mhsa_compile.tuning.search.study_storage import quiet
+
+STARTUP = 16
+"""Random draws before the sampler uses what it saw."""
+TRIES = 2
+"""Draws in a row that are unfit, or known: the sampler then circles around its best, whose neighbours come instead. On
+tables of measured times, of attention and of a linear layer, that found more than eight draws."""
+CONFIG = "config"
+"""The attribute of a trial that holds its point."""
+_KERNEL = "kernel"
+
+
+def ratios(one: Timing, other: Timing) -> list[float]:
+    """Of their times, round by round; of the medians, where a company broke up and they shared no rounds."""
+    if len(one.samples_us) != len(other.samples_us):
+        return [median(one.samples_us) / median(other.samples_us)]
+    return [a / b for a, b in zip(one.samples_us, other.samples_us, strict=True)]
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a trial measured: `score` is the median over the rounds of its time by the default's; the rest as in a
+    record."""
+
+    score: float
+    us: float
+    default_us: float
+    spread: float
+    error_share: float
+
+    @classmethod
+    def of(cls, timing: Timing, incumbent: Timing) -> Found:
+        return cls(
+            score=median(ratios(timing, incumbent)),
+            us=median(timing.samples_us),
+            default_us=median(incumbent.samples_us),
+            spread=spread(timing.samples_us) if len(timing.samples_us) > 1 else 0.0,
+            error_share=timing.error_share,
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One that is done: what it found, or why nothing."""
+
+    number: int
+    point: Point
+    result: Found | Failure
+
+
+def found_in(trials: Iterable[Trial]) -> list[tuple[Found, Point]]:
+    """Those that found something, the best first."""
+    found = [(trial.result, trial.point) for trial in trials if isinstance(trial.result, Found)]
+    return sorted(found, key=lambda pair: pair[0].score)
+
+
+class Sampler:
+    """TPE over the kernel and the knobs of that kernel, together."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        import optuna
+
+        self.space = space
+        self._seen: set[Point] = set()
+        self._drawn: dict[Point, Any] = {}
+        with quiet():
+            tpe = optuna.samplers.TPESampler(
+                seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=STARTUP
+            )
+            self._study = optuna.create_study(sampler=tpe)
+
+    def learn(self, trials: Iterable[Trial]) -> None:
+        """What was found, here and by others; what failed is not drawn again, and teaches nothing."""
+        from optuna.trial import TrialState
+
+        for trial in trials:
+            if trial.point in self._seen:
+                continue
+            self._seen.add(trial.point)
+            score = trial.result.score if isinstance(trial.result, Found) else None
+            if (drawn := self._drawn.pop(trial.point, None)) is not None:
+                self._study.tell(drawn, score, state=TrialState.FAIL if score is None else None)
+            elif score is not None:
+                self._study.add_trial(self.trial(trial.point, score, {}, done=True))
+
+    def draw(self, known: set[Point]) -> Point | None:
+        """A point that is not known; None where it draws only such."""
+        from optuna.trial import TrialState
+
+        with quiet():
+            for _ in range(TRIES):
+                trial = self._study.ask()
+                point = self.suggested(trial)
+                if self.space.unfit(point) is not None:
+                    self._study.tell(trial, state=TrialState.PRUNED)  # which it learns from
+                elif point in known:
+                    self._study.tell(trial, state=TrialState.FAIL)  # which it does not
+                else:
+                    self._drawn[point] = trial  # as long as it runs, its like is not drawn
+                    return point
+        return None
+
+    def suggested(self, trial: Any) -> Point:
+        """The point that an Optuna trial comes to."""
+        names = list(self.space.kernels)
+        kernel = trial.suggest_categorical(_KERNEL, names) if len(names) > 1 else names[0]
+        knobs = []
+        for knob, choices in self.space.values[kernel].items():
+            # The place in the order: the sampler takes neighbours to be alike, and steps between values are uneven.
+            place = trial.suggest_int(f"{kernel}.{knob}", 0, len(choices) - 1) if len(choices) > 1 else 0
+            knobs.append((knob, choices[place]))
+        return Point(kernel, tuple(knobs))
+
+    def params(self, point: Point) -> dict[str, Any]:
+        """What `suggested` asks for, so that it comes to this point."""
+        choices = self.space.values[point.kernel]
+        places = {knob: choices[knob].index(value) for knob, value in point.knobs if len(choices[knob]) > 1}
+        kernel = {_KERNEL: point.kernel} if len(self.space.kernels) > 1 else {}
+        return kernel | {f"{point.kernel}.{knob}": place for knob, place in places.items()}
+
+    def trial(self, point: Point, score: float | None, attributes: Mapping[str, Any], *, done: bool) -> Any:
+        """An Optuna trial of a point: one that runs, or one that is done, and failed without a score."""
+        from optuna.trial import TrialState, create_trial
+
+        params = self.params(point)
+        state = TrialState.RUNNING if not done else TrialState.FAIL if score is None else TrialState.COMPLETE
+        distributions = {name: self._distribution(name) for name in params}
+        said = {CONFIG: plain(point), **attributes}
+        return create_trial(state=state, value=score, params=params, distributions=distributions, user_attrs=said)
+
+    def _distribution(self, name: str) -> Any:
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        if name == _KERNEL:
+            return CategoricalDistribution(list(self.space.kernels))
+        kernel, _, knob = name.rpartition(".")
+        return IntDistribution(0, len(self.space.values[kernel][knob]) - 1)
+
+
+def plain(point: Point) -> dict[str, Any]:
+    """As JSON gives it back."""
+    return {"kernel": point.kernel, "knobs": [list(knob) for knob in point.knobs]}
+
+
+def point_of(said: Mapping[str, Any]) -> Point:
+    return Point(said["kernel"], tuple((knob, value) for knob, value in said["knobs"]))

@@ -1,0 +1,259 @@
+"""What is asked of tuning and what comes of it, however it is measured: operations in, records and a report out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mhsa_compile import kernels
+from mhsa_compile.compiler.selection.op_key import key_of, kind_of, sized
+from mhsa_compile.errors import InputError
+from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
+from mhsa_compile.records.device import Device
+from mhsa_compile.records.record import Record, as_kept, isa_of
+from mhsa_compile.target import environment
+from mhsa_compile.target.profile import TargetProfile
+from mhsa_compile.tuning.search.sampler import Found, Trial
+from mhsa_compile.tuning.search.search import Result
+from mhsa_compile.tuning.search.space import Space
+from mhsa_compile.tuning.search.study import Identity, digest
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to tune for, and within which limits.
+
+    sizes       of the symbols that stay open: at these lengths they are measured
+    records     the file that the records go to
+    storage     an URL as Optuna takes it
+    known       records at hand, for first guesses
+    study       a name for the studies, instead of one that follows from what is tuned
+    seconds     for all operations; None is no limit
+    trials      of each operation, those of earlier runs among them; None is no limit
+    exhaustive  after the search everything that is left is measured too, and the report says how near the search came
+    """
+
+    sizes: Mapping[str, int]
+    records: Path
+    storage: str
+    known: tuple[Record, ...] = ()
+    study: str | None = None
+    seconds: float | None = 60.0
+    trials: int | None = None
+    seed: int = 0
+    exhaustive: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An operation, under all the names by which the source calls it."""
+
+    names: tuple[str, ...]
+    op: Op
+    key: dict[str, Any]
+    sizes: dict[str, int]
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.op)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the search of an operation came to.
+
+    names       of the source's operations that are this one
+    speedup     time of the default by that of the best, in the same rounds; 1 where the default is the best
+    noise       the least difference that means something, as a share
+    stopped     why the search ended, or why there was none
+    space       how many configs there are
+    history     the score of each trial in the order of their draws, None for one that failed
+    found_us    with a sweep: what the search alone had found, measured beside the best
+    """
+
+    names: tuple[str, ...]
+    op: str
+    sizes: dict[str, int]
+    kernel: str
+    config: dict[str, int]
+    default_us: float
+    best_us: float
+    speedup: float
+    noise: float
+    failures: dict[str, int]
+    stopped: str
+    space: int
+    study: str
+    history: tuple[float | None, ...] = ()
+    error_share: float | None = None
+    found_us: float | None = None
+
+    @property
+    def trials(self) -> int:
+        """That are done, failures among them."""
+        return len(self.history)
+
+
+@dataclass(frozen=True)
+class Report:
+    """`default_us` and `best_us` are the sums over the operations of a call that were measured."""
+
+    ops: tuple[Tuned, ...]
+    seconds: float
+
+    @property
+    def trials(self) -> int:
+        return sum(op.trials for op in self.ops)
+
+    @property
+    def failures(self) -> int:
+        return sum(sum(op.failures.values()) for op in self.ops)
+
+    @property
+    def default_us(self) -> float:
+        return sum(len(op.names) * op.default_us for op in self.ops if op.history)
+
+    @property
+    def best_us(self) -> float:
+        return sum(len(op.names) * op.best_us for op in self.ops if op.history)
+
+
+def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[Subject]:
+    """The operations that have something to tune, equal ones as one. Raises InputError for a symbol without a size."""
+    found: dict[str, Subject] = {}
+    for name, op in ops.items():
+        key = key_of(op)
+        if key is not None:
+            try:
+                measured = measured_at(op, sizes)
+            except KeyError as missing:
+                raise InputError("dims", f"a size for {missing}", "none", "State it: --dim NAME=N.") from None
+            place = digest([kind_of(op), key, measured])
+            names = (*(found[place].names if place in found else ()), name)
+            found[place] = Subject(names, op, key, measured)
+    return list(found.values())
+
+
+def measured_at(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
+    """An operation's own sizes, as its records state them."""
+    if isinstance(op, LinearOp):
+        return {"rows": prod(sized(dim, sizes) for dim in op.rows)}
+    assert isinstance(op, AttentionOp), "only operations with a key are measured"
+    dims = {"B": op.batch, "L": op.q_length, "S": op.kv_length}
+    return {name: sized(dim, sizes) for name, dim in dims.items()}
+
+
+def source_digest(subjects: list[Subject]) -> str:
+    """Of everything that a source wants tuned, and at which sizes."""
+    return digest([[subject.kind, subject.key, subject.sizes] for subject in subjects])
+
+
+def identity_of(
+    subject: Subject, profile: TargetProfile, threads: int, device: Device | None, name: str | None, source: str
+) -> Identity:
+    """What the study of an operation is about. `device` is None for one that nobody knows yet."""
+    about = {
+        "op": subject.kind,
+        "key": subject.key,
+        "sizes": subject.sizes,
+        "isa": msgspec.to_builtins(isa_of(profile)),
+        "threads": threads,
+        "device": msgspec.to_builtins(device),
+        "kernels": _kernels(),
+    }
+    return Identity(f"{name}.{subject.names[0]}" if name else None, about, source)
+
+
+@cache
+def _kernels() -> str:
+    """Of the sources of the kernels and of TVM's version: with others, what was measured says nothing any more."""
+    sources = sorted(Path(str(kernels.__file__)).parent.rglob("*.py"))
+    whole = sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
+    return f"{whole[:16]}, tvm {environment.installed_version('apache-tvm')}"
+
+
+@dataclass(frozen=True)
+class What:
+    """What a record is about; the fields as there."""
+
+    op: str
+    key: dict[str, Any]
+    sizes: dict[str, int]
+    kernel: str
+    config: dict[str, int]
+    trace: str = ""
+
+
+def record_of(
+    subject: Subject, result: Result, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
+) -> Record:
+    """Of an operation that a kernel of ours computes."""
+    what = What(subject.kind, subject.key, subject.sizes, result.point.kernel, result.point.config)
+    return written(what, result.best, profile, threads, device, versions)
+
+
+def written(
+    what: What, found: Found, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
+) -> Record:
+    """The record of what was found, as of now."""
+    isa = isa_of(profile)
+    return Record(
+        op=what.op,
+        key=what.key,
+        sizes=what.sizes,
+        kernel=what.kernel,
+        config=what.config,
+        trace=what.trace,
+        median_us=found.us,
+        spread=found.spread,
+        default_us=found.default_us,
+        error_share=found.error_share,
+        threads=threads,
+        isa=isa,
+        device=as_kept(device, isa),
+        versions=versions,
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def tuned(subject: Subject, space: Space, study: str, result: Result) -> Tuned:
+    best = result.best
+    return Tuned(
+        names=subject.names,
+        op=subject.kind,
+        sizes=subject.sizes,
+        kernel=result.point.kernel,
+        config=result.point.config,
+        default_us=best.default_us,
+        best_us=best.default_us * best.score,
+        speedup=1 / best.score,
+        noise=result.noise,
+        failures=result.failures,
+        stopped=result.stopped,
+        space=len(space.points),
+        study=study,
+        history=history(result.trials),
+        error_share=best.error_share,
+        found_us=None if result.swept is None else best.default_us * result.swept.score,
+    )
+
+
+def untuned(subject: Subject, space: Space, study: str, why: str) -> Tuned:
+    """The default's, with nothing measured that could be compared with."""
+    point = space.default
+    return Tuned(
+        subject.names, subject.kind, subject.sizes, point.kernel, point.config, 0.0, 0.0, 1.0, 0.0, {}, why,
+        len(space.points), study,
+    )  # fmt: skip
+
+
+def history(trials: tuple[Trial, ...]) -> tuple[float | None, ...]:
+    return tuple(trial.result.score if isinstance(trial.result, Found) else None for trial in trials)

@@ -1,0 +1,184 @@
+"""Tuning all operations of a source: each has its share of the time, its search, and at the end its record.
+
+    report = tune(pipeline.operations(spec, dims=dims), profile, session, Request(sizes, records, storage, seconds=60))
+
+An operation's share is in proportion to its default time. They go from the cheapest to the dearest, so that what one
+does not need is left to those that matter more. A record is written as soon as its operation is confirmed, and what
+was measured is in the storage at once: killed at any time and started again, it goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from time import monotonic
+from typing import Any
+
+from mhsa_compile.compiler.selection.op_key import elsewhere
+from mhsa_compile.kernels.interface.ops import Op
+from mhsa_compile.records import record_files
+from mhsa_compile.records.record import isa_of
+from mhsa_compile.target import environment
+from mhsa_compile.target.profile import TargetProfile
+from mhsa_compile.tuning import op_jobs, tasks
+from mhsa_compile.tuning.measure import sessions
+from mhsa_compile.tuning.measure.job import Candidate, Job
+from mhsa_compile.tuning.measure.sessions import Session
+from mhsa_compile.tuning.search.search import (
+    FINALISTS,
+    LAST,
+    Progress,
+    Search,
+    Unmeasurable,
+)
+from mhsa_compile.tuning.search.space import Point, Space
+from mhsa_compile.tuning.search.study import Study
+from mhsa_compile.tuning.search.study_storage import open_storage
+from mhsa_compile.tuning.search.warm_start import first_guesses
+from mhsa_compile.tuning.tasks import (
+    Report,
+    Request,
+    Subject,
+    Tuned,
+    subjects_of,
+)
+
+LEAST_SHARE = 0.1
+"""Of the dearest operation's time that each has at least: some trials for all."""
+BUILDING = 0.25
+"""Seconds that building a candidate takes, roughly."""
+
+BuildPoint = Callable[[Space, Point], Candidate]
+
+
+@dataclass
+class State:
+    """An operation while it is tuned, for who watches. `phase` is "waiting", "searching", "sweeping", "confirming" or
+    "done"."""
+
+    subject: Subject
+    phase: str = "waiting"
+    progress: Progress | None = None
+    tuned: Tuned | None = None
+
+
+Watch = Callable[[list[State], float | None], None]
+"""Is told the operations and the seconds that are left."""
+
+
+def tune(
+    ops: Mapping[str, Op],
+    profile: TargetProfile,
+    session: Session,
+    request: Request,
+    *,
+    watch: Watch = lambda states, left: None,
+    build: BuildPoint | None = None,
+) -> Report:
+    """Raises InputError, OutputError, RecordsError and InstallationError, and DeviceError for a device that is of
+    another architecture, or stays away."""
+    sessions.require(session.device, isa_of(profile))
+    return _Tuning(profile, session, request, watch, build or built).run(subjects_of(ops, request.sizes))
+
+
+def built(space: Space, point: Point) -> Candidate:
+    """Code for a point. Raises BuildError."""
+    return op_jobs.candidate_of(space.op, space.kernels[point.kernel], point.config, space.profile)
+
+
+@dataclass
+class _Tuning:
+    profile: TargetProfile
+    session: Session
+    request: Request
+    watch: Watch
+    build: BuildPoint
+    source: str = ""
+    states: list[State] = field(default_factory=list)
+    started: float = field(default_factory=monotonic)
+    versions: dict[str, str] = field(default_factory=environment.versions)
+
+    def run(self, subjects: list[Subject]) -> Report:
+        storage = open_storage(self.request.storage)
+        self.source = tasks.source_digest(subjects)
+        self.states = [State(subject) for subject in subjects]
+        searches: list[tuple[State, Search]] = []
+        with ExitStack() as studies:
+            for state in self.states:
+                self._say()
+                search = self._prepared(storage, state)
+                studies.enter_context(search.study)
+                try:
+                    search.begin()
+                except Unmeasurable as error:
+                    self._done(state, tasks.untuned(state.subject, search.space, search.study.name, str(error)))
+                else:
+                    searches.append((state, search))
+            searches.sort(key=lambda pair: _weight(*pair))
+            for place, (state, search) in enumerate(searches):
+                self._tune(state, search, self._end(searches[place:]))
+        return Report(tuple(s.tuned for s in self.states if s.tuned is not None), monotonic() - self.started)
+
+    def _prepared(self, storage: Any, state: State) -> Search:
+        subject = state.subject
+        space = Space.of(subject.op, self.profile)
+        threads, device = self.session.threads, self.session.device
+        identity = tasks.identity_of(subject, self.profile, threads, device, self.request.study, self.source)
+        study = Study(storage, identity, space, seed=self.request.seed)
+
+        def tell(progress: Progress) -> None:
+            state.progress = progress
+            self._say()
+
+        def job(sizes: Mapping[str, int]) -> Job:
+            return op_jobs.job_of(subject.op, sizes, self.request.seed)
+
+        here = self.request.sizes
+        others = cache(lambda: [job(sizes) for sizes in elsewhere(subject.op, here)])
+        return Search(space, job(here), study, self.session, lambda point: self.build(space, point), tell, others)
+
+    def _end(self, waiting: list[tuple[State, Search]]) -> float:
+        """When the search of the first must end, so that the others and its last measurement have their time."""
+        if self.request.seconds is None:
+            return float("inf")
+        weights = [_weight(*pair) for pair in waiting]
+        least = LEAST_SHARE * max(weights)
+        shares = [max(weight, least) for weight in weights]
+        share = max(0.0, self._left() or 0.0) * shares[0] / sum(shares)
+        confirming = (FINALISTS + 2) * LAST + FINALISTS * BUILDING
+        return monotonic() + share - min(share / 3, confirming)
+
+    def _tune(self, state: State, search: Search, end: float) -> None:
+        request = self.request
+        state.phase = "searching"
+        search.study.guess(first_guesses(search.space, request.known))
+        stopped = search.run(end, request.trials)
+        before = None
+        if request.exhaustive:
+            state.phase, before = "sweeping", search.study.trials()
+            stopped = search.sweep()
+        state.phase = "confirming"
+        self._say()
+        result = search.confirm(stopped, before)
+        threads, device = self.session.threads, self.session.device
+        record = tasks.record_of(state.subject, result, self.profile, threads, device, self.versions)
+        record_files.append(request.records, record)
+        self._done(state, tasks.tuned(state.subject, search.space, search.study.name, result))
+
+    def _done(self, state: State, tuned: Tuned) -> None:
+        state.phase, state.tuned = "done", tuned
+        self._say()
+
+    def _say(self) -> None:
+        self.watch(self.states, self._left())
+
+    def _left(self) -> float | None:
+        seconds = self.request.seconds
+        return None if seconds is None else seconds - (monotonic() - self.started)
+
+
+def _weight(state: State, search: Search) -> float:
+    """Microseconds of a call that this operation takes."""
+    return search.default_us * len(state.subject.names)

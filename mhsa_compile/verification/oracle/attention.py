@@ -1,0 +1,152 @@
+"""ONNX Attention, and `mhsa.Attention` of our domain, as operators of the `onnx` package's evaluator.
+
+They take a block of queries at a time, and of the keys those between the first and the last that the block sees: no
+L x S array is ever made, but for outputs that are one.
+Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from onnx.reference.op_run import OpRun
+
+from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.verification.oracle import softmax_outputs
+from mhsa_compile.verification.oracle.scores import (
+    Array,
+    Scoring,
+    View,
+    padded,
+    stages,
+)
+
+QUERIES = 256
+"""That are evaluated together."""
+
+
+class Arithmetic(NamedTuple):
+    """What evaluates a block: `attend(q, k, v, scoring)`, Y by heads, and `look_inside(q, k, scoring, wanted)`."""
+
+    attend: Callable[[Array, Array, Array, Scoring], Array]
+    look_inside: Callable[[Array, Array, Scoring, Inside], dict[str, Array]]
+
+
+class _Inputs(NamedTuple):
+    """Of both operators. Number 9 is of evaluations only: keys (B, H, L, n) int64 whose weights are asked for."""
+
+    q: Array
+    k: Array
+    v: Array
+    mask: Array | None = None
+    past_key: Array | None = None
+    past_value: Array | None = None
+    lengths: Array | None = None
+    sinks: Array | None = None
+    slopes: Array | None = None
+    probe: Array | None = None
+
+
+def attention_operators(arithmetic: Arithmetic) -> list[type]:
+    """ONNX Attention (23 to 25) and the one of our domain, which has more inputs and outputs.
+
+    Here ours has an input 9, int64 (B, H, L, n), and an output 9: the weights of these keys, 0 for the key -1.
+    """
+
+    class Attention(OpRun):  # type: ignore[misc]  # the evaluator goes by this name
+        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Array, ...]:
+            evaluation = _Evaluation.of(_Inputs(*inputs), attributes, self.run_params["opsets"][""], arithmetic)
+            return evaluation.outputs(self.onnx_node)
+
+    return [Attention, type("Attention", (Attention,), {"op_domain": DOMAIN})]
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """One call of an operator. q, k and v lie by heads, the past before the new keys."""
+
+    q: Array
+    k: Array
+    v: Array
+    inputs: _Inputs
+    attributes: Mapping[str, Any]
+    view: View
+    arithmetic: Arithmetic
+
+    @classmethod
+    def of(cls, inputs: _Inputs, attributes: Mapping[str, Any], opset: int, arithmetic: Arithmetic) -> _Evaluation:
+        q, k, v = inputs[:3]
+        if q.ndim == 3:
+            q = _split_heads(q, attributes["q_num_heads"])
+            k, v = (_split_heads(array, attributes["kv_num_heads"]) for array in (k, v))
+        offset = 0 if inputs.lengths is None else inputs.lengths.reshape(-1, 1, 1, 1) - q.shape[2]
+        if inputs.past_key is not None and inputs.past_value is not None:
+            offset = inputs.past_key.shape[2]
+            k = np.concatenate((inputs.past_key, k), axis=2)
+            v = np.concatenate((inputs.past_value, v), axis=2)
+        S, mask = k.shape[2], inputs.mask
+        if mask is not None:
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+            mask = padded(mask, S) if opset >= 24 else mask
+        view = View(S, offset, inputs.lengths, mask, inputs.slopes, attributes)
+        return cls(q, k, v, inputs, attributes, view, arithmetic)
+
+    def outputs(self, node: onnx.NodeProto) -> tuple[Array, ...]:
+        """All that the node names, in the operator's order; an empty array where it names none."""
+        standard = self._y(), self.k, self.v
+        if len(node.output) < 4:
+            return standard
+        nothing = np.zeros(0)
+        L, blocks = self.q.shape[2], list(self._blocks())
+        stage = nothing
+        if node.output[3]:
+            scores = stages(self.q, self.k, self._scoring(slice(0, L)))
+            stage = scores[self.attributes["qk_matmul_output_mode"]]
+        wanted = mhsa_operator.wanted_of(node)
+        inside = softmax_outputs.collected(self._look, blocks, L, self.view.S, wanted)
+        if self.inputs.probe is not None:
+            inside["probe"] = softmax_outputs.probed(self._look, blocks, self.view.S, self.inputs.probe)
+        named = (inside.get(name, nothing) for name in (*mhsa_operator.NAMES, "probe"))
+        return (*standard, stage, *named)[: len(node.output)]
+
+    def _y(self) -> Array:
+        """(B, H, L, F), or (B, L, H F) where Q came so."""
+        parts = []
+        for rows in self._blocks():
+            keys, scoring = self._of_seen_keys(rows)
+            q, k, v = self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys]
+            parts.append(self.arithmetic.attend(q, k, v, scoring))
+        y: Array = np.concatenate(parts, axis=2)
+        return y.swapaxes(1, 2).reshape(*y.shape[0:3:2], -1) if self.inputs.q.ndim == 3 else y
+
+    def _look(self, rows: slice, wanted: Inside) -> tuple[dict[str, Array], int]:
+        keys, scoring = self._of_seen_keys(rows)
+        found = self.arithmetic.look_inside(self.q[:, :, rows], self.k[:, :, keys], scoring, wanted)
+        return found, keys.start
+
+    def _of_seen_keys(self, rows: slice) -> tuple[slice, Scoring]:
+        """(the keys between the first and the last that these queries see, and what makes their weights)."""
+        scoring = self._scoring(rows)
+        seen = np.flatnonzero(scoring.visible.any(axis=(0, 1, 2)))
+        keys = slice(seen[0], seen[-1] + 1) if seen.size else slice(0, 1)
+        return keys, scoring.of_keys(keys)
+
+    def _scoring(self, rows: slice) -> Scoring:
+        stated = self.attributes.get("scale")
+        scale = self.q.shape[3] ** -0.5 if stated is None else stated
+        return Scoring(*self.view.of(rows), scale, self.attributes.get("softcap") or 0.0, self.inputs.sinks)
+
+    def _blocks(self) -> Iterator[slice]:
+        L = self.q.shape[2]
+        for first in range(0, max(L, 1), QUERIES):  # none at all is a block, too: its shape is the result's
+            yield slice(first, min(first + QUERIES, L))
+
+
+def _split_heads(array: Array, heads: int) -> Array:
+    return array.reshape(*array.shape[:2], heads, -1).swapaxes(1, 2)

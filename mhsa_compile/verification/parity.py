@@ -1,0 +1,124 @@
+"""One run against the oracle on random inputs: the error, held against the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+
+from mhsa_compile.verification import top_k_parity
+from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
+from mhsa_compile.verification.random_inputs import random_inputs
+
+Draw = tuple[Array, Array, Array]
+"""One output of one draw: in float64, PyTorch's at the dtype, and what is judged."""
+ENOUGH_VALUES = 1024
+"""Of an output, for its largest error to say something about the code that made it."""
+MOST_DRAWS = 32
+DECIDING_VALUES, DECIDING_DRAWS = 1 << 16, 512
+"""Of an output that is a little over its budget: so many values, by so many draws at most, but MOST_DRAWS at least."""
+FILLED = "not judged: rows that a finite fill (-1e9, say) hides whole, where every runtime differs"
+"""What is said of the places that `Reference.blurred` finds."""
+BEYOND_CHANCE = 2.0
+"""Times the budget."""
+NEXT_DRAW = 1_000_003
+"""Between the seeds of a case's draws: far from those of other cases."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One run: the worst output's largest error against the oracle, and what was allowed. `note` says what was not
+    judged."""
+
+    dims: dict[str, int]
+    error: float
+    budget: float
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget
+
+    @property
+    def ratio(self) -> float:
+        """Error as a share of the budget; above 1 fails."""
+        return self.error / self.budget if self.budget else (0.0 if self.ok else np.inf)
+
+
+def check(
+    model: onnx.ModelProto,
+    run: Callable[[Arrays], Sequence[Array]],
+    dims: Mapping[str, int],
+    seed: int = 0,
+    *,
+    int8_weights: bool = False,
+    reference: Reference | None = None,
+) -> CaseResult:
+    """One case: `run` (inputs by name -> outputs in the graph's order) against the oracle, on random inputs.
+
+    `int8_weights`: the yardstick's products with weights are of eight bits, as `run`'s are. The oracle's never.
+    `reference`: of this model, where it is at hand.
+    """
+    known = Reference(model, int8_weights=int8_weights) if reference is None else reference
+
+    left_out: list[float] = []
+
+    def draw(turn: int) -> list[Draw]:
+        inputs = random_inputs(model, dims, seed + NEXT_DRAW * turn)
+        results = list(zip(known.oracle(inputs), known.eager(inputs), run(inputs), strict=True))
+        results = top_k_parity.by_weight(model, inputs, results, int8_weights=int8_weights)
+        blurred = known.blurred(inputs)
+        if blurred is None or all(map(np.all, blurred)):
+            return results
+        left_out.append(sum(map(np.sum, blurred)) / sum(array.size for array in blurred))
+        return [_judgeable(one, places) for one, places in zip(results, blurred, strict=True)]
+
+    result = judge(draw, dims)
+    return replace(result, note=f"{max(left_out):.0%} {FILLED}") if left_out else result
+
+
+def _judgeable(draw: Draw, blurred: Array) -> Draw:
+    """Without the places where no two runtimes agree; whole where ours has another shape."""
+    truth, yardstick, actual = draw
+    if not truth.shape == actual.shape == blurred.shape:
+        return draw
+    return truth[~blurred], yardstick[~blurred], actual[~blurred]
+
+
+def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseResult:
+    """The worst output's error and budget, over as many draws as it takes to know.
+
+    The largest of a few errors is chance, ours and the yardstick's: one run in a hundred of right code is over its
+    budget. So there are draws until every output has had ENOUGH_VALUES. Where one is then over its budget, but not by
+    more than chance does it, more draws are made, and they decide: their number follows from the output's size, it is
+    not drawn until it passes. Small ones take many, as all values of a row share the error of its weights; and so do
+    those whose rows are all alike, since what is the same number has the same error. What is compared are the largest
+    errors of all draws: what is wrong stays wrong, in whichever draw.
+    """
+    draws = [draw(0)]
+    values = min(_different(truth) for truth, _, _ in draws[0])
+    draws += map(draw, range(1, min(MOST_DRAWS, -(-ENOUGH_VALUES // max(1, values)))))
+    result = _judged(draws, dims)
+    if result.ok or result.ratio > BEYOND_CHANCE:
+        return result
+    deciding = max(MOST_DRAWS, min(DECIDING_DRAWS, DECIDING_VALUES // max(1, values)))
+    draws += map(draw, range(len(draws), deciding))
+    return _judged(draws, dims)
+
+
+def _different(values: Array) -> int:
+    """How many numbers there are among them, to float32's precision."""
+    with np.errstate(over="ignore"):
+        return int(np.unique(values.astype(np.float32)).size)
+
+
+def _judged(draws: Sequence[Sequence[Draw]], dims: Mapping[str, int]) -> CaseResult:
+    results = []
+    for output in zip(*draws, strict=True):
+        expected, yardsticks = (np.concatenate([triple[i].ravel() for triple in output]) for i in (0, 1))
+        error = max(max_error(truth, actual) for truth, _, actual in output)
+        results.append(CaseResult(dict(dims), error, budget(expected, yardsticks, str(yardsticks.dtype))))
+    return max(results, key=lambda result: result.ratio)

@@ -1,0 +1,96 @@
+"""One call made again and again, with any number of threads and by several callers at once: all give the same bits.
+
+What threads do to each other shows in some calls only, at sizes that are shared among threads at all, and never with
+one thread. No oracle is needed: the first call with one thread says what all others must give.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from mhsa_compile.verification.error_budget import max_error
+from mhsa_compile.verification.oracle.evaluate import Array, Arrays
+
+Run = Callable[[Arrays], list[Array]]
+"""Takes inputs by name, and gives the outputs in order."""
+
+THREADS = (1, 2, 3, 8)
+CALLERS = 2
+"""That call at once, after one has called alone with each number of threads."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """What calls with `threads` threads gave, made by `callers` at once: how many there were, how many of them differed
+    from the first call of all, and by how much at most."""
+
+    threads: int
+    callers: int
+    calls: int
+    different: int
+    difference: float
+
+
+def repeated(
+    start: Callable[[int], Run],
+    inputs: Arrays,
+    *,
+    calls: int,
+    seconds: float = float("inf"),
+    threads: Iterable[int] = THREADS,
+) -> list[Repeats]:
+    """`start` loads the function for a number of threads; it is called in a thread of its own, and so is what it gives.
+
+    calls     for each number of threads
+    seconds   after which there are fewer, but three
+    """
+    with ThreadPoolExecutor(1) as alone:
+        expected = alone.submit(lambda: _called(start(1), inputs)).result()
+    ways = [*((count, 1) for count in threads), (2, CALLERS)]
+    return [_repeated(start, inputs, expected, count, callers, calls, seconds) for count, callers in ways]
+
+
+def _repeated(
+    start: Callable[[int], Run],
+    inputs: Arrays,
+    expected: list[Array],
+    threads: int,
+    callers: int,
+    calls: int,
+    seconds: float,
+) -> Repeats:
+    def calling(run: Run) -> list[float]:
+        end = time.monotonic() + seconds
+        found: list[float] = []
+        while len(found) < calls // callers and (len(found) < _FEWEST or time.monotonic() < end):
+            found.append(_difference(expected, _called(run, inputs)))
+        return found
+
+    with ThreadPoolExecutor(callers) as executor:
+        run = executor.submit(start, threads).result()
+        found = [one for some in executor.map(calling, [run] * callers) for one in some]
+    return Repeats(threads, callers, len(found), sum(one > 0 for one in found), max(found))
+
+
+_FEWEST = 3
+
+
+def _called(run: Run, inputs: Arrays) -> list[Array]:
+    """Of copies, since a call may write into a cache."""
+    return run({name: array.copy() for name, array in inputs.items()})
+
+
+def _difference(expected: list[Array], got: list[Array]) -> float:
+    """The largest difference; 0 where all bits are the same, which NaN may be, too."""
+    if [array.shape for array in got] != [array.shape for array in expected]:
+        return float("inf")
+    pairs = [(e, g) for e, g in zip(expected, got, strict=True) if e.tobytes() != g.tobytes()]
+    return max((max_error(e.astype(np.float64), g) or _LEAST for e, g in pairs), default=0.0)
+
+
+_LEAST = 5e-324  # of numbers that differ in their bits only, as 0 and -0 do

@@ -1,0 +1,258 @@
+"""The inputs of an artifact, known by what their axes mean: drawn, cut, padded and poisoned for its self-checks.
+
+Notation: B batch, L query length, S key length, C capacity of a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
+from mhsa_compile.runtime.symbolic_dims import is_expression
+from mhsa_compile.verification.oracle.evaluate import Array, Arrays
+from mhsa_compile.verification.random_inputs import random_inputs, whole_masks
+
+ENTRIES = 3
+LENGTHS = (41, 67)
+"""Of the first length that is free, and of the others: one tile of queries or two, whatever the machine."""
+LARGE = (2, (331, 331))
+"""Entries and lengths with which rows of 32 numbers are more than what one thread computes alone."""
+PRIMES = tuple(n for n in range(11, 256) if all(n % d for d in range(2, 16) if d < n) and n not in (*LENGTHS, 197))
+"""Lengths that no other check uses, nor the default cases."""
+BATCHES = (2, 5, 7)
+_OWN_AXES = {
+    **{"x": "BL.", "context": "BS.", "q": "B.L.", "k": "B.S.", "v": "B.S."},
+    **{"past_key": "B.C.", "past_value": "B.C.", "length": "B", "present_key": "B.C.", "present_value": "B.C."},
+}
+"""Of the tensors of this library's modules, whose lengths are known as such when they are fixed, too."""
+
+
+class Subject:
+    """What is known of an artifact's inputs.
+
+    axes      of each input and output: the names of its axes, "" for one that is neither a batch nor a length
+    free      names of axes that may have any size; `lengths` are those but the batch
+    batch     the name of the batch axis, "" if there is none
+    keys      the name of the axis along which keys are hidden, "" if none is known
+    cached    whether a call writes its keys into a cache, behind those that are there
+    sizes     of every name in a draw
+    """
+
+    def __init__(self, manifest: Manifest, seed: int = 0) -> None:
+        self.manifest, self.seed = manifest, seed
+        names = {info.name for info in manifest.inputs}
+        self.cached = manifest.spec is not None and {"x", "past_key", "past_value", "length"} <= names
+        self._own_keys = "C" if self.cached else "S" if names & {"context", "k"} else "L"
+        self.axes = {info.name: self._axes_of(info) for info in (*manifest.inputs, *manifest.outputs)}
+        symbols = dict.fromkeys(dim for info in manifest.inputs for dim in info.dims if isinstance(dim, str))
+        self.free = [symbol for symbol in symbols if not symbol.startswith("mask_")]
+        self.batch = self._find_batch()
+        self.lengths = [symbol for symbol in self.free if symbol != self.batch]
+        self.fixed: dict[str, int] = {}
+        for info in manifest.inputs:
+            if info.broadcast is None:  # a mask's axes may be 1 where the size is another
+                named = zip(self.axes[info.name], info.dims, strict=True)
+                self.fixed |= {name: dim for name, dim in named if name and isinstance(dim, int)}
+        self.sizes = self._sizes(ENTRIES, LENGTHS)
+        masks = (info for info in manifest.inputs if "mask" in info.name and any(self.axes[info.name][-1:]))
+        self.mask = next(masks, None)
+        self.keys = self._find_keys()
+
+    def _axes_of(self, info: TensorInfo) -> tuple[str, ...]:
+        letters = _OWN_AXES.get(info.name, "") if self.manifest.spec is not None else ""
+        if self.manifest.spec is not None and info.name == "mask":
+            letters = f"B.L{self._own_keys}" if len(info.dims) == 4 else f"B{self._own_keys}"
+        if letters:
+            return tuple(letter.strip(".") for letter in letters)
+        return tuple(dim if isinstance(dim, str) else "" for dim in info.broadcast or info.dims)
+
+    def _sizes(self, batch: int, lengths: Sequence[int]) -> dict[str, int]:
+        """Of every name: `lengths` are for the first and for the other free ones, as far as they are allowed. A cache
+        has room for both."""
+        sizes = {symbol: min(self._longest, lengths[min(i, 1)]) for i, symbol in enumerate(self.lengths)}
+        if self.cached and "C" in self.free:
+            sizes["C"] = min(self._longest, sizes.get("L", self.fixed.get("L", 1)) + lengths[1])
+        return {**self.fixed, **sizes, **({self.batch: batch} if self.batch in self.free else {})}
+
+    @property
+    def _longest(self) -> int:
+        """What the positions of a spec allow, the capacity of its cache, and the tables of a model made elsewhere."""
+        spec = self.manifest.spec
+        positions = 1 << 30 if spec is None or spec.rope is None else spec.rope.max_length
+        tables = min(self.manifest.limits.values(), default=1 << 30)
+        return min(positions, self.fixed.get("C", 1 << 30), tables)
+
+    @property
+    def longest_prefix(self) -> int:
+        return min(max(LENGTHS), self._longest)
+
+    def unseen(self) -> list[dict[str, int]]:
+        """Two cases for `parity.check`, of sizes drawn from the seed: primes, unless those are too long."""
+        rng = np.random.default_rng(self.seed)
+        short = [n for n in PRIMES if n <= (self._longest // 2 if self.cached else self._longest)]
+        candidates = short if len(short) > 3 else list(range(1, self._longest + 1))
+        batches = rng.choice(BATCHES, 2, replace=False)
+        first, others = (rng.choice(candidates, 2, replace=len(candidates) < 2) for _ in range(2))
+        cases = [self._sizes(int(batches[i]), (int(first[i]), int(others[i]))) for i in range(2)]
+        return [case | self.mask_sizes(case, narrow=i == 1) for i, case in enumerate(cases)]
+
+    def _find_batch(self) -> str:
+        """The first axis of the first input that has two or more."""
+        return next((axes[0] for axes in self.axes.values() if len(axes) > 1), "")
+
+    def _find_keys(self) -> str:
+        if self.manifest.spec is not None:
+            return self._own_keys
+        if self.mask is not None:
+            keys = self.axes[self.mask.name][-1]
+            return "" if is_expression(keys) else keys  # of a past and of new ones: no axis has them all
+        return self.lengths[-1] if self.lengths else ""
+
+    # Why a check does not apply; "" where it does.
+
+    @property
+    def why_no_batch(self) -> str:
+        return self._why_no_entries or ("the batch is fixed at 1" if self.sizes[self.batch] == 1 else "")
+
+    @property
+    def _why_no_entries(self) -> str:
+        if not self.batch:
+            return "no input has a batch axis"
+        here = (self.batch, self.sizes[self.batch])
+        if any(not info.dims or info.dims[0] not in here for info in self.manifest.outputs):
+            return "an output has no batch axis"
+        return ""
+
+    @property
+    def why_no_padding(self) -> str:
+        if self.mask is None and not self.cached:
+            return "it takes no mask"
+        return self._why_no_entries if self.keys in self.free else "the length is fixed"
+
+    @property
+    def why_no_keys(self) -> str:
+        if not self.keys:
+            return "no axis is known as the keys'"
+        return "there is one key" if self.sizes[self.keys] == 1 else ""
+
+    @property
+    def why_no_prefixes(self) -> str:
+        bands = [attention.band for attention in self.manifest.semantics]
+        if not bands or any(band is None or band.right != 0 for band in bands):
+            return "not causal"
+        if self.cached:
+            return "" if "L" in self.free else "a length is fixed"
+        if {name for info in self.manifest.inputs for name in self.axes[info.name]} - {"", self.batch} != {
+            *self.lengths
+        }:
+            return "a length is fixed"
+        if not any(dim in self.lengths for info in self.manifest.outputs for dim in info.dims):
+            return "no output has a row for each position"
+        return ""
+
+    # Inputs.
+
+    def draw(self, *, same_length: bool = False) -> dict[str, Array]:
+        """Random inputs; `same_length` gives all free lengths one size, and a cache that is empty."""
+        sizes = self.sizes | (dict.fromkeys(self.lengths, self.longest_prefix) if same_length else {})
+        inputs = random_inputs(self.manifest, sizes | self.mask_sizes(sizes), self.seed)
+        if same_length and self.cached:
+            inputs["length"][:] = 0
+        return inputs
+
+    def draw_large(self) -> dict[str, Array]:
+        """Random inputs of sizes that are shared among threads."""
+        return self.draw_at(self._sizes(*LARGE))
+
+    def draw_at(self, sizes: Mapping[str, int]) -> dict[str, Array]:
+        """Random inputs at these sizes, by the names of axes."""
+        return random_inputs(self.manifest, {**sizes, **self.mask_sizes(sizes)}, self.seed)
+
+    def mask_sizes(self, sizes: Mapping[str, int], *, narrow: bool = False) -> dict[str, int]:
+        """Of the axes of a mask that broadcasts: all full but the heads', or `narrow`: 1 but for queries and keys."""
+        keys = sizes.get(self.keys, 1)
+        batch = 1 if narrow else sizes.get(self.batch, 1)
+        named = {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
+        return {**named, **whole_masks(self.manifest, sizes)}
+
+    def take(self, inputs: Arrays, entries: Sequence[int]) -> dict[str, Array]:
+        """These entries of the batch, in this order; what has no batch axis, or broadcasts along it, stays."""
+        return {
+            name: array[list(entries)] if self.axes[name][:1] == (self.batch,) and len(array) > 1 else array
+            for name, array in inputs.items()
+        }
+
+    def alone(self, inputs: Arrays, entry: int) -> dict[str, Array]:
+        """One entry by itself; where the size of a batch is fixed, a batch of nothing else."""
+        return self.take(inputs, [entry] * (1 if self.batch in self.free else self.sizes[self.batch]))
+
+    def cut(self, inputs: Arrays, parts: Mapping[str, slice]) -> dict[str, Array]:
+        """Every input cut along the axes of these names. Those of size 1 broadcast, and stay."""
+        return {name: self.cut_one(array, name, parts) for name, array in inputs.items()}
+
+    def cut_one(self, array: Array, name: str, parts: Mapping[str, slice]) -> Array:
+        """The same for one input or output."""
+        whole = slice(None)
+        named = zip(self.axes[name], array.shape, strict=True)
+        cuts = [parts.get(axis, whole) if size > 1 else whole for axis, size in named]
+        return np.ascontiguousarray(array[tuple(cuts)])
+
+    def padded(self, hidden: str) -> tuple[dict[str, Array], list[slice]]:
+        """Random inputs whose mask hides all keys of an entry but those of its slice: what is "before", "after" or
+        "around" it. Without a mask the slices are of what is to stay clean, and hide nothing. A cache hides what lies
+        behind its length and the call."""
+        inputs = self.draw()
+        if self.cached:
+            return inputs, [slice(0, int(length) + inputs["x"].shape[1]) for length in inputs["length"]]
+        total, entries = self.sizes[self.keys], self.sizes.get(self.batch, 1)
+        rng = np.random.default_rng(self.seed)
+        valid = rng.choice(np.arange(1, max(2, total)), entries, replace=entries >= total)
+        mask = None if self.mask is None else inputs[self.mask.name]
+        if mask is None or len(mask) < entries:
+            valid[:] = valid[0]  # one for all entries
+        first = {"before": total - valid, "after": 0 * valid, "around": (total - valid + 1) // 2}[hidden]
+        spans = [slice(int(i), int(i + n)) for i, n in zip(first, valid, strict=True)]
+        if mask is not None:
+            self._hide(mask, spans)
+        return inputs, spans
+
+    @staticmethod
+    def _hide(mask: Array, spans: Sequence[slice]) -> None:
+        """Masks the keys outside of each entry's slice."""
+        if mask.dtype.kind in "iu":
+            mask[...] = 1
+        for b, span in enumerate(spans):
+            hidden = np.ones(mask.shape[-1], np.bool_)
+            hidden[span] = False
+            mask[b % len(mask), ..., hidden] = 0 if mask.dtype.kind in "biu" else -np.inf
+
+    @property
+    def padding(self) -> str:
+        """Where a batch is padded. Before the keys where places are counted from the last one; also where attention is
+        causal, since what comes after is hidden by that alone (places count among each other only in our own modules).
+        """
+        bands = [attention.band for attention in self.manifest.semantics if attention.band is not None]
+        causal = self.manifest.spec is not None and any(band.right == 0 for band in bands)
+        from_the_end = any(band.alignment == "bottom_right" for band in bands)
+        apart = any(self.keys not in axes for axes in self.axes.values())  # in self-attention queries go with the keys
+        return "before" if (from_the_end if apart else causal) else "after"
+
+    def poisoned(self, inputs: Arrays, spans: Sequence[slice], poison: float) -> dict[str, Array]:
+        """A copy whose keys outside of each entry's slice are `poison`, in every floating input but the mask."""
+        spoiled = {name: array.copy() for name, array in inputs.items()}
+        for name, array in spoiled.items():
+            is_mask = self.mask is not None and name == self.mask.name
+            if array.dtype.kind in "biu" or self.keys not in self.axes[name] or is_mask:
+                continue
+            rows = np.moveaxis(array, self.axes[name].index(self.keys), 0)  # a view
+            hidden = np.ones(len(rows), np.bool_)
+            for b, span in enumerate(spans):
+                hidden[:] = True
+                hidden[span] = False
+                if self.axes[name][0] == self.batch:
+                    rows[hidden, b] = poison
+                else:
+                    rows[hidden] = poison
+        return spoiled

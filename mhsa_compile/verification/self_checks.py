@@ -1,0 +1,204 @@
+"""What must hold between the runs of one artifact, whatever the numbers are.
+
+The oracle says what a result must be; a self-check says how results hang together: a batch is its entries, padding is
+nothing, a step of decoding is a row of the prefill. One that means nothing for an artifact says why. Of a graph made
+elsewhere the oracle knows the properties: what does not hold in float64 is not asked of the compiled function.
+
+Notation: B batch, L query length, S key length, C capacity of a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
+from mhsa_compile.target import host
+from mhsa_compile.verification import repeated_runs
+from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
+from mhsa_compile.verification.paired_runs import (
+    SAME,
+    Meaningless,
+    Pairs,
+    Part,
+    Refused,
+    SelfCheck,
+    Variant,
+)
+from mhsa_compile.verification.parity import check
+from mhsa_compile.verification.random_inputs import random_inputs
+from mhsa_compile.verification.self_check_inputs import Subject
+
+Check = Callable[[str, Subject, Pairs], SelfCheck]
+THREADS = "any number of threads gives the same"
+MOST_CALLS, SECONDS = 50, 0.15
+"""For each number of threads: so many calls, or as many as there is time for."""
+PROMPT = 29
+"""Positions that go into a cache at once, before the steps of one."""
+
+
+def self_checks(
+    reference: Reference, manifest: Manifest, run: Callable[[Arrays], list[Array]], seed: int = 0
+) -> tuple[SelfCheck, ...]:
+    """Every check on a compiled function: `run` takes inputs by name and gives the outputs in the manifest's order."""
+    subject, pairs = Subject(manifest, seed), Pairs(reference, manifest, run)
+    return tuple(_result(name, check, subject, pairs) for name, check in CHECKS.items())
+
+
+def with_any_threads(manifest: Manifest, start: Callable[[int], repeated_runs.Run], seed: int = 0) -> SelfCheck:
+    """Calls with any number of threads, by several callers at once, give the same bits as one with one thread.
+
+    Inputs are large: little work is not shared among threads. `start` loads the artifact for a number of threads.
+    """
+    inputs = Subject(manifest, seed).draw_large()
+    numbers = [n for n in repeated_runs.THREADS if n <= max(2, host.allowed_cpus())]  # TVM warns of more
+    try:
+        found = repeated_runs.repeated(start, inputs, calls=MOST_CALLS, seconds=SECONDS, threads=numbers)
+    except InputError as error:
+        return SelfCheck(THREADS, note=f"its largest sizes are refused: {error}")
+    calls, different = (sum(counts) for counts in zip(*((one.calls, one.different) for one in found), strict=True))
+    said = f"{different} of {calls} calls differ" if different else SAME
+    return SelfCheck(THREADS, max(one.difference for one in found), 0.0, said)
+
+
+def _result(name: str, check: Check, subject: Subject, pairs: Pairs) -> SelfCheck:
+    try:
+        return check(name, subject, pairs)
+    except Meaningless as reason:
+        return SelfCheck(name, note=str(reason))
+    except Refused as reason:
+        return SelfCheck(name, np.inf, 0.0, str(reason))
+
+
+def _whole(array: Array, info: TensorInfo) -> Array:
+    return array
+
+
+def _entry(b: int) -> Part:
+    return lambda array, info: array[b : b + 1]
+
+
+def _batch_invariance(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
+    """An entry of a batch gives what it gives alone."""
+    if why := subject.why_no_batch:
+        return SelfCheck(name, note=why)
+    base = subject.draw()
+    variants = (Variant(subject.alone(base, b), _entry(0), _entry(b)) for b in range(subject.sizes[subject.batch]))
+    return pairs.compare(name, base, variants)
+
+
+def _batch_permutation(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
+    """The entries of a batch in another order give the outputs in that order."""
+    if why := subject.why_no_batch:
+        return SelfCheck(name, note=why)
+    base, order = subject.draw(), [*range(1, subject.sizes[subject.batch]), 0]
+    return pairs.compare(name, base, [Variant(subject.take(base, order), _whole, lambda array, info: array[order])])
+
+
+def _padded_batch(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
+    """Sequences of several lengths in one batch, the rest of it masked, give what each gives without the rest."""
+    if why := subject.why_no_padding:
+        return SelfCheck(name, note=why)
+    base, spans = subject.padded(subject.padding)
+
+    def variant(b: int) -> Variant:
+        here = {subject.keys: spans[b]}
+        alone = subject.cut(subject.alone(base, b), here)
+        part = _entry(b)
+        return Variant(
+            alone, _entry(0), lambda array, info: subject.cut_one(part(array, info), info.name, here), spans[b].start
+        )
+
+    return pairs.compare(name, base, map(variant, range(len(spans))))
+
+
+def _poisoned_padding(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
+    """NaN and infinity in keys that are hidden (by a mask, lengths, causality or a window) change no other output.
+
+    Which outputs see them the oracle says: those where it is not finite, for NaN (an infinite key may have a score of
+    -inf, which no sum shows).
+    """
+    if why := subject.why_no_keys:
+        return SelfCheck(name, note=why)
+    base, spans = subject.padded("around" if subject.mask else "after")
+    with np.errstate(invalid="ignore", over="ignore"):  # NumPy says so of every NaN that is on its way
+        spoiled = [subject.poisoned(base, spans, poison) for poison in (np.nan, np.inf)]
+        finite = [np.isfinite(one) & np.isfinite(other) for one, other in zip(*map(pairs.truth, spoiled), strict=True)]
+        if not any(map(np.any, finite)):
+            raise Meaningless("every output sees every key")
+        clean = {info.name: array for info, array in zip(pairs.manifest.outputs, finite, strict=True)}
+
+        def untouched(array: Array, info: TensorInfo) -> Array:
+            part: Array = array[clean[info.name]]
+            return part
+
+        return pairs.compare(name, base, [Variant(inputs, untouched, untouched) for inputs in spoiled])
+
+
+def _unseen_sizes(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
+    """Two sizes of every symbolic dim that nothing was compiled, exported or tried with, against the oracle."""
+    if not subject.free:
+        return SelfCheck(name, note="every size is fixed")
+    cases = subject.unseen()
+    results = []
+    for i, case in enumerate(cases):
+        if not pairs.own:
+            pairs.truth(random_inputs(pairs.model, case, subject.seed + i))
+        int8 = pairs.manifest.int8_weights
+        result = check(pairs.model, pairs.run, case, subject.seed + i, int8_weights=int8, reference=pairs.reference)
+        results.append(result)
+    worst = max(results, key=lambda result: result.ratio)
+    tried = ", ".join(f"{symbol} {cases[0][symbol]} and {cases[1][symbol]}" for symbol in subject.free)
+    return SelfCheck(name, worst.error, worst.budget, "; ".join(filter(None, (tried, worst.note))))
+
+
+def _decode_is_prefill(name: str, subject: Subject, pairs: Pairs) -> SelfCheck:
+    """The last row for every prefix of a sequence is that row of the whole sequence; with a cache, every step's."""
+    if why := subject.why_no_prefixes:
+        return SelfCheck(name, note=why)
+    base = subject.draw(same_length=True)
+    return pairs.compare(name, base, (_steps if subject.cached else _prefixes)(subject, pairs, base))
+
+
+def _prefixes(subject: Subject, pairs: Pairs, base: Arrays) -> Iterator[Variant]:
+    for length in range(1, subject.longest_prefix + 1):
+        prefix = dict.fromkeys(subject.lengths, slice(0, length))
+        yield Variant(subject.cut(base, prefix), _row(subject, -1), _row(subject, length - 1))
+
+
+def _row(subject: Subject, place: int) -> Part:
+    parts = dict.fromkeys(subject.lengths, slice(place, place + 1 or None))
+    return lambda array, info: subject.cut_one(array, info.name, parts)
+
+
+def _steps(subject: Subject, pairs: Pairs, base: Arrays) -> Iterator[Variant]:
+    """A prompt into an empty cache, then one position after the other, each behind what the steps before left there."""
+    cache = {name: base[name] for name in ("past_key", "past_value")}
+    first = 0
+    while first < subject.longest_prefix:
+        last = first + 1 if first else min(PROMPT, subject.longest_prefix)
+        inputs = {"x": base["x"][:, first:last], "length": np.full_like(base["length"], first), **cache}
+        rows, filled = slice(first, last), {"C": slice(0, last)}
+
+        def part(array: Array, info: TensorInfo, filled: dict[str, slice] = filled) -> Array:
+            return subject.cut_one(array, info.name, filled)
+
+        def of_base(array: Array, info: TensorInfo, filled: dict[str, slice] = filled, rows: slice = rows) -> Array:
+            return subject.cut_one(array, info.name, {"L": rows, **filled})
+
+        yield Variant(inputs, part, of_base)
+        results = dict(zip((info.name for info in pairs.manifest.outputs), pairs.run(inputs), strict=True))
+        cache = {f"past_{kind}": results[f"present_{kind}"] for kind in ("key", "value")}
+        first = last
+
+
+CHECKS: dict[str, Check] = {
+    "an entry of a batch is the entry alone": _batch_invariance,
+    "permuting a batch permutes the output": _batch_permutation,
+    "a padded batch is its rows alone": _padded_batch,
+    "NaN and Inf in hidden keys stay there": _poisoned_padding,
+    "two sizes never seen of each symbolic dim": _unseen_sizes,
+    "decoding step by step is the prefill": _decode_is_prefill,
+}

@@ -1,0 +1,115 @@
+"""What is right: the verdict on an artifact, against the oracle and against itself.
+
+The parts are rooms of their own: `parity` for one run, `selfcheck` for what must hold between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mhsa_compile.files.foreign_errors import bounded
+from mhsa_compile.verification import self_checks as selfcheck
+from mhsa_compile.verification.oracle.evaluate import (
+    Array,
+    Arrays,
+    Reference,
+    eager,
+    oracle,
+)
+from mhsa_compile.verification.paired_runs import SelfCheck
+from mhsa_compile.verification.parity import CaseResult, check
+from mhsa_compile.verification.random_inputs import default_cases, whole_masks
+from mhsa_compile.verification.repeated_runs import Run
+from mhsa_compile.verification.stored_model import stored_model
+
+if TYPE_CHECKING:
+    import os
+
+    from mhsa_compile.runtime.artifact.artifact import Artifact
+
+__all__ = [
+    "CaseResult",
+    "SelfCheck",
+    "Verdict",
+    "check",
+    "eager",
+    "judged",
+    "oracle",
+    "verify",
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All runs of `verify`, and its self-checks; right if every one is within its budget."""
+
+    cases: tuple[CaseResult, ...]
+    checks: tuple[SelfCheck, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(case.ok for case in self.cases) and all(check.ok for check in self.checks)
+
+    @property
+    def worst(self) -> CaseResult:
+        return max(self.cases, key=lambda case: case.ratio)
+
+
+@bounded
+def verify(
+    artifact: Artifact | str | os.PathLike[str],
+    *,
+    cases: Iterable[Mapping[str, int]] | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    self_checks: bool = True,
+) -> Verdict:
+    """Runs a compiled artifact on random inputs, and holds it against the oracle and against itself.
+
+    cases           sizes of the symbolic dims, such as {"B": 3, "L": 7}; by default lengths of 1, 7, 64 and 197
+    seed            of all that is random: inputs, and the sizes of the self-checks
+    self_checks     whether to run those of the room `selfcheck`, too
+
+    Raises ArtifactError, and InputError for a case that leaves a dim open.
+    """
+    from mhsa_compile.runtime.artifact.artifact import Artifact
+    from mhsa_compile.runtime.compiled_attention import load
+
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+
+    def start(threads: int | None) -> Run:
+        compiled = load(opened, threads=threads)
+
+        def run(inputs: Arrays) -> list[Array]:
+            result = compiled.from_host(**inputs)
+            return list(result) if isinstance(result, list | tuple) else [result]
+
+        return run
+
+    on_cpu = opened.manifest.target.family == "cpu"
+    verdict = judged(opened, start(threads), cases=cases, seed=seed, self_checks=self_checks)
+    if not self_checks or not on_cpu:
+        return verdict
+    return replace(verdict, checks=(*verdict.checks, selfcheck.with_any_threads(opened.manifest, start, seed)))
+
+
+def judged(
+    artifact: Artifact,
+    run: Callable[[Arrays], list[Array]],
+    *,
+    cases: Iterable[Mapping[str, int]] | None = None,
+    seed: int = 0,
+    self_checks: bool = True,
+) -> Verdict:
+    """`verify` of an artifact that runs elsewhere: `run` takes inputs by name, and returns all outputs in order."""
+    model = stored_model(artifact)
+    manifest = artifact.manifest
+    chosen = [{**case, **whole_masks(manifest, case)} for case in default_cases(model)] if cases is None else cases
+    int8 = manifest.int8_weights
+    reference = Reference(model, int8_weights=int8)
+    results = tuple(
+        check(model, run, dims, seed + i, int8_weights=int8, reference=reference) for i, dims in enumerate(chosen)
+    )
+    return Verdict(results, selfcheck.self_checks(reference, manifest, run, seed) if self_checks else ())

@@ -1,0 +1,440 @@
+"""The command `mhsa`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from support.cuda.made_up_gpus import B200, H200, MadeUp
+from support.records_made import made
+from typer.testing import CliRunner, Result
+
+from mhsa_compile import __version__
+from mhsa_compile.cli.app import app
+from mhsa_compile.cli.commands import doctor
+from mhsa_compile.cli.common import arrays
+from mhsa_compile.errors import InstallationError
+from mhsa_compile.records import record_files
+from mhsa_compile.runtime import cuda_devices
+from mhsa_compile.runtime.artifact.manifest import TensorInfo
+from mhsa_compile.target import environment, host, profile
+
+COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "records list", "records merge",
+            "records promote", "records check")  # fmt: skip
+
+
+def mhsa(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result: Result) -> str:
+    """The one message of a command that refused its input."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_help_lists_every_command() -> None:
+    text = mhsa("--help").stdout
+    assert all(command.split()[0] in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_speaks_json(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_the_module_is_the_command() -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", "mhsa_compile", "--version"], capture_output=True, text=True, check=True
+    )
+    assert child.stdout.strip() == f"mhsa {__version__}"
+
+
+def test_targets_are_listed() -> None:
+    listed = json.loads(mhsa("targets", "--json").stdout)
+    assert [target["name"] for target in listed] == list(profile.profile_names())
+    table = mhsa("targets").stdout
+    assert all(name in table for name in profile.profile_names())
+
+
+def test_native_is_printed_as_a_file_to_save(tmp_path: Path) -> None:
+    text = mhsa("targets", "native").stdout
+    assert tomllib.loads(text)["hardware"]["cores"] == host.allowed_cpus()
+    saved = tmp_path / "mine.toml"
+    saved.write_text(text)
+    assert json.loads(mhsa("targets", saved, "--json").stdout)["name"] == "mine"
+
+
+def test_this_machine_is_detected_and_written(tmp_path: Path) -> None:
+    saved = tmp_path / "mine.toml"
+    text = mhsa("targets", "--detect", "-o", saved).stdout
+    assert saved.read_text() == text == mhsa("targets", "native").stdout
+    assert host.cpu_model() in text.splitlines()[0]
+    written, found = profile.load_profile(saved), profile.detect()
+    assert (written.tvm, written.hardware, written.link) == (found.tvm, found.hardware, found.link)
+    assert "not there yet" in refused(mhsa("targets", "--detect", "-o", saved))
+    assert "named .toml" in refused(mhsa("targets", "znver4", "-o", tmp_path / "mine"))
+    assert "Leave one of them out" in refused(mhsa("targets", "znver4", "--detect"))
+    assert "--detect" in refused(mhsa("targets", "-o", tmp_path / "other.toml"))
+    assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_an_unknown_target_gets_near_names() -> None:
+    message = refused(mhsa("targets", "znver5"))
+    assert "'znver5'" in message
+    assert "Did you mean znver4" in message
+
+
+def test_doctor_finds_this_machine_well() -> None:
+    result = mhsa("doctor", "--json")
+    findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
+    assert result.exit_code == 0
+    assert findings["TVM pair"]["status"] == findings["TVM loads"]["status"] == "ok"
+    assert findings["CPUs"]["found"].startswith(str(host.allowed_cpus()))
+    assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
+
+
+DRIVERS: dict[str, tuple[MadeUp | None, dict[str, tuple[str, str]]]] = {
+    "none": (None, {"GPU": ("ok", "none: no library")}),
+    "one": (MadeUp([H200]), {"NVIDIA driver": ("ok", "CUDA 13.0"),
+                             "cuda:3": ("ok", "compute capability 9.0: compile with --target cuda-sm90a")}),
+    "an older one": (MadeUp([H200], cuda=(12, 8)), {"NVIDIA driver": ("warn", "CUDA 12.8")}),
+    "of a GPU without a target": (MadeUp([B200]), {"cuda:4": ("ok", "10.0: no target is for it")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("driver", "expected"), DRIVERS.values(), ids=DRIVERS.keys())
+def test_doctor_says_what_gpus_there_are(
+    monkeypatch: pytest.MonkeyPatch, driver: MadeUp | None, expected: dict[str, tuple[str, str]]
+) -> None:
+    def answer() -> MadeUp:
+        if driver is None:
+            raise InstallationError("NVIDIA driver", "libcuda.so.1", "no library")
+        return driver
+
+    monkeypatch.setattr(cuda_devices, "driver", answer)
+    findings = {finding.check: finding for finding in doctor._gpus()}
+    assert findings.keys() >= expected.keys()
+    for check, (status, found) in expected.items():
+        assert findings[check].status == status and found in findings[check].found
+
+
+def test_doctor_refuses_the_wrong_pair_before_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"apache-tvm": "0.27.0.post1", "apache-tvm-ffi": "0.1.15"}
+    monkeypatch.setattr(environment, "installed_version", versions.get)
+    result = mhsa("doctor", "--json")
+    findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert findings["TVM pair"]["status"] == "fail"
+    assert "pip install" in findings["TVM pair"]["advice"]
+    assert "TVM loads" not in findings
+
+
+def test_doctor_sees_a_cache_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(tmp_path / "zig"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    findings = {finding["check"]: finding for finding in json.loads(mhsa("doctor", "--json").stdout)}
+    assert findings["cache folder"]["status"] == "fail"
+    assert str(tmp_path / "zig") in findings["cache folder"]["found"]
+
+
+BAD_COMPILES = {
+    "no source": ([], "an .onnx file, a spec .toml, or --embed-dim and --num-heads"),
+    "half a spec": (["--embed-dim", 64], "only --embed-dim"),
+    "source and flags": (["m.onnx", "--embed-dim", 64], "Leave one of them out"),
+    "source of another kind": (["model.pt"], "'model.pt'"),
+    "source that is not there": (["absent.onnx"], "'absent.onnx'"),
+    "D not divisible by H": (["--embed-dim", 64, "--num-heads", 5], "embed_dim"),
+    "H not divisible by G": (["--embed-dim", 64, "--num-heads", 8, "--num-kv-heads", 3], "num_kv_heads"),
+    "unknown target": (["--embed-dim", 64, "--num-heads", 8, "--target", "znver5"], "znver4"),
+    "causal without lengths": (
+        ["--embed-dim", 64, "--num-heads", 8, "--kv-embed-dim", 32, "--causal", "true"],
+        "bottom_right",
+    ),
+    "flag out of its choices": (["--embed-dim", 64, "--num-heads", 8, "--causal", "left"], "top_left"),
+    "dtype": (["--embed-dim", 64, "--num-heads", 8, "--dtype", "float64"], "'bfloat16'"),
+    "window of one side": (["--embed-dim", 64, "--num-heads", 8, "--window", "256"], "(left, right)"),
+    "window of words": (["--embed-dim", 64, "--num-heads", 8, "--window", "256,none"], "LEFT,RIGHT, such as 256,0"),
+    "negative window": (["--embed-dim", 64, "--num-heads", 8, "--window", "-2,0"], "-1 for unbounded"),
+    "unknown pattern": (["--embed-dim", 64, "--num-heads", 8, "--static-mask", "bigbrd"], "Did you mean 'bigbird'"),
+    "pattern out of range": (
+        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "longformer:window=3"],
+        "longformer.window: expected an even number",
+    ),
+    "softcap": (["--embed-dim", 64, "--num-heads", 8, "--softcap", "-1"], "softcap: expected a positive finite"),
+    "rope of words": (["--embed-dim", 64, "--num-heads", 8, "--rope", "theta=big"], "FIELD=VALUE"),
+    "unknown field of rope": (["--embed-dim", 64, "--num-heads", 8, "--rope", "thta=1"], "Did you mean 'theta'"),
+    "cache without causality": (["--embed-dim", 64, "--num-heads", 8, "--kv-cache"], "--causal true"),
+    "positions beyond rope's": (
+        ["--embed-dim", 64, "--num-heads", 8, "--rope", "max_length=32", "--length", 33],
+        "L of at most the spec's rope.max_length = 32",
+    ),
+    "two masks": (
+        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4", "--mask", "bool"],
+        "one mask, constant or of the call",
+    ),
+    "static mask of free lengths": (
+        ["--embed-dim", 64, "--num-heads", 8, "--static-mask", "strided:stride=4"],
+        "expected fixed lengths, as the spec's static_mask is laid out at compile time, got L left symbolic",
+    ),
+    "weights": (["--embed-dim", 64, "--num-heads", 8, "--weights", "int4"], "'int8'"),
+    "length below one": (["--embed-dim", 64, "--num-heads", 8, "--length", 0], "--length"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "reason"), BAD_COMPILES.values(), ids=BAD_COMPILES.keys())
+def test_bad_compiles_are_refused(tmp_path: Path, arguments: list[object], reason: str) -> None:
+    out = tmp_path / "out"
+    assert reason in refused(mhsa("compile", *arguments, "-o", out))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_spec_file_is_refused(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text("embed_dim = 64\nnum_heads = 8\nheads = 3\n")
+    assert "heads" in refused(mhsa("compile", spec, "-o", tmp_path / "out"))
+
+
+def test_an_existing_output_is_refused_before_the_work(tmp_path: Path) -> None:
+    message = refused(mhsa("compile", "--embed-dim", 64, "--num-heads", 8, "-o", tmp_path))
+    assert "--force" in message
+
+
+def test_a_full_disk_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/y.npz")
+
+    monkeypatch.setattr(profile, "profile_names", full)
+    message = refused(mhsa("targets"))
+    assert "/somewhere/y.npz" in message
+    assert "No space left on device" in message
+
+
+def test_other_errors_of_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "profile_names", lambda: 1 // 0)
+    assert isinstance(mhsa("targets").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("command", ["run", "verify", "inspect"])
+def test_what_is_no_artifact_is_refused(command: str, tmp_path: Path) -> None:
+    assert str(tmp_path) in refused(mhsa(command, tmp_path / "absent.mhsa"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--against", "torch,magic"], "'magic'"),
+        (["--workload", "base129", "--against", ""], "base128"),
+        (["--workload", "base128", "--length", 7], "A workload brings its own"),
+    ],
+)
+def test_bad_benches_are_refused(arguments: list[object], reason: str) -> None:
+    assert reason in refused(mhsa("bench", *arguments))
+
+
+TUNED = {"rows": 2, "columns": 1, "block": 8, "depth": 16, "group": 2}
+SMALL = ["--embed-dim", 32, "--num-heads", 4, "--causal", "true", "--mask", "bool"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "small.mhsa"
+    tuned = folder.with_name("tuned.jsonl")
+    key = {
+        "rows": "any",
+        "in_features": 32,
+        "out_features": 32,
+        "padding": 0,
+        "dtype": "float32",
+        "int8_weights": False,
+    }
+    record_files.append(tuned, made("native", key=key, kernel="cpu.linear", config=TUNED))
+    tuned.write_bytes(tuned.read_bytes() + b'{"format"')
+    result = mhsa("compile", *SMALL, "--records", tuned, "-o", folder, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[0].startswith("Warning: ") and "torn" in result.stderr
+    described = json.loads(result.stdout)
+    assert described["artifact"] == str(folder)
+    assert described["target"] == "native"
+    assert described["ops"]
+    assert described["fused"] == len(described["attention"]) == 1
+    return folder
+
+
+def test_blocks_that_are_not_fused_are_named(tmp_path: Path) -> None:
+    """Softmax over scores that were multiplied by a mask: attention, but not in a form that the operator has."""
+    names = {"q": ["B", 2, "L", 8], "k": ["B", 2, 8, "L"], "v": ["B", 2, "L", 8], "m": ["B", 2, "L", "L"]}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in names.items()]
+    nodes = [
+        helper.make_node("MatMul", ["q", "k"], ["scores"]),
+        helper.make_node("Mul", ["scores", "m"], ["gated"], name="gate"),
+        helper.make_node("Softmax", ["gated"], ["weights"], name="weigh"),
+        helper.make_node("MatMul", ["weights", "v"], ["y"]),
+    ]
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, names["q"])
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", inputs, [y]), opset_imports=opsets), tmp_path / "m.onnx")
+    result = mhsa("compile", tmp_path / "m.onnx", "-o", tmp_path / "m.mhsa")
+    assert result.exit_code == 0, result.output
+    assert "0 of 1 attention blocks fused" in result.stdout
+    assert "weigh (decomposed), not fused: Mul 'gate' scales by something that is not one constant" in result.stdout
+
+
+def test_an_artifact_is_inspected(compiled: Path) -> None:
+    described = json.loads(mhsa("inspect", compiled, "--json").stdout)
+    assert described["hashes_ok"]
+    assert {info["name"] for info in described["manifest"]["inputs"]} == {"x", "mask"}
+    assert described["bytes"].keys() == described["manifest"]["files"].keys()
+    table = mhsa("inspect", compiled).stdout
+    assert all(name in table for name in ("q_proj.weight", "module.so", "native"))
+    tuned, *others = sorted(described["manifest"]["ops"], key=lambda op: op["source"] != "record")
+    assert tuned["config"] == TUNED and all(op["source"] == "default" for op in others)
+    for reason in ("1.25 times as fast as the default (a CPU", "no record of this operation at these lengths"):
+        assert reason in table
+        assert any(reason in op["tuning"] for op in (tuned, *others))
+
+
+def test_an_artifact_is_verified(compiled: Path) -> None:
+    result = mhsa("verify", compiled, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ok"]
+
+
+def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "y.npz"
+    result = mhsa("run", compiled, "--batch", 2, "--length", 7, "-o", out, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["outputs"][0]["dims"] == [2, 7, 32]
+    np.save(tmp_path / "x.npy", np.zeros((3, 5, 32), np.float32))
+    assert mhsa("run", compiled, "--input", f"x={tmp_path / 'x.npy'}", "-o", out, "--threads", 1).exit_code == 0
+    with np.load(out) as outputs:
+        assert outputs["y"].shape == (3, 5, 32)  # the mask took its size from x
+    assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "y.npz"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--input", "x"], "NAME=FILE.npy"),
+        (["--input", "x=absent.npy"], "absent.npy"),
+        (["--input", f"x={__file__}"], "an .npy file"),
+        (["--length", 7, "-o", "/absent/folder/y.npz"], "/absent/folder"),
+        (["-o", ""], "a place for a file, got the folder '.'"),
+        (["-o", "/dev"], "a place for a file, got the folder '/dev'"),
+        (["-o", "/dev/null"], "a place for a file, got '/dev/null', which is none"),
+        (["--threads", 20_000], "threads: expected at most"),
+    ],
+)
+def test_bad_runs_are_refused(compiled: Path, arguments: list[object], reason: str) -> None:
+    assert reason in refused(mhsa("run", compiled, *arguments))
+
+
+def test_a_bench_of_too_many_threads_is_refused_before_the_work() -> None:
+    assert "threads: expected at most" in refused(mhsa("bench", "--threads", 20_000))
+
+
+def test_a_run_writes_through_a_link(compiled: Path, tmp_path: Path) -> None:
+    (tmp_path / "y.npz").symlink_to("kept.npz")
+    assert mhsa("run", compiled, "-o", tmp_path / "y.npz").exit_code == 0
+    assert (tmp_path / "y.npz").is_symlink() and np.load(tmp_path / "kept.npz")["y"].size
+
+
+STOPPED = """
+import os, signal
+from pathlib import Path
+from mhsa_compile import cli, staging
+
+@cli.app.command("stop")
+def stop(place: Path, wrapped: bool = False) -> None:
+    with staging.replaced(place, False, "mark") as folder:
+        (folder / "half").touch()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit as error:
+            raise RuntimeError(error) if wrapped else error
+
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("how", [[], ["--wrapped"]])
+def test_a_signal_that_ends_a_command_leaves_nothing_behind(tmp_path: Path, how: list[str]) -> None:
+    """At any time: also inside a function that TVM calls, which makes a RuntimeError of whatever is raised."""
+    command = [sys.executable, "-c", STOPPED, "stop", tmp_path / "new", *how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_input_is_refused(compiled: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((1, 5, 33), np.float32))
+    assert "x" in refused(mhsa("run", compiled, "--input", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "y.npz"))
+    assert not (tmp_path / "y.npz").exists()
+
+
+def test_force_replaces_an_artifact(compiled: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy.mhsa"
+    shutil.copytree(compiled, folder)
+    (folder / "stray").touch()
+    assert mhsa("compile", *SMALL, "-o", folder, "--force").exit_code == 0
+    assert not (folder / "stray").exists()
+    assert mhsa("inspect", folder).exit_code == 0
+
+
+def test_a_bench_reports_every_peer(compiled: Path) -> None:
+    result = mhsa("bench", compiled, "--against", "torch", "--length", 16, "--seconds", 0.1, "--json")
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(result.stdout).values()
+    assert len(report["rows"]) == 2
+
+
+def test_symbols_of_other_names_have_their_sizes_by_dim(tmp_path: Path) -> None:
+    """An ONNX model made elsewhere: its inputs are not called x, and its symbols not B and L."""
+    folder, dims = tmp_path / "m.mhsa", ["batch", 2, "seq", 8]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name in ("query", "key", "y")]
+    graph = helper.make_graph(
+        [helper.make_node("Attention", ["query", "key", "key"], ["y"])], "g", values[:2], values[2:]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
+    assert "such as seq=128, got 'seq=0'" in refused(
+        mhsa("compile", tmp_path / "m.onnx", "--dim", "seq=0", "-o", folder)
+    )
+    assert mhsa("compile", tmp_path / "m.onnx", "--dim", "batch=1", "-o", folder).exit_code == 0
+    assert "State it: --dim seq=N" in refused(mhsa("run", folder))
+    assert "a symbol of the inputs: seq, got 'batch'" in refused(mhsa("run", folder, "--dim", "batch=1"))
+    ran = json.loads(mhsa("run", folder, "--dim", "seq=7", "--json").stdout)
+    assert ran["outputs"][0]["dims"] == [1, 2, 7, 8]
+    assert "expected sizes for seq, got none" in mhsa("bench", folder).stderr
+    assert "expected sizes for batch, seq, got none" in refused(mhsa("bench", tmp_path / "m.onnx"))
+    result = mhsa("bench", folder, "--dim", "seq=7", "--against", "onnxruntime", "--seconds", 0.1, "--json")
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(result.stdout).values()
+    assert (report["dims"], report["dtype"], report["floor"]) == ({"seq": 7}, "float32", None)
+
+
+def test_files_of_bfloat16_are_float32(tmp_path: Path) -> None:
+    """An .npy file has no word for it: float32 comes in and is rounded, and goes out as it is."""
+    infos = (TensorInfo("x", "bfloat16", ("B", 3)), TensorInfo("z", "bfloat16", ("B", 3)))
+    given = np.array([[1, 2.5, 3.1415927]], np.float32)
+    np.save(tmp_path / "x.npy", given)
+    values = arrays.complete(arrays.read([f"x={tmp_path / 'x.npy'}"]), infos, {}, seed=0)
+    assert {str(array.dtype) for array in values.values()} == {"bfloat16"}
+    assert np.array_equal(values["x"], given.astype("bfloat16"))
+    arrays.write(tmp_path / "y.npz", values)
+    with np.load(tmp_path / "y.npz") as saved:
+        assert saved["x"].dtype == np.float32
+        assert np.array_equal(saved["x"].astype("bfloat16"), values["x"])

@@ -1,0 +1,109 @@
+"""What no kernel claims: elementary functions to the last digits, and schedules that change no result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from support.kernel_runs import call, vector_machine
+from torch.nn import functional
+from tvm import relax, te
+
+from mhsa_compile.compiler.codegen.build import pass_context
+from mhsa_compile.compiler.fallback import cpu_schedule, elementwise
+from mhsa_compile.records.record import Shelf
+from mhsa_compile.verification.error_budget import budget, max_error
+
+PROFILE = vector_machine(256, 16)
+POINTS = np.concatenate(
+    [np.linspace(-6, 6, 120_001), np.linspace(-130, 130, 20_001), np.geomspace(1e-37, 1e-2, 20_001)]
+).astype(np.float32)
+
+
+def built(function: Any) -> Any:
+    module = tvm.IRModule({"run": function.with_attr("global_symbol", "run")})
+    with pass_context():
+        return tvm.compile(module, target=tvm.target.Target(PROFILE.tvm_config()))["run"]
+
+
+def applied(formula: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
+    X = te.placeholder((te.var("n", "int64"),), "float32")
+    function = te.create_prim_func([X, te.compute(X.shape, lambda i: formula(X[i]))])
+    return call(built(function), x, np.empty_like(x)).astype(np.float64)
+
+
+def test_elementary_functions() -> None:
+    exact = torch.from_numpy(POINTS.astype(np.float64))
+    for formula, function, units in ((elementwise.erf, torch.erf, 1.3), (elementwise.tanh, torch.tanh, 4)):
+        expected = function(exact).numpy()
+        error = np.abs(applied(formula, POINTS) - expected)
+        assert (error / np.spacing(np.abs(expected).astype(np.float32))).max() < units
+    error = np.abs(applied(elementwise.sigmoid, POINTS) - torch.sigmoid(exact).numpy())
+    assert error.max() <= 2 * np.finfo(np.float32).eps / 2
+
+
+@pytest.mark.parametrize(
+    ("formula", "ends"), [(elementwise.erf, (-1, 1)), (elementwise.tanh, (-1, 1)), (elementwise.sigmoid, (0, 1))]
+)
+def test_elementary_functions_at_their_ends(formula: Callable[[Any], Any], ends: tuple[int, int]) -> None:
+    low, high, unknown = applied(formula, np.array([-np.inf, np.inf, np.nan], np.float32))
+    assert (low, high) == ends
+    assert np.isnan(unknown)
+
+
+def lowered(graph: Callable[[Any], Any], width: int) -> Any:
+    """A module whose `main` takes x (B, L, width), float32."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((te.var("B", "int64"), te.var("L", "int64"), width), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            output = builder.emit_output(builder.emit(graph(x)))
+        builder.emit_func_output(output)
+    return cpu_schedule.lower(builder.get(), PROFILE, Shelf([], PROFILE)).module
+
+
+def layer_norm(x: Any) -> Any:
+    ones, zeros = (relax.const(fill(int(x.ty.shape[2]), dtype=np.float32)) for fill in (np.ones, np.zeros))
+    return relax.op.nn.layer_norm(x, ones, zeros, [-1])
+
+
+def rms_norm(x: Any) -> Any:
+    squares = relax.op.power(x, relax.const(2.0, "float32"))
+    mean = relax.op.mean(squares, axis=[-1], keepdims=True)
+    return relax.op.divide(x, relax.op.sqrt(relax.op.add(mean, relax.const(1e-6, "float32"))))
+
+
+GRAPHS = {
+    "gelu": (relax.op.nn.gelu, functional.gelu),
+    "silu": (relax.op.nn.silu, functional.silu),
+    "softmax": (lambda x: relax.op.nn.softmax(x, axis=-1), lambda x: x.softmax(-1)),
+    "layer_norm": (layer_norm, lambda x: functional.layer_norm(x, x.shape[-1:])),
+    "rms_norm": (rms_norm, lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
+    "not along rows": (lambda x: relax.op.nn.softmax(x, axis=1), lambda x: x.softmax(1)),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_schedules_change_no_result(name: str) -> None:
+    """Widths of whole vectors, of shorter ones and prime; few rows, by one thread, and many."""
+    graph, function = GRAPHS[name]
+    for width, shapes in ((48, ((2, 3), (5, 79))), (60, ((1, 7),)), (13, ((1, 1), (7, 197)))):
+        with pass_context():
+            target = tvm.target.Target(PROFILE.tvm_config())
+            run = relax.VirtualMachine(relax.build(lowered(graph, width), target), tvm.cpu())["main"]
+        for shape in shapes:
+            x = torch.randn((*shape, width), generator=torch.Generator().manual_seed(width))
+            expected, yardstick = function(x.double()).numpy(), function(x).numpy()
+            y = run(tvm.runtime.tensor(x.numpy())).numpy()
+            assert max_error(expected, y) <= budget(expected, yardstick, "float32")
+
+
+@pytest.mark.parametrize("name", ["gelu", "layer_norm"])
+def test_many_rows_are_shared_among_threads(name: str) -> None:
+    script = lowered(GRAPHS[name][0], 48).script()
+    assert "T.parallel(B * L)" in script
+    assert f"> T.int64({cpu_schedule.WORTH_SHARING})" in script

@@ -1,0 +1,73 @@
+"""Convolutions beside an attention, with free dims: those of one pixel are linears."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper, parser
+
+import mhsa_compile as mhsa
+from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+from mhsa_compile.frontend.canonicalize.passes import pointwise_conv
+from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.verify import eager, oracle
+
+TEXT = """<ir_version: 10, opset_import: ["" : 23]>
+agraph (float[B, 6, Y, X] x) => (float[B, P, 16] y) {
+    padded = MaxPool <kernel_shape = [2, 2], auto_pad = "SAME_UPPER"> (x)
+    wide = Conv <kernel_shape = [1, 1]> (padded, w, b)
+    act = Relu(wide)
+    mixed = Conv <kernel_shape = [1, 1], strides = [1, 1], pads = [0, 0, 0, 0]> (act, v)
+    to = Constant <value_ints = [0, 16, -1]> ()
+    flat = Reshape(mixed, to)
+    rows = Transpose <perm = [0, 2, 1]> (flat)
+    y = Attention <q_num_heads = 2, kv_num_heads = 2> (rows, rows, rows)
+}"""
+
+
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    model, rng = parser.parse_model(TEXT), np.random.default_rng(1)
+    for name, shape in (("w", (20, 6, 1, 1)), ("b", (20,)), ("v", (16, 20, 1, 1))):
+        model.graph.initializer.append(numpy_helper.from_array(rng.standard_normal(shape).astype("f4"), name))
+    return model
+
+
+def test_convolutions_of_one_pixel_are_linears(model: onnx.ModelProto) -> None:
+    artifact = mhsa.compile(model)
+    found = [row.op for row in artifact.manifest.ops]
+    assert found.count("linear") == 2
+    assert "nn.conv2d" not in found
+    assert {info.name: info.dims for info in artifact.manifest.weights} == {
+        "w": (20, 6, 1, 1), "b": (20,), "v": (16, 20, 1, 1),
+    }  # fmt: skip
+    compiled = mhsa.load(artifact)
+    for B, Y, X in ((1, 1, 1), (2, 5, 13), (3, 9, 31)):
+        inputs = {"x": np.random.default_rng(Y).standard_normal((B, 6, Y, X)).astype("f4")}
+        (truth,), (yardstick,) = oracle(model, inputs), eager(model, inputs)
+        for _ in range(3):
+            assert max_error(truth, compiled(**inputs)) <= budget(truth, yardstick, "float32")
+
+
+OTHERS = {
+    "steps": {"strides": [2, 1]},
+    "padding": {"pads": [1, 0, 0, 0]},
+    "groups": {"group": 2},
+}
+
+
+@pytest.mark.parametrize("said", OTHERS.values(), ids=OTHERS.keys())
+def test_others_stay_as_they_are(said: dict[str, object]) -> None:
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["B", 4, "Y", "X"])
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    w = numpy_helper.from_array(np.ones((4, 4 // said.get("group", 1), 1, 1), "f4"), "w")  # type: ignore[operator]
+    node = helper.make_node("Conv", ["x", "w"], ["y"], **said)
+    made = helper.make_model(helper.make_graph([node], "g", [x], [y], [w]), opset_imports=[helper.make_opsetid("", 23)])
+    assert pointwise_conv.rewrite(made) is made
+
+
+def test_same_padding_is_stated_where_it_does_not_depend_on_sizes(model: onnx.ModelProto) -> None:
+    (pool,) = (node for node in canonicalize(model).model.graph.node if node.op_type == "MaxPool")
+    said = {attribute.name: helper.get_attribute_value(attribute) for attribute in pool.attribute}
+    assert said == {"kernel_shape": [2, 2], "pads": [0, 0, 1, 1]}

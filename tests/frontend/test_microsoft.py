@@ -1,0 +1,271 @@
+"""Operators of Microsoft's: what they are rewritten to means what ONNX Runtime computes, and compiles.
+
+Every case is run three times: by ONNX Runtime as it is, in float64 by the oracle after the rewriting, and compiled.
+B batch, L query length, S key length, P past, H heads, G key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.verify import eager, oracle
+
+B, L, S, P, H, G, E = 2, 5, 7, 3, 6, 2, 32  # ONNX Runtime rotates heads of multiples of 16 only
+D = H * E
+KINDS = {"f": TensorProto.FLOAT, "i": TensorProto.INT32, "l": TensorProto.INT64}
+MICROSOFT = "com.microsoft"
+
+Dims = list[int | str]
+
+
+class File:
+    """A model of a few nodes, as it is built."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.nodes: list[onnx.NodeProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+        self.feeds: dict[str, np.ndarray] = {}
+
+    def input(self, name: str, dims: Dims, sizes: tuple[int, ...] | np.ndarray, kind: str = "f") -> str:
+        """`sizes` of random floats, or the array itself."""
+        self.inputs.append(helper.make_tensor_value_info(name, KINDS[kind], dims))
+        array = sizes if isinstance(sizes, np.ndarray) else self.rng.standard_normal(sizes)
+        self.feeds[name] = array.astype(helper.tensor_dtype_to_np_dtype(KINDS[kind]))
+        return name
+
+    def weight(self, name: str, *shape: int) -> str:
+        array = (self.rng.standard_normal(shape) / shape[0] ** 0.5).astype(np.float32)
+        self.constants.append(numpy_helper.from_array(array, name))
+        return name
+
+    def node(self, op_type: str, inputs: list[str], outputs: list[str], domain: str = MICROSOFT, **said: Any) -> None:
+        self.nodes.append(helper.make_node(op_type, inputs, outputs, name=op_type, domain=domain, **said))
+
+    def output(self, name: str, dims: Dims) -> None:
+        self.outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, dims))
+
+    def model(self) -> onnx.ModelProto:
+        graph = helper.make_graph(self.nodes, "g", self.inputs, self.outputs, self.constants)
+        domains = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
+        return helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+def rows(file: File, name: str, length: int | str, size: int, width: int = D) -> str:
+    return file.input(name, ["B", length, width], (B, size, width))
+
+
+MASKS: dict[str, tuple[Dims, np.ndarray]] = {
+    "keys": (["B", "L"], np.array([[1] * L, [0, 1, 1, 0, 0]])),
+    "nothing left": (["B", "L"], np.array([[1] * L, [0] * L])),
+    "square": (["B", "L", "L"], np.random.default_rng(1).integers(0, 2, (B, L, L))),
+    "ends": (["B"], np.array([L, 2])),
+}
+
+
+def attention(mask: str = "", past: bool = False, added: bool = False, **said: Any) -> File:
+    file = File()
+    file.node("Identity", [rows(file, "x0", "L", L)], ["x"], domain="")
+    inputs = ["x", file.weight("w", D, 3 * D), file.weight("b", 3 * D)]
+    if mask == "ends and starts":
+        halves = {"ends": np.array([L, 4]), "starts": np.array([1, 2])}
+        file.node("Concat", [file.input(n, ["B"], h, kind="i") for n, h in halves.items()], ["m"], domain="", axis=0)
+        inputs.append("m")
+    else:
+        inputs.append(file.input("mask", *MASKS[mask], kind="i") if mask else "")
+    inputs.append(file.input("past", [2, "B", H, "P", E], (2, B, H, P, E)) if past else "")
+    inputs.append(file.input("added", [1, H, "L", "L"], (1, H, L, L)) if added else "")
+    file.node("Attention", inputs, ["y", *(["present"] if past else [])], num_heads=H, **said)
+    file.output("y", ["B", "L", D])
+    if past:
+        file.output("present", [2, "B", H, "T", E])
+    return file
+
+
+def fixed_bounds(batch: int | str = B, more: int = 0) -> File:
+    """Ends and starts in one input, perhaps with `more` behind them."""
+    file = File()
+    bounds = np.array([L, L - 1, 0, 3, *range(more)])
+    inputs = [file.input("x", [batch, L, D], (B, L, D)), file.weight("w", D, 3 * D), file.weight("b", 3 * D)]
+    file.node("Attention", [*inputs, file.input("mask", [len(bounds)], bounds, kind="i")], ["y"], num_heads=H)
+    file.output("y", [batch, L, D])
+    return file
+
+
+def multi_head(form: str = "rows", mask: bool = False, bias: bool = False, **said: Any) -> File:
+    file = File()
+    packed = {"packed": (["B", "L", H, 3, E], (B, L, H, 3, E))}
+    inputs = [file.input("q", *packed[form]) if form == "packed" else rows(file, "q", "L", L)]
+    if form == "rows":
+        inputs += [rows(file, "k", "S", S), rows(file, "v", "S", S)]
+    elif form == "packed keys":
+        inputs += [file.input("k", ["B", "S", H, 2, E], (B, S, H, 2, E)), ""]
+    elif form == "heads":
+        inputs += [file.input(name, ["B", H, "S", E], (B, H, S, E)) for name in "kv"]
+    elif form == "past":
+        inputs += [rows(file, "k", "L", L), rows(file, "v", "L", L)]
+    inputs += [""] * (3 - len(inputs)) + [file.weight("bias", 3 * D) if bias else ""]
+    length = L if form in ("packed", "past") else S
+    seen = np.random.default_rng(1).integers(0, 2, (B, length))
+    inputs.append(file.input("mask", ["B", "L" if length == L else "S"], seen, kind="i") if mask else "")
+    outputs = ["y"]
+    if form == "past":
+        inputs += ["", *(file.input(name, ["B", H, "P", E], (B, H, P, E)) for name in ("past_key", "past_value"))]
+        outputs += ["present_key", "present_value"]
+    file.node("MultiHeadAttention", inputs, outputs, num_heads=H, **said)
+    file.output("y", ["B", "L", D])
+    for name in outputs[1:]:
+        file.output(name, ["B", H, "T", E])
+    return file
+
+
+def grouped(past: str = "", length: int = L, ends: tuple[int, ...] = (L, L), rotary: int = 0, **said: Any) -> File:
+    """`past`: none, "grows" (P rows before), "buffer" (of 11 rows, the first of them filled). A row ends at `ends`."""
+    file, batch = File(), len(ends)
+    widths = {"q": (H + 2 * G) * E} if said.pop("packed", False) else {"q": D, "k": G * E, "v": G * E}
+    inputs = [file.input(name, ["B", "L", width], (batch, length, width)) for name, width in widths.items()]
+    inputs += [""] * (3 - len(inputs))
+    size, present = {"": (0, "L"), "grows": (P, "T"), "buffer": (11, "P")}[past]
+    for name in ("past_key", "past_value"):
+        inputs.append(file.input(name, ["B", G, "P", E], (batch, G, size, E)) if past else "")
+        if past == "buffer":  # behind what a row has there is nothing yet
+            filled = np.arange(size)[:, np.newaxis] < np.array(ends).reshape(-1, 1, 1, 1) - length
+            file.feeds[name] = np.where(filled, file.feeds[name], np.float32(0))
+    inputs.append(file.input("seqlens_k", ["B"], np.array(ends) - 1, kind="i"))
+    file.constants.append(numpy_helper.from_array(np.array(max(ends), np.int32), "total"))
+    inputs.append("total")
+    if rotary:
+        inputs += [file.weight("cos", 32, rotary // 2), file.weight("sin", 32, rotary // 2)]
+        said["do_rotary"] = 1
+    outputs = ["y", "present_key", "present_value"]
+    file.node("GroupQueryAttention", inputs, outputs, num_heads=H, kv_num_heads=G, **said)
+    file.output("y", ["B", "L", D])
+    for name in outputs[1:]:
+        file.output(name, ["B", G, present, E])
+    return file
+
+
+CASES: dict[str, Callable[[], File]] = {
+    "attention": attention,
+    "attention, causal": lambda: attention(unidirectional=1),
+    **{f"attention, mask of {name}": lambda name=name: attention(mask=name, scale=0.3) for name in MASKS},
+    "attention, mask of ends and starts": lambda: attention(mask="ends and starts"),
+    "attention, ends and starts, past": lambda: attention(mask="ends and starts", past=True, unidirectional=1),
+    "attention, fixed ends and starts": fixed_bounds,
+    "attention, keys, causal": lambda: attention(mask="keys", unidirectional=1),
+    "attention, lowest filter": lambda: attention(mask="nothing left", mask_filter_value=float(np.finfo("f4").min)),
+    "attention, added": lambda: attention(mask="keys", added=True),
+    "attention, past": lambda: attention(past=True, unidirectional=1),
+    "multi-head": multi_head,
+    "multi-head, bias and mask": lambda: multi_head(bias=True, mask=True),
+    "multi-head, heads": lambda: multi_head("heads"),
+    "multi-head, past": lambda: multi_head("past", bias=True, unidirectional=1),
+    "grouped": grouped,
+    "grouped, packed, rotary": lambda: grouped(packed=True, rotary=E),
+    "grouped, part rotary, interleaved": lambda: grouped(rotary=E - 16, rotary_interleaved=1),
+    "grouped, softcap, scale": lambda: grouped(softcap=2.5, scale=0.4),
+    "grouped, window": lambda: grouped(local_window_size=3),
+    "grouped, past grows": lambda: grouped("grows", ends=(P + L,), rotary=E),
+    "grouped, one step in a buffer of rows of different length": lambda: grouped("buffer", 1, (5, 9), rotary=E),
+    "grouped, first prompt in a buffer": lambda: grouped("buffer", local_window_size=2),
+}
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_means_what_onnxruntime_computes(case: str) -> None:
+    file = CASES[case]()
+    model = file.model()
+    rewritten = canonicalize(model).model
+    assert {node.domain for node in rewritten.graph.node} <= {""}
+    theirs = run(model, file.feeds)
+    expected, yardstick = oracle(rewritten, file.feeds), eager(rewritten, file.feeds)
+    for truth, other, allowed in zip(expected, theirs, yardstick, strict=True):
+        assert max_error(truth, other) <= budget(truth, allowed, "float32")
+
+
+COMPILED = [
+    "attention, ends and starts, past",
+    "multi-head, past",
+    "grouped, softcap, scale",
+    "grouped, one step in a buffer of rows of different length",
+]
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiles(case: str) -> None:
+    file = CASES[case]()
+    artifact = mhsa.compile(file.model())
+    assert [block.fused for block in artifact.manifest.attention] == [True]
+    results = mhsa.load(artifact)(**file.feeds)
+    rewritten = onnx.load(artifact.path / "model.onnx")
+    expected, yardstick = oracle(rewritten, file.feeds), eager(rewritten, file.feeds)
+    for truth, y, allowed in zip(
+        expected, results if isinstance(results, tuple) else [results], yardstick, strict=True
+    ):
+        assert max_error(truth, y) <= budget(truth, allowed, "float32")
+
+
+@pytest.mark.parametrize("packed", ["queries, keys and values", "keys and values"])
+def test_packed_heads_are_those_side_by_side(packed: str) -> None:
+    """ONNX Runtime computes these on GPUs only: held against the same heads as rows."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, L, H, E)).astype(np.float32) for _ in "qkv")
+    file = File()
+    if packed == "keys and values":
+        inputs = [file.input("q", ["B", "L", D], q.reshape(B, L, D))]
+        inputs += [file.input("kv", ["B", "L", H, 2, E], np.stack((k, v), axis=3)), ""]
+    else:
+        inputs = [file.input("qkv", ["B", "L", H, 3, E], np.stack((q, k, v), axis=3))]
+    file.node("MultiHeadAttention", inputs, ["y"], num_heads=H)
+    file.output("y", ["B", "L", D])
+    plain = File()
+    rows = {name: value.reshape(B, L, D) for name, value in zip("qkv", (q, k, v), strict=True)}
+    names = [plain.input(name, ["B", "L", D], value) for name, value in rows.items()]
+    plain.node("MultiHeadAttention", names, ["y"], num_heads=H)
+    plain.output("y", ["B", "L", D])
+    expected = run(plain.model(), plain.feeds)[0]
+    (y,) = eager(canonicalize(file.model()).model, file.feeds)
+    (exact,) = oracle(canonicalize(file.model()).model, file.feeds)
+    assert max_error(exact, expected) <= budget(exact, y, "float32")
+
+
+REFUSED: dict[str, tuple[Callable[[], File], str]] = {
+    "rotary": (lambda: attention(do_rotary=1), "Attention node 'Attention': expected do_rotary=0, .* got 1"),
+    "smooth": (lambda: grouped(smooth_softmax=1), "GroupQueryAttention node .*: expected smooth_softmax=0, .* got 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_standard_cannot_say(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message):
+        canonicalize(make().model())
+
+
+@pytest.mark.parametrize("file", [fixed_bounds("B"), fixed_bounds(more=B + 2)], ids=["of any batch", "of packed rows"])
+def test_a_mask_of_another_form(file: File) -> None:
+    message = (
+        r"expected a mask of \(B, T\), .* ends and starts \(2B,\), B fixed or two joined; .* the first B are the ends"
+    )
+    with pytest.raises(ModelError, match=message):
+        canonicalize(file.model())

@@ -1,0 +1,141 @@
+"""A fast slice of `make fuzz-parity`, and that a fault would be found, shrunk and printed as a program that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fuzz import attention, flows, runs
+from fuzz.campaign import Tally, rounds
+from fuzz.cases import (
+    AttentionCase,
+    DecodeCase,
+    FlowCase,
+    InsideCase,
+    LinearCase,
+    Outcome,
+)
+from fuzz.runs import OverBudget, program, run
+
+LINEAR = LinearCase(
+    seed=0, machine="avx2", cores=1, dtype="float32", int8=False, in_features=7, widths=(5,), biased=(True,),
+    transposed=(False,), padding=0, fixed=False, calls=((1, 3),),
+)  # fmt: skip
+ATTENTION = AttentionCase(
+    seed=0, machine="avx2", cores=1, dtype="float32", heads=(2, 1), widths=(5, 7), scale=None, layout="rows",
+    output="rows", fixed="L", band=(None, 0, "bottom_right"), mask=("bool", (1, 1, "L", "S")), static=None,
+    magnitude=1.0, poison=True, extras=("lengths", "sinks", "slopes"), softcap=5.0, calls=((2, 3, 13),),
+)  # fmt: skip
+INSIDE = InsideCase(ATTENTION, ("lse", "top_k:2"))
+DECODE = DecodeCase(
+    seed=1, spec={"embed_dim": 96, "num_heads": 2, "head_dim": 5}, target="native", prompts=(3, 5),
+    steps=(1, 2), spare=1,
+)  # fmt: skip
+FLOW = FlowCase(
+    seed=1, module="ScaledDotProductAttention", spec={"embed_dim": 8, "num_heads": 2, "mask": "bool"}, target="native",
+    dims={}, weights=None, calls=({"B": 1, "L": 3, "S": 5},),
+)  # fmt: skip
+
+
+def slice_of(what: str, count: int, seed: int) -> list[Outcome]:
+    found: list[Outcome] = []
+    with contextlib.redirect_stderr(io.StringIO()):
+        wrong = rounds(what, count, seed, found.append)
+    assert wrong is None, wrong
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
+def test_some_kernels():
+    found = slice_of("kernels", 6, seed=6)
+    assert len(found) == 6 and all(outcome.share <= 1 for outcome in found)
+    assert len({outcome.kind for outcome in found}) > 1
+
+
+@pytest.mark.parametrize("case", [LINEAR, ATTENTION, INSIDE], ids=["linear", "attention", "inside"])
+def test_a_case_is_within_its_budget_and_more_than_zero(case):
+    outcome = run(case)
+    assert 0 < outcome.share <= 1 and outcome.calls == 1
+
+
+def test_steps_of_decoding_that_are_wrong_are_found(monkeypatch):
+    """Right; then the second entry's results are taken for those of its positions in another order."""
+    of_entry, judge, right = flows._of_entry, flows.judge, []
+
+    def mixed(b, length, calls):
+        rows, arrays = of_entry(b, length, calls)
+        return (rows[::-1] if b else rows), arrays
+
+    def both(draw, dims):
+        right.append(judge(draw, dims).ratio)
+        monkeypatch.setattr(flows, "_of_entry", mixed)
+        return judge(draw, dims)
+
+    monkeypatch.setattr(flows, "judge", both)
+    with pytest.raises(OverBudget, match=r"of the budget\n\nfrom fuzz_cases import DecodeCase"):
+        run(DECODE)
+    assert 0 < right[0] <= 1
+
+
+def test_a_flow_is_a_program_of_the_public_names():
+    names: dict[str, object] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(program(FLOW), names)
+    assert names["verdict"].ok and len(names["verdict"].cases) == 1 and names["verdict"].checks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kernel_that_is_wrong_is_found(dtype, monkeypatch):
+    """One that forgets its sinks: the truth of the test has them, the compiled operation has none."""
+    truth = attention.attention
+    case = replace(ATTENTION, dtype=dtype, extras=(), softcap=0.0)
+
+    def with_sinks(op, q, k, v, mask, lengths=None, sinks=None, slopes=None, dtype=None):
+        return truth(op, q, k, v, mask, lengths, np.zeros(op.num_heads, np.float32), slopes, dtype)
+
+    assert run(case).share <= 1
+    monkeypatch.setattr(attention, "attention", with_sinks)
+    with pytest.raises(OverBudget, match="of the budget"):
+        run(replace(case, poison=False))
+
+
+def test_what_is_over_budget_is_shrunk_and_printed(monkeypatch):
+    """A fault of wide linears, planted in the runner: the program names the least of them, and shows it again."""
+    tried = []
+
+    def faulty(case):
+        tried.append(case)
+        wide = isinstance(case, LinearCase) and max(case.widths) > 16
+        return Outcome(3.0 if wide else 0.1, 1, "cpu.linear", "float32", ())
+
+    for kind in (LinearCase, AttentionCase, InsideCase):
+        monkeypatch.setitem(runs.RUNS, kind, faulty)
+    with contextlib.redirect_stderr(io.StringIO()):
+        wrong = rounds("kernels", 200, 1, lambda outcome: None)
+    assert wrong is not None and wrong.startswith(
+        "error 3 of the budget\n\nfrom fuzz_cases import LinearCase\nfrom fuzz_runs import run\n"
+    )
+    _, _, shown = wrong.partition("\n\n")
+    with pytest.raises(OverBudget):
+        exec(shown, {})
+    assert tried[-1].widths == (31,) and len(tried[-1].calls) == 1
+
+
+def test_what_does_not_run_is_wrong_too(monkeypatch):
+    monkeypatch.setitem(runs.RUNS, LinearCase, lambda case: 1 // 0)
+    with pytest.raises(OverBudget, match="ZeroDivisionError"):
+        run(LINEAR)
+
+
+def test_the_figures_of_a_campaign():
+    tally = Tally()
+    tally.add(Outcome(0.25, 2, "cpu.linear", "float32", ("int8",)))
+    tally.add(Outcome(0.5, 3, "flow MultiHeadAttention", "float32", ()))
+    assert tally.count("kernels") == tally.count("flows") == 1
+    lines = "\n".join(tally.lines()).split("\n")
+    assert lines[1].split() == ["all", "flows", "1", "3", "0.50"]
+    assert lines[-1].split() == ["feature", "int8", "1", "2", "0.25"]
+    assert ["dtype", "float32", "2", "5", "0.50"] in [line.split() for line in lines]

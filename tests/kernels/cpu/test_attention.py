@@ -1,0 +1,172 @@
+"""The attention kernel by itself: bands, constant masks, dtypes, and scores that rise as the keys go by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.kernel_runs import (
+    attention,
+    call,
+    compiled,
+    vector_machine,
+)
+
+from mhsa_compile.kernels.cpu.attention.block_sparsity import (
+    HIDDEN,
+    PARTIAL,
+    WHOLE,
+    _kinds,
+    _runs,
+    plan,
+)
+from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    Band,
+    Placement,
+    StaticMask,
+)
+from mhsa_compile.target.profile import TargetProfile, detect
+
+WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+def random_operands(op: AttentionOp, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    B, L, S, H, G, E, F = (  # fixed sizes only
+        op.batch, op.q_length, op.kv_length, op.num_heads, op.num_kv_heads, op.head_dim, op.v_head_dim
+    )  # fmt: skip
+    shapes = ((B, H, L, E), (B, G, S, E), (B, G, S, F))
+    return [rng.standard_normal(shape).astype(DTYPES[op.dtype]) for shape in shapes]
+
+
+def operation(
+    L: int, S: int, H: int = 4, G: int = 2, E: int = 24, F: int = 40, B: int = 1, **fields: Any
+) -> AttentionOp:
+    places = {role: Placement(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    fields = {"band": None, "mask": None, "output": Placement(0, "rows", H * F), **places, **fields}
+    return AttentionOp(B, L, S, H, G, E, F, E**-0.5, **fields)
+
+
+def run(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray]) -> np.ndarray:
+    kernel = AttentionKernel()
+    assert kernel.applies(op, profile) is None
+    emitted = kernel.emit(op, profile, kernel.default(op, profile))
+    y = np.full((op.batch, op.q_length, op.num_heads * op.v_head_dim), np.nan, DTYPES[op.dtype])
+    return call(compiled(emitted, profile)["run"], *operands, *emitted.constants, y)
+
+
+def check(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray] | None = None) -> None:
+    """Within what weights and sums of the dtype may lose: some units of the largest value."""
+    operands = random_operands(op) if operands is None else operands
+    expected = attention(op, *operands, None)
+    error = np.abs(run(op, profile, operands).astype(np.float64) - expected).max()
+    assert error <= 8 * UNIT[op.dtype] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("machine", "L", "S", "band"),
+    [
+        ("narrow", 197, 197, Band(5, 0)),
+        ("wide", 197, 197, Band(5, 0)),
+        ("wide", 197, 197, Band(None, 20)),
+        ("narrow", 300, 300, Band(70, None)),
+        ("wide", 64, 512, Band(40, 3, "bottom_right")),
+        ("narrow", 130, 61, Band(None, 0, "bottom_right")),
+        ("wide", 130, 61, Band(None, 0, "bottom_right")),
+        ("wide", 61, 130, Band(100, 0, "top_left")),
+        ("narrow", 7, 197, Band(0, 0, "bottom_right")),
+    ],
+    ids=str,
+)
+def test_bands(machine, L, S, band):
+    check(operation(L, S, band=band), {"wide": WIDE, "narrow": NARROW}[machine])
+
+
+def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
+    """Random pairs, with keys that nobody sees and a corner that everybody sees."""
+    visible = np.random.default_rng(seed).random(shape) < 0.5
+    _, L, S = shape
+    visible[:, :, S // 3 : S // 2] = False
+    visible[:, : L // 2, S // 2 :] = True
+    visible[:, L - 1] = False  # a query that sees nothing
+    return visible
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("band", [None, Band(None, 0, "bottom_right")], ids=["free", "causal"])
+def test_constant_masks(heads, band):
+    L, S = (197, 197) if (heads == 1) == (band is None) else (130, 61)
+    check(operation(L, S, band=band, static_mask=StaticMask(scattered((heads, L, S)))), WIDE)
+
+
+def test_what_a_constant_mask_hides_reaches_no_output():
+    visible = scattered((1, 100, 90))
+    op = operation(100, 90, static_mask=StaticMask(visible))
+    q, k, v = random_operands(op)
+    hidden = ~visible.any(axis=(0, 1))
+    seen_by_some = np.flatnonzero(visible.any(axis=(0, 1)) & ~visible.all(axis=(0, 1)))[0]
+    k[:, :, hidden], v[:, :, hidden] = np.nan, np.inf
+    v[:, :, seen_by_some] = np.nan
+    y = run(op, WIDE, [q, k, v])
+    blind = ~visible[0, :, seen_by_some]
+    assert np.isfinite(y[:, blind]).all() and np.isnan(y[:, ~blind]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("E", "F", "band"), [(64, 64, None), (64, 64, Band(None, 0)), (40, 48, Band(9, 2)), (7, 24, None)], ids=str
+)
+def test_sixteen_bits(dtype, E, F, band):
+    # Narrow vectors widen both on their way, as well with widths of 40 and 48 as with 64.
+    for profile in (detect(), NARROW) if E != 64 else (detect(),):
+        check(operation(67, 67, E=E, F=F, band=band, dtype=dtype), profile)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", [0.5, 30.0, -30.0])
+def test_scores_that_rise_or_fall_with_the_keys(dtype, step):
+    """Every key is `step` above the one before: the reference is raised again and again, or never."""
+    op = operation(70, 150, E=32, F=32, dtype=dtype)
+    q, k, v = random_operands(op)
+    q[...], k[...] = 0, 0
+    q[..., 0] = 1
+    k[..., 0] = (np.arange(150) % 64 * step * 32**0.5)[None, None]
+    check(op, detect(), [q, k, v])
+
+
+def test_the_largest_numbers_do_not_overflow():
+    """Weights may exceed 1, up to 2^8: sums of values near the largest float32 must leave room for that."""
+    op = operation(20, 90)
+    q, k, v = random_operands(op)
+    v *= np.float32(1e33)
+    expected = attention(op, q, k, v, None)
+    assert np.abs(run(op, WIDE, [q, k, v]) - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
+def test_a_plan_visits_what_is_seen_and_nothing_else():
+    visible = np.zeros((1, 128, 256), np.bool_)
+    visible[0, :64, :64] = True  # whole for the first tile
+    visible[0, 64:, 100:110] = True  # for the second, the middle of some groups
+    made = plan(StaticMask(visible), None, queries=64, lanes=16, key_tile=4, keys=64)
+    assert made.index.tolist() == [0, 1, 2]
+    assert made.runs.tolist() == [[0, 64, -1], [100, 12, 0]]
+    assert made.bits.shape == (12, 4) and (made.bits[:10] == 0xFFFF).all() and not made.bits[10:].any()
+
+
+def test_runs_join_short_stretches_and_keep_to_the_longest():
+    kinds = np.array([WHOLE] * 2 + [PARTIAL] + [HIDDEN] * 3 + [WHOLE] * 9, np.int8)
+    assert _runs(kinds, 4) == [(PARTIAL, 0, 3), (WHOLE, 6, 10), (WHOLE, 10, 14), (WHOLE, 14, 15)]
+    block = np.ones((3, 10), np.bool_)
+    block[1, 4:8] = False
+    assert _kinds(block, 4).tolist() == [WHOLE, PARTIAL, PARTIAL]  # the last group is cut by S = 10
+
+
+def test_static_and_brought_masks_are_not_taken_together():
+    op = operation(8, 8, static_mask=StaticMask(np.ones((1, 8, 8), np.bool_)), mask=object())
+    assert "not both" in str(AttentionKernel().applies(op, WIDE))

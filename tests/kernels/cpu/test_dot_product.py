@@ -1,0 +1,122 @@
+"""The dot-product instructions: what they compute, what they become, and that several functions may use them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import tvm
+from support.kernel_runs import vector_machine
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import argument
+from mhsa_compile.kernels.cpu.simd import dot_product, vectors
+from mhsa_compile.target import host
+from mhsa_compile.target.profile import load_profile
+
+INSTRUCTIONS = {  # by the feature, as assembly
+    ("avx512_bf16", 1): r"vdpbf16ps\s+.*%zmm",
+    ("avx512_vnni", 1): r"vpdpbusd\s+.*%zmm",
+    ("avx_vnni", 1): r"vpdpbusd\s+.*%ymm",
+    ("bf16", 1): r"bfdot\s+v\d+\.4s, v\d+\.8h, v\d+\.",
+    ("bf16", 2): r"bfmmla\s+v\d+\.4s, v\d+\.8h, v\d+\.8h",
+    ("asimdfhm", 1): r"fmlal\s+v\d+\.4s, v\d+\.4h, v\d+\.4?h",
+    ("asimddp", 1): r"sdot\s+v\d+\.4s, v\d+\.16b, v\d+\.",
+    ("i8mm", 2): r"smmla\s+v\d+\.4s, v\d+\.16b, v\d+\.16b",
+}
+X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
+MACHINES = {  # by the feature: LLVM's triple, CPU
+    "avx512_bf16": (X86, "znver4"),
+    "avx512_vnni": (X86, "znver4"),
+    "avx_vnni": (X86, "alderlake"),
+    "bf16": (ARM, "neoverse-v1"),
+    "asimdfhm": (ARM, "neoverse-v1"),
+    "asimddp": (ARM, "neoverse-n1"),
+    "i8mm": (ARM, "neoverse-v1"),
+}
+
+
+def runs_here(feature: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(feature not in host.cpu_features(), reason=f"this CPU has no {feature}")
+
+
+def name_of(instruction: dot_product.Dot) -> str:
+    return f"{instruction.dtype}-{instruction.rows}x{instruction.lanes}-{instruction.feature}"
+
+
+def accumulating(instruction: dot_product.Dot, name: str) -> object:
+    """total (rows * lanes,) += the products of every row of a (n, rows) and b (n, lanes)."""
+    n = tirx.Var("n", "int64")
+    rows, lanes = instruction.rows, instruction.lanes
+    with IRBuilder() as ib, T.prim_func():
+        T.func_name(name)
+        a, b = (argument(x, [n, T.int64(size)], instruction.word) for x, size in (("a", rows), ("b", lanes)))
+        total = argument("total", [T.int64(rows * lanes)], instruction.accumulator)
+        with instruction.imported(), T.serial(n) as i:
+            at = [i, T.int64(0)]
+            sums = vectors.load(total, [T.int64(0)], rows * lanes)
+            sums = instruction.accumulate(sums, vectors.load(a, at, rows), vectors.load(b, at, lanes))
+            vectors.store(total, [T.int64(0)], sums, rows * lanes)
+    return ib.get().with_attr("global_symbol", name)
+
+
+def library(instruction: dot_product.Dot, *names: str):
+    module = tvm.IRModule({name: accumulating(instruction, name) for name in names})
+    triple, mcpu = MACHINES[instruction.feature]
+    return tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mtriple": triple, "mcpu": mcpu}))
+
+
+def factors(instruction: dot_product.Dot, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(a (33, rows, group), b (33, lanes, group)); small integers are exact in bfloat16, and their sums in float32."""
+    shapes = [(33, size, instruction.group) for size in (instruction.rows, instruction.lanes)]
+    if instruction.dtype != "int8":
+        dtype = np.dtype(instruction.dtype)
+        return tuple(rng.integers(-200, 200, shape).astype(dtype) for shape in shapes)
+    first = np.uint8 if instruction.unsigned else np.int8
+    limits = np.iinfo(first)
+    a = rng.integers(limits.min, limits.max + 1, shapes[0]).astype(first)
+    return a, rng.integers(-128, 128, shapes[1]).astype(np.int8)
+
+
+@pytest.mark.parametrize(
+    "instruction", [pytest.param(d, id=name_of(d), marks=runs_here(d.feature)) for d in dot_product.DOTS]
+)
+def test_two_functions_of_a_module_compute_it(instruction):
+    """Both import the same text; what they are given is odd in every product."""
+    built = library(instruction, "one", "two")
+    rng = np.random.default_rng(3)
+    for name in ("one", "two"):
+        a, b = factors(instruction, rng)
+        expected = np.einsum("nrg,nlg->rl", a.astype(np.float64), b.astype(np.float64)) + 5
+        total = tvm.runtime.tensor(np.full(expected.size, 5, instruction.accumulator))
+        words = [np.ascontiguousarray(x).view(instruction.word)[..., 0] for x in (a, b)]
+        built[name](*map(tvm.runtime.tensor, words), total)
+        pairs = [total.numpy()] if instruction.rows == 1 else np.moveaxis(total.numpy().reshape(-1, 2, 2), 1, 0)
+        np.testing.assert_array_equal(np.reshape(pairs, expected.shape), expected)
+
+
+@pytest.mark.parametrize("instruction", dot_product.DOTS, ids=name_of)
+def test_it_becomes_the_instruction_and_no_call(instruction):
+    assembly = library(instruction, "run").mod.inspect_source("asm")
+    assert re.search(INSTRUCTIONS[instruction.feature, instruction.rows], assembly)
+    assert instruction.function not in re.sub(r"\.asciz.*", "", assembly)
+
+
+def test_available_asks_for_features_and_width():
+    assert dot_product.available(load_profile("znver4"), "bfloat16").lanes == 16
+    assert dot_product.available(load_profile("sapphirerapids"), "int8").feature == "avx512_vnni"
+    assert dot_product.available(load_profile("x86-64-v4"), "bfloat16") is None
+    assert dot_product.available(load_profile("neoverse-n1"), "int8").feature == "asimddp"
+    assert dot_product.matrix(load_profile("neoverse-n1"), "int8") is None
+    assert dot_product.matrix(load_profile("neoverse-v1"), "int8").feature == "i8mm"
+    assert dot_product.matrix(load_profile("neoverse-v2"), "bfloat16").rows == 2
+    assert dot_product.matrix(load_profile("sapphirerapids"), "bfloat16") is None
+    assert dot_product.available(load_profile("znver4"), "float16") is None
+    assert dot_product.available(load_profile("neoverse-n1"), "float16") is None
+    assert dot_product.available(load_profile("neoverse-v1"), "float16").group == 1
+    narrow = vector_machine(256, 16, features=("avx512_bf16", "avx512_vnni", "avx_vnni"))
+    assert dot_product.available(narrow, "bfloat16") is None
+    assert dot_product.available(narrow, "int8").lanes == 8

@@ -1,0 +1,87 @@
+"""What the kernels become: the assembly of their inner loops, for AVX2 and AVX-512, compiled on any machine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from support.kernel_runs import (
+    assembly,
+    inner_loops,
+    stack_stores,
+    vector_machine,
+)
+
+from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
+from mhsa_compile.kernels.cpu.decode.kernel import DecodeKernel
+from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
+from mhsa_compile.kernels.interface.ops import (
+    AttentionOp,
+    LinearOp,
+    MaskInput,
+    Placement,
+)
+
+MACHINES = {"x86-64-v3": (256, 16), "x86-64-v4": (512, 32)}
+
+
+def attention(q_length, kv_length="S", ratio=1, mask=None) -> AttentionOp:
+    H, E = 8, 128
+    G = H // ratio
+    return AttentionOp(
+        batch="B", q_length=q_length, kv_length=kv_length, num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=E,
+        scale=0.3, band=None, mask=mask, query=Placement(0, "heads", H * E), key=Placement(1, "heads", G * E),
+        value=Placement(2, "heads", G * E), output=Placement(0, "heads", H * E),
+    )  # fmt: skip
+
+
+KERNELS = {
+    "linear": (LinearKernel(), LinearOp(("B", "L"), 768, (768,), (True,), (False,))),
+    "attention": (AttentionKernel(), attention("L")),
+    "attention, capped": (AttentionKernel(), replace(attention(64), softcap=50.0)),
+    # One path of decode at a time. With both (S not known to be whole groups), LLVM spills a few sums of the masked
+    # one, which then runs for the last block only.
+    "decode, 1 row": (DecodeKernel(), attention(1, 2048)),
+    "decode, 4 rows": (DecodeKernel(), attention(1, 2048, ratio=4)),
+    "decode, capped": (DecodeKernel(), replace(attention(1, 2048), softcap=50.0)),
+    "decode, masked": (DecodeKernel(), attention(1, ratio=4, mask=MaskInput("bool", ("B", 1, 1, "S")))),
+}
+
+
+@pytest.fixture(params=MACHINES, scope="module")
+def machine(request):
+    return vector_machine(*MACHINES[request.param], mcpu=request.param)
+
+
+@pytest.fixture(params=KERNELS, scope="module")
+def code(request, machine):
+    kernel, op = KERNELS[request.param]
+    return request.param, machine, assembly(kernel.emit(op, machine, kernel.default(op, machine)), machine)
+
+
+def products(assembly_text: str) -> list[list[str]]:
+    """The innermost loops that are matrix products: many multiply-adds, and none of the shifts of exp2."""
+    return [loop for loop in inner_loops(assembly_text, "vfmadd") if not any("vpslld" in line for line in loop)]
+
+
+def test_nothing_calls_libm(code):
+    """Neither what LLVM makes of a vector's exp, tanh or max (expf, fmaxf, ...) nor anything else of libm's."""
+    _, _, text = code
+    assert not re.findall(r"\b(?:call|jmp)\w*\s+\S*\b(?:exp|log|pow|tanh|fmax|fmin|fma|floor|round|rint)\w*", text)
+
+
+def test_inner_loops_keep_their_sums_in_registers(code):
+    name, machine, text = code
+    few = machine.hardware.vector_registers < 32
+    if name.startswith("attention") and few:
+        pytest.skip("with 16 registers LLVM spills one accumulator: docs/performance.md")
+    if name in ("decode, 4 rows", "decode, masked") and not few:
+        pytest.skip("LLVM spills up to five of the sixteen sums of p V, though registers are free: open")
+    loops = products(text)
+    assert loops
+    for loop in loops:
+        count = len([line for line in loop if "vfmadd" in line])
+        # Decode's scores are unrolled into one loop with their maximum: with 16 registers that one is spilled.
+        assert len(stack_stores(loop)) <= (count // 128 if name.startswith("decode") else 0), "\n".join(loop)
+        assert not [line for line in loop if re.match(r"\s+call", line)], "\n".join(loop)

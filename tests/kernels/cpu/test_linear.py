@@ -1,0 +1,222 @@
+"""The linear kernel alone: every dtype and instruction, every vector width and tail, the code it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from support.kernel_runs import (
+    assembly,
+    compiled,
+    inner_loops,
+    stack_stores,
+    vector_machine,
+)
+
+from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, LinearKernel
+from mhsa_compile.kernels.interface.kernel import Emitted
+from mhsa_compile.kernels.interface.ops import LinearOp
+from mhsa_compile.target import host
+from mhsa_compile.target.profile import TargetProfile, load_profile
+
+KERNEL = LinearKernel()
+MACHINES = {  # bits, registers, LLVM's CPU, features
+    "avx2": (256, 16, "x86-64-v3", ()),
+    "avx512": (512, 32, "x86-64-v4", ()),
+    "neon": (128, 32, "x86-64-v3", ()),
+    "scalar": (64, 8, "x86-64-v3", ()),
+    "dots512": (512, 32, "znver4", ("avx512_bf16", "avx512_vnni")),
+    "dots256": (256, 16, "alderlake", ("avx_vnni",)),
+}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+KINDS = [*((dtype, False) for dtype in DTYPES), ("float32", True), ("bfloat16", True)]  # (dtype, int8 weights)
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of storing y, as a share of it
+RTOL = 4e-6  # of the largest value: float32 sums of up to 200 terms
+SHAPES = [((5,), 7), ((64, 64, 64), 33), ((5, 11, 200), 197)]
+
+
+def machine(name: str) -> TargetProfile:
+    bits, registers, mcpu, features = MACHINES[name]
+    if not set(features) <= host.cpu_features():
+        pytest.skip(f"this CPU lacks {' or '.join(features)}")
+    return vector_machine(bits, registers, mcpu, features)
+
+
+@dataclass
+class Linear:
+    """One operation, compiled, with random weights packed."""
+
+    op: LinearOp
+    weights: list[np.ndarray]
+    biases: list[np.ndarray]
+    packed: list[tvm.runtime.Tensor]
+    run: object
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        y = tvm.runtime.tensor(np.full((*x.shape[:-1], self.op.out_features), np.nan, x.dtype))
+        self.run(tvm.runtime.tensor(x), *self.packed, y)
+        return y.numpy()
+
+    def expected(self, x: np.ndarray) -> np.ndarray:
+        """float64, of the values as they are stored; where weights are int8, of the values as they are quantised."""
+        x = x.astype(np.float64)
+        x = quantised(x) if self.op.int8_weights else x
+        outputs = []
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            weight = weight.astype(np.float64)
+            weight = quantised(weight) if self.op.int8_weights else weight
+            outputs.append(x @ weight.T + bias.astype(np.float64))
+        return np.concatenate(outputs, axis=-1)
+
+    def check(self, x: np.ndarray) -> None:
+        y, expected = self(x).astype(np.float64), self.expected(x)
+        allowed = RTOL * np.abs(expected).max() + ROUNDING[self.op.dtype] * np.abs(expected)
+        assert np.isfinite(y).all()
+        assert (np.abs(y - expected) <= allowed).all()
+
+
+def quantised(rows: np.ndarray) -> np.ndarray:
+    """Each row at 127 steps of its largest magnitude, in the arithmetic that the documentation promises."""
+    largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float32)
+    factor = np.float32(127) / np.where(largest == 0, np.float32(np.inf), largest)
+    return np.rint(rows * factor.astype(np.float64)) * (largest / np.float32(127)).astype(np.float64)
+
+
+def random_linear(op: LinearOp, profile: TargetProfile) -> Linear:
+    emitted = KERNEL.emit(op, profile, KERNEL.default(op, profile))
+    library = compiled(emitted, profile)
+    rng, dtype = np.random.default_rng(0), DTYPES[op.dtype]
+    weights = [rng.standard_normal((n, op.in_features), np.float32).astype(dtype) for n in op.widths]
+    biases = [
+        rng.standard_normal(n, np.float32).astype(dtype) * has for n, has in zip(op.widths, op.biased, strict=True)
+    ]
+    given = [np.ascontiguousarray(w.T) if flip else w for w, flip in zip(weights, op.transposed, strict=True)]
+    given += [b for b, has in zip(biases, op.biased, strict=True) if has]
+    packed = empty_packed(emitted)
+    library["pack"](*map(tvm.runtime.tensor, given), *packed)
+    return Linear(op, weights, biases, packed, library["run"])
+
+
+def empty_packed(emitted: Emitted) -> list[tvm.runtime.Tensor]:
+    """Filled with bytes that are NaN, or wrong, where packing leaves them."""
+    names = {**DTYPES, "int32": np.int32, "int8": np.int8}
+    arrays = [np.full(shape, 0, names[dtype]) for shape, dtype in emitted.packed]
+    for array in arrays:
+        array.view(np.uint8)[...] = 0xFF
+    return [tvm.runtime.tensor(array) for array in arrays]
+
+
+def rows(op: LinearOp, B: int, L: int) -> np.ndarray:
+    x = np.random.default_rng(B * 1000 + L).standard_normal((B, L, op.in_features), np.float32)
+    return x.astype(DTYPES[op.dtype])
+
+
+def side_by_side(widths: tuple[int, ...], in_features: int, **fields) -> LinearOp:
+    """PyTorch's and the transposed layout, with and without bias."""
+    transposed, biased = tuple(i == 1 for i in range(len(widths))), tuple(i % 2 == 0 for i in range(len(widths)))
+    return LinearOp(("B", "L"), in_features, widths, biased, transposed, **fields)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("dtype", "int8"), KINDS, ids=[f"{dtype}{'-int8' * int8}" for dtype, int8 in KINDS])
+@pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])
+def test_linears_side_by_side(name, widths, in_features, dtype, int8):
+    """Every tail of rows, of features and of a step; `packed` and y begin as NaN."""
+    linear = random_linear(side_by_side(widths, in_features, dtype=dtype, int8_weights=int8), machine(name))
+    for B, L in [(1, 1), (1, 2), (1, 7), (3, 7), (1, 197)]:
+        linear.check(rows(linear.op, B, L))
+
+
+@pytest.mark.parametrize("name", ["avx2", "avx512", "dots512"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_parts_blocks_and_groups(name, dtype):
+    """Small blocks, groups and parts, and rows that fill no tile, at lengths that are fixed."""
+    profile = machine(name)
+    for L in (1, 3, 53, 64):
+        op = LinearOp((1, L), 197, (70,), (True,), (False,), dtype=dtype)
+        config = KERNEL.default(op, profile) | {"block": 3, "group": 2, "depth": 32}
+        emitted = KERNEL.emit(op, profile, config)
+        library = compiled(emitted, profile)
+        rng = np.random.default_rng(L)
+        weight, bias = (rng.standard_normal(s, np.float32).astype(DTYPES[dtype]) for s in ((70, 197), (70,)))
+        packed = empty_packed(emitted)
+        library["pack"](tvm.runtime.tensor(weight), tvm.runtime.tensor(bias), *packed)
+        Linear(op, [weight], [bias], packed, library["run"]).check(rows(op, 1, L))
+
+
+def test_the_padding_of_rows_is_left_alone():
+    linear = random_linear(LinearOp(("B", "L"), 33, (70,), (True,), (False,), padding=3), machine("avx512"))
+    x = rows(linear.op, 1, 7)
+    output = tvm.runtime.tensor(np.full((1, 7, 73), 5, np.float32))
+    linear.run(tvm.runtime.tensor(x), *linear.packed, output)
+    y, expected = output.numpy(), linear.expected(x)
+    assert (y[..., 70:] == 5).all()
+    assert np.abs(y[..., :70] - expected).max() <= RTOL * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["avx512", "dots512"])
+def test_int8_rows_that_are_zero_tiny_infinite_or_nan(name):
+    linear = random_linear(LinearOp(("B", "L"), 70, (40,), (True,), (False,), int8_weights=True), machine(name))
+    x = rows(linear.op, 1, 9)
+    clean = linear(x)
+    x[0, 1], x[0, 3], x[0, 5, 69], x[0, 7, 3] = 0, 1e-40, np.inf, np.nan
+    y = linear(x)
+    np.testing.assert_array_equal(y[0, ::2], clean[0, ::2])  # a row's scale is its own
+    np.testing.assert_array_equal(y[0, 1], linear.biases[0])
+    np.testing.assert_allclose(y[0, 3], linear.biases[0], atol=1e-30)
+    assert not np.isfinite(y[0, 5]).any()
+    assert np.isnan(y[0, 7]).all()
+
+
+def test_an_int8_feature_of_zeros_is_its_bias_and_one_with_nan_is_nan():
+    profile = machine("avx512")
+    op = LinearOp(("B", "L"), 7, (3,), (True,), (False,), int8_weights=True)
+    emitted = KERNEL.emit(op, profile, KERNEL.default(op, profile))
+    library, packed = compiled(emitted, profile), empty_packed(emitted)
+    weight, bias = np.ones((3, 7), np.float32), np.arange(3, dtype=np.float32)
+    weight[1] = 0
+    library["pack"](tvm.runtime.tensor(weight), tvm.runtime.tensor(bias), *packed)
+    linear, x = Linear(op, [weight], [bias], packed, library["run"]), np.ones((1, 2, 7), np.float32)
+    np.testing.assert_allclose(linear(x), [[[7, 1, 9]] * 2], rtol=1e-6)
+    weight[1, 3] = np.nan
+    library["pack"](tvm.runtime.tensor(weight), tvm.runtime.tensor(bias), *packed)
+    assert np.isnan(linear(x)).tolist() == [[[False, True, False]] * 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "int8", "instruction"),
+    [("avx2", "float32", False, "vfmadd"), ("avx2", "bfloat16", False, "vfmadd"),
+     ("avx512", "float32", False, "vfmadd"), ("avx512", "bfloat16", False, "vfmadd"),
+     ("avx512", "float16", False, "vfmadd"),
+     ("dots512", "bfloat16", False, "vdpbf16ps"), ("dots512", "bfloat16", True, "vpdpbusd"),
+     ("dots256", "float32", True, "vpdpbusd")],
+)  # fmt: skip
+def test_the_inner_loops_stay_in_registers_and_call_nothing(name, dtype, int8, instruction):
+    bits, registers, mcpu, features = MACHINES[name]
+    profile = vector_machine(bits, registers, mcpu, features)
+    op = LinearOp(("B", "L"), 768, (768,), (True,), (False,), dtype=dtype, int8_weights=int8)
+    code = assembly(KERNEL.emit(op, profile, KERNEL.default(op, profile)), profile)
+    loops = inner_loops(code, instruction)
+    assert loops
+    for body in loops:
+        assert not stack_stores(body), "\n".join(body)
+        assert not [line for line in body if "call" in line]
+
+
+def test_what_it_refuses():
+    long = LinearOp((1, 1), MOST_INT8_TERMS + 1, (8,), (False,), (False,), int8_weights=True)
+    assert str(MOST_INT8_TERMS) in KERNEL.applies(long, load_profile("x86-64-v4"))
+
+
+def test_defaults_answer_every_knob_on_every_cpu():
+    for target in ("x86-64-v3", "x86-64-v4", "znver4", "neoverse-v2", "cortex-a53"):
+        profile = load_profile(target)
+        for dtype in DTYPES:
+            op = side_by_side((768, 768, 768), 768, dtype=dtype)
+            config, space = KERNEL.default(op, profile), KERNEL.space(op, profile)
+            assert config.keys() == space.keys() and min(config.values()) > 0
+            assert config["rows"] * config["columns"] < profile.hardware.vector_registers
+            assert KERNEL.applies(op, profile) is None

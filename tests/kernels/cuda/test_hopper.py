@@ -1,0 +1,38 @@
+"""The attention kernel for Hopper where there is no GPU: a part of what test_cuda_hopper_all.py runs."""
+
+from __future__ import annotations
+
+import pytest
+from support.cuda.cuda_attention_checks import operation
+from support.cuda.cuda_tile_kernels import HOPPER
+
+from mhsa_compile.kernels.interface.ops import Band, MaskInput
+from mhsa_compile.target.profile import load_profile
+
+KERNEL, PROFILE = HOPPER.kernel, load_profile(HOPPER.target)
+
+
+def test_a_causal_attention_of_ragged_length_over_few_heads():
+    op = operation(widths=(64, 72), band=Band(None, 0, "bottom_right"))
+    HOPPER.check(op, (1, 67, 83), (2, 32, 2), seed=1, poisoned=True)
+
+
+def test_what_it_does_not_take_is_named():
+    assert "warpgroups" in str(KERNEL.applies(operation(), load_profile("cuda-sm80")))
+    refused = [
+        (operation(dtype="float32"), "16-bit"),
+        (operation(widths=(64, 256), mask=MaskInput("bool", ("B", 1, "L", "S"))), "registers"),
+    ]
+    for op, words in refused:
+        assert words in str(KERNEL.applies(op, PROFILE))
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_defaults_fit_and_larger_tiles_are_refused(widths):
+    op = operation(widths=widths)
+    default = KERNEL.default(op, PROFILE)
+    assert KERNEL.unfit(op, PROFILE, default) is None and default["keys"] >= 64
+    refused = [((2, 128, 9), "shared memory"), ((4, 64, 2), "consumers"), ((2, 64, 1), "two tiles")]
+    refused += [((3, 176, 2), "registers")] if widths == (64, 64) else []
+    for config, words in refused:
+        assert words in str(KERNEL.unfit(op, PROFILE, HOPPER.config(*config)))

@@ -1,0 +1,275 @@
+"""What a call takes and gives: every kind of array and memory layout, masks that broadcast, and what is refused."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from support.tiny_artifact import (
+    MASK,
+    X,
+    Y,
+    assert_right,
+    draw,
+    make,
+    read_only,
+)
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.artifact.manifest import TensorInfo
+from mhsa_compile.runtime.call_arguments import Signature
+from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return make(tmp_path_factory.mktemp("artifact") / "tiny.mhsa")
+
+
+@pytest.fixture(scope="module")
+def compiled(artifact: Artifact) -> CompiledAttention:
+    return load(artifact)
+
+
+def test_torch_in_torch_out(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    tx, tmask = torch.from_numpy(x), torch.from_numpy(mask)
+    for inputs in ((tx, tmask), (tx, mask), (x, tmask)):
+        y = compiled(*inputs)
+        assert type(y) is torch.Tensor
+        assert not y.requires_grad
+        assert_right(y.numpy(), x, mask)
+    leaf = tx.clone().requires_grad_()
+    for differentiable in (leaf, 2 * leaf):
+        with pytest.raises(
+            InputError, match=r"input 'x': .*got one that requires grad\. Call under torch\.no_grad\(\)"
+        ):
+            compiled(differentiable, tmask)
+    with torch.no_grad():
+        assert not compiled(leaf, tmask).requires_grad
+    assert_right(compiled(leaf.detach(), tmask).numpy(), x, mask)
+    strided = tx.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_right(compiled(strided, tmask).numpy(), x, mask)
+    meta = torch.empty((3, 5, 8), device="meta")
+    with pytest.raises(InputError, match=r"input 'x': expected a tensor in CPU memory, got one on meta"):
+        compiled(meta, tmask)
+
+
+def test_other_arrays_come_in_through_dlpack(compiled: CompiledAttention) -> None:
+    class Foreign:
+        def __init__(self, array: np.ndarray) -> None:
+            self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+    x, mask = draw()
+    assert_right(compiled(Foreign(x), mask), x, mask)
+
+
+def offset(x: np.ndarray, by: int) -> np.ndarray:
+    """A copy of `x` that begins `by` bytes after a multiple of 64."""
+    buffer = np.zeros(x.nbytes + 128, np.uint8)
+    begin = -buffer.ctypes.data % 64 + by
+    view = buffer[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+LAYOUTS = {
+    "strided": lambda x: np.repeat(x, 2, axis=0)[::2],
+    "transposed": lambda x: np.asfortranarray(x),
+    "reversed": lambda x: x[::-1].copy()[::-1],
+    "broadcast": lambda x: np.broadcast_to(x[:1], x.shape),
+    "offset by an element": lambda x: offset(x, 4),
+    "unaligned": lambda x: offset(x, 1),
+    "read-only": read_only,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_memory_layout(compiled: CompiledAttention, layout: str) -> None:
+    x, mask = draw()
+    arranged = LAYOUTS[layout](x)
+    assert_right(compiled(arranged, mask), np.array(arranged), mask)
+
+
+def test_what_can_be_read_in_place_is_not_copied() -> None:
+    x, mask = draw()
+    signature = Signature((X, MASK), (Y,))
+    for array in (x, read_only(x), offset(x, 4), torch.from_numpy(x)):
+        taken = signature.arrays((array, mask), {})[0][0]
+        assert np.shares_memory(np.from_dlpack(taken) if array is not taken else array, array)
+
+
+def test_results_are_writable_and_independent(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    first = compiled(x, mask)
+    kept = first.copy()
+    second = compiled(-x, mask)
+    np.testing.assert_array_equal(first, kept)
+    second += 1
+
+
+def test_several_results_are_a_tuple() -> None:
+    x, mask = draw()
+    assert Signature((X, MASK), (Y, Y)).results([x, x], [x, mask])[1] is not None
+    with_torch = Signature((X, MASK), (Y, Y)).results([x, torch.from_numpy(x)], [x, torch.from_numpy(mask)])
+    assert all(type(one) is torch.Tensor for one in with_torch)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 5), (5,), (3, 1), (1, 1), (1,)])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_masks_broadcast(compiled: CompiledAttention, shape: tuple[int, ...], convert: object) -> None:
+    x, _ = draw()
+    for mask in (np.random.default_rng(1).random(shape) < 0.5, np.ones(shape, bool)):
+        assert_right(np.asarray(compiled(x, convert(mask))), x, mask)
+
+
+def test_empty_inputs_give_empty_outputs(compiled: CompiledAttention) -> None:
+    for B, L in ((0, 5), (3, 0)):
+        x, mask = np.ones((B, L, 8), np.float32), np.ones((1, L), bool)
+        assert compiled(x, mask).shape == (B, L, 8)
+        assert compiled(torch.from_numpy(x), mask).shape == (B, L, 8)
+    no_keys = Signature((TensorInfo("k", "float32", ("B", "S")),), (TensorInfo("y", "float32", ("B", 8)),))
+    arrays, sizes = no_keys.arrays((np.ones((2, 0), np.float32),), {})
+    assert no_keys.empty_results(arrays, sizes) is None  # there is something to compute
+
+
+def test_a_size_of_zero_reaches_tvm_with_its_strides() -> None:
+    """NumPy's and PyTorch's strides of empty arrays are others than those that TVM's code checks."""
+    info = TensorInfo("past", "float32", ("B", 2, "P", 3))
+    for past in (np.empty((4, 2, 0, 3), np.float32), torch.empty(4, 2, 0, 3)):
+        (taken,), sizes = Signature((info,), (info,)).arrays((past,), {})
+        assert sizes == {"B": 4, "P": 0}
+        steps = taken.stride() if isinstance(taken, torch.Tensor) else tuple(s // 4 for s in taken.strides)
+        assert (tuple(taken.shape), steps) == ((4, 2, 0, 3), (0, 0, 3, 1))
+
+
+PAST, TOTAL = TensorInfo("past", "float32", ("B", "P")), TensorInfo("total", "float32", ("B", "P + S"))
+NEW = TensorInfo("new", "float32", ("B", "S"))
+
+
+def test_sizes_that_others_make() -> None:
+    signature = Signature((TOTAL, PAST, NEW), (TOTAL,))
+    arrays = [np.ones((2, size), np.float32) for size in (7, 5, 2)]
+    assert signature.arrays(arrays, {})[1]["P + S"] == 7
+    with pytest.raises(InputError, match=r"input 'total': expected .*\(B, P \+ S\), P \+ S = 7, got .*\(2, 8\)"):
+        signature.arrays([np.ones((2, 8), np.float32), *arrays[1:]], {})
+    empty = [np.ones((0, size), np.float32) for size in (7, 5, 2)]
+    assert signature.empty_results(*signature.arrays(empty, {})).shape == (0, 7)
+
+
+def test_masks_that_end_early() -> None:
+    """Where the standard pads, the mask may have any length up to that of the keys; an axis of 1 is not the whole."""
+    mask = TensorInfo("mask", "bool", ("mask_B", "T"), broadcast=("B", "P + S"), pads=True)
+    signature = Signature((mask, PAST, NEW), (PAST,))
+    others = [np.ones((2, size), np.float32) for size in (5, 2)]
+    for shape in ((2, 7), (1, 6), (2, 1), (1, 0)):
+        (taken, *_), _ = signature.arrays([np.ones(shape, np.bool_), *others], {})
+        assert taken.shape == shape
+    for shape in ((2, 8), (3, 7)):
+        with pytest.raises(
+            InputError, match=r"input 'mask': expected bool of shape \(1 or B, 1 to P \+ S\), .*got bool"
+        ):
+            signature.arrays([np.ones(shape, np.bool_), *others], {})
+
+
+def test_numbers_of_keys_have_bounds() -> None:
+    lengths = TensorInfo("lengths", "int64", ("B",), most="S")
+    signature = Signature((lengths, NEW), (NEW,))
+    keys = np.ones((2, 3), np.float32)
+    for good in (np.array([0, 3]), torch.tensor([2, 1])):
+        signature.arrays([good, keys], {})
+    for bad, got in ((np.array([1, 4]), "4"), (torch.tensor([-1, 3]), "-1")):
+        with pytest.raises(InputError, match=rf"input 'lengths': expected numbers from 0 to S = 3, got {got}"):
+            signature.arrays([bad, keys], {})
+
+
+x, mask = draw()
+BAD_CALLS = {
+    "missing": ((x,), {}, r"input 'mask': expected bool of shape .*, got nothing"),
+    "none": ((None, mask), {}, r"input 'x': expected .*, got nothing"),
+    "too many": ((x, mask, mask), {}, r"inputs: expected at most 2: x, mask, got 3 by position"),
+    "unknown": ((x, mask), {"context": x}, r"input 'context': expected one of x, mask"),
+    "near": ((x,), {"msk": mask}, r"input 'msk'.*Did you mean 'mask'\?"),
+    "twice": ((x, mask), {"x": x}, r"input 'x': expected one value, got one by position and one by name"),
+    "list": (([1.0], mask), {}, r"input 'x': expected float32 of shape \(B, L, 8\).*, got list"),
+    "masked": ((np.ma.masked_array(x), mask), {}, r"input 'x': expected float32 .* without a mask, got a masked array"),
+    "masked mask": ((x, np.ma.masked_array(mask)), {}, r"input 'mask': expected bool .* without a mask, got a masked"),
+    "dtype": ((x.astype("f8"), mask), {}, r"expected float32 .*, got float64 of shape \(3, 5, 8\)\. Convert it"),
+    "bytes swapped": ((x.astype(">f4"), mask), {}, r"expected float32 .*, got >f4"),
+    "torch dtype": ((torch.ones(3, 5, 8).half(), mask), {}, r"expected float32 .*, got float16"),
+    "rank": ((x[0], mask), {}, r"input 'x': expected float32 of shape \(B, L, 8\), got float32 of shape \(5, 8\)"),
+    "dim": ((x[..., :7], mask), {}, r"input 'x': expected .*\(B, L, 8\), got float32 of shape \(3, 5, 7\)"),
+    "mask dtype": ((x, mask.astype("f4")), {}, r"input 'mask': expected bool of shape .*, got float32"),
+    "mask dim": ((x, mask[:, :4]), {}, r"\(1 or B, 1 or L\), B = 3 as in 'x', L = 5 as in 'x', got bool .*\(3, 4\)"),
+    "mask batch": ((x, np.ones((2, 5), bool)), {}, r"input 'mask': .*B = 3 as in 'x'.*, got bool of shape \(2, 5\)"),
+    "mask rank": ((x, mask[None]), {}, r"input 'mask': .*, got bool of shape \(1, 3, 5\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls(compiled: CompiledAttention, case: str) -> None:
+    args, by_name, message = BAD_CALLS[case]
+    with pytest.raises(InputError, match=message):
+        compiled(*args, **by_name)
+
+
+def test_a_shared_symbol_names_the_input_that_set_it() -> None:
+    k, v = TensorInfo("k", "float32", ("B", "S")), TensorInfo("v", "float32", ("B", "S"))
+    with pytest.raises(InputError, match=r"input 'v': expected .* S = 3 as in 'k', got float32 of shape \(2, 4\)"):
+        Signature((k, v), (k,)).arrays((np.ones((2, 3), "f4"), np.ones((2, 4), "f4")), {})
+
+
+BX, BY = TensorInfo("x", "bfloat16", ("B", 3)), TensorInfo("y", "bfloat16", ("B", 3))
+
+
+def draw_bfloat16(B: int = 5) -> np.ndarray:
+    return np.random.default_rng(B).standard_normal((B, 3), np.float32).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_goes_in_and_out_of_tvm(layout: str) -> None:
+    """NumPy's own DLPack refuses it."""
+    signature, x = Signature((BX,), (BY,)), LAYOUTS[layout](draw_bfloat16())
+    (taken,), _ = signature.arrays((x,), {})
+    assert (taken.dtype, tuple(taken.shape)) == ("bfloat16", x.shape)
+    y = signature.results(taken, [x])
+    assert y.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(y, x)
+
+
+def test_bfloat16_is_not_copied() -> None:
+    signature, x = Signature((BX,), (BY,)), draw_bfloat16()
+    for array in (x, read_only(x), torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)):
+        (taken,), _ = signature.arrays((array,), {})
+        results = signature.results(taken, [array])
+        bits = results.view(torch.int16).numpy() if isinstance(results, torch.Tensor) else results.view(np.int16)
+        assert np.shares_memory(bits, x)
+
+
+def test_bfloat16_is_torch_s_where_torch_comes_in() -> None:
+    signature, x = Signature((BX, BX), (BY, BY)), torch.randn(5, 3, dtype=torch.bfloat16)
+    arrays, _ = signature.arrays((x, draw_bfloat16()), {})
+    first, second = signature.results(tuple(reversed(arrays)), (x, arrays[1]))
+    assert (first.dtype, second.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(second, x)
+
+
+def test_a_dtype_that_is_not_bfloat16_is_named() -> None:
+    for wrong, got, hint in (
+        (np.ones((5, 3), np.float32), "float32", r"array\.astype\(ml_dtypes\.bfloat16\)"),
+        (torch.ones(5, 3), "float32", "Convert it to bfloat16"),
+        (np.ones((5, 3), np.uint16), "uint16", "ml_dtypes"),
+    ):
+        with pytest.raises(InputError, match=rf"input 'x': expected bfloat16 of shape \(B, 3\), got {got} .*{hint}"):
+            Signature((BX,), (BY,)).arrays((wrong,), {})
+    with pytest.raises(InputError, match=r"expected float32 of shape \(B, L, 8\), got bfloat16 of shape \(5, 3\)"):
+        Signature((X,), (Y,)).arrays((draw_bfloat16(),), {})
+
+
+def test_empty_bfloat16() -> None:
+    signature = Signature((BX,), (BY,))
+    for x in (draw_bfloat16()[:0], torch.ones(0, 3, dtype=torch.bfloat16)):
+        arrays, sizes = signature.arrays((x,), {})
+        y = signature.empty_results([x] if isinstance(x, torch.Tensor) else arrays, sizes)
+        assert y.dtype == x.dtype
+        assert tuple(y.shape) == (0, 3)

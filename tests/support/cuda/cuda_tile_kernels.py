@@ -1,0 +1,105 @@
+"""The attentions in tiles for GPUs, each as tests run it in the SIMT interpreter and hold it against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+from fuzz.attention import (
+    NUMPY,
+    Operands,
+    output_rows,
+    output_shape,
+    placed,
+)
+from support.cuda import cuda_attention_checks
+from support.cuda.cuda_attention_checks import Run, Sizes
+from support.simt import interpreter
+from support.simt.hopper import HopperMachine
+
+from mhsa_compile.kernels.cuda.attention.kernel import AttentionKernel
+from mhsa_compile.kernels.cuda.attention.kernel_fp32 import AttentionFloat32Kernel
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
+from mhsa_compile.kernels.cuda.attention_hopper.kernel import HopperAttentionKernel
+from mhsa_compile.kernels.interface.ops import AttentionOp
+from mhsa_compile.target.profile import CudaProfile, load_profile
+
+
+@dataclass(frozen=True)
+class TileKernel:
+    """`widths` are its heads' where a test asks for no others; `small` are the sizes of small tiles."""
+
+    kernel: AttentionInTiles[Any]
+    target: str
+    dtypes: tuple[str, ...]
+    widths: tuple[int, int]
+    small: tuple[int, int, int]
+    multiprocessors: int | None = None
+
+    @cached_property
+    def profile(self) -> CudaProfile:
+        """Of a GPU with as many multiprocessors, if that is said."""
+        profile = load_profile(self.target)
+        assert isinstance(profile, CudaProfile)
+        if self.multiprocessors is None:
+            return profile
+        hardware = msgspec.structs.replace(profile.hardware, multiprocessors=self.multiprocessors)
+        return msgspec.structs.replace(profile, hardware=hardware)
+
+    @property
+    def chunk(self) -> int:
+        """Elements of 16 bytes, which are copied at once."""
+        return 16 // np.dtype(NUMPY[self.dtypes[0]]).itemsize
+
+    def config(self, *sizes: int) -> dict[str, int]:
+        return dict(zip(self.kernel.knobs, sizes, strict=True))
+
+    def operation(
+        self, heads: tuple[int, int] = (4, 2), widths: tuple[int, int] | None = None, **fields: Any
+    ) -> AttentionOp:
+        return cuda_attention_checks.operation(heads, widths or self.widths, **{"dtype": self.dtypes[0], **fields})
+
+    def runner(self, *sizes: int, seed: int | None = None) -> Run:
+        """By the default config, unless `sizes` say otherwise; on Hopper in an order drawn by `seed`, if any."""
+
+        def run(op: AttentionOp, given: Operands, of_call: Sizes) -> np.ndarray:
+            config = self.config(*sizes) if sizes else self.kernel.default(op, self.profile)
+            machine, constants = _translated(self, op, tuple(config.items()), seed)
+            y = np.full(output_shape(op, of_call), np.nan, NUMPY[op.dtype])
+            machine(*placed(op, given), *constants, y)
+            return output_rows(y, op.output)
+
+        return run
+
+    def check(
+        self,
+        op: AttentionOp,
+        of_call: Sizes = (2, 67, 131),
+        sizes: tuple[int, ...] = (),
+        *,
+        seed: int | None = None,
+        poisoned: bool = False,
+    ) -> None:
+        cuda_attention_checks.check(self.runner(*sizes, seed=seed), op, of_call, poisoned=poisoned)
+
+
+@lru_cache(maxsize=4)
+def _translated(
+    subject: TileKernel, op: AttentionOp, config: tuple[tuple[str, int], ...], seed: int | None
+) -> tuple[interpreter.Machine, tuple[np.ndarray, ...]]:
+    kernel, profile = subject.kernel, subject.profile
+    assert kernel.applies(op, profile) is None and kernel.unfit(op, profile, dict(config)) is None
+    emitted = kernel.emit(op, profile, dict(config))
+    is_of_roles = isinstance(kernel, HopperAttentionKernel)
+    machine = HopperMachine(emitted.run, seed=seed) if is_of_roles else interpreter.Machine(emitted.run)
+    return machine, emitted.constants
+
+
+MMA = TileKernel(AttentionKernel(), "cuda-sm80", ("bfloat16", "float16"), (24, 40), (64, 32, 2))
+FLOAT32 = TileKernel(AttentionFloat32Kernel(), "cuda-sm80", ("float32",), (20, 68), (32, 32, 2))
+HOPPER = TileKernel(HopperAttentionKernel(), "cuda-sm90a", ("bfloat16", "float16"), (24, 40), (2, 32, 2), 3)
+"""With few multiprocessors, so that a block has several items, of several heads."""
+TILE_KERNELS = {"mma": MMA, "float32": FLOAT32, "hopper": HOPPER}

@@ -1,0 +1,65 @@
+"""The node tests that onnx itself holds its backends to, for the operators compiled here; run by themselves, the count.
+
+python tests/support/node_cases.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from onnx.backend.test.case import node
+from onnx.backend.test.case.node import attention, rotaryembedding, tensorscatter
+from onnx.backend.test.case.test_case import TestCase
+from onnx.backend.test.runner import Runner
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import MhsaError
+
+OPERATORS = {"Attention": attention, "RotaryEmbedding": rotaryembedding, "TensorScatter": tensorscatter}
+
+
+def cases() -> dict[str, TestCase]:
+    """By name: those of one node. (Others spell a node out as a function of other operators.)
+
+    The modules register their cases when they are imported. The public `collect_testcases` would import those of all
+    operators: six seconds.
+    """
+    nodes = {case.name: case.model.graph.node for case in node._NodeTestCases}
+    alone = {name for name, found in nodes.items() if len(found) == 1 and found[0].op_type in OPERATORS}
+    return {case.name: case for case in node._NodeTestCases if case.name in alone}
+
+
+def check(case: TestCase) -> None:
+    """Compiles, loads and calls it, and compares as the backend suite does, to its tolerances."""
+    compiled = mhsa.load(mhsa.compile(case.model))
+
+    def run(inputs: tuple[np.ndarray, ...]) -> Sequence[np.ndarray]:
+        results = compiled(*inputs)
+        return results if isinstance(results, tuple) else (results,)
+
+    compare(case, run)
+
+
+def compare(case: TestCase, run: Callable[[tuple[np.ndarray, ...]], Sequence[np.ndarray]]) -> None:
+    """`run` takes the case's inputs, and returns the outputs."""
+    for inputs, expected in case.data_sets:
+        outputs = run(tuple(map(np.asarray, inputs)))
+        Runner.assert_similar_outputs(expected, outputs, case.rtol, case.atol)
+
+
+def main() -> int:
+    found, failed = cases(), {}
+    for name, case in found.items():
+        try:
+            check(case)
+        except (MhsaError, AssertionError, RuntimeError, ValueError) as error:
+            failed[name] = str(error).strip().splitlines()[0]
+            print(f"{name}: {failed[name]}")
+    print(f"{len(found) - len(failed)} of {len(found)} node tests of {', '.join(OPERATORS)} pass")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

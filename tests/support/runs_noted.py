@@ -1,0 +1,33 @@
+"""Runs of artifacts elsewhere than in the test's own process, noted for the last lines of a test run (conftest.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mhsa_compile.verification.parity import CaseResult
+
+PROPERTY = "run elsewhere"
+"""Of a test's report: (on which machine, what ran, its error as a share of the budget)."""
+
+Run = tuple[str, str, float]
+
+
+def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseResult, machine: str) -> None:
+    for case in cases:
+        sizes = " ".join(f"{symbol}={size}" for symbol, size in case.dims.items())
+        record_property(PROPERTY, (machine, f"{name}, {sizes}", float(case.ratio)))
+
+
+def summary(noted: Iterable[Run]) -> list[str]:
+    """For each machine how many runs were held against float64, and the worst of them."""
+    lines, all_runs = [], list(noted)
+    for machine in dict.fromkeys(machine for machine, _, _ in all_runs):
+        runs = [(what, share) for where, what, share in all_runs if where == machine]
+        what, share = max(runs, key=lambda run: run[1])
+        within = sum(share <= 1 for _, share in runs)
+        lines += [
+            f"{machine}: {within} of {len(runs)} runs within the error budget",
+            f"the largest error / budget: {share:.3f}, {what}",
+        ]
+    return lines

@@ -1,0 +1,114 @@
+"""The copy engine in the SIMT interpreter: tensor maps, boxes that arrive when the machine lets them, stores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from support.simt.hopper_common import (
+    active_lanes,
+    barrier_at,
+    operands_of,
+    shared_of,
+)
+from support.simt.hopper_memory import CHUNK
+from support.simt.memory import WARP, SimtError
+from support.simt.tensor_map import TensorMap, swizzled
+from support.simt.threads import Thunk
+
+if TYPE_CHECKING:
+    from support.simt.hopper import Copy, HopperMachine
+
+
+def new_map(machine: HopperMachine, node: Any) -> Thunk:
+    assert str(node.args[0].value) == "tensormap"
+    return TensorMap
+
+
+def encode(machine: HopperMachine, node: Any) -> Thunk:
+    operands, attrs = [machine.expression(a) for a in node.args], node.attrs
+
+    def execute() -> None:
+        tensor, pointer, *numbers = (operand() for operand in operands)
+        place = pointer.memory, int(pointer.offset[0])
+        tensor.encode(
+            place, [int(n) for n in numbers], str(attrs.descriptor_dtype), int(attrs.rank), int(attrs.swizzle)
+        )
+
+    return execute
+
+
+def load_box(machine: HopperMachine, node: Any) -> Thunk:
+    address, tensor, *corner, barrier = (machine.expression(a) for a in operands_of(node))
+
+    def execute() -> None:
+        from support.simt.hopper import Copy
+
+        memory, made = shared_of(machine), tensor()
+        for block, warp, at, bar, *where in active_lanes(machine, address(), barrier(), *(c() for c in corner)):
+            if at % (8 * made.span):
+                raise SimtError(f"a box swizzled by {made.span} bytes at address {at}")
+            places = swizzled(at + np.arange(made.bytes), made.span) - memory.base
+            chunks = np.unique(places // CHUNK)
+            memory.check(np.full(chunks.size, block), np.full(chunks.size, warp), chunks, is_write=True)
+            memory.check_engines(block, chunks)
+            barrier_at(machine, bar).check_engine(block)
+            memory.data[block, places] = 0xFF
+            clocks, engine = memory.clocks, memory.clocks.engine
+            memory.written_at[block, chunks, engine] = clocks.known[block, engine, engine]
+            clock = np.maximum(clocks.known[block, warp], clocks.release(block, engine))
+            machine.copies_on_the_way.append(Copy(made, where, block, places, barrier_at(machine, bar), clock))
+
+    return execute
+
+
+def deliver(machine: HopperMachine, copy: Copy) -> None:
+    """A box arrives."""
+    found = copy.tensor.read(copy.corner)
+    shared_of(machine).data[copy.block, copy.places] = found
+    copy.barrier.bytes_arrived(copy.block, found.size, copy.clock)
+
+
+def store_box(machine: HopperMachine, node: Any) -> Thunk:
+    tensor, *corner, address = (machine.expression(a) for a in operands_of(node))
+
+    def execute() -> None:
+        memory, made = shared_of(machine), tensor()
+        for block, warp, at, *where in active_lanes(machine, address(), *(c() for c in corner)):
+            if at % (8 * made.span):
+                raise SimtError(f"a box swizzled by {made.span} bytes at address {at}")
+            if memory.alone[block, warp]:
+                raise SimtError("a lane stores what others wrote, and no barrier of the warp in between")
+            chunks = np.unique(swizzled(at + np.arange(made.bytes), made.span) - memory.base) // CHUNK
+            memory.check(np.full(chunks.size, block), np.full(chunks.size, warp), chunks, is_write=False)
+            memory.check_engines(block, chunks)
+            machine.strand.uncommitted.append((made, block, warp, list(where), at))
+
+    return execute
+
+
+def commit_stores(machine: HopperMachine, node: Any) -> Thunk:
+    """Only what is in a group can be waited for."""
+
+    def execute() -> None:
+        strand, active = machine.strand, set(active_lanes(machine))
+        strand.stores += [store for store in strand.uncommitted if store[1:3] in active]
+        strand.uncommitted = [store for store in strand.uncommitted if store[1:3] not in active]
+
+    return execute
+
+
+def stores_read(machine: HopperMachine, node: Any) -> Thunk:
+    """All that was committed is over; where it goes to, no other warp writes."""
+    assert int(node.args[0]) == 0
+
+    def execute() -> None:
+        memory, strand, active = shared_of(machine), machine.strand, set(active_lanes(machine))
+        for tensor, block, warp, where, at in strand.stores:
+            if (block, warp) in active:
+                places = swizzled(at + np.arange(tensor.bytes), tensor.span) - memory.base
+                number = (block + machine.lanes.first) * machine.threads + warp * WARP
+                tensor.write(where, memory.data[block, places], number)
+        strand.stores = [store for store in strand.stores if store[1:3] not in active]
+
+    return execute

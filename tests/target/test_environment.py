@@ -1,0 +1,84 @@
+"""installation.py: wrong packages are named before anything imports them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mhsa_compile.errors import InstallationError
+from mhsa_compile.target import environment as installation
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, tvm: str | None, ffi: str | None) -> None:
+    versions = {"apache-tvm": tvm, "apache-tvm-ffi": ffi}
+    monkeypatch.setattr(installation, "installed_version", versions.get)
+
+
+@pytest.mark.parametrize("ffi", ["0.1.14.post0", "0.1.14.post1", "0.1.14.post12"])
+def test_tested_pairs_pass(monkeypatch: pytest.MonkeyPatch, ffi: str) -> None:
+    pretend(monkeypatch, "0.27.0.post1", ffi)
+    installation.check_tvm_pair()
+
+
+@pytest.mark.parametrize(
+    ("tvm", "ffi"),
+    [
+        ("0.27.0.post1", "0.1.15"),
+        ("0.27.0.post1", "0.1.14"),
+        ("0.27.0.post1", "0.1.14rc1"),
+        ("0.27.0", "0.1.14.post1"),
+        ("0.28.0", "0.1.14.post1"),
+        ("0.27.0.post1", None),
+        (None, None),
+    ],
+)
+def test_other_pairs_are_refused(monkeypatch: pytest.MonkeyPatch, tvm: str | None, ffi: str | None) -> None:
+    pretend(monkeypatch, tvm, ffi)
+    with pytest.raises(InstallationError) as refusal:
+        installation.check_tvm_pair()
+    message = str(refusal.value)
+    assert f"apache-tvm {tvm or 'not installed'} with apache-tvm-ffi {ffi or 'not installed'}" in message
+    assert "pip install 'apache-tvm==0.27.0.post1' 'apache-tvm-ffi>=0.1.14.post0,<0.1.15'" in message
+
+
+def test_this_environment_passes() -> None:
+    installation.check_tvm_pair()
+
+
+def test_a_missing_extra_is_named() -> None:
+    installation.require("json", "re", extra="compile")
+    with pytest.raises(InstallationError, match=r"pip install 'mhsa-compile\[compile\]'") as refusal:
+        installation.require("json", "no_such_module_here", extra="compile")
+    assert refusal.value.got == "no no_such_module_here"
+
+
+def test_the_check_imports_neither_of_the_pair() -> None:
+    code = (
+        "import sys; from mhsa_compile import installation; installation.check_tvm_pair(); "
+        "sys.exit(any(name in sys.modules for name in ('tvm', 'tvm_ffi', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_wheel_brings_its_data(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=root, check=True, capture_output=True)
+    unpacked = tmp_path / "unpacked"
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(unpacked)
+    code = (
+        "from mhsa_compile import data, profile; print(data.targets_folder(), profile.load_profile('znver4').tvm.mcpu)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert child.stdout.split() == [str(unpacked / "mhsa_compile/_data/targets"), "znver4"]
+    assert (unpacked / "mhsa_compile/_data/schedules").is_dir()
+    assert (unpacked / "mhsa_compile/py.typed").is_file()

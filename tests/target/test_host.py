@@ -1,0 +1,137 @@
+"""host.py, shown other machines' /proc and /sys."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from mhsa_compile.target import host
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+
+
+def test_x86_features_and_model(tmp_path: Path) -> None:
+    block = "processor\t: {}\nmodel name\t: AMD EPYC 9R14\nflags\t\t: fpu avx2 fma\n\n"
+    root = machine(tmp_path, {"proc/cpuinfo": block.format(0) + block.format(1)})
+    assert host.cpu_features(root) == {"fpu", "avx2", "fma"}
+    assert host.cpu_model(root) == "AMD EPYC 9R14"
+
+
+@pytest.fixture
+def on_aarch64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.platform, "machine", lambda: "aarch64")
+
+
+@pytest.mark.usefixtures("on_aarch64")
+def test_arm_features_and_model(tmp_path: Path) -> None:
+    text = "processor\t: 0\nFeatures\t: fp asimd asimddp\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
+    root = machine(tmp_path, {"proc/cpuinfo": text})
+    assert host.cpu_features(root) == {"fp", "asimd", "asimddp"}
+    assert host.cpu_model(root) == "implementer 0x41 part 0xd0c"
+    assert not host.emulated(root)
+
+
+@pytest.mark.usefixtures("on_aarch64")
+def test_an_emulator_is_noticed_and_asked_for_the_features(tmp_path: Path) -> None:
+    """QEMU 7.2 shows the file of the machine it runs on, and the right auxiliary vector: here of a Neoverse N1."""
+    root = machine(tmp_path, {"proc/cpuinfo": "model name\t: AMD EPYC\nflags\t: avx2 fma\n"})
+    (root / "proc/self").mkdir()
+    (root / "proc/self/auxv").write_bytes(struct.pack("=6Q", 16, 0x119FFB, 26, 1 << 13, 0, 0))
+    assert host.cpu_features(root) == {
+        "fp", "asimd", "aes", "pmull", "sha1", "sha2", "crc32", "atomics", "fphp", "asimdhp", "cpuid", "asimdrdm",
+        "lrcpc", "dcpop", "asimddp", "i8mm",
+    }  # fmt: skip
+    assert host.emulated(root)
+    assert host.cpu_model(root) == "an emulated aarch64 CPU"
+
+
+@pytest.mark.parametrize(("name", "emulated"), [("qemu-x86_64-st", True), ("python3", False)])
+def test_an_emulator_is_known_by_its_process(tmp_path: Path, name: str, emulated: bool) -> None:
+    assert host.emulated(machine(tmp_path, {"proc/self/comm": f"{name}\n"})) is emulated
+
+
+def test_data_caches_are_told_from_instruction_caches(tmp_path: Path) -> None:
+    caches = [("1", "Instruction", "32K"), ("1", "Data", "48K"), ("2", "Unified", "2M")]
+    files = {
+        f"sys/devices/system/cpu/cpu0/cache/index{i}/{key}": value + "\n"
+        for i, cache in enumerate(caches)
+        for key, value in zip(("level", "type", "size"), cache, strict=True)
+    }
+    root = machine(tmp_path, files)
+    assert (host.cache_kib(1, root), host.cache_kib(2, root), host.cache_kib(3, root)) == (48, 2048, None)
+
+
+@pytest.mark.parametrize(("listed", "threads"), [("0", 1), ("0,64", 2), ("0-3", 4), ("0-1,64-65", 4)])
+def test_threads_of_a_core_are_counted(tmp_path: Path, listed: str, threads: int) -> None:
+    file = "sys/devices/system/cpu/cpu0/topology/thread_siblings_list"
+    assert host.threads_per_core(machine(tmp_path, {file: f"{listed}\n"})) == threads
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    assert host.cpu_features(tmp_path) == frozenset()
+    assert host.cpu_model(tmp_path) == "unknown"
+    assert host.cache_kib(1, tmp_path) is None
+    assert host.allowed_cpus(tmp_path) >= 1
+    assert host.threads_per_core(tmp_path) == 1
+
+
+V1, V2 = "sys/fs/cgroup/cpu", "sys/fs/cgroup"
+QUOTAS = {
+    "none": ({}, 8),
+    "v2, unlimited": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "max 100000\n"}, 8),
+    "v2": ({"proc/self/cgroup": "0::/app\n", f"{V2}/app/cpu.max": "250000 100000\n"}, 2),
+    "v2, in a parent": (
+        {"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/cpu.max": "300000 100000\n", f"{V2}/a/b/cpu.max": "max 100000\n"},
+        3,
+    ),
+    "v2, path of the host": ({"proc/self/cgroup": "0::/../gone\n", f"{V2}/cpu.max": "400000 100000\n"}, 4),
+    "v2, under one CPU": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "50000 100000\n"}, 1),
+    "v1": (
+        {
+            "proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/job\n0::/\n",
+            f"{V1},cpuacct/job/cpu.cfs_quota_us": "600000\n",
+            f"{V1},cpuacct/job/cpu.cfs_period_us": "100000\n",
+        },
+        6,
+    ),
+    "v1, unlimited": (
+        {"proc/self/cgroup": "4:cpu:/\n", f"{V1}/cpu.cfs_quota_us": "-1\n", f"{V1}/cpu.cfs_period_us": "100000\n"},
+        8,
+    ),
+}
+
+
+@pytest.mark.usefixtures("eight_cpus")
+@pytest.mark.parametrize(("files", "expected"), QUOTAS.values(), ids=QUOTAS.keys())
+def test_cpu_quotas(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert host.allowed_cpus(machine(tmp_path, files)) == expected
+
+
+def test_affinity_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3})
+    assert host.allowed_cpus(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "expected"),
+    [("x86_64", "x86_64"), ("AMD64", "x86_64"), ("arm64", "aarch64"), ("riscv64", "riscv64")],
+)
+def test_architecture_is_spelled_as_llvm_does(
+    monkeypatch: pytest.MonkeyPatch, machine_name: str, expected: str
+) -> None:
+    monkeypatch.setattr(host.platform, "machine", lambda: machine_name)
+    assert host.architecture() == expected
