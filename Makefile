@@ -53,23 +53,23 @@ test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU 
 	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m cuda -n 2 --dist worksteal --durations 20
 
 cuda-configs: $(CUDA)  ## Every kernel for NVIDIA's GPUs with the configs of its space, to machine code: spills, registers, memory; half an hour
-	@$(BIN)/python tests/campaigns/cuda_configs.py --json build/cuda-configs.json
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.cuda_configs --json build/cuda-configs.json
 
 node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
-	@$(BIN)/python tests/support/node_cases.py
+	@PYTHONPATH=tests $(BIN)/python -m support.node_cases
 
 test-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: parity, streams, graphs, several devices
 	@$(ON_GPU) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal --durations 20
 
 sanitize-gpu: $(FOR_GPU)  ## A small part of test-gpu under compute-sanitizer: memory, races, uninitialised reads, barriers
-	@$(ON_GPU) tests/campaigns/sanitize_gpu.py
+	@PYTHONPATH=tests $(ON_GPU) -m campaigns.sanitize_gpu
 
 test-models: $(STAMP)  ## Other people's models: what is too slow for the suite, then the table of families; a quarter of an hour
 	@$(BIN)/python -m pytest -m slow
-	@$(BIN)/python tests/campaigns/models.py
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.models
 
 fuzz-operator: $(STAMP)  ## 200 random nodes of the ONNX operator against float64; some minutes
-	@$(BIN)/python tests/fuzz/onnx_operator.py
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.onnx_operator
 
 lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff check .
@@ -83,26 +83,26 @@ bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pi
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build
 
 fuzz-parity: $(STAMP)  ## 2,000 random specs, shapes, masks and dtypes against float64, from a seed that is printed; half an hour
-	@$(BIN)/python tests/fuzz/campaign.py --kernels 1800 --flows 200 --workers 2
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2
 
 fuzz-files: $(STAMP)  ## 100,000 damaged files of every kind into what reads them: no traceback, crash or hang; half an hour
-	@$(BIN)/python tests/fuzz/files.py --inputs 100000 --workers 2
-	@if [ -f tests/fuzz/files_cpp.py ]; then $(BIN)/python tests/fuzz/files_cpp.py; fi
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.files --inputs 100000 --workers 2
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.files_cpp
 
 kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written, 200 while tuning: nothing is lost; 20 minutes
-	@$(BIN)/python tests/campaigns/kill.py --kills 200 --tuning 200
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.kill --kills 200 --tuning 200
 
 races: $(STAMP)  ## What threads could do to each other: every rule, kernel and some models, 200 times with 1, 2, 3 and 8 threads; half an hour
-	@$(BIN)/python tests/campaigns/races.py
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.races
 
 helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; some 20 minutes
-	@$(BIN)/python tests/campaigns/helgrind.py --json build/helgrind.json
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.helgrind --json build/helgrind.json
 
 same-code: $(STAMP)  ## Whether code is compiled as a commit did, AGAINST=COMMIT: every kernel's functions; three quarters of an hour
-	@$(BIN)/python tests/campaigns/same_code.py $(AGAINST) --json build/same-code.json
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.same_code $(AGAINST) --json build/same-code.json
 
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
-	@$(BIN)/python tests/campaigns/fleet.py --json build/fleet.json
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.fleet --json build/fleet.json
 
 mask-pictures: $(STAMP)  ## The pictures of docs/masks.md, again
 	@$(BIN)/python docs/mask_pictures.py

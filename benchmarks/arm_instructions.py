@@ -6,7 +6,7 @@ No time is measured: an emulator has none to offer. What is compared is how much
 result: all instructions of a call, the interpreter's few thousand included, by the multiply-adds that the mathematics
 needs. A count is the difference between two processes, one with more calls. One thread; float32.
 
-It needs what `tests/support/arm/machine.py` does, and a QEMU of version 6 to 8 with plugins: Debian's package qemu-user.
+It needs what `tests/support/arm/machine.py` does, and a QEMU of version 6 to 8 with plugins: Debian's qemu-user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every workload of mhsa_compile/bench/protocol/workloads.py against every peer: a table, all the figures as JSON, and pictures.
+"""Every workload of bench/protocol/workloads.py against every peer: a table, all the figures as JSON, and pictures.
 
     python benchmarks/run.py [--workload NAME|GROUP ...] [--dtype float32 bfloat16] [--threads 1 2] [--json FILE]
     python benchmarks/run.py --read FILE --pictures DIR        # draw again what was measured

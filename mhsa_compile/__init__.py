@@ -13,9 +13,7 @@ Names are imported on first use, so importing this package loads nothing heavy.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mhsa_compile import errors
@@ -24,7 +22,7 @@ from mhsa_compile.version import __version__
 if TYPE_CHECKING:
     from mhsa_compile.compiler.pipeline import compile
     from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
-    from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
+    from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.compiled_attention import load
     from mhsa_compile.spec import masks
@@ -47,43 +45,33 @@ __all__ = [
     "load",
     "masks",
     "verify",
+    "weights",
 ]
 
-_ROOMS = {
-    "Artifact": "mhsa_compile.runtime.artifact.artifact",
-    "AttentionSpec": "mhsa_compile.spec.attention_spec",
-    "MultiHeadAttention": "mhsa_compile.nn.modules",
-    "ScaledDotProductAttention": "mhsa_compile.nn.modules",
-    "TargetProfile": "mhsa_compile.target.profile",
-    "compile": "mhsa_compile.compiler.pipeline",
-    "from_bert": "mhsa_compile.nn.convert",
-    "from_llama": "mhsa_compile.nn.convert",
-    "from_torch": "mhsa_compile.nn.convert",
-    "load": "mhsa_compile.runtime.compiled_attention",
-    "verify": "mhsa_compile.verification.verify",
+_PLACES = {
+    "Artifact": "runtime.artifact.artifact:Artifact",
+    "AttentionSpec": "spec.attention_spec:AttentionSpec",
+    "MultiHeadAttention": "nn.modules:MultiHeadAttention",
+    "ScaledDotProductAttention": "nn.modules:ScaledDotProductAttention",
+    "TargetProfile": "target.profile:TargetProfile",
+    "compile": "compiler.pipeline:compile",
+    "from_bert": "nn.convert:from_bert",
+    "from_llama": "nn.convert:from_llama",
+    "from_torch": "nn.convert:from_torch",
+    "load": "runtime.compiled_attention:load",
+    "masks": "spec.masks",
+    "verify": "verification.verify:verify",
+    "weights": "nn.modules:weights",
 }
-"""Where each public name is."""
-_PUBLIC_ROOMS = {"masks": "mhsa_compile.masks"}
-"""Rooms that are public themselves."""
-
-
-class _Package(ModuleType):
-    """Keeps `mhsa_compile.verification.verify` the function: importing the room of that name would bind the module over it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _ROOMS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+"""Where each public name is defined, module:name; `masks` is a module."""
 
 
 def __getattr__(name: str) -> object:
-    if name in _PUBLIC_ROOMS:
-        return import_module(_PUBLIC_ROOMS[name])
-    if name not in _ROOMS:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ROOMS[name]), name)
+    module, _, defined = _PLACES[name].partition(":")
+    found = import_module(f"{__name__}.{module}")
+    return getattr(found, defined) if defined else found
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,8 @@ import tempfile
 import pytest
 from hypothesis import settings
 
-# Child processes look there as well.
+# Child processes find what the tests share, and look for data there as well.
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="mhsa-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 

@@ -1,4 +1,5 @@
-"""Every snippet of README.md does what it says: its blocks run in order, in one folder, as a reader would type them."""
+"""Every snippet of README.md, docs/usage.md and docs/cli.md does what it says: the blocks of a page run in order, in
+one folder, as a reader would type them; and what pages name is there."""
 
 from __future__ import annotations
 
@@ -13,21 +14,23 @@ import pytest
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+README, USAGE, COMMANDS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "cli.md"
+PAGES = (README, USAGE, COMMANDS)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
     language: str
     line: int
-    """Of the first line of code in README.md."""
+    """Of the first line of code in its page."""
     code: str
+    page: Path
 
 
-def blocks() -> Iterator[Block]:
-    text = README.read_text(encoding="utf-8")
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
     for match in FENCE.finditer(text):
-        yield Block(match[1], text.count("\n", 0, match.start(2)) + 1, match[2])
+        yield Block(match[1], text.count("\n", 0, match.start(2)) + 1, match[2], page)
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -37,33 +40,49 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words
 
 
-def shell_commands(program: str) -> list[list[str]]:
-    return [words for block in blocks() if block.language == "sh" for words in commands(block) if words[0] == program]
+def shell_commands(page: Path) -> list[list[str]]:
+    return [words for block in blocks(page) if block.language == "sh" for words in commands(block)]
 
 
-def test_every_block_says_what_it_is() -> None:
-    assert {block.language for block in blocks()} == {"python", "sh"}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= {"python", "sh"}
 
 
 def test_shell_blocks_hold_only_programs_that_are_checked() -> None:
-    programs = {words[0] for block in blocks() if block.language == "sh" for words in commands(block)}
-    assert programs == {"make", "mhsa", "pip"}
+    programs = {page.stem: {words[0] for words in shell_commands(page)} for page in PAGES}
+    assert programs == {"README": {"make", "pip"}, "usage": {"mhsa"}, "cli": {"mhsa"}}
 
 
-ON_A_GPU, COMMAND_LINE = "### On an NVIDIA GPU", "## From the command line"
-"""The parts that need nothing of those before them: each is run by itself, beside them."""
+ON_A_GPU = "## On an NVIDIA GPU"
+"""The part that needs nothing of those before it: it is run by itself, beside them."""
 
 
-def parts() -> tuple[list[Block], list[Block], list[Block]]:
-    """Blocks up to the GPU's, its own, and the command line's."""
-    text = README.read_text(encoding="utf-8")
-    gpu, command_line = (text.partition(title)[0].count("\n") for title in (ON_A_GPU, COMMAND_LINE))
-    found = list(blocks())
-    return (
-        [block for block in found if block.line < gpu],
-        [block for block in found if gpu < block.line < command_line],
-        [block for block in found if block.line > command_line],
-    )
+def parts() -> tuple[list[Block], list[Block]]:
+    """Blocks of docs/usage.md up to the GPU's, and its own."""
+    before, title, _ = USAGE.read_text(encoding="utf-8").partition(ON_A_GPU)
+    assert title
+    gpu, found = before.count("\n"), list(blocks(USAGE))
+    return [block for block in found if block.line < gpu], [block for block in found if block.line > gpu]
+
+
+def run(page_blocks: list[Block], **names: Any) -> dict[str, Any]:
+    """The names that the blocks leave."""
+    names["__name__"] = "page"
+    for block in page_blocks:
+        if block.language == "python":
+            padding = "\n" * (block.line - 1)  # so that a traceback names the line of the page
+            exec(compile(padding + block.code, str(block.page), "exec"), names)
+        else:
+            run_mhsa(block)
+    return names
+
+
+def test_the_snippet_of_the_first_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run([block for block in blocks(README) if block.language == "python"])
+    assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"attention"}
+    assert names["y"].shape == (2, 197, 512)
 
 
 @pytest.mark.filterwarnings(
@@ -71,13 +90,7 @@ def parts() -> tuple[list[Block], list[Block], list[Block]]:
 )  # in the reader's export
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "readme"}
-    for block in parts()[0]:
-        if block.language == "python":
-            padding = "\n" * (block.line - 1)  # so that a traceback names the line of the README
-            exec(compile(padding + block.code, str(README), "exec"), names)
-        else:
-            run_mhsa(block)
+    names = run(parts()[0])
     assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"attention", "model"}
     assert names["verdict"].ok
     assert names["y"].shape == (1, 50, 256)
@@ -86,9 +99,8 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for block in parts()[2]:
-        assert block.language == "sh"
-        run_mhsa(block)
+    (block,) = blocks(COMMANDS)
+    run_mhsa(block)
     made = {path.stem for path in tmp_path.glob("*.mhsa")}
     assert made == {"base", "window", "long", "int8", "step", "inside", "arm"}
 
@@ -110,8 +122,7 @@ def test_what_is_for_gpus_runs_here_with_a_cpu_in_its_place(tmp_path: Path, monk
     (compiling, calling) = parts()[1]
     assert calling.code.count("cuda:0") == 3 and compiling.code.count(" --target cuda-sm90a") == 1
     run_mhsa(compiling._replace(code=compiling.code.replace(" --target cuda-sm90a", "")))
-    names: dict[str, Any] = {"mhsa": mhsa_compile, "torch": torch}
-    exec(calling.code.replace("cuda:0", "cpu"), names)
+    names = run([calling._replace(code=calling.code.replace("cuda:0", "cpu"))], mhsa=mhsa_compile, torch=torch)
     assert names["attended"].shape == names["copied"].shape == (2, 1024, 512)
 
 
@@ -121,22 +132,22 @@ def run_mhsa(block: Block) -> None:
     for words in commands(block):
         if words[0] == "mhsa":
             result = CliRunner().invoke(app, words[1:])
-            where = f"README.md, block at line {block.line}: {shlex.join(words)}"
+            where = f"{block.page.name}, block at line {block.line}: {shlex.join(words)}"
             assert result.exit_code == 0, f"{where}\n{result.output}\n{result.exception!r}"
 
 
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {words[1] for words in shell_commands("make")} | set(
-        re.findall(r"`make ([\w-]+)`", README.read_text("utf-8"))
-    )
-    assert {"demo", "test"} <= named
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "tests/README.md"])
+def test_make_targets_exist(page: str) -> None:
+    text, makefile = (ROOT / page).read_text("utf-8"), (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {words[1] for words in shell_commands(ROOT / page) if words[0] == "make"}
+    named |= set(re.findall(r"`make ([\w-]+)`", text))
+    assert "test" in named
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
 
 
 def test_extras_and_files_of_pip_commands_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    for words in shell_commands("pip"):
+    for words in (words for words in shell_commands(README) if words[0] == "pip"):
         assert (ROOT / words[words.index("-c") + 1]).is_file()
         asked = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[-1])
         assert asked is not None
@@ -146,20 +157,39 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
 @pytest.mark.parametrize(
     "page",
     [
+        "CONTRIBUTING.md",
         "README.md",
         "benchmarks/README.md",
         "docs/architecture.md",
+        "docs/artifact.md",
+        "docs/cli.md",
+        "docs/decisions.md",
         "docs/gpu.md",
         "docs/masks.md",
         "docs/performance.md",
         "docs/tuning.md",
+        "docs/usage.md",
+        "mhsa_compile/kernels/cpu/README.md",
+        "mhsa_compile/kernels/cuda/README.md",
         "schedules/README.md",
+        "targets/README.md",
+        "tests/README.md",
     ],
 )
-def test_links_to_files_lead_somewhere(page: str) -> None:
-    path = ROOT / page
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (path.parent / link).exists()] == []
+def test_links_lead_somewhere(page: str) -> None:
+    """Files are there, and so are the headings behind a #."""
+    path, lost = ROOT / page, []
+    for file, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+        target = path.parent / file if file else path
+        if not target.exists() or (heading and heading not in headings(target)):
+            lost.append((file, heading))
+    assert lost == []
+
+
+def headings(page: Path) -> set[str]:
+    """As GitHub names them in links."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_files_that_the_table_names_exist() -> None:
@@ -168,9 +198,7 @@ def test_files_that_the_table_names_exist() -> None:
     assert named and all((ROOT / name).exists() for name in named)
 
 
-def test_the_architecture_names_every_room() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    package = ROOT / "mhsa_compile"
-    rooms = [path.stem for path in package.glob("*.py") if not path.stem.startswith("_")]
-    rooms += [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
-    assert [room for room in rooms if f"| `{room}` |" not in text] == []
+def test_the_architecture_names_every_folder() -> None:
+    text, package = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), ROOT / "mhsa_compile"
+    folders = [path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")]
+    assert [folder for folder in folders if folder != "." and f"`{folder}/`" not in text] == []

@@ -1,2 +1,2 @@
-"""Kernel templates: TIR for an operation, a target and a config. Which there are is in `registry`; what the rest of the
-compiler sees of them in `base` and `operations`. Kernels know operations and targets, nothing of graphs and modules."""
+"""Kernel templates: how an op is computed on a target. Imports `spec` and `target`; nothing of graphs or modules;
+`registry` lists them."""

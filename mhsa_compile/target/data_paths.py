@@ -10,7 +10,7 @@ from mhsa_compile.errors import InstallationError
 
 NATIVE = "native"
 """The target that is detected, and not a file."""
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def targets_folder() -> Path:

@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
 def source() -> str | None:
     """The commit of the checkout that this library runs from, followed by CHANGED where the package is not what that
     commit holds. None where the library is installed, or git is not."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     if not (package.parent / ".git").exists():
         return None
     try:

@@ -58,7 +58,7 @@ from mhsa_compile.spec.mask_patterns import Longformer
 from mhsa_compile.target import data_paths
 from mhsa_compile.target.profile import load_profile
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}

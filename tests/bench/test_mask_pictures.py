@@ -14,7 +14,7 @@ import pytest
 import mhsa_compile.spec.mask_patterns
 from mhsa_compile import masks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "masks.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 CALLS = re.findall(r"^`(masks\..*)`, density ([\d.]+)%$", TEXT, re.MULTILINE)

@@ -1,6 +1,6 @@
 """Every kernel for GPUs with the configs of its space, down to machine code, without a GPU: `make cuda-configs`.
 
-    python tests/campaigns/cuda_configs.py --compiler nvrtc --kernels cuda.decode --json build/cuda-configs.json
+    python -m campaigns.cuda_configs --compiler nvrtc --kernels cuda.decode --json build/cuda-configs.json
 
 Operations and targets are those of `cuda_configs`. A config of a space that does not compile is wrong, as is one that
 spills, asks for more registers, threads or shared memory than its target has, or does not multiply where it should.

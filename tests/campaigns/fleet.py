@@ -1,6 +1,6 @@
 """Workers and devices on one study, for real, and what is left when some are killed: `make fleet`.
 
-    python tests/campaigns/fleet.py --trials 40 --json fleet.json
+    python -m campaigns.fleet --trials 40 --json fleet.json
 
 A tracker and two devices on loopback, a PostgreSQL of its own (or --storage URL), and 1, 2 and 4 times `mhsa tune` on
 one study. Then 4 once more, of which one is killed with -9 in the middle, and a device, too. After each run the

@@ -1,6 +1,6 @@
 """Every rule of the fallbacks and every kernel under valgrind, which watches each access to memory; `make helgrind`.
 
-    python tests/campaigns/helgrind.py [--threads 3] [--length 67] [--tool helgrind] [--only WORDS] [--json FILE]
+    python -m campaigns.helgrind [--threads 3] [--length 67] [--tool helgrind] [--only WORDS] [--json FILE]
 
 A whole artifact runs in the C++ program of a bundle, as it ships, for x86-64-v3: valgrind knows no AVX-512. Only what
 hands loops to threads is another one (parallel_driver.c), whose threads begin and end with a loop. So what two tasks of
@@ -33,12 +33,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from campaigns import races as races_campaign
-from campaigns.races import Case
 from safetensors.numpy import save_file
 from support import planted_races
 
 import mhsa_compile as mhsa
+from campaigns import races as races_campaign
+from campaigns.races import Case
 from mhsa_compile.compiler.codegen import data_races as races
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle

@@ -1,6 +1,6 @@
 """Kill -9 at random moments while records are written, and look at what is left: `make kill-tuning`.
 
-    python tests/campaigns/kill.py --kills 200 --seed 7
+    python -m campaigns.kill --kills 200 --seed 7
 
 Two processes write to one file; one appends, the other appends or merges, and says so only when a record is on the
 disk. Each round kills both, now and then leaves a part of a line behind as a power cut would, and then asks: does the

@@ -1,6 +1,6 @@
 """Other people's models, a row each: attention, blocks fused, error as a share of its budget, seconds; then the count.
 
-python tests/campaigns/models.py [--families gpt2 bloom] [--kinds eager sdpa] [--threads 2]
+python -m campaigns.models [--families gpt2 bloom] [--kinds eager sdpa] [--threads 2]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every rule of the fallbacks, every kernel and some models, called again and again with 1, 2, 3 and 8 threads: all
 calls must give the bits of the first one with one thread. `make races`.
 
-    python tests/campaigns/races.py --calls 200 --table-calls 3000
+    python -m campaigns.races --calls 200 --table-calls 3000
 
 Sizes are large: what is small is computed by one thread. Exits with 1 if any call differed, or a case did not compile.
 """
@@ -226,9 +226,8 @@ def main() -> int:
         made, different, functions = made + calls, different + off, functions + 1
         seen.update(names)
     absent = {kernel.name for kernel in KERNELS["cpu"]} - seen
-    print(
-        f"{functions} functions, {repeated_runs.THREADS} threads and {repeated_runs.CALLERS} callers with 2: {made:,} calls"
-    )
+    ways = f"{repeated_runs.THREADS} threads and {repeated_runs.CALLERS} callers with 2"
+    print(f"{functions} functions, {ways}: {made:,} calls")
     print(f"{different:,} differ; {len(failed)} cases failed; kernels that no case ran: {', '.join(absent) or 'none'}")
     return int(bool(different or failed or (absent and not options.only)))
 

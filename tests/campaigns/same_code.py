@@ -1,9 +1,9 @@
 """Whether a change of the source leaves compiled code as it was: artifacts of every kernel, for CPUs and for GPUs, as
 the working tree makes them and as a commit does, function by function. `make same-code AGAINST=COMMIT`.
 
-    python tests/campaigns/same_code.py COMMIT --json build/same-code.json
-    python tests/campaigns/same_code.py COMMIT --only sm90a             rows whose name or target holds this
-    python tests/campaigns/same_code.py --sides OLD.json NEW.json       what `same_code_artifacts.py` wrote before
+    python -m campaigns.same_code COMMIT --json build/same-code.json
+    python -m campaigns.same_code COMMIT --only sm90a             rows whose name or target holds this
+    python -m campaigns.same_code --sides OLD.json NEW.json       what `same_code_artifacts.py` wrote before
 
 What lies in the library beside code (the linker's notes, where a function begins) has no say; of manifests everything
 but versions and hashes of files does. Needs nvcc or NVRTC for the GPUs' rows, no GPU. Exits with 1 if anything differs,
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUILDER = Path(__file__).with_name("same_code_artifacts.py")
 Side = dict[str, Any]  # what the builder writes of a row
 

@@ -1,7 +1,7 @@
 """Artifacts of every kernel for every kind of target, and a hash of each function in them: one side of
 `same_code_campaign.py`, which runs this file with PYTHONPATH at one tree or the other.
 
-    PYTHONPATH=TREE python tests/campaigns/same_code_artifacts.py --json side.json
+    PYTHONPATH=TREE python -m campaigns.same_code_artifacts --json side.json
 
 So it takes no more from mhsa_compile than what trees of different age share: `compile`, the spec, masks. It looks at
 object files before they are linked and stripped, where each function has its name, and what lies elsewhere is named and

@@ -1,6 +1,6 @@
 """Runs a small part of the tests on a GPU under NVIDIA's compute-sanitizer; `make sanitize-gpu`.
 
-    python tests/campaigns/sanitize_gpu.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION]
+    python -m campaigns.sanitize_gpu [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION]
 
 All tools at once, each in a process of its own, over small shapes: they slow kernels down a hundredfold. The tests run
 without them first, side by side: what that compiles the tools then use. What they find ends with exit code 1; where
@@ -36,7 +36,7 @@ CASES = (
 )
 """Of the parity matrix: each kernel, masks of every kind, tails, each dtype."""
 FILES = ("tests/devices/test_on_gpu_parity.py",)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MOST_WORKERS = 14
 """Of the run without tools: each has PyTorch and TVM, most of 2 GB."""
 

@@ -355,11 +355,12 @@ def test_a_run_writes_through_a_link(compiled: Path, tmp_path: Path) -> None:
 STOPPED = """
 import os, signal
 from pathlib import Path
-from mhsa_compile import cli, staging
+from mhsa_compile.cli import app as cli
+from mhsa_compile.files import atomic_write
 
 @cli.app.command("stop")
 def stop(place: Path, wrapped: bool = False) -> None:
-    with staging.replaced(place, False, "mark") as folder:
+    with atomic_write.replaced(place, False, "mark") as folder:
         (folder / "half").touch()
         try:
             os.kill(os.getpid(), signal.SIGTERM)

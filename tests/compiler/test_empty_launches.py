@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).with_name("empty_grid_worker.py")
+WORKER = Path(__file__).parents[1] / "support" / "cuda" / "empty_grid_worker.py"
 
 
 @pytest.fixture(scope="module")

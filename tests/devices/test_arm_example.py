@@ -8,11 +8,10 @@ import pytest
 import torch
 from support.arm import runs
 from support.arm.runs import There
+from test_examples import loaded, needs_the_model
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime.artifact.artifact import Artifact
-
-from .test_examples import loaded, needs_the_model
 
 pytestmark = [pytest.mark.arm, needs_the_model]
 TARGET = "cortex-a76"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from campaigns.offline import check, pack
 
-OFFLINE = Path(__file__).parent / "offline"
+OFFLINE = Path(__file__).parents[1] / "campaigns" / "offline"
 TARGET = f"{platform.machine()}-linux-gnu.2.17"
 CODE = "int answer(void) { return 42; }\n"
 

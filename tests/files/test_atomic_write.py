@@ -18,7 +18,7 @@ from mhsa_compile.files.atomic_write import Unfinished, replaced, written
 MAKER = """
 import sys
 from pathlib import Path
-from mhsa_compile.staging import Unfinished
+from mhsa_compile.files.atomic_write import Unfinished
 made = Unfinished(Path(sys.argv[1]), "a.mhsa")
 (made.path / "half").touch()
 print(made.path.name, flush=True)

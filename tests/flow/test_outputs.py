@@ -180,7 +180,7 @@ def test_a_cache_is_looked_into_and_does_not_mind(tmp_path):
 LONG = """
 import resource, sys
 import numpy as np
-from mhsa_compile.runtime import load
+from mhsa_compile import load
 
 attention = load(sys.argv[1])
 x = np.random.default_rng(0).standard_normal((1, 8192, 8), dtype=np.float32)

@@ -1,6 +1,6 @@
 """Random specs, shapes, masks and dtypes against float64 until so many are right, or one is wrong: `make fuzz-parity`.
 
-    python tests/fuzz/campaign.py --kernels 1800 --flows 200 --workers 2 --seed 7
+    python -m fuzz.campaign --kernels 1800 --flows 200 --workers 2 --seed 7
 
 Kernels run through the JIT, in a second or less each; flows are whole compilations, verified with their self-checks.
 Hypothesis draws the cases and, where one is over its budget, shrinks it; what is printed then is a Python program.
@@ -57,11 +57,12 @@ class Tally:
 
 def rounds(what: str, count: int, seed: int, tell: Callable[[Any], None]) -> str | None:
     """Runs `count` different cases of "kernels" or "flows". The text of what is wrong, shrunk, or None."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as seeded
+
     from fuzz.runs import OverBudget, run
     from fuzz.specs import flow_cases
     from fuzz.strategies import kernel_cases
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
 
     seen: set[str] = set()
     numbers = random.Random(seed)

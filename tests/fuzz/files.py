@@ -1,7 +1,7 @@
 """Damaged files of every kind into whatever reads them: `make fuzz-files`.
 
-    python tests/fuzz/files.py --inputs 100000 --seed 7
-    python tests/fuzz/files.py --seed 7 --only onnx 1234        # one case again, with its traceback
+    python -m fuzz.files --inputs 100000 --seed 7
+    python -m fuzz.files --seed 7 --only onnx 1234        # one case again, with its traceback
 
 Every input must be accepted, or refused by an error of ours. A traceback of anything else, a process that dies, and one
 that is busy or waits for too long are failures: the exit code is 1, and the files are kept in build/fuzz-files.
@@ -55,7 +55,6 @@ def cases(inputs: int, kinds: Sequence[str]) -> Iterator[Numbered]:
 def outcome(files: Any, seed: int, kind: str, number: int) -> tuple[str, str]:
     """("accepted", ""), ("refused", the class of error) or ("traceback", what was raised where)."""
     from fuzz.file_kinds import drawn
-
     from mhsa_compile.errors import MhsaError
 
     case = drawn(files, kind, seed, number)
@@ -71,9 +70,8 @@ def outcome(files: Any, seed: int, kind: str, number: int) -> tuple[str, str]:
 
 def worker(work: Path, seed: int, todo: list[Numbered], said: Connection) -> None:
     """One process: each case is announced, then its outcome told."""
-    from fuzz.file_kinds import Files, keep, own_folder
-
     import mhsa_compile.compiler.pipeline  # noqa: F401  # PyTorch and TVM: no case is to wait for them
+    from fuzz.file_kinds import Files, keep, own_folder
 
     quiet()
     files = Files(work / "good", own_folder(work))

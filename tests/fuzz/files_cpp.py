@@ -1,6 +1,6 @@
 """Damaged and hostile files for the C++ program of a bundle, built under AddressSanitizer and UBSan with TVM's runtime.
 
-    python tests/fuzz/files_cpp.py --inputs 50000 --seed 0 [--workers 2] [--json build/fuzz-files-cpp.json]
+    python -m fuzz.files_cpp --inputs 50000 --seed 0 [--workers 2] [--json build/fuzz-files-cpp.json]
 
 Each input runs in a process of its own (standalone_harness.cpp) and must end, within five seconds of CPU time and
 thirty of the clock, by code 0, or by code 2 with a message of four parts. What is under a hash and was changed must be
@@ -23,10 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import mhsa_compile as mhsa
 from fuzz import file_mutations
 from fuzz.file_mutations import Case
-
-import mhsa_compile as mhsa
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone import build_runtime, bundle, runtimes
 

@@ -1,6 +1,6 @@
 """Random nodes of the operator Attention, as other tools might write them, compiled and held against float64.
 
-python tests/fuzz/onnx_operator.py [COUNT [SEED]]      # 200 from seed 0 on; a failure prints the call of `model`
+python -m fuzz.onnx_operator [COUNT [SEED]]      # 200 from seed 0 on; a failure prints the call of `model`
 """
 
 from __future__ import annotations

@@ -225,9 +225,11 @@ def test_the_tail_of_a_file_is_found_across_blocks(tmp_path: Path, monkeypatch: 
 
 def test_killed_writers_cost_at_most_the_line_they_were_writing() -> None:
     """A slice of `make kill-tuning`."""
-    campaign = Path(__file__).with_name("kill_campaign.py")
+    campaign = "campaigns.kill"
     child = subprocess.run(
-        [sys.executable, campaign, "--kills", "20", "--tuning", "0", "--seed", "5"], capture_output=True, text=True
+        [sys.executable, "-m", campaign, "--kills", "20", "--tuning", "0", "--seed", "5"],
+        capture_output=True,
+        text=True,
     )
     assert child.returncode == 0, child.stdout + child.stderr
 

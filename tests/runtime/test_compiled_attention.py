@@ -255,7 +255,7 @@ def test_a_fresh_process_loads_neither_torch_nor_a_compiler(artifact: Artifact) 
         """
 import sys
 import numpy as np
-from mhsa_compile.runtime import load
+from mhsa_compile import load
 compiled = load(sys.argv[1])
 x, mask = np.ones((2, 3, 8), np.float32), np.ones((1, 3), bool)
 y = compiled(x, mask)
@@ -279,7 +279,7 @@ def test_a_fork_is_refused_rather_than_left_waiting(artifact: Artifact) -> None:
 import os, sys
 import numpy as np
 from mhsa_compile.errors import InputError
-from mhsa_compile.runtime import load
+from mhsa_compile import load
 x, mask = np.ones((4, 3, 8), np.float32), np.ones((1, 3), bool)
 single, several = load(sys.argv[1], threads=1), load(sys.argv[1], threads=2)
 y = several(x, mask)

@@ -1,6 +1,6 @@
 """The node tests that onnx itself holds its backends to, for the operators compiled here; run by themselves, the count.
 
-python tests/support/node_cases.py
+python -m support.node_cases
 """
 
 from __future__ import annotations

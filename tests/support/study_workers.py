@@ -1,6 +1,6 @@
 """Processes that work on one study, with times that are made up: what is drawn, told, lost and left behind.
 
-    python tests/support/study_workers.py FOLDER URL FOLDER URL ...
+    python -m support.study_workers FOLDER URL FOLDER URL ...
 
 At each database there is a process for each of ROLES. It writes what it drew to a file in FOLDER. They are forked,
 because importing takes seconds.

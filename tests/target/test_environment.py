@@ -59,22 +59,21 @@ def test_a_missing_extra_is_named() -> None:
 
 def test_the_check_imports_neither_of_the_pair() -> None:
     code = (
-        "import sys; from mhsa_compile import installation; installation.check_tvm_pair(); "
+        "import sys; from mhsa_compile.target import environment; environment.check_tvm_pair(); "
         "sys.exit(any(name in sys.modules for name in ('tvm', 'tvm_ffi', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_wheel_brings_its_data(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=root, check=True, capture_output=True)
     unpacked = tmp_path / "unpacked"
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(unpacked)
-    code = (
-        "from mhsa_compile import data, profile; print(data.targets_folder(), profile.load_profile('znver4').tvm.mcpu)"
-    )
+    code = "from mhsa_compile.target import data_paths as data, profile; "
+    code += "print(data.targets_folder(), profile.load_profile('znver4').tvm.mcpu)"
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True

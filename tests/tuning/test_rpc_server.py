@@ -30,7 +30,7 @@ from mhsa_compile.tuning.measure.job import (
 )
 
 TRACKER = """
-from mhsa_compile import tvm_runtime
+from mhsa_compile.runtime import tvm_runtime
 tvm_runtime.start()
 from tvm.rpc.tracker import PopenTrackerServerState
 print(PopenTrackerServerState("127.0.0.1", 9190, 9490, silent=True).port, flush=True)
@@ -150,7 +150,7 @@ def test_a_device_through_a_tracker(tracker: tuple[subprocess.Popen[str], int]) 
 
 CLIENT = """
 import os
-from mhsa_compile import sessions
+from mhsa_compile.tuning.measure import sessions
 with sessions.local(threads=1) as session:
     held = session._way.connect(600)
     print(session._way._process.pid, flush=True)

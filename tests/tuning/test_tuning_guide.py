@@ -20,7 +20,7 @@ from mhsa_compile.records.record import isa_of
 from mhsa_compile.target import data_paths, profile
 from mhsa_compile.target.profile import TargetProfile, load_profile
 
-GUIDE = (Path(__file__).parents[1] / "docs" / "tuning.md").read_text("utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:

@@ -53,7 +53,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MEASURE = """
 import sys
-from mhsa_compile.cli import app
+from mhsa_compile.cli.app import app
 app(["measure", *sys.argv[1:], "--json"], standalone_mode=False)
 print(*sys.modules, open("/proc/self/maps").read(), file=sys.stderr)
 """

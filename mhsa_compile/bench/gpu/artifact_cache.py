@@ -30,7 +30,7 @@ def artifact(folder: Path | None, make: Callable[[], Artifact], *parts: bytes) -
 @functools.cache
 def _sources() -> bytes:
     """What makes an artifact here: this package, its targets and its records."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     files = sorted(
         [*package.rglob("*.py"), *data_paths.targets_folder().iterdir(), *data_paths.schedules_folder().iterdir()]
     )

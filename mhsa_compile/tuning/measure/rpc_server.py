@@ -1,7 +1,7 @@
 """The device's side of measuring: TVM's RPC server, in a process that outlives what it runs.
 
     serve(bind("127.0.0.1", 9190), threads=2)        # for ever; each connection is served by a fork of its own
-    python -c 'from mhsa_compile.tuning.measure.rpc_server import child; child(2)'    # on a free port; ends with its stdin
+    python -c 'from mhsa_compile.tuning.measure.rpc_server import child; child(2)'  # a free port; ends with its stdin
 
 A candidate that crashes takes its fork along, one that hangs is ended by the server when its connection's time is up.
 Beside TVM's own functions a connection finds `mhsa.device`, which says what this machine is, and `mhsa.seconds`, a

@@ -1,6 +1,6 @@
 """What a machine with a GPU and without a network lacks, as a folder that may travel: about 60 MB.
 
-    python tests/campaigns/offline/pack.py FOLDER [--python 3.12] [--runtime]      # where there is a network; minutes
+    python -m campaigns.offline.pack FOLDER [--python 3.12] [--runtime]      # where there is a network; minutes
     . FOLDER/unpack [SITE]       # there, in the checkout: PYTHONPATH for this library and its tests; what is missing
 
 Of the machine it takes Linux on x86-64, a PyTorch for CUDA, nvcc with a C compiler, and the packages that check.py
@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 RUN = ("apache-tvm", "apache-tvm-ffi", "msgspec")
 COMPILE = ("optuna", "SQLAlchemy", "alembic", "Mako", "colorlog")
 GLIBC = ("2_28", "2_27", "2_24", "2_17", "2014")

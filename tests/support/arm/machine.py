@@ -1,7 +1,7 @@
 """An aarch64 machine without one: Debian's Python under qemu-user, with what this library needs to run artifacts.
 
-    python tests/support/arm/machine.py                                  # prepares it, says where it is
-    python tests/support/arm/machine.py --cpu cortex-a53 -m mhsa_compile doctor      # runs Python there
+    python -m support.arm.machine                                  # prepares it, says where it is
+    python -m support.arm.machine --cpu cortex-a53 -m mhsa_compile doctor      # runs Python there
 
 It is prepared once, into a folder of the user's cache, from Debian's arm64 packages and the aarch64 wheels of the
 run-side dependencies; nothing else of this system changes. It shares the files and the network with this machine.
@@ -36,7 +36,7 @@ PACKAGES = (
     "libpython3.11-stdlib", "libssl3", "libstdc++6", "libuuid1", "python3.11-minimal", "zlib1g",
 )  # fmt: skip
 PLATFORMS = [f"manylinux{glibc}_aarch64" for glibc in ("2014", "_2_17", "_2_27", "_2_28")]
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[3]
 _PATIENCE = 60  # seconds without a byte from the mirror
 # qemu reads the prefix and the CPU from the environment, so children have them too. Python takes its first argument as
 # sys.executable, so it starts this script again, and not itself, which only qemu can start. -S: no packages of this

@@ -1,7 +1,7 @@
 """32-bit ARM and RISC-V without such machines: programs under QEMU with Debian's C library, and nothing else. There are
 no packages of TVM for them, and so no Python.
 
-    python tests/support/arm/other_machines.py riscv64 ./attention --dim L=7
+    python -m support.arm.other_machines riscv64 ./attention --dim L=7
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def runs(cpu: str = "max", threads: int = 1) -> Iterator[There]:
     root = arm_machine.require()
     here, other = socket.socketpair()
     with here, other:
-        worker = arm_machine.command(root, Path(__file__).with_name("arm_worker.py"), other.fileno(), threads)
+        worker = arm_machine.command(root, Path(__file__).with_name("worker.py"), other.fileno(), threads)
         process = subprocess.Popen(
             worker, env=arm_machine.environment(root, cpu), pass_fds=[other.fileno()], stdin=subprocess.DEVNULL
         )

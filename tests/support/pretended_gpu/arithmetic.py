@@ -45,7 +45,9 @@ def gpu() -> Pretended:
 def compiled_apart(source: str, arch: str) -> bytes:
     """By a process of its own: NVRTC crashes in one that has the made-up driver."""
     take, give = "sys.stdin.read(), sys.argv[1]", "sys.stdout.buffer.write"
-    code = f"import sys; from mhsa_compile import cubin; {give}(cubin.compiled({take}))"
+    code = (
+        f"import sys; from mhsa_compile.compiler.codegen import cuda_compiler; {give}(cuda_compiler.compiled({take}))"
+    )
     words = [sys.executable, "-P", "-c", code, arch]
     return subprocess.run(words, input=source.encode(), stdout=subprocess.PIPE, check=True).stdout
 

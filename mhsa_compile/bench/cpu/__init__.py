@@ -1,0 +1,1 @@
+"""Every candidate in one process, in turns, with the machine's limits."""

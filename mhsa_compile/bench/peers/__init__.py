@@ -1,0 +1,1 @@
+"""The runtimes we are compared with, a file for each family."""

@@ -1,0 +1,1 @@
+"""How anything is timed: workloads, turns, the accuracy of a timed run."""

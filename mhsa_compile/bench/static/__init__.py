@@ -1,0 +1,1 @@
+"""Speed without the machine: inner loops read from assembly, judged by llvm-mca."""

@@ -1,0 +1,1 @@
+"""The command `mhsa`. Imports everything, inside of functions, so that `--help` loads nothing."""

@@ -1,0 +1,1 @@
+"""Ops and a target -> an artifact. Imports `frontend`, `kernels`, `records`, `runtime` and what is below them."""

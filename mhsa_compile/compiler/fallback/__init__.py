@@ -1,0 +1,1 @@
+"""What no kernel takes: TVM's lowering, scheduled by fixed rules or by a record."""

@@ -1,0 +1,1 @@
+"""Which kernel computes an op, with which config."""

@@ -1,0 +1,1 @@
+"""MatMul, Softmax, MatMul -> Attention, with the masks and scales between them."""

@@ -1,0 +1,1 @@
+"""What passes are written with: a rewriter, known values, known shapes."""

@@ -1,0 +1,1 @@
+"""A spec, a module or a file -> a checked ONNX model."""

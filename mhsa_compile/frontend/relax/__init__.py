@@ -1,0 +1,1 @@
+"""Fused ONNX -> Relax with ops; all other operators by TVM's importer."""

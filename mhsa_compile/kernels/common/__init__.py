@@ -1,0 +1,1 @@
+"""What kernels of both families begin with: buffers, arguments, masks known in advance. Imports `interface`."""

@@ -1,0 +1,1 @@
+"""Attention of many queries: tiles of queries and keys, with an online softmax. Imports `simd`."""

@@ -1,0 +1,1 @@
+"""Linear layers of packed weights. Imports `simd`."""

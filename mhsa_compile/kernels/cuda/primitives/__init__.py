@@ -1,0 +1,1 @@
+"""The vocabulary of CUDA kernels: registers, fragments, pipelines of copies, PTX of Hopper."""

@@ -1,0 +1,1 @@
+"""Random cases and damaged files, drawn from a seed; `make` targets run them, with tests/ in PYTHONPATH."""

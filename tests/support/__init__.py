@@ -1,0 +1,1 @@
+"""What tests share: cases, runs, simulators, machines made up or emulated."""
