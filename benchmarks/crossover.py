@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
-from mhsa_compile.kernels.interface.ops import AttentionOp, Placement
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning import op_jobs, plots
 from mhsa_compile.tuning.measure import sessions
@@ -29,7 +29,7 @@ HEADS, KEY_HEADS, WIDTH = 16, 4, 128
 
 
 def operation(L: int, S: int) -> AttentionOp:
-    places = [Placement(buffer, "heads", 0) for buffer in range(4)]
+    places = [HeadLayout(buffer, "heads", 0) for buffer in range(4)]
     return AttentionOp(1, L, S, HEADS, KEY_HEADS, WIDTH, WIDTH, WIDTH**-0.5, None, None, *places)
 
 

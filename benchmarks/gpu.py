@@ -24,7 +24,7 @@ import msgspec
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench.gpu import bench
-from mhsa_compile.bench.gpu.report import Figures, Machine, Result
+from mhsa_compile.bench.gpu.report import Figures, GpuResult, Machine
 from mhsa_compile.bench.gpu.table import text
 from mhsa_compile.bench.gpu.workloads import WORKLOADS, choose
 from mhsa_compile.bench.protocol.workloads import Workload
@@ -90,12 +90,12 @@ def measured(options: argparse.Namespace) -> Figures:
     versions = {"mhsa-compile": mhsa.__version__, **{name: installed_version(name) for name in PACKAGES}}
     figures = Figures(machine, versions, date.today(), options.seconds)
 
-    def note(workload: Workload, outcome: Result | str) -> None:
-        if isinstance(outcome, Result):
+    def note(workload: Workload, outcome: GpuResult | str) -> None:
+        if isinstance(outcome, GpuResult):
             figures.results.append(outcome)
         else:
             figures.failed[workload.name] = outcome
-        print(f"{workload.name}: {'measured' if isinstance(outcome, Result) else outcome}", file=sys.stderr)
+        print(f"{workload.name}: {'measured' if isinstance(outcome, GpuResult) else outcome}", file=sys.stderr)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_bytes(written(figures))
@@ -131,7 +131,7 @@ def compiles(workload: Workload, options: bench.Options) -> bool:
 def in_turn(
     workloads: Sequence[Workload],
     options: bench.Options,
-    note: Callable[[Workload, Result | str], None],
+    note: Callable[[Workload, GpuResult | str], None],
     new_pool: Callable[[], Executor] = lambda: ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")),
 ) -> None:
     """Each workload in the process of the last one, and after a failure in a new one: a kernel that dies takes the GPU
@@ -151,7 +151,7 @@ def in_turn(
         pool.shutdown()
 
 
-def attempt(workload: Workload, options: bench.Options) -> Result | str:
+def attempt(workload: Workload, options: bench.Options) -> GpuResult | str:
     """In the child process: what was found, or in words why nothing was. Whatever it is, the others go on."""
     try:
         return bench.measure(workload, options)

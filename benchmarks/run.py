@@ -26,7 +26,7 @@ from rich.table import Table
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench.cpu.bench import bench, compile_workload
-from mhsa_compile.bench.cpu.report import Report, Row
+from mhsa_compile.bench.cpu.report import BenchReport, BenchRow
 from mhsa_compile.bench.peers.registry import PEERS
 from mhsa_compile.bench.plots import bench_plots
 from mhsa_compile.bench.protocol.workloads import Workload, choose
@@ -46,7 +46,7 @@ class Figures:
     date: date
     seconds: float
     symbolic: bool
-    reports: dict[int, dict[str, Report]] = field(default_factory=dict)
+    reports: dict[int, dict[str, BenchReport]] = field(default_factory=dict)
     crashed: list[str] = field(default_factory=list)
 
 
@@ -110,12 +110,12 @@ def measured(options: argparse.Namespace, console: Console) -> Figures:
     return figures
 
 
-def measure(workload: Workload, threads: int, options: argparse.Namespace) -> Report:
+def measure(workload: Workload, threads: int, options: argparse.Namespace) -> BenchReport:
     artifact = compile_workload(workload, symbolic=options.symbolic and workload.spec.static_mask is None)
     return bench(artifact, against=options.against, dims=workload.dims, threads=threads, seconds=options.seconds)
 
 
-def table(reports: dict[str, Report], threads: int) -> Table:
+def table(reports: dict[str, BenchReport], threads: int) -> Table:
     """Ours, its share of the limit, its error, then each peer's time as a multiple of ours."""
     peers = list(dict.fromkeys(row.name for report in reports.values() for row in report.rows[1:]))
     result = Table(
@@ -140,13 +140,13 @@ def table(reports: dict[str, Report], threads: int) -> Table:
     return result
 
 
-def ratio(row: Row | None, report: Report) -> str:
+def ratio(row: BenchRow | None, report: BenchReport) -> str:
     if row is None or row.ratio is None:
         return "missing"
     return f"[bold]{row.ratio:.2f}[/bold]" if row is report.best_peer else f"{row.ratio:.2f}"
 
 
-def draw(reports: dict[str, Report], threads: int, folder: Path) -> None:
+def draw(reports: dict[str, BenchReport], threads: int, folder: Path) -> None:
     """shares-DTYPE-Nt.svg, and of float32 growth-Nt.svg; roofline-Nt.svg of all."""
     folder.mkdir(parents=True, exist_ok=True)
     for dtype in dict.fromkeys(report.dtype for report in reports.values()):

@@ -29,7 +29,7 @@ import mhsa_compile as mhsa
 if TYPE_CHECKING:
     import onnx
 
-    from mhsa_compile.bench.cpu.report import Report
+    from mhsa_compile.bench.cpu.report import BenchReport
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.verification.verify import Verdict
 
@@ -127,7 +127,7 @@ def run_elsewhere(model: mhsa.MultiHeadAttention) -> None:
         sys.exit("The runtime loaded more than it may.")
 
 
-def summary(artifact: Artifact, verdict: Verdict, report: Report) -> Table:
+def summary(artifact: Artifact, verdict: Verdict, report: BenchReport) -> Table:
     target = artifact.manifest.target
     rows = {row.name: row for row in report.rows}
     ours, torch = rows["mhsa_compile"], rows["torch"]

@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from mhsa_compile.compiler.codegen.lowered_module import Scheduled
+from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
 from mhsa_compile.compiler.fallback import (
     attention,
     cpu_schedule,
@@ -26,17 +26,17 @@ from mhsa_compile.compiler.op_summary import summary
 from mhsa_compile.compiler.selection.op_key import kind_of
 from mhsa_compile.compiler.selection.select_kernel import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.relax.importer import Imported
+from mhsa_compile.frontend.relax.importer import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
+    AttentionProbsOp,
+    KvScatterOp,
     LinearOp,
     Op,
-    ScatterOp,
     ScoresOp,
-    WeightsOp,
 )
-from mhsa_compile.records.record import Shelf
+from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
@@ -51,7 +51,7 @@ class _Chosen:
     emitted: Emitted
 
 
-def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Scheduled:
+def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet) -> LoweredModule:
     """Every config is that of a record of `shelf`, else the kernel's default.
 
     Raises ModelError where an operation of ours has no kernel on this target.
@@ -71,10 +71,10 @@ def schedule(imported: Imported, profile: TargetProfile, shelf: Shelf) -> Schedu
     reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
     aligned = _read_by_tvm(written["main"], imported.ops)
     bound = sum(map(len, packed.values())) + len(passed)
-    return Scheduled(builder.get(), list(imported.weights.values()), bound, reports, aligned)
+    return LoweredModule(builder.get(), list(imported.weights.values()), bound, reports, aligned)
 
 
-def _lowered(module: Any, profile: TargetProfile, shelf: Shelf) -> tuple[Any, list[OpReport]]:
+def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:
     """(what no kernel claims as scheduled PrimFuncs, a row for each of which there are tuned records)."""
     if isinstance(profile, CudaProfile):
         return cuda_schedule.lower(module, profile), []
@@ -82,7 +82,7 @@ def _lowered(module: Any, profile: TargetProfile, shelf: Shelf) -> tuple[Any, li
     return lowered.module, lowered.reports
 
 
-def _choose(name: str, op: Op, profile: TargetProfile, shelf: Shelf) -> _Chosen | str:
+def _choose(name: str, op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
     """A kernel and its config, or why no kernel takes what can be written out in TVM's operators instead."""
     willing, reasons = willing_kernels(op, profile)
     if willing:
@@ -104,8 +104,8 @@ def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:
 
 def _plain_form(op: Op) -> Callable[[Any, Any, list[Any]], Any] | None:
     """What writes an operation out in TVM's operators."""
-    if isinstance(op, AttentionOp | ScoresOp | WeightsOp):
-        return None if isinstance(op, WeightsOp) and not op.whole else attention.emit
+    if isinstance(op, AttentionOp | ScoresOp | AttentionProbsOp):
+        return None if isinstance(op, AttentionProbsOp) and not op.whole else attention.emit
     return linear.emit if isinstance(op, LinearOp) and not op.int8_weights else None
 
 
@@ -113,7 +113,7 @@ def _written_out(module: Any, plain: dict[str, Op]) -> Any:
     """The module with its `plain` operations in TVM's own."""
 
     @mutator
-    class Rewrite(PyExprMutator):  # type: ignore[misc]
+    class PlainCalls(PyExprMutator):  # type: ignore[misc]
         def visit_call_(self, call: Any) -> Any:
             name = str(call.args[0].global_symbol) if call.op == tvm.ir.Op.get("relax.call_dps_packed") else ""
             if name not in plain:
@@ -122,7 +122,7 @@ def _written_out(module: Any, plain: dict[str, Op]) -> Any:
             assert form is not None  # _choose saw to it
             return form(self.builder_, plain[name], [self.visit_expr(value) for value in call.args[1].fields])
 
-    rewrite = Rewrite(module)
+    rewrite = PlainCalls(module)
     rewrite.builder_.update_func(module.get_global_var(MAIN), rewrite.visit_expr(module[MAIN]))
     return rewrite.builder_.get()
 
@@ -138,7 +138,7 @@ def _read_by_tvm(main: Any, ops: dict[str, Op]) -> list[int]:
         called = value.op if isinstance(value, relax.Call) else None
         if called == tvm.ir.Op.get("relax.call_dps_packed"):
             op = ops[str(value.args[0].global_symbol)]
-            if isinstance(op, ScatterOp) and op.in_place:
+            if isinstance(op, KvScatterOp) and op.in_place:
                 memory[binding.var] = params.index(value.args[1].fields[0])
         elif called == tvm.ir.Op.get("relax.reshape") or isinstance(value, relax.Var):
             for i in read:
@@ -149,7 +149,7 @@ def _read_by_tvm(main: Any, ops: dict[str, Op]) -> list[int]:
 
 
 def _rewrite_main(
-    imported: Imported, others: Any, choices: dict[str, _Chosen], run: dict[str, Any]
+    imported: ImportedModule, others: Any, choices: dict[str, _Chosen], run: dict[str, Any]
 ) -> tuple[Any, dict[str, list[Any]], list[Any]]:
     """(main with kernels for its operations, the packed weights of each, the weights it takes as they are)."""
     main = others[MAIN]
@@ -163,7 +163,7 @@ def _rewrite_main(
     }
 
     @mutator
-    class Rewrite(PyExprMutator):  # type: ignore[misc]
+    class KernelCalls(PyExprMutator):  # type: ignore[misc]
         def visit_call_(self, call: Any) -> Any:
             if call.op != tvm.ir.Op.get("relax.call_dps_packed"):
                 return super().visit_call_(call)
@@ -174,7 +174,7 @@ def _rewrite_main(
             inputs += [relax.const(array) for array in choices[name].emitted.constants]
             inputs = [self.visit_expr(value) for value in inputs]
             op = choices[name].op
-            if isinstance(op, ScatterOp) and op.in_place:
+            if isinstance(op, KvScatterOp) and op.in_place:
                 return relax.op.call_tir_inplace(run[name], inputs, 0, call.ty_args[0])
             made = call.ty_args[0]
             if workspace := choices[name].emitted.workspace:  # one more array, planned like those between operations
@@ -182,7 +182,7 @@ def _rewrite_main(
                 return relax.TupleGetItem(self.builder_.emit(both), 0)
             return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
 
-    body = _without_unused(main.params, Rewrite(others).visit_expr(main.body))
+    body = _without_unused(main.params, KernelCalls(others).visit_expr(main.body))
     inputs = [p for p in main.params if p.name not in imported.weights]
     used = set(relax.analysis.free_vars(body))
     passed = [p for p in main.params if p.name in imported.weights and p in used]
@@ -193,7 +193,7 @@ def _rewrite_main(
 def _add_bind_function(
     builder: Any,
     main: Any,
-    imported: Imported,
+    imported: ImportedModule,
     choices: dict[str, _Chosen],
     packed: dict[str, list[Any]],
     passed: list[Any],

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from mhsa_compile.kernels.interface.ops import (
-    Band,
+    AttentionProbsOp,
+    KvConcatOp,
+    KvScatterOp,
     LinearOp,
     Op,
-    PresentOp,
     RotaryOp,
-    ScatterOp,
     ScoresOp,
-    StatisticsOp,
-    WeightsOp,
+    SoftmaxStatsOp,
+    WindowSpec,
 )
 
 
@@ -22,15 +22,15 @@ def summary(op: Op) -> str:
     if isinstance(op, RotaryOp):
         pairs = "interleaved" if op.interleaved else "in halves"
         return f"{op.num_heads} heads of {op.head_dim}, {op.rotary_dim} turned, {pairs}"
-    if isinstance(op, ScatterOp):
+    if isinstance(op, KvScatterOp):
         mode = "circular" if op.circular else "linear"
         return f"axis {op.axis} of {list(op.cache)}, {mode}, {'in place' if op.in_place else 'into a copy'}"
-    if isinstance(op, PresentOp):
+    if isinstance(op, KvConcatOp):
         return f"{op.num_heads} heads of {op.head_dim}" + ("" if op.past is None else ", behind the past")
-    if isinstance(op, StatisticsOp):
+    if isinstance(op, SoftmaxStatsOp):
         stated = {"lse": op.lse, "entropy": op.entropy, f"top_k {op.top_k}": op.top_k > 0}
         return ", ".join(word for word, present in stated.items() if present)
-    if isinstance(op, WeightsOp):
+    if isinstance(op, AttentionProbsOp):
         chosen = {"head": op.heads, "row": op.rows}
         return ", ".join(f"{axis}s {list(n)}" if n is not None else f"every {axis}" for axis, n in chosen.items())
     if isinstance(op, ScoresOp):
@@ -41,7 +41,7 @@ def summary(op: Op) -> str:
     return f"{op.num_heads}{grouped} heads of {op.head_dim}" + _band(op.band) + besides
 
 
-def _band(band: Band | None) -> str:
+def _band(band: WindowSpec | None) -> str:
     if band is None:
         return ""
     if band.left is None and band.right == 0:

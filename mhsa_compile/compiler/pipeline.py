@@ -18,7 +18,7 @@ from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import bounded, reading
 from mhsa_compile.frontend.export.source import Source, read_source
 from mhsa_compile.records import record_files
-from mhsa_compile.records.record import Record, Shelf
+from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import (
     FORMAT_VERSION,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mhsa_compile.frontend.canonicalize.canonicalize import Canonical
-    from mhsa_compile.frontend.relax.importer import Imported
+    from mhsa_compile.frontend.relax.importer import ImportedModule
     from mhsa_compile.kernels.interface.ops import Op
     from mhsa_compile.spec.attention_spec import AttentionSpec
 
@@ -78,7 +78,7 @@ def compile(
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     if isinstance(profile, CudaProfile):
         cuda_compiler.compiler()  # a missing one is said before the work
-    shelf = Shelf(_records(records, profile), profile)
+    shelf = RecordSet(_records(records, profile), profile)
 
     read, canonical, imported = _front(source, dims, example_inputs, dynamic_shapes, weights, tell)
     tell("schedule")
@@ -119,7 +119,7 @@ def imported(
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | None = None,
-) -> Imported:
+) -> ImportedModule:
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
     return _front(source, dims, example_inputs, dynamic_shapes, weights, lambda stage: None)[2]
 
@@ -131,7 +131,7 @@ def _front(
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
     weights: str | None,
     tell: Callable[[str], None],
-) -> tuple[Source, Canonical, Imported]:
+) -> tuple[Source, Canonical, ImportedModule]:
     """The stages that know no target."""
     if weights not in (None, "int8"):
         raise InputError("weights", 'None or "int8"', repr(weights))

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 Dim = int | str | None  # a size, the name of a symbolic one, unknown
 
 
-class Graph:
+class GraphView:
     """A read-only view of `model.graph`. Raises onnx.shape_inference.InferenceError on contradictory shapes."""
 
     def __init__(self, model: onnx.ModelProto) -> None:

@@ -3,14 +3,14 @@ applies takes the operation."""
 
 from __future__ import annotations
 
-from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
-from mhsa_compile.kernels.cpu.cache_concat import PresentKernel
-from mhsa_compile.kernels.cpu.cache_scatter import ScatterKernel
-from mhsa_compile.kernels.cpu.decode.kernel import DecodeKernel
-from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
-from mhsa_compile.kernels.cpu.rope import RotaryKernel
-from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import WeightsKernel
-from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import StatisticsKernel
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
+from mhsa_compile.kernels.cpu.cache_concat import CpuKvConcatKernel
+from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
+from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
+from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
+from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
+from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
 from mhsa_compile.kernels.cuda import cache_concat, cache_scatter, rope
 from mhsa_compile.kernels.cuda.attention import kernel as attention
 from mhsa_compile.kernels.cuda.attention import kernel_fp32
@@ -22,48 +22,48 @@ from mhsa_compile.kernels.cuda.softmax_outputs import probs_kernel, stats_kernel
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
+    AttentionProbsOp,
+    KvConcatOp,
+    KvScatterOp,
     LinearOp,
-    PresentOp,
     RotaryOp,
-    ScatterOp,
-    StatisticsOp,
-    WeightsOp,
+    SoftmaxStatsOp,
 )
 
 AnyKernel = (
     Kernel[LinearOp]
     | Kernel[AttentionOp]
-    | Kernel[StatisticsOp]
-    | Kernel[WeightsOp]
+    | Kernel[SoftmaxStatsOp]
+    | Kernel[AttentionProbsOp]
     | Kernel[RotaryOp]
-    | Kernel[ScatterOp]
-    | Kernel[PresentOp]
+    | Kernel[KvScatterOp]
+    | Kernel[KvConcatOp]
 )
 """Spelt out, not `Kernel[Any]`, so that a type checker compares each kernel's methods with its `op_type`."""
 
 KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
-        LinearKernel(),
-        DecodeKernel(),
-        AttentionKernel(),
-        StatisticsKernel(),
-        WeightsKernel(),
-        RotaryKernel(),
-        ScatterKernel(),
-        PresentKernel(),
+        CpuLinearKernel(),
+        CpuDecodeKernel(),
+        CpuAttentionKernel(),
+        CpuSoftmaxStatsKernel(),
+        CpuAttentionProbsKernel(),
+        CpuRotaryKernel(),
+        CpuKvScatterKernel(),
+        CpuKvConcatKernel(),
     ),
     "cuda": (
         hopper_kernel.HopperLinearKernel(),
-        linear.LinearKernel(),
+        linear.MmaLinearKernel(),
         linear.Float32LinearKernel(),
-        decode.DecodeKernel(),
+        decode.CudaDecodeKernel(),
         hopper.HopperAttentionKernel(),
-        attention.AttentionKernel(),
-        kernel_fp32.AttentionFloat32Kernel(),
-        stats_kernel.StatisticsKernel(),
-        probs_kernel.WeightsKernel(),
-        rope.RotaryKernel(),
-        cache_scatter.ScatterKernel(),
-        cache_concat.PresentKernel(),
+        attention.MmaAttentionKernel(),
+        kernel_fp32.Fp32AttentionKernel(),
+        stats_kernel.CudaSoftmaxStatsKernel(),
+        probs_kernel.CudaAttentionProbsKernel(),
+        rope.CudaRotaryKernel(),
+        cache_scatter.CudaKvScatterKernel(),
+        cache_concat.CudaKvConcatKernel(),
     ),
 }

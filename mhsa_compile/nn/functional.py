@@ -16,7 +16,7 @@ from mhsa_compile.errors import InputError
 from mhsa_compile.nn import softmax_outputs
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.mask_patterns import Pattern
-from mhsa_compile.spec.outputs import Inside, inside_of
+from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 
 
 def attend(
@@ -56,7 +56,7 @@ def look_inside(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
-    wanted: Inside,
+    wanted: SoftmaxOutputs,
 ) -> dict[str, Tensor]:
     """What the rows of `attend`'s softmax are like: the arrays `wanted.names`, as `outputs` says."""
     scores, visible = _scores(q, k, visible, bias, scale, softcap)

@@ -15,7 +15,7 @@ import onnx
 from onnx import FunctionProto, NodeProto, parser
 
 from mhsa_compile.spec.attention_spec import DOMAIN
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 FIRST = 4
 """Outputs before it are the standard's: Y, present_key, present_value, qk_matmul_output."""
@@ -25,7 +25,7 @@ _INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seql
 _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax
 
 
-def attributes_of(wanted: Inside) -> dict[str, int | list[int]]:
+def attributes_of(wanted: SoftmaxOutputs) -> dict[str, int | list[int]]:
     """What a node says beside the names of its outputs."""
     said: dict[str, int | list[int]] = {"top_k": wanted.top_k} if wanted.top_k else {}
     for name, chosen in (("weights_heads", wanted.heads), ("weights_rows", wanted.rows)):
@@ -34,16 +34,16 @@ def attributes_of(wanted: Inside) -> dict[str, int | list[int]]:
     return said
 
 
-def wanted_of(node: onnx.NodeProto) -> Inside:
+def wanted_of(node: onnx.NodeProto) -> SoftmaxOutputs:
     """What a node gives of the softmax's rows."""
     said = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     given = {name for name, value in zip(NAMES, node.output[FIRST:], strict=False) if value}
     heads, rows = (tuple(said[name]) if name in said else None for name in ("weights_heads", "weights_rows"))
     top_k = said.get("top_k", 0) if given & {"top_k_weights", "top_k_keys"} else 0
-    return Inside("lse" in given, "entropy" in given, top_k, "weights" in given, heads, rows)
+    return SoftmaxOutputs("lse" in given, "entropy" in given, top_k, "weights" in given, heads, rows)
 
 
-def put_in_place(node: onnx.NodeProto, wanted: Inside) -> None:
+def put_in_place(node: onnx.NodeProto, wanted: SoftmaxOutputs) -> None:
     """Spreads a node's outputs, Y and those of `wanted` side by side, over the operator's places for them."""
     if not wanted.names:
         return
@@ -168,7 +168,7 @@ def _shared_with_sinks(rows: bool) -> list[str]:
     ]
 
 
-def _inside(wanted: Inside, *, sinks: bool) -> list[str]:
+def _inside(wanted: SoftmaxOutputs, *, sinks: bool) -> list[str]:
     """What the rows of the softmax are like, from `scores` (B, H, L, S), -inf where hidden, `sinks` (H,) and Q."""
     lines = [
         "along = Constant <value = int64[1] {-1}> ()",
@@ -244,7 +244,7 @@ def _top_k(k: int) -> list[str]:
     ]
 
 
-def _weights(wanted: Inside) -> list[str]:
+def _weights(wanted: SoftmaxOutputs) -> list[str]:
     lines, last = ["all_weights = CastLike (shares, Q)"], "all_weights"
     if wanted.heads is not None:
         lines += [

@@ -34,7 +34,7 @@ _Arrays = dict[str, Tensor]  # by the names of `outputs.array_names`
 _Result = tuple[Tensor, _Arrays, tuple[Tensor, Tensor] | None]  # y, what else is wanted, and the caches as they are now
 
 
-class _Attention(nn.Module):
+class _AttentionModule(nn.Module):
     """What both modules hold beside projections: the sinks, and the tables that follow from the spec."""
 
     sinks: nn.Parameter | None
@@ -58,7 +58,7 @@ class _Attention(nn.Module):
         return {"sinks": self.sinks, "slopes": self.alibi_slopes if self.spec.alibi else None}
 
 
-class MultiHeadAttention(_Attention):
+class MultiHeadAttention(_AttentionModule):
     """Projections, attention, output projection: x (B, L, D), context (B, S, kv_embed_dim) -> y (B, L, D).
 
     Weights carry PyTorch's names and layouts: q_proj.weight (H*E, D), k_proj.weight (G*E, kv_embed_dim),
@@ -149,7 +149,7 @@ class MultiHeadAttention(_Attention):
         return onnx_symbolic.joined_heads(y), {**arrays, "heads": y}, (k, v)
 
 
-class ScaledDotProductAttention(_Attention):
+class ScaledDotProductAttention(_AttentionModule):
     """The core alone, without projections: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> y (B, H, L, F).
 
     L and S are free here, also for a spec without kv_embed_dim: its `causal=True` was resolved to "top_left". Raises

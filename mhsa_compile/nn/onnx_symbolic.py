@@ -19,7 +19,7 @@ from torch.onnx.ops import symbolic, symbolic_multi_out
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.functional import checked_mask
 from mhsa_compile.spec.attention_spec import DOMAIN, AttentionSpec
-from mhsa_compile.spec.outputs import Inside, inside_of
+from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.spec.position_encoding import Rope
 
 
@@ -93,7 +93,9 @@ def _attributes(spec: AttentionSpec, *, by_rows: bool) -> dict[str, Any]:
 _INSIDE_DTYPES = {"top_k_keys": torch.int64}
 
 
-def _inside_shapes(spec: AttentionSpec, wanted: Inside, *, B: int, L: int, S: int) -> dict[str, tuple[int, ...]]:
+def _inside_shapes(
+    spec: AttentionSpec, wanted: SoftmaxOutputs, *, B: int, L: int, S: int
+) -> dict[str, tuple[int, ...]]:
     rows = (B, spec.num_heads, L)
     heads, queries = (count if chosen is None else len(chosen)
                       for count, chosen in ((spec.num_heads, wanted.heads), (L, wanted.rows)))  # fmt: skip

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 
-def of_rows(scores: Tensor, sinks: Tensor | None, wanted: Inside) -> dict[str, Tensor]:
+def of_rows(scores: Tensor, sinks: Tensor | None, wanted: SoftmaxOutputs) -> dict[str, Tensor]:
     """The arrays `wanted.names` of scores (B, H, L, S), -inf where hidden, as the softmax takes them; sinks (H,).
 
     Statistics are float32 at least, like the largest weights; the weights themselves are of the scores' dtype.
@@ -41,7 +41,7 @@ def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ordered, keys.masked_fill(ordered == -torch.inf, -1)
 
 
-def _chosen(weights: Tensor, wanted: Inside) -> Tensor:
+def _chosen(weights: Tensor, wanted: SoftmaxOutputs) -> Tensor:
     """(B, heads, rows, S); rows that are not there are zeros."""
     if wanted.heads is not None:
         weights = weights[:, list(wanted.heads)]

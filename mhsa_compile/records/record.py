@@ -178,7 +178,7 @@ def key_bytes(op: str, key: dict[str, Any]) -> bytes:
     return _ENCODER.encode((op, key))
 
 
-class Shelf:
+class RecordSet:
     """Records at hand for a target, by operation."""
 
     def __init__(self, records: Iterable[Record], profile: TargetProfile) -> None:

@@ -32,7 +32,7 @@ _EXAMPLES = '"y", "lse", "entropy", "top_k:5", "weights", "weights:heads=0,3,row
 
 
 @dataclass(frozen=True)
-class Inside:
+class SoftmaxOutputs:
     """What is wanted of a softmax's rows, beside the sum over the values. `heads` and `rows` are of `weights`: None
     means all."""
 
@@ -108,11 +108,11 @@ def split_words(text: str) -> list[str]:
     return re.split(r",\s*(?=[a-z_]+(?:[,:]|$))", text)
 
 
-def inside_of(words: Sequence[str]) -> Inside:
+def inside_of(words: Sequence[str]) -> SoftmaxOutputs:
     """What the words ask of the softmax's rows. They are `checked_outputs`'."""
     details = dict(word.partition(":")[::2] for word in words)
     chosen = _chosen("weights", details["weights"]) if details.get("weights") else {}
-    return Inside(
+    return SoftmaxOutputs(
         lse="lse" in details,
         entropy="entropy" in details,
         top_k=int(details.get("top_k", 0)),

@@ -14,7 +14,7 @@ from mhsa_compile.compiler.codegen import build
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.fallback import cpu_schedule, traces
 from mhsa_compile.target.profile import CpuProfile
-from mhsa_compile.tuning.measure.job import Candidate, Job
+from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 
 Function = Any  # a PrimFunc; TVM has no type stubs
@@ -24,7 +24,7 @@ LEAST_ELEMENTS = 1 << 10
 
 
 @dataclass(frozen=True)
-class Task:
+class FallbackTask:
     """A PrimFunc that no kernel claims. `exact` is the same without arithmetic in place of erf and the like; `reason`
     is why it cannot be tuned, or empty."""
 
@@ -35,14 +35,14 @@ class Task:
     reason: str = ""
 
 
-def tasks(module: Any, profile: CpuProfile) -> list[Task]:
+def tasks(module: Any, profile: CpuProfile) -> list[FallbackTask]:
     """Of an imported module: what is left for TVM, equal functions once."""
     found, exact = cpu_schedule.primitives(module, profile), cpu_schedule.primitives(module, profile, arithmetic=False)
-    by_key: dict[str, Task] = {}
+    by_key: dict[str, FallbackTask] = {}
     for name, function in found.items():
         key = traces.key_of(function)
         by_key.setdefault(
-            key["function"], Task(name, function, exact.get(name), key, _unfit(function, exact.get(name)))
+            key["function"], FallbackTask(name, function, exact.get(name), key, _unfit(function, exact.get(name)))
         )
     return list(by_key.values())
 
@@ -66,7 +66,7 @@ def _writes_last_only(function: Function) -> bool:
     return len(outputs) == 1
 
 
-def job_of(task: Task, seed: int = 0) -> Job:
+def job_of(task: FallbackTask, seed: int = 0) -> MeasureJob:
     """Random inputs, and what the function makes of them in float64.
 
     The budget has the form of `parity`'s: twice the error of the same function in float32 as TVM writes it without a
@@ -80,7 +80,7 @@ def job_of(task: Task, seed: int = 0) -> Job:
     ]
     expected = _evaluated(_widened(task.exact), inputs, output[0], np.float64)
     yardstick = _evaluated(task.exact, inputs, output[0], np.float32)
-    return Job(
+    return MeasureJob(
         inputs=tuple(inputs),
         weights=(),
         output=output,

@@ -29,11 +29,11 @@ from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record
 from mhsa_compile.target import environment
 from mhsa_compile.target.profile import CpuProfile
-from mhsa_compile.tuning.fallback_jobs import Task, candidate_of, job_of
+from mhsa_compile.tuning.fallback_jobs import FallbackTask, candidate_of, job_of
 from mhsa_compile.tuning.measure.job import (
     BUILD,
     Candidate,
-    Job,
+    MeasureJob,
     Timing,
 )
 from mhsa_compile.tuning.measure.sessions import Session
@@ -44,7 +44,7 @@ from mhsa_compile.tuning.search.search import (
     SECONDS,
     noise_of,
 )
-from mhsa_compile.tuning.tasks import What, written
+from mhsa_compile.tuning.tasks import RecordContext, written
 
 SPACE = 1 << 20
 """Samples that MetaSchedule may draw: time or trials end a search before."""
@@ -57,11 +57,11 @@ LEAST_SECONDS = 5.0
 
 
 @dataclass
-class Tuned:
+class ScheduleResult:
     """What the search came to. `trials` are done, failures among them; `record` is None where nothing was faster than
     the default beyond the noise, and then `best_us` is the default's."""
 
-    task: Task
+    task: FallbackTask
     default_us: float
     best_us: float
     noise: float
@@ -71,7 +71,7 @@ class Tuned:
 
 
 def tune_all(
-    found: list[Task],
+    found: list[FallbackTask],
     profile: CpuProfile,
     session: Session,
     seconds: float,
@@ -80,7 +80,7 @@ def tune_all(
     trials: int | None = None,
     seed: int = 0,
     tell: Callable[[str], None] = lambda name: None,
-) -> list[Tuned]:
+) -> list[ScheduleResult]:
     """Tunes those that can be, in equal shares of the time but at least LEAST_SECONDS each, and appends the records.
 
     Raises DeviceError, RecordsError, and RuntimeError where a function's default cannot be measured.
@@ -97,19 +97,19 @@ def tune_all(
 
 
 def tune(
-    task: Task,
+    task: FallbackTask,
     profile: CpuProfile,
     session: Session,
     seconds: float,
     trials: int | None = None,
     seed: int = 0,
-) -> Tuned:
+) -> ScheduleResult:
     """Tunes a task that has no `reason`. Raises DeviceError for a device of another architecture, BuildError and
     RuntimeError where not even the default can be measured."""
     end = monotonic() + seconds - 4 * LAST
     job = job_of(task, seed)
     default = candidate_of(cpu_schedule.scheduled(task.function, profile.vector_lanes("float32")), profile)
-    tuned = Tuned(task, float("nan"), float("nan"), 0.0)
+    tuned = ScheduleResult(task, float("nan"), float("nan"), 0.0)
     space = _Space(task, profile, session.threads, seed)
     best: tuple[float, str, Candidate] | None = None
     empty = 0
@@ -130,7 +130,9 @@ def tune(
     return _confirmed(tuned, job, default, best, profile, session)
 
 
-def _built(drawn: list[str], task: Task, profile: CpuProfile, tuned: Tuned) -> list[tuple[str, Candidate]]:
+def _built(
+    drawn: list[str], task: FallbackTask, profile: CpuProfile, tuned: ScheduleResult
+) -> list[tuple[str, Candidate]]:
     """Those that can be built as `rest` would: from their trace."""
     built = []
     for trace in drawn:
@@ -147,13 +149,13 @@ def _built(drawn: list[str], task: Task, profile: CpuProfile, tuned: Tuned) -> l
 
 
 def _confirmed(
-    tuned: Tuned,
-    job: Job,
+    tuned: ScheduleResult,
+    job: MeasureJob,
     default: Candidate,
     best: tuple[float, str, Candidate] | None,
     profile: CpuProfile,
     session: Session,
-) -> Tuned:
+) -> ScheduleResult:
     """Measures the best again, longer, with the default on both sides of it."""
     company = [default, *([best[2]] if best is not None else []), default]
     outcomes = session.measure(job, company, LAST)
@@ -167,7 +169,7 @@ def _confirmed(
     found = Found.of(outcomes[1], first)
     if found.score < 1 - tuned.noise:
         tuned.best_us = found.default_us * found.score
-        what = What(traces.KIND, tuned.task.key, {}, traces.KIND, {}, best[1])
+        what = RecordContext(traces.KIND, tuned.task.key, {}, traces.KIND, {}, best[1])
         tuned.record = written(what, found, profile, session.threads, session.device, environment.versions())
     return tuned
 
@@ -178,7 +180,7 @@ def _confirmed(
 class _Space:
     """The schedules that MetaSchedule's rules for LLVM can make, drawn at random, without end."""
 
-    def __init__(self, task: Task, profile: CpuProfile, threads: int, seed: int) -> None:
+    def __init__(self, task: FallbackTask, profile: CpuProfile, threads: int, seed: int) -> None:
         from tvm.s_tir import meta_schedule
 
         module = tvm.IRModule({"main": traces.canonical(task.function).with_attr("global_symbol", "main")})

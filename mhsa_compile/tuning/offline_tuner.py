@@ -30,7 +30,7 @@ from mhsa_compile.tuning.measure.job import (
     Outcome,
     Timing,
 )
-from mhsa_compile.tuning.measure.work_bundle import Order, Task
+from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkOrder
 from mhsa_compile.tuning.measure.work_results import Measured, Results
 from mhsa_compile.tuning.search.sampler import (
     Found,
@@ -40,7 +40,7 @@ from mhsa_compile.tuning.search.sampler import (
 )
 from mhsa_compile.tuning.search.search import (
     FINALISTS,
-    Result,
+    SearchResult,
     chosen,
     noise_of,
 )
@@ -49,10 +49,10 @@ from mhsa_compile.tuning.search.study import Study, digest
 from mhsa_compile.tuning.search.study_storage import open_storage
 from mhsa_compile.tuning.search.warm_start import first_guesses
 from mhsa_compile.tuning.tasks import (
-    Report,
     Request,
-    Subject,
-    Tuned,
+    TaskResult,
+    TuningReport,
+    TuningTask,
     subjects_of,
 )
 from mhsa_compile.tuning.tuner import built
@@ -77,7 +77,9 @@ def pack(
     subjects = subjects_of(ops, request.sizes)
     source = tasks.source_digest(subjects)
     storage = open_storage(request.storage)
-    order = Order(study=_word(source, request), target=target, isa=isa_of(profile), threads=threads, seconds=SECONDS)
+    order = WorkOrder(
+        study=_word(source, request), target=target, isa=isa_of(profile), threads=threads, seconds=SECONDS
+    )
     count = 0
     with work_bundle.create(path, order) as add:
         for subject in subjects:
@@ -89,12 +91,12 @@ def pack(
             everyone = built(space, space.default), *candidates.values()
             for place, sizes in _places(subject, request):
                 job = op_jobs.job_of(subject.op, sizes, request.seed)
-                add(Task(place, job, everyone, (labels[0], *labels)))
+                add(BundleTask(place, job, everyone, (labels[0], *labels)))
                 count += len(candidates)
     return count
 
 
-def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path: Path) -> Report:
+def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path: Path) -> TuningReport:
     """What the results of a bundle say: told to the studies, and the best written as records.
 
     Raises BundleError for results of another source, target or study, and what `tune` raises.
@@ -110,7 +112,7 @@ def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path
         with _study(storage, subject, space, profile, found.order.threads, request, source) as study:
             own = [_of_task(found, place) for place, _ in _places(subject, request)]
             report.append(_unpacked(subject, study, own, profile, found, request))
-    return Report(tuple(report), monotonic() - began)
+    return TuningReport(tuple(report), monotonic() - began)
 
 
 def _word(source: str, request: Request) -> str:
@@ -118,7 +120,7 @@ def _word(source: str, request: Request) -> str:
     return f"{request.study or 'mhsa'}:{source[:20]}"
 
 
-def _places(subject: Subject, request: Request) -> list[tuple[str, Mapping[str, int]]]:
+def _places(subject: TuningTask, request: Request) -> list[tuple[str, Mapping[str, int]]]:
     """(a word for the task, sizes of the symbols) of an operation: where it is to be fast, and if its lengths are
     symbolic elsewhere, too."""
 
@@ -139,7 +141,7 @@ def _label(point: Point) -> str:
 
 
 def _study(
-    storage: Any, subject: Subject, space: Space, profile: TargetProfile, threads: int, request: Request, source: str
+    storage: Any, subject: TuningTask, space: Space, profile: TargetProfile, threads: int, request: Request, source: str
 ) -> Study:
     identity = tasks.identity_of(subject, profile, threads, None, request.study, source)
     return Study(storage, identity, space, seed=request.seed)
@@ -181,13 +183,13 @@ def _check(found: Results, path: Path, word: str, profile: TargetProfile) -> Non
 
 
 def _unpacked(
-    subject: Subject,
+    subject: TuningTask,
     study: Study,
     own: list[dict[Point, Measured]],
     profile: TargetProfile,
     found: Results,
     request: Request,
-) -> Tuned:
+) -> TaskResult:
     """`own`: what was measured at the operation's sizes, and elsewhere."""
     space, (pairs, *others) = study.space, own
     for point, measured in pairs.items():
@@ -225,7 +227,9 @@ def _why(outcome: Outcome) -> str:
     return outcome.reason if isinstance(outcome, Failure) else "the one beside it failed"
 
 
-def _best(space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, Measured], study: Study) -> Result:
+def _best(
+    space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, Measured], study: Study
+) -> SearchResult:
     """Each was measured beside a default of its own, so each is judged by that."""
     noise = noise_of(incumbent, again)
     point, best = chosen(space.default, incumbent, {}, noise)
@@ -236,4 +240,4 @@ def _best(space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, 
             faster, its = chosen(space.default, both[0], {candidate: both[1]}, noise)
             if its[faster].score < found.score:
                 point, found = faster, its[faster]
-    return Result(point, found, noise, tuple(study.trials()), "results")
+    return SearchResult(point, found, noise, tuple(study.trials()), "results")

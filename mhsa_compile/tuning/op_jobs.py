@@ -23,13 +23,13 @@ from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
 from mhsa_compile.kernels.interface.kernel import Config, Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
+    HeadLayout,
     LinearOp,
     Op,
-    Placement,
 )
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.target.profile import TargetProfile
-from mhsa_compile.tuning.measure.job import Array, Candidate, Job
+from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 from mhsa_compile.verification.oracle.evaluate import product_in_int8
 
@@ -39,7 +39,7 @@ MOST_SCORES = 1 << 23
 """Scores of the checked rows that are held at once, in each of two precisions: fewer rows where S is long."""
 
 
-def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> Job:
+def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> MeasureJob:
     """An exercise for an operation that has a key, at these sizes of its symbols.
 
     Raises ModelError for a symbol without a size. Axes of a mask are full where no size says otherwise, but for batch
@@ -59,7 +59,7 @@ def job_of(op: Op, sizes: Mapping[str, int], seed: int = 0) -> Job:
     if isinstance(op, LinearOp):
         return _linear(op, known, rng)
     assert isinstance(op, AttentionOp), "only operations with a key are measured"
-    return _Attention(op, known).job(rng)
+    return _AttentionJob(op, known).job(rng)
 
 
 def candidate_of(op: Op, kernel: Kernel[Any], config: Config, profile: TargetProfile) -> Candidate:
@@ -85,7 +85,7 @@ def _some(count: int, most: int) -> Array:
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
-def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) -> Job:
+def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) -> MeasureJob:
     rows = [sized(dim, sizes) for dim in op.rows]
     K, N, count = op.in_features, op.out_features, prod(rows)
     x = _drawn(rng, (*rows, K), op.dtype)
@@ -107,7 +107,7 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
     allowed = budget(expected, product(to_torch(x).dtype, op.int8_weights), op.dtype)
     places = checked[:, None] * op.pitch + np.arange(N)
     given_biases = [bias for bias in biases if bias is not None]
-    return Job(
+    return MeasureJob(
         inputs=(x,),
         weights=(*weights, *given_biases),
         output=((*rows, op.pitch), op.dtype),
@@ -118,7 +118,7 @@ def _linear(op: LinearOp, sizes: Mapping[str, int], rng: np.random.Generator) ->
     )
 
 
-class _Attention:
+class _AttentionJob:
     """One attention at fixed sizes."""
 
     def __init__(self, op: AttentionOp, sizes: Mapping[str, int]) -> None:
@@ -126,7 +126,7 @@ class _Attention:
         self.B, self.L, self.S = (sized(dim, sizes) for dim in (op.batch, op.q_length, op.kv_length))
         self.mask_shape = None if op.mask is None else tuple(sized(dim, sizes) for dim in op.mask.dims)
 
-    def job(self, rng: np.random.Generator) -> Job:
+    def job(self, rng: np.random.Generator) -> MeasureJob:
         op = self.op
         inputs = self._inputs(rng)
         q, k, v = self._heads(inputs)
@@ -145,7 +145,7 @@ class _Attention:
         expected = at(torch.float64)
         shape, places = self._places(entries, rows)
         extras = (array for array in (mask, lengths, sinks, slopes) if array is not None)
-        return Job(
+        return MeasureJob(
             inputs=(*inputs, *extras),
             weights=(),
             output=(shape, op.dtype),
@@ -157,7 +157,7 @@ class _Attention:
             sets=INPUT_SETS if self.L <= MOST_QUERIES else 1,
         )
 
-    def _roles(self) -> list[tuple[Placement, int, int, int]]:
+    def _roles(self) -> list[tuple[HeadLayout, int, int, int]]:
         """(where it lies, its length, heads, width) of Q, K and V."""
         op = self.op
         return [

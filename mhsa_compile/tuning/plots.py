@@ -17,14 +17,14 @@ from mhsa_compile.bench.plots.figure import (
 )
 
 if TYPE_CHECKING:
-    from mhsa_compile.tuning.tasks import Report, Tuned
+    from mhsa_compile.tuning.tasks import TaskResult, TuningReport
 
 COLOURS = (OURS, "#d9622b", "#4f8a4b", "#8a63ad", "#b8860b", "#3a9a9a", "#8c8c8c")
 SLOWEST = 3.0
 """Times the default, beyond which trials are drawn at the edge."""
 
 
-def searches(reports: Mapping[str, Report], path: Path) -> None:
+def searches(reports: Mapping[str, TuningReport], path: Path) -> None:
     """A dot for each trial: its time by the default's; a line for the best so far. Failures are crosses at the top."""
     ops = [(name, op) for name, report in reports.items() for op in report.ops if op.history]
     with figure(path, (7.6, 4.6)) as axes:
@@ -49,7 +49,7 @@ def searches(reports: Mapping[str, Report], path: Path) -> None:
         axes.set_title("Search: " + ", ".join(reports), pad=12)
 
 
-def _search(axes: Any, op: Tuned, colour: str, prefix: str) -> None:
+def _search(axes: Any, op: TaskResult, colour: str, prefix: str) -> None:
     tried = [(number, score) for number, score in enumerate(op.history, 1) if score is not None]
     inside = [(number, score) for number, score in tried if score <= SLOWEST]
     beyond = [number for number, score in tried if score > SLOWEST]
@@ -67,7 +67,7 @@ def _search(axes: Any, op: Tuned, colour: str, prefix: str) -> None:
     axes.plot(range(len(best)), best, "-", color=colour, linewidth=1.8, drawstyle="steps-post", label=label)
 
 
-def _best_so_far(op: Tuned) -> Iterator[float]:
+def _best_so_far(op: TaskResult) -> Iterator[float]:
     """After each trial, and 1 before the first."""
     return accumulate((1.0, *(float("inf") if score is None else score for score in op.history)), min)
 

@@ -22,9 +22,9 @@ from mhsa_compile.records.record import Record, as_kept, isa_of
 from mhsa_compile.target import environment
 from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning.search.sampler import Found, Trial
-from mhsa_compile.tuning.search.search import Result
+from mhsa_compile.tuning.search.search import SearchResult
 from mhsa_compile.tuning.search.space import Space
-from mhsa_compile.tuning.search.study import Identity, digest
+from mhsa_compile.tuning.search.study import StudyIdentity, digest
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TuningTask:
     """An operation, under all the names by which the source calls it."""
 
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TaskResult:
     """What the search of an operation came to.
 
     names       of the source's operations that are this one
@@ -103,10 +103,10 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Report:
+class TuningReport:
     """`default_us` and `best_us` are the sums over the operations of a call that were measured."""
 
-    ops: tuple[Tuned, ...]
+    ops: tuple[TaskResult, ...]
     seconds: float
 
     @property
@@ -126,9 +126,9 @@ class Report:
         return sum(len(op.names) * op.best_us for op in self.ops if op.history)
 
 
-def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[Subject]:
+def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningTask]:
     """The operations that have something to tune, equal ones as one. Raises InputError for a symbol without a size."""
-    found: dict[str, Subject] = {}
+    found: dict[str, TuningTask] = {}
     for name, op in ops.items():
         key = key_of(op)
         if key is not None:
@@ -138,7 +138,7 @@ def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[Subject
                 raise InputError("dims", f"a size for {missing}", "none", "State it: --dim NAME=N.") from None
             place = digest([kind_of(op), key, measured])
             names = (*(found[place].names if place in found else ()), name)
-            found[place] = Subject(names, op, key, measured)
+            found[place] = TuningTask(names, op, key, measured)
     return list(found.values())
 
 
@@ -151,14 +151,14 @@ def measured_at(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sized(dim, sizes) for name, dim in dims.items()}
 
 
-def source_digest(subjects: list[Subject]) -> str:
+def source_digest(subjects: list[TuningTask]) -> str:
     """Of everything that a source wants tuned, and at which sizes."""
     return digest([[subject.kind, subject.key, subject.sizes] for subject in subjects])
 
 
 def identity_of(
-    subject: Subject, profile: TargetProfile, threads: int, device: Device | None, name: str | None, source: str
-) -> Identity:
+    subject: TuningTask, profile: TargetProfile, threads: int, device: Device | None, name: str | None, source: str
+) -> StudyIdentity:
     """What the study of an operation is about. `device` is None for one that nobody knows yet."""
     about = {
         "op": subject.kind,
@@ -169,7 +169,7 @@ def identity_of(
         "device": msgspec.to_builtins(device),
         "kernels": _kernels(),
     }
-    return Identity(f"{name}.{subject.names[0]}" if name else None, about, source)
+    return StudyIdentity(f"{name}.{subject.names[0]}" if name else None, about, source)
 
 
 @cache
@@ -181,7 +181,7 @@ def _kernels() -> str:
 
 
 @dataclass(frozen=True)
-class What:
+class RecordContext:
     """What a record is about; the fields as there."""
 
     op: str
@@ -193,15 +193,20 @@ class What:
 
 
 def record_of(
-    subject: Subject, result: Result, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
+    subject: TuningTask,
+    result: SearchResult,
+    profile: TargetProfile,
+    threads: int,
+    device: Device,
+    versions: dict[str, str],
 ) -> Record:
     """Of an operation that a kernel of ours computes."""
-    what = What(subject.kind, subject.key, subject.sizes, result.point.kernel, result.point.config)
+    what = RecordContext(subject.kind, subject.key, subject.sizes, result.point.kernel, result.point.config)
     return written(what, result.best, profile, threads, device, versions)
 
 
 def written(
-    what: What, found: Found, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
+    what: RecordContext, found: Found, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
 ) -> Record:
     """The record of what was found, as of now."""
     isa = isa_of(profile)
@@ -224,9 +229,9 @@ def written(
     )
 
 
-def tuned(subject: Subject, space: Space, study: str, result: Result) -> Tuned:
+def tuned(subject: TuningTask, space: Space, study: str, result: SearchResult) -> TaskResult:
     best = result.best
-    return Tuned(
+    return TaskResult(
         names=subject.names,
         op=subject.kind,
         sizes=subject.sizes,
@@ -246,10 +251,10 @@ def tuned(subject: Subject, space: Space, study: str, result: Result) -> Tuned:
     )
 
 
-def untuned(subject: Subject, space: Space, study: str, why: str) -> Tuned:
+def untuned(subject: TuningTask, space: Space, study: str, why: str) -> TaskResult:
     """The default's, with nothing measured that could be compared with."""
     point = space.default
-    return Tuned(
+    return TaskResult(
         subject.names, subject.kind, subject.sizes, point.kernel, point.config, 0.0, 0.0, 1.0, 0.0, {}, why,
         len(space.points), study,
     )  # fmt: skip

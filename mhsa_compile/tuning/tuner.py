@@ -24,7 +24,7 @@ from mhsa_compile.target import environment
 from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning import op_jobs, tasks
 from mhsa_compile.tuning.measure import sessions
-from mhsa_compile.tuning.measure.job import Candidate, Job
+from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.measure.sessions import Session
 from mhsa_compile.tuning.search.search import (
     FINALISTS,
@@ -38,10 +38,10 @@ from mhsa_compile.tuning.search.study import Study
 from mhsa_compile.tuning.search.study_storage import open_storage
 from mhsa_compile.tuning.search.warm_start import first_guesses
 from mhsa_compile.tuning.tasks import (
-    Report,
     Request,
-    Subject,
-    Tuned,
+    TaskResult,
+    TuningReport,
+    TuningTask,
     subjects_of,
 )
 
@@ -58,10 +58,10 @@ class State:
     """An operation while it is tuned, for who watches. `phase` is "waiting", "searching", "sweeping", "confirming" or
     "done"."""
 
-    subject: Subject
+    subject: TuningTask
     phase: str = "waiting"
     progress: Progress | None = None
-    tuned: Tuned | None = None
+    tuned: TaskResult | None = None
 
 
 Watch = Callable[[list[State], float | None], None]
@@ -76,7 +76,7 @@ def tune(
     *,
     watch: Watch = lambda states, left: None,
     build: BuildPoint | None = None,
-) -> Report:
+) -> TuningReport:
     """Raises InputError, OutputError, RecordsError and InstallationError, and DeviceError for a device that is of
     another architecture, or stays away."""
     sessions.require(session.device, isa_of(profile))
@@ -100,7 +100,7 @@ class _Tuning:
     started: float = field(default_factory=monotonic)
     versions: dict[str, str] = field(default_factory=environment.versions)
 
-    def run(self, subjects: list[Subject]) -> Report:
+    def run(self, subjects: list[TuningTask]) -> TuningReport:
         storage = open_storage(self.request.storage)
         self.source = tasks.source_digest(subjects)
         self.states = [State(subject) for subject in subjects]
@@ -119,7 +119,7 @@ class _Tuning:
             searches.sort(key=lambda pair: _weight(*pair))
             for place, (state, search) in enumerate(searches):
                 self._tune(state, search, self._end(searches[place:]))
-        return Report(tuple(s.tuned for s in self.states if s.tuned is not None), monotonic() - self.started)
+        return TuningReport(tuple(s.tuned for s in self.states if s.tuned is not None), monotonic() - self.started)
 
     def _prepared(self, storage: Any, state: State) -> Search:
         subject = state.subject
@@ -132,7 +132,7 @@ class _Tuning:
             state.progress = progress
             self._say()
 
-        def job(sizes: Mapping[str, int]) -> Job:
+        def job(sizes: Mapping[str, int]) -> MeasureJob:
             return op_jobs.job_of(subject.op, sizes, self.request.seed)
 
         here = self.request.sizes
@@ -167,7 +167,7 @@ class _Tuning:
         record_files.append(request.records, record)
         self._done(state, tasks.tuned(state.subject, search.space, search.study.name, result))
 
-    def _done(self, state: State, tuned: Tuned) -> None:
+    def _done(self, state: State, tuned: TaskResult) -> None:
         state.phase, state.tuned = "done", tuned
         self._say()
 

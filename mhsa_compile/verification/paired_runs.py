@@ -63,7 +63,7 @@ class Variant:
     first_key: int = 0
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that the compiled function does not take, though the oracle does."""
 
 
@@ -92,7 +92,7 @@ class Pairs:
         try:
             return self._run({name: array.copy() for name, array in inputs.items()})
         except MhsaError as error:
-            raise Refused(f"refused: {error}") from error
+            raise CallRefused(f"refused: {error}") from error
 
     def truth(self, inputs: Arrays) -> list[Array]:
         """The outputs in float64; where they are keys, the weights of the right ones."""

@@ -29,7 +29,7 @@ _OWN_AXES = {
 """Of the tensors of this library's modules, whose lengths are known as such when they are fixed, too."""
 
 
-class Subject:
+class SelfCheckInputs:
     """What is known of an artifact's inputs.
 
     axes      of each input and output: the names of its axes, "" for one that is neither a batch nor a length

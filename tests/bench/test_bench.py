@@ -12,7 +12,7 @@ import pytest
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench.cpu.bench import _floor, bench, compile_workload
-from mhsa_compile.bench.cpu.report import Floor, Report, Row
+from mhsa_compile.bench.cpu.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench.peers import registry
 from mhsa_compile.bench.peers.ours import Compiled
 from mhsa_compile.bench.peers.peer import Problem
@@ -39,7 +39,7 @@ def artifact():
 
 
 @pytest.fixture(scope="module")
-def report(artifact) -> Report:
+def report(artifact) -> BenchReport:
     return bench(artifact, dims={"L": 7}, threads=1, seconds=0.01)
 
 
@@ -96,8 +96,11 @@ def test_no_limit_is_stated_for_products_in_eight_bits(artifact):
 
 def test_who_is_faster_than_the_limit_is_named():
     floor = Floor("compute", 100.0, None, 10**6, 10**5)
-    rows = (Row("mhsa_compile", 74.0, 0.01, 1.0, share_of_limit=1.35), Row("torch", 200.0, share_of_limit=0.5))
-    report = Report({}, "float32", 1, 5, 400.0, 0.01, 40.0, floor, 1e-6, rows)
+    rows = (
+        BenchRow("mhsa_compile", 74.0, 0.01, 1.0, share_of_limit=1.35),
+        BenchRow("torch", 200.0, share_of_limit=0.5),
+    )
+    report = BenchReport({}, "float32", 1, 5, 400.0, 0.01, 40.0, floor, 1e-6, rows)
     assert report.beyond_limit == ["mhsa_compile"]
 
 
@@ -239,21 +242,23 @@ def test_a_workload_is_compiled_as_its_kind_says(kind, inputs):
     assert artifact.manifest.inputs[0].dims[0] == 1
 
 
-def invented() -> dict[str, Report]:
+def invented() -> dict[str, BenchReport]:
     """A report for every workload, without a measurement."""
     reports = {}
     for place, workload in enumerate(WORKLOADS):
         floor = Floor("compute", 100.0 * (place + 1), None, 10**6 * (place + 1), 5 * 10**5)
-        rows = [Row("mhsa_compile", 1.2 * floor.us, 0.01, 1.0, 200.0, 0.5, 0.83, 0.3)]
-        rows += [Row(p.name, 3.0 * floor.us, 0.01, 2.5, 80.0, 0.2, 0.33, 0.4) for p in registry.PEERS[:-1]]
-        rows += [Row(registry.PEERS[-1].name, missing="of no use")]
-        reports[workload.name] = Report(workload.dims, "float32", 2, 9, 400.0, 0.01, 40.0, floor, 1e-6, tuple(rows))
+        rows = [BenchRow("mhsa_compile", 1.2 * floor.us, 0.01, 1.0, 200.0, 0.5, 0.83, 0.3)]
+        rows += [BenchRow(p.name, 3.0 * floor.us, 0.01, 2.5, 80.0, 0.2, 0.33, 0.4) for p in registry.PEERS[:-1]]
+        rows += [BenchRow(registry.PEERS[-1].name, missing="of no use")]
+        reports[workload.name] = BenchReport(
+            workload.dims, "float32", 2, 9, 400.0, 0.01, 40.0, floor, 1e-6, tuple(rows)
+        )
     return reports
 
 
 def test_reports_are_written_and_read():
     reports = invented()
-    assert msgspec.json.decode(msgspec.json.encode(reports), type=dict[str, Report]) == reports
+    assert msgspec.json.decode(msgspec.json.encode(reports), type=dict[str, BenchReport]) == reports
 
 
 @pytest.mark.parametrize("picture", [bench_plots.shares, bench_plots.growth, bench_plots.roofline])

@@ -25,14 +25,14 @@ from mhsa_compile.bench.gpu import (
     roofline,
     table,
 )
-from mhsa_compile.bench.gpu.problem import Problem, draw
+from mhsa_compile.bench.gpu.problem import GpuProblem, draw
 from mhsa_compile.bench.gpu.report import (
     OURS,
     Ceilings,
     Figures,
+    GpuResult,
+    GpuRow,
     Machine,
-    Result,
-    Row,
     Sample,
     rows,
 )
@@ -45,7 +45,7 @@ from mhsa_compile.bench.gpu.timing import (
 from mhsa_compile.bench.gpu.workloads import (
     GROUPS,
     WORKLOADS,
-    Work,
+    CallWork,
     choose,
     work,
 )
@@ -86,12 +86,12 @@ def test_the_sizes_that_were_promised_are_there() -> None:
 
 # By hand: FLOPs are 2 x (E + F) x B x H x pairs, and 2 x rows x columns x depth of each projection.
 HAND = {
-    "e128-8k": Work(4 * 128 * 2 * 16 * 8192 * 8192, 2 * 4 * 16_384 * 2048),
-    "e128-8k-causal": Work(4 * 128 * 2 * 16 * (8192 * 8193 // 2), 2 * 4 * 16_384 * 2048),
-    "gqa-8k-causal": Work(4 * 128 * 2 * 32 * (8192 * 8193 // 2), 2 * 2 * 8192 * 128 * (2 * 32 + 2 * 8)),
-    "decode16x32k": Work(4 * 128 * 16 * 32 * 32_768, 2 * 16 * 128 * (2 * 32 + 2 * 8 * 32_768)),
-    "window1024-16k": Work(4 * 128 * 16 * (1025 * 16_384 - 1024 * 1025 // 2), 2 * 4 * 16_384 * 2048),
-    "vit-large": Work(
+    "e128-8k": CallWork(4 * 128 * 2 * 16 * 8192 * 8192, 2 * 4 * 16_384 * 2048),
+    "e128-8k-causal": CallWork(4 * 128 * 2 * 16 * (8192 * 8193 // 2), 2 * 4 * 16_384 * 2048),
+    "gqa-8k-causal": CallWork(4 * 128 * 2 * 32 * (8192 * 8193 // 2), 2 * 2 * 8192 * 128 * (2 * 32 + 2 * 8)),
+    "decode16x32k": CallWork(4 * 128 * 16 * 32 * 32_768, 2 * 16 * 128 * (2 * 32 + 2 * 8 * 32_768)),
+    "window1024-16k": CallWork(4 * 128 * 16 * (1025 * 16_384 - 1024 * 1025 // 2), 2 * 4 * 16_384 * 2048),
+    "vit-large": CallWork(
         4 * 64 * 64 * 16 * 197 * 197 + 4 * 2 * 64 * 197 * 1024 * 1024, 2 * (2 * 64 * 197 * 1024 + 4 * 1024 * 1024)
     ),
 }
@@ -163,20 +163,22 @@ def test_every_set_of_inputs_has_its_turn() -> None:
 MACHINE = Machine("NVIDIA Made-up", (9, 0), 132, 139.8, (13, 0), "a CPU")
 
 
-def result(samples: Sequence[Sample | Row], name: str = "e128-8k") -> Result:
+def result(samples: Sequence[Sample | GpuRow], name: str = "e128-8k") -> GpuResult:
     workload = BY_NAME[name]
     rounds = 3
     found = rows(samples, work(workload), [800e12] * rounds, [4e12] * rounds)
     kernels = ("attention: cuda.attention rows=128, default",)
     limits = Ceilings(800.0, 4000.0, 0.01)
-    return Result(name, workload.group, workload.dims, "bfloat16", True, work(workload), rounds, limits, kernels, found)
+    return GpuResult(
+        name, workload.group, workload.dims, "bfloat16", True, work(workload), rounds, limits, kernels, found
+    )
 
 
 def ran(name: str, us: float, error: float = 0.5) -> Sample:
     return Sample(name, [us * 1e-6, us * 1.1e-6, us * 0.9e-6], error)
 
 
-MISSING = Row("SDPA cuDNN", missing="No available kernel. Aborting execution.")
+MISSING = GpuRow("SDPA cuDNN", missing="No available kernel. Aborting execution.")
 
 
 def test_rows_say_how_each_compares() -> None:
@@ -197,7 +199,7 @@ def test_the_ratio_is_that_of_the_same_round() -> None:
     assert found.rows[1].ratio == pytest.approx(1.5)
 
 
-def figures(*results: Result, **failed: str) -> Figures:
+def figures(*results: GpuResult, **failed: str) -> Figures:
     return Figures(MACHINE, {"torch": "2.13.0"}, date(2026, 11, 22), 0.5, list(results), failed)
 
 
@@ -219,9 +221,9 @@ decode1x8k: failed, the driver went away
 
 
 def test_a_table_names_the_device_and_the_date() -> None:
-    missing = Row("cuDNN", missing="No available kernel.")
+    missing = GpuRow("cuDNN", missing="No available kernel.")
     good = result([ran(OURS, 1600), ran("flash", 2000), missing, ran("flex", 1840)])
-    alone = result([Row(OURS, missing="no kernel"), ran("flash", 1000)], "e128-8k-causal")
+    alone = result([GpuRow(OURS, missing="no kernel"), ran("flash", 1000)], "e128-8k-causal")
     wrong = result([ran(OURS, 100, error=1.5), ran("flex", 250)], "window256-16k")
     shown = table.text(figures(good, alone, wrong, decode1x8k="the driver went away"))
     assert shown == TABLE
@@ -250,7 +252,7 @@ def test_only_what_is_right_and_whole_is_well(bad: dict[str, Any]) -> None:
     elif "error" in bad:
         assert not figures(good, result([ran(OURS, 1600, error=1.5)])).ok
     else:
-        assert not figures(good, result([Row(OURS, missing="no kernel")])).ok
+        assert not figures(good, result([GpuRow(OURS, missing="no kernel")])).ok
 
 
 # Whoever runs it.
@@ -303,13 +305,13 @@ class Pool(Executor):
 
 
 def test_whoever_dies_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(workload: Workload, options: bench.Options) -> Result:
+    def measure(workload: Workload, options: bench.Options) -> GpuResult:
         if workload.name == "e128-4k":
             raise DeviceError("a kernel launched earlier", "one that runs to its end", "ILLEGAL_ADDRESS")
         return result([ran(OURS, 1600)], workload.name)
 
     monkeypatch.setattr(bench, "measure", measure)
-    noted: dict[str, Result | str] = {}
+    noted: dict[str, GpuResult | str] = {}
     opened: list[Pool] = []
     names = ["e128-1k", "e128-2k", "e128-4k", "e128-8k", "e128-16k"]
     gpu.in_turn(
@@ -320,7 +322,7 @@ def test_whoever_dies_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert list(noted) == names
     assert "terminated abruptly" in str(noted["e128-2k"]) and "ILLEGAL_ADDRESS" in str(noted["e128-4k"])
-    assert all(isinstance(noted[name], Result) for name in ("e128-1k", "e128-8k", "e128-16k"))
+    assert all(isinstance(noted[name], GpuResult) for name in ("e128-1k", "e128-8k", "e128-16k"))
     assert [pool.ran for pool in opened] == [["e128-1k", "e128-2k"], ["e128-4k"], ["e128-8k", "e128-16k"]]
     assert not any(pool.open for pool in opened)
 
@@ -387,10 +389,10 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def small() -> Callable[[str], tuple[Problem, Artifact]]:
-    made: dict[str, tuple[Problem, Artifact]] = {}
+def small() -> Callable[[str], tuple[GpuProblem, Artifact]]:
+    made: dict[str, tuple[GpuProblem, Artifact]] = {}
 
-    def get(name: str) -> tuple[Problem, Artifact]:
+    def get(name: str) -> tuple[GpuProblem, Artifact]:
         if name not in made:
             kind, fields = SMALL[name]
             spec = AttentionSpec(embed_dim=64, dtype="bfloat16", **fields)
@@ -408,7 +410,7 @@ def eager(function: Any, **_: Any) -> Any:
     return function
 
 
-FORMS: dict[str, Callable[[Problem], list[peers.Call]]] = {
+FORMS: dict[str, Callable[[GpuProblem], list[peers.Call]]] = {
     "SDPA": lambda problem: peers.core_calls(problem, peers.sdpa(problem)),
     "SDPA by a backend": lambda problem: peers.core_calls(problem, peers.sdpa(problem, "MATH")),
     "FlexAttention": lambda problem: peers.core_calls(problem, peers.flex(problem, eager)),
@@ -518,16 +520,16 @@ def test_what_a_candidate_raises_becomes_its_row(small: Any, monkeypatch: pytest
     problem, artifact = small("causal")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
-    def refuse(problem: Problem) -> list[Any]:
+    def refuse(problem: GpuProblem) -> list[Any]:
         raise RuntimeError("No available kernel.\nAborting execution.")
 
-    def wrong(problem: Problem) -> list[Any]:
+    def wrong(problem: GpuProblem) -> list[Any]:
         return [partial(torch.zeros_like, problem.sets[0]["q"])]
 
     for calls, words in ((refuse, "No available kernel."), (wrong, "wrong by")):
-        row = bench._attempt(peers.Peer("a peer", "core", calls), problem, artifact, False)
-        assert isinstance(row, Row) and words in str(row.missing)
-    good = bench._attempt(peers.Peer("a peer", "core", FORMS["SDPA"]), problem, artifact, False)
+        row = bench._attempt(peers.GpuPeer("a peer", "core", calls), problem, artifact, False)
+        assert isinstance(row, GpuRow) and words in str(row.missing)
+    good = bench._attempt(peers.GpuPeer("a peer", "core", FORMS["SDPA"]), problem, artifact, False)
     assert isinstance(good, bench.Prepared)
 
 
@@ -537,9 +539,9 @@ def test_a_gpu_that_is_lost_ends_the_process(small: Any, monkeypatch: pytest.Mon
     def lost() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def refuse(problem: Problem) -> list[Any]:
+    def refuse(problem: GpuProblem) -> list[Any]:
         raise MhsaError("kernel", "an answer", "none")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        bench._attempt(peers.Peer("a peer", "core", refuse), problem, artifact, False)
+        bench._attempt(peers.GpuPeer("a peer", "core", refuse), problem, artifact, False)

@@ -39,7 +39,7 @@ PACKAGES = {iree: "iree", onnxruntime: "onnxruntime", openvino: "openvino"}
 FORMS = [
     *((torch_eager, form) for form in torch_eager.FORMS),
     *((torch_compile, form) for form in torch_compile.FORMS),
-    (onnxruntime, onnxruntime.OwnGraph()),
+    (onnxruntime, onnxruntime.OnnxRuntimeOwnGraph()),
     *((onnxruntime, form) for form in onnxruntime.FUSED),
     *((openvino, form) for form in openvino.FORMS),
     (iree, iree.Iree()),

@@ -16,9 +16,9 @@ from mhsa_compile.bench.static.assembly_loops import Loop, inner_loops
 from mhsa_compile.bench.static.predict import assembly, predict
 from mhsa_compile.cli.app import app
 from mhsa_compile.errors import InstallationError, TargetError
-from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
-from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
-from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Placement
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
 from mhsa_compile.target.profile import load_profile
 
 
@@ -29,16 +29,16 @@ def linear(dtype: str = "float32", int8: bool = False) -> LinearOp:
 def attention(dtype: str = "float32") -> AttentionOp:
     L, H, E = 144, 8, 64
     width = 3 * H * E
-    q, k, v = (Placement(0, "rows", width, offset * H * E) for offset in range(3))
-    return AttentionOp(1, L, L, H, H, E, E, 0.125, None, None, q, k, v, Placement(0, "rows", H * E), dtype)
+    q, k, v = (HeadLayout(0, "rows", width, offset * H * E) for offset in range(3))
+    return AttentionOp(1, L, L, H, H, E, E, 0.125, None, None, q, k, v, HeadLayout(0, "rows", H * E), dtype)
 
 
 KERNELS = {
-    "linear": (LinearKernel(), linear()),
-    "linear bf16": (LinearKernel(), linear("bfloat16")),
-    "linear int8": (LinearKernel(), linear(int8=True)),
-    "attention": (AttentionKernel(), attention()),
-    "attention bf16": (AttentionKernel(), attention("bfloat16")),
+    "linear": (CpuLinearKernel(), linear()),
+    "linear bf16": (CpuLinearKernel(), linear("bfloat16")),
+    "linear int8": (CpuLinearKernel(), linear(int8=True)),
+    "attention": (CpuAttentionKernel(), attention()),
+    "attention bf16": (CpuAttentionKernel(), attention("bfloat16")),
 }
 MULTIPLIED_BY = {  # (kernel, target): the instruction that its inner loops are made of
     **{(name, t): "fmla" for name in ("linear", "attention") for t in ("neoverse-n1", "neoverse-v1")},

@@ -27,7 +27,7 @@ import mhsa_compile as mhsa
 from mhsa_compile import masks
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.verification import repeated_runs
-from mhsa_compile.verification.self_check_inputs import Subject
+from mhsa_compile.verification.self_check_inputs import SelfCheckInputs
 
 SIZES = (67, 331)
 """Lengths: the second is shared among threads by everything there is."""
@@ -200,7 +200,7 @@ def run(case: Case, calls: int) -> tuple[int, int, list[str]]:
 
 def drawn(artifact: mhsa.Artifact, length: int) -> dict[str, np.ndarray]:
     """Random inputs; every free length is `length`, but queries of a cache, which are fewer than its room."""
-    subject = Subject(artifact.manifest, 0)
+    subject = SelfCheckInputs(artifact.manifest, 0)
     sizes = subject.sizes | dict.fromkeys(subject.lengths, length) | ({subject.batch: 2} if subject.batch else {})
     return subject.draw_at(sizes)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from campaigns import helgrind
-from campaigns.helgrind import Finding
 from support import planted_races
 
 import mhsa_compile as mhsa
+from campaigns import helgrind
+from campaigns.helgrind import Finding
 
 LIBC, MODULE = "/usr/lib/x86_64-linux-gnu/libc.so.6", "/memfd:module.so (deleted)"
 

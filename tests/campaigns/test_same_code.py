@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import tvm
-from campaigns import same_code_artifacts
-from campaigns.same_code import compare, differing
 from tvm.script import from_source
 
+from campaigns import same_code_artifacts
+from campaigns.same_code import compare, differing
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.target.profile import load_profile
 

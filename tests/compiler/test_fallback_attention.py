@@ -10,7 +10,7 @@ from fuzz.attention import draw_operands, evaluated, placed
 from tvm import relax
 
 from mhsa_compile.compiler.fallback import attention
-from mhsa_compile.kernels.interface.ops import AttentionOp, Band, Placement
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 from mhsa_compile.verification.error_budget import budget, max_error
 
 
@@ -26,12 +26,12 @@ def run(op: AttentionOp, arrays: list[np.ndarray]) -> np.ndarray:
     return found.numpy()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("band", [None, Band(None, 0, "bottom_right")], ids=str)
-def test_slopes_and_sinks(band: Band | None) -> None:
+@pytest.mark.parametrize("band", [None, WindowSpec(None, 0, "bottom_right")], ids=str)
+def test_slopes_and_sinks(band: WindowSpec | None) -> None:
     B, L, S, H, G, E, F = 2, 5, 11, 4, 2, 7, 3
-    places = {role: Placement(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     op = AttentionOp(
-        B, L, S, H, G, E, F, scale=E**-0.5, band=band, mask=None, output=Placement(0, "rows", H * F),
+        B, L, S, H, G, E, F, scale=E**-0.5, band=band, mask=None, output=HeadLayout(0, "rows", H * F),
         slopes=True, sinks=True, lengths=True, **places,
     )  # fmt: skip
     given = draw_operands(np.random.default_rng(0), op, (B, L, S), 1.0, 0)

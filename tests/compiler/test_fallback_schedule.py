@@ -15,7 +15,7 @@ from tvm import relax, te
 
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.fallback import cpu_schedule, elementwise
-from mhsa_compile.records.record import Shelf
+from mhsa_compile.records.record import RecordSet
 from mhsa_compile.verification.error_budget import budget, max_error
 
 PROFILE = vector_machine(256, 16)
@@ -63,7 +63,7 @@ def lowered(graph: Callable[[Any], Any], width: int) -> Any:
         with builder.dataflow():
             output = builder.emit_output(builder.emit(graph(x)))
         builder.emit_func_output(output)
-    return cpu_schedule.lower(builder.get(), PROFILE, Shelf([], PROFILE)).module
+    return cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
 
 
 def layer_norm(x: Any) -> Any:

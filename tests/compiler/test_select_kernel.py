@@ -16,13 +16,13 @@ from mhsa_compile.compiler.selection.op_key import (
 from mhsa_compile.compiler.selection.select_kernel import choose, willing_kernels
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     LinearOp,
-    Placement,
     ScoresOp,
+    WindowSpec,
 )
 from mhsa_compile.records.device import Device
-from mhsa_compile.records.record import Record, Shelf, isa_of
+from mhsa_compile.records.record import Record, RecordSet, isa_of
 from mhsa_compile.target.profile import TargetProfile, load_profile
 
 AVX512, AVX2, NEON = (load_profile(name) for name in ("x86-64-v4", "x86-64-v3", "neoverse-n1"))
@@ -34,7 +34,7 @@ def linear(rows=(1, 37), widths=(72, 24), **fields) -> LinearOp:
 
 
 def attention(L=5, S=37, dtype="float32", band=None, **fields) -> AttentionOp:
-    places = [Placement(i, "heads", 64) for i in range(4)]
+    places = [HeadLayout(i, "heads", 64) for i in range(4)]
     return AttentionOp(1, L, S, 4, 2, 64, 64, 0.125, band, None, *places, dtype=dtype, **fields)
 
 
@@ -49,7 +49,7 @@ def record(op, kernel: str, config: dict[str, int], profile: TargetProfile, **fi
 
 def chosen(op, profile: TargetProfile, *records: Record):
     willing, _ = willing_kernels(op, profile)
-    return choose(op, profile, willing, Shelf(records, profile))
+    return choose(op, profile, willing, RecordSet(records, profile))
 
 
 @pytest.mark.parametrize("target", ["x86-64-v4", "cuda-sm90a"])
@@ -136,7 +136,7 @@ def test_lengths_share_buckets_and_symbols_have_their_own():
     assert key_of(linear((1, 197))) == key_of(linear((2, 100))) != key_of(linear(("B", 197)))
     assert symbols(linear(("B", 7))) == {"B"}
     assert key_of(linear(widths=(96,))) == key_of(linear())  # panels are of all outputs together
-    assert key_of(attention()) != key_of(attention(band=Band(None, 0)))
+    assert key_of(attention()) != key_of(attention(band=WindowSpec(None, 0)))
     assert key_of(attention()) != key_of(attention(dtype="bfloat16"))
 
 

@@ -45,7 +45,7 @@ from mhsa_compile.runtime.compiled_attention import load
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning.measure import work_results
-from mhsa_compile.tuning.measure.work_bundle import Work
+from mhsa_compile.tuning.measure.work_bundle import WorkBundle
 from mhsa_compile.tuning.search.study_storage import open_storage
 
 DEEP = "[" * 100_000
@@ -88,7 +88,7 @@ READERS = {
     "spec": lambda path: app.sources.resolve(path.with_suffix(".toml"), {}),
     "onnx": read_onnx,
     "target": lambda path: load_profile(path.with_suffix(".toml")),
-    "bundle": lambda path: Work.opened(path).__enter__(),
+    "bundle": lambda path: WorkBundle.opened(path).__enter__(),
     "results": work_results.read,
     "records": record_files.examine,
 }
@@ -123,7 +123,7 @@ def test_weights_that_are_a_pipe(artifact: Artifact, tmp_path: Path) -> None:
 def test_a_small_zip_that_unfolds_to_much(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as bomb:
         bomb.writestr("manifest.json", b"\0" * (8 << 20))
-    with pytest.raises(BundleError, match="at most 100 times"), Work.opened(tmp_path / "bomb.zip"):
+    with pytest.raises(BundleError, match="at most 100 times"), WorkBundle.opened(tmp_path / "bomb.zip"):
         pass
 
 

@@ -18,7 +18,7 @@ from mhsa_compile.bench.cpu.bench import bench
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.spec.outputs import (
-    Inside,
+    SoftmaxOutputs,
     array_names,
     inside_of,
     split_words,
@@ -38,7 +38,7 @@ def test_words_have_one_spelling_and_name_arrays():
     spec = spec_of(["weights:rows=-1,3,heads=02", "y", "top_k:5"])
     assert spec.outputs == ("weights:heads=2,rows=-1,3", "y", "top_k:5")
     assert array_names(spec.outputs) == ("weights", "y", "top_k_weights", "top_k_keys")
-    assert inside_of(spec.outputs) == Inside(top_k=5, weights=True, heads=(2,), rows=(-1, 3))
+    assert inside_of(spec.outputs) == SoftmaxOutputs(top_k=5, weights=True, heads=(2,), rows=(-1, 3))
     assert mhsa.AttentionSpec.from_json(spec.to_json()) == mhsa.AttentionSpec.from_toml(spec.to_toml()) == spec
     assert mhsa.AttentionSpec(embed_dim=8, num_heads=2).outputs == ("y",)
     words = ["y", "weights:heads=0,3,rows=0,-1", "lse", "top_k:5", "weights", "heads"]

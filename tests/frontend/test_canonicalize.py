@@ -24,10 +24,10 @@ import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
-from mhsa_compile.frontend.onnx_graph import Graph
+from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.frontend.relax.importer import import_onnx
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
-from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import eager, oracle
 
@@ -196,7 +196,7 @@ OPSETS = {"heads apart and together": (11, 13, 17), "added mask": (11, 14, 17), 
 RUNS = [(case, opset) for case in CASES for opset in OPSETS.get(case, (17,))]
 
 
-def blocks(model: onnx.ModelProto) -> tuple[AttentionBlock, ...]:
+def blocks(model: onnx.ModelProto) -> tuple[AttentionCoverage, ...]:
     return canonicalize(model).blocks
 
 
@@ -399,4 +399,4 @@ def test_a_zero_in_the_target_of_a_reshape_is_no_size() -> None:
     constants = [helper.make_tensor(name, TensorProto.INT64, [1], value) for name, value in ints.items()]
     graph = helper.make_graph(nodes, "g", [x, same], [y], constants)
     settled = settle(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), {})
-    assert all(0 not in (Graph(settled).shape(name) or ()) for name in ("apart", "y"))
+    assert all(0 not in (GraphView(settled).shape(name) or ()) for name in ("apart", "y"))

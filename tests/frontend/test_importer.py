@@ -13,7 +13,7 @@ from support.operator_models import model as operator_model
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.frontend.relax.importer import import_onnx
-from mhsa_compile.kernels.interface.ops import AttentionOp, Band, LinearOp
+from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, WindowSpec
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
@@ -78,7 +78,7 @@ def test_windows_and_causality_are_one_band(attributes: dict[str, int], expected
     """nonpad_kv_seqlen that says S moves the query to i + S - L, for windows as well as for causality."""
     alignment = "bottom_right" if nonpad else "top_left"
     band = attention(model(attributes, nonpad=nonpad)).band
-    assert band == (None if expected is None else Band(*expected, alignment))
+    assert band == (None if expected is None else WindowSpec(*expected, alignment))
 
 
 def drawn(*shape: int) -> np.ndarray:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import torch
-from fuzz.cases import AttentionCase
 from support.kernel_runs import attention, masked_scores
 
+from fuzz.cases import AttentionCase
 from mhsa_compile import masks
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     MaskInput,
-    Placement,
     StaticMask,
+    WindowSpec,
 )
 
 NUMPY = {
@@ -42,10 +42,10 @@ def attention_op(case: AttentionCase) -> AttentionOp:
     if case.layout == "fused":
         width = H * E + G * (E + F) + 5  # the padding that rows of a fused projection may have
         offsets = (0, H * E, H * E + G * E)
-        places = [Placement(0, "rows", width, offset) for offset in offsets]
+        places = [HeadLayout(0, "rows", width, offset) for offset in offsets]
     else:
         widths = (H * E, G * E, G * F)
-        places = [Placement(i, case.layout, width) for i, width in enumerate(widths)]  # type: ignore[arg-type]
+        places = [HeadLayout(i, case.layout, width) for i, width in enumerate(widths)]  # type: ignore[arg-type]
     mask = None
     if case.mask is not None:
         kind, axes = case.mask
@@ -55,9 +55,9 @@ def attention_op(case: AttentionCase) -> AttentionOp:
     return AttentionOp(
         batch, q_length, kv_length, H, G, E, F,
         scale=E**-0.5 if case.scale is None else case.scale,
-        band=None if case.band is None else Band(*case.band),  # type: ignore[arg-type]
+        band=None if case.band is None else WindowSpec(*case.band),  # type: ignore[arg-type]
         mask=mask, query=places[0], key=places[1], value=places[2],
-        output=Placement(0, case.output, H * F),  # type: ignore[arg-type]
+        output=HeadLayout(0, case.output, H * F),  # type: ignore[arg-type]
         dtype=case.dtype,  # type: ignore[arg-type]
         static_mask=None if case.static is None else StaticMask(_static(case)),
         softcap=case.softcap, **dict.fromkeys(case.extras, True),
@@ -177,5 +177,5 @@ def output_shape(op: AttentionOp, sizes: tuple[int, int, int]) -> tuple[int, ...
     return (B, L, op.output.width) if op.output.layout == "rows" else (B, op.num_heads, L, op.v_head_dim)
 
 
-def output_rows(y: np.ndarray, place: Placement) -> np.ndarray:
+def output_rows(y: np.ndarray, place: HeadLayout) -> np.ndarray:
     return y if place.layout == "rows" else y.transpose(0, 2, 1, 3).reshape(y.shape[0], y.shape[2], -1)

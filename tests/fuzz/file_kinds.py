@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 import onnx
-from fuzz import mutations
 from onnx import TensorProto, helper, numpy_helper
 from support.records_made import DEVICE, made
 
 import mhsa_compile as mhsa
+from fuzz import mutations
 from mhsa_compile.cli.common import arrays
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import (
     Isa,
-    Shelf,
+    RecordSet,
     doubt,
     encoded,
     merged,
@@ -36,8 +36,8 @@ from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning.measure import work_bundle, work_results
-from mhsa_compile.tuning.measure.job import Candidate, Job, Timing
-from mhsa_compile.tuning.measure.work_bundle import Order, Task, Work
+from mhsa_compile.tuning.measure.job import Candidate, MeasureJob, Timing
+from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkBundle, WorkOrder
 from mhsa_compile.tuning.measure.work_results import Measured, Results
 
 Case = Callable[[], object]
@@ -208,7 +208,7 @@ def bundle_resealed(draw: random.Random, data: bytes) -> bytes:
 
 
 def unpack(path: Path) -> None:
-    with Work.opened(path) as work:
+    with WorkBundle.opened(path) as work:
         for number, task in enumerate(work.tasks[:4]):
             work.job(number)
             for which in range(len(task.candidates[:4])):
@@ -243,7 +243,7 @@ def read_records(files: Files, path: Path) -> None:
     for record in best:
         misfit(record, files.profile)
         doubt(record)
-        Shelf(best, files.profile).candidates(record.op, record.key)
+        RecordSet(best, files.profile).candidates(record.op, record.key)
     if error := next((flaw.error for flaw in flaws if flaw.error is not None), None):
         raise error
 
@@ -324,18 +324,18 @@ KINDS: dict[str, tuple[Callable[[Files, random.Random], Case], int]] = {
 
 def bundle(path: Path) -> bytes:
     isa = Isa(architecture="x86_64", vector_bits=256, vector_registers=16)
-    order = Order(study="s", target="native", isa=isa, threads=1, seconds=0.1)
+    order = WorkOrder(study="s", target="native", isa=isa, threads=1, seconds=0.1)
     x = np.ones((3, 4), np.float32)
-    job = Job((x,), (x.astype("bfloat16"),), ((3, 4), "float32"), np.arange(12), np.zeros(12), 1e-6, 24, 1)
+    job = MeasureJob((x,), (x.astype("bfloat16"),), ((3, 4), "float32"), np.arange(12), np.zeros(12), 1e-6, 24, 1)
     candidates = (Candidate(b"\x7fELF" * 9, (((4, 4), "float32"),), (x,)), Candidate(b"\x7fELF" * 8))
     with work_bundle.create(path, order) as add:
-        add(Task("linear", job, candidates, ("{}", "[1]")))
+        add(BundleTask("linear", job, candidates, ("{}", "[1]")))
     return path.read_bytes()
 
 
 def result() -> Results:
     isa = Isa(architecture="x86_64", vector_bits=256, vector_registers=16)
-    order = Order(study="s", target="native", isa=isa, threads=1, seconds=0.1)
+    order = WorkOrder(study="s", target="native", isa=isa, threads=1, seconds=0.1)
     timing = Timing((1.0, 2.0), 0.5)
     one = Measured(task="linear", label="{}", outcome=timing, incumbent=timing)
     return Results(work="0" * 64, order=order, device=DEVICE, versions={"a": "1"}, total=2, measured=(one, one))

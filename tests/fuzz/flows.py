@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from fuzz.cases import DecodeCase, FlowCase, Outcome
 
 import mhsa_compile as mhsa
+from fuzz.cases import DecodeCase, FlowCase, Outcome
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.verification import top_k_parity

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import torch
 import tvm
+from support.kernel_runs import compiled, vector_machine
+
 from fuzz.attention import (
     NUMPY,
     Operands,
@@ -35,20 +37,18 @@ from fuzz.cases import (
     LinearCase,
     Outcome,
 )
-from support.kernel_runs import compiled, vector_machine
-
 from mhsa_compile.compiler.selection.select_kernel import willing_kernels
 from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
+    AttentionProbsOp,
     LinearOp,
     Op,
-    StatisticsOp,
-    WeightsOp,
+    SoftmaxStatsOp,
 )
 from mhsa_compile.nn import softmax_outputs as inside
 from mhsa_compile.nn.functional import to_numpy, to_torch
-from mhsa_compile.spec.outputs import Inside, inside_of
+from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.oracle import softmax_outputs as reference_inside
 from mhsa_compile.verification.oracle.evaluate import product_in_int8
@@ -147,9 +147,9 @@ def inside_outcome(case: InsideCase) -> Outcome:
     """Statistics, or weights: whatever the words say."""
     given, wanted = case.attention, inside_of(case.outputs)
     op = attention_op(given)
-    asked: StatisticsOp | WeightsOp = StatisticsOp(op, wanted.lse, wanted.entropy, wanted.top_k)
+    asked: SoftmaxStatsOp | AttentionProbsOp = SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k)
     if wanted.weights:
-        asked = WeightsOp(op, wanted.heads, wanted.rows)
+        asked = AttentionProbsOp(op, wanted.heads, wanted.rows)
     kernel, emitted, library = _built(asked, profile(given.machine, given.cores))
 
     def draw(rng: np.random.Generator, number: int, orders: int) -> list[Draw]:
@@ -174,20 +174,20 @@ def inside_outcome(case: InsideCase) -> Outcome:
     return Outcome(max(shares), len(shares), kernel.name, given.dtype, (*_features(given), *words))
 
 
-def _inside_truth(op: AttentionOp, given: Operands, wanted: Inside) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _inside_truth(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """What is wanted, in float64; and all weights."""
     exact = scores_of(op, given, torch.float64)[0].numpy()
     sinks = None if given.sinks is None else given.sinks.astype(np.float64)
 
-    def look(rows: slice, part: Inside) -> tuple[dict[str, np.ndarray], int]:
+    def look(rows: slice, part: SoftmaxOutputs) -> tuple[dict[str, np.ndarray], int]:
         return reference_inside.of_rows(exact[:, :, rows], sinks, part), 0
 
     L, S = exact.shape[2:]
-    every, _ = look(slice(0, L), Inside(weights=True))
+    every, _ = look(slice(0, L), SoftmaxOutputs(weights=True))
     return reference_inside.collected(look, [slice(0, L)], L, S, wanted), every["weights"]
 
 
-def _inside_eager(op: AttentionOp, given: Operands, wanted: Inside) -> dict[str, np.ndarray]:
+def _inside_eager(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> dict[str, np.ndarray]:
     """What is wanted, by PyTorch at the dtype."""
     scores, _ = scores_of(op, given, getattr(torch, op.dtype))
     sinks = None if given.sinks is None else to_torch(given.sinks)

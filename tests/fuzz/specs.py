@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import strategies as st
+
 from fuzz.cases import DecodeCase, FlowCase
 from fuzz.strategies import LENGTHS, patterns, weights_words
-from hypothesis import strategies as st
 
 SCALED = ({}, *({"scaling": kind, "factor": 5.0, "original_max_length": 64} for kind in ("llama3", "yarn")))
 """What a rope may have beside the rest."""

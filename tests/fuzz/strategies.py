@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import strategies as st
+
 from fuzz.cases import (
     MACHINES,
     AttentionCase,
     InsideCase,
     LinearCase,
 )
-from hypothesis import strategies as st
-
 from mhsa_compile.target import host
 
 EXTRAS = ("lengths", "sinks", "slopes")

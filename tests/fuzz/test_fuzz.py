@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from fuzz import attention, flows, runs
 from fuzz.campaign import Tally, rounds
 from fuzz.cases import (

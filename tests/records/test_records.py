@@ -21,7 +21,7 @@ from mhsa_compile.records import append_log, record_files
 from mhsa_compile.records import record as records
 from mhsa_compile.records.record import (
     Record,
-    Shelf,
+    RecordSet,
     encoded,
     merged,
     misfit,
@@ -247,7 +247,7 @@ def test_a_record_is_used_only_where_its_instructions_are(of: str, target: str) 
     profile, record = load_profile(target), made(of)
     fits = target == of or target in FITS.get(of, set())
     assert (misfit(record, profile) is None) == fits
-    found, reason = Shelf([record], profile).candidates(record.op, record.key)
+    found, reason = RecordSet([record], profile).candidates(record.op, record.key)
     assert found == ([record] if fits else [])
     assert bool(reason) != fits
 
@@ -263,7 +263,7 @@ def test_a_record_is_used_only_where_its_instructions_are(of: str, target: str) 
 )
 def test_why_a_record_is_not_used(of: str, target: str, reason: str) -> None:
     assert reason in str(misfit(made(of), load_profile(target)))
-    assert reason in Shelf([made(of)], load_profile(target)).candidates("linear", made().key)[1]
+    assert reason in RecordSet([made(of)], load_profile(target)).candidates("linear", made().key)[1]
 
 
 def test_a_shelf_answers_for_each_operation_and_prefers_its_own_kind_of_device() -> None:
@@ -280,7 +280,7 @@ def test_a_shelf_answers_for_each_operation_and_prefers_its_own_kind_of_device()
         made(device=emulator, threads=threads, median_us=10.0),
     ]
     wrong = made(device=alike, threads=threads, median_us=1.0, error_share=1.5)
-    shelf = Shelf([wrong, *reversed(best), made(key={"rows": 1})], profile)
+    shelf = RecordSet([wrong, *reversed(best), made(key={"rows": 1})], profile)
     assert shelf.candidates("linear", dict(reversed(made().key.items()))) == (best, "over the error budget")
     assert shelf.candidates("linear", {"rows": 2}) == ([], "no record of this operation at these lengths")
     assert shelf.candidates("attention", made().key)[0] == []

@@ -27,7 +27,7 @@ from mhsa_compile.compiler.codegen.build import (
 from mhsa_compile.compiler.lower import schedule
 from mhsa_compile.frontend.export.source import read_source
 from mhsa_compile.frontend.relax.importer import import_onnx
-from mhsa_compile.records.record import Shelf
+from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime import cuda_launch, kv_cache, tvm_runtime
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
@@ -77,7 +77,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[mhsa.Artifact, P
     """(the layer for this CPU, the same with memory from its caller)."""
     torch.manual_seed(0)
     source, profile = read_source(SPEC, {}, None), load_profile("native")
-    scheduled = schedule(import_onnx(source.model), profile, Shelf([], profile))
+    scheduled = schedule(import_onnx(source.model), profile, RecordSet([], profile))
     inputs = len(scheduled.module["main"].params) - scheduled.packed
     planned = caller_memory.from_caller(tvm.transform.Sequential(_planning())(scheduled.module), inputs)
     with pass_context():

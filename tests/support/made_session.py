@@ -13,7 +13,7 @@ from mhsa_compile.target import host
 from mhsa_compile.tuning.measure.job import (
     Candidate,
     Failure,
-    Job,
+    MeasureJob,
     Outcome,
     Timing,
 )
@@ -45,7 +45,7 @@ class MadeSession:
     measured: list[Point] = field(default_factory=list)
     luck: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def measure(self, job: Job, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
+    def measure(self, job: MeasureJob, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
         points = [point_of(candidate) for candidate in candidates]
         self.measured += points[1:]
         common = [1 + self.drift * self.luck.random() for _ in range(ROUNDS)]

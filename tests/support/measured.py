@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.target.profile import detect
-from mhsa_compile.tuning.measure.job import Candidate, Job
+from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.op_jobs import candidate_of, job_of
 
 OP = LinearOp(rows=(1, 3), in_features=5, widths=(7, 3), biased=(True, False), transposed=(False, False))
@@ -36,14 +36,14 @@ RIGHT, CRASHES, HANGS, CRASHES_LATER = range(4)
 
 
 @cache
-def job() -> Job:
+def job() -> MeasureJob:
     return job_of(OP, {})
 
 
 @cache
 def kernel() -> Candidate:
     """The project's own kernel at its default config."""
-    profile, own = detect(), LinearKernel()
+    profile, own = detect(), CpuLinearKernel()
     return candidate_of(OP, own, own.default(OP, profile), profile)
 
 

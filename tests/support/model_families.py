@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import mhsa_compile as mhsa
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.frontend.export.module_calls import Called, flattened
-from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.verification.error_budget import budget, max_error
 
 VOCABULARY = 101
@@ -63,7 +63,7 @@ class Family:
 class Outcome:
     """What became of the attentions, and the largest error as a share of its budget."""
 
-    blocks: tuple[AttentionBlock, ...]
+    blocks: tuple[AttentionCoverage, ...]
     worst: float
 
 

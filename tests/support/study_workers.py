@@ -19,14 +19,14 @@ from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning.measure.job import LOST, Failure, Timing
 from mhsa_compile.tuning.search import study_storage
 from mhsa_compile.tuning.search.space import Point, Space
-from mhsa_compile.tuning.search.study import Identity, Study
+from mhsa_compile.tuning.search.study import Study, StudyIdentity
 
 ROLES = ("works", "loses", "dies", "dies early")
 """One goes on until nothing is left; one has a device that is gone, now and then; one is killed while it measures, and
 one before its first sign of life."""
 STUDY = "shared"
 KNOBS = {"rows": (1, 2, 3), "columns": (1, 2, 4, 8, 16, 32)}
-IDENTITY = Identity(STUDY, {"op": "made up"}, "a source")
+IDENTITY = StudyIdentity(STUDY, {"op": "made up"}, "a source")
 INCUMBENT = Timing((10.0, 10.0), 0.1)
 
 

@@ -14,7 +14,7 @@ from tvm import relax, te
 
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.fallback import cpu_schedule, traces
-from mhsa_compile.records.record import Record, Shelf, isa_of
+from mhsa_compile.records.record import Record, RecordSet, isa_of
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.target.profile import TargetProfile, load_profile
 from mhsa_compile.tuning import fallback_jobs, metaschedule
@@ -46,7 +46,7 @@ def session() -> Iterator[sessions.Session]:
 
 
 @pytest.fixture(scope="module")
-def tuned(profile: TargetProfile, session: sessions.Session) -> metaschedule.Tuned:
+def tuned(profile: TargetProfile, session: sessions.Session) -> metaschedule.ScheduleResult:
     """A search of two trials, to which whatever is right is an improvement."""
     (task,) = fallback_jobs.tasks(norms(53), profile)
     with pytest.MonkeyPatch.context() as patch:
@@ -60,13 +60,13 @@ def run(module: Any, *inputs: np.ndarray) -> np.ndarray:
     return relax.VirtualMachine(built, tvm.cpu())["main"](*map(tvm.runtime.tensor, inputs)).numpy()
 
 
-def test_a_search_makes_a_record_that_compiles(tuned: metaschedule.Tuned, profile: TargetProfile) -> None:
+def test_a_search_makes_a_record_that_compiles(tuned: metaschedule.ScheduleResult, profile: TargetProfile) -> None:
     assert tuned.trials == 2
     record = tuned.record
     assert record is not None
     assert 0 < record.error_share <= 1
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
-    lowered = cpu_schedule.lower(norms(53, name="called_otherwise"), profile, Shelf([record], profile))
+    lowered = cpu_schedule.lower(norms(53, name="called_otherwise"), profile, RecordSet([record], profile))
     (row,) = lowered.reports
     assert (row.source, row.kernel, row.op) == ("record", "tvm", "tvm")
     assert "times as fast as the default" in row.tuning
@@ -100,18 +100,18 @@ def test_what_is_wrong_makes_no_record(
     ],
 )
 def test_a_record_that_does_not_fit_is_a_reason(
-    tuned: metaschedule.Tuned, profile: TargetProfile, changes: dict[str, Any], reason: str
+    tuned: metaschedule.ScheduleResult, profile: TargetProfile, changes: dict[str, Any], reason: str
 ) -> None:
     foreign = msgspec.structs.replace(tuned.record, **changes)
-    (row,) = cpu_schedule.lower(norms(53), profile, Shelf([foreign], profile)).reports
+    (row,) = cpu_schedule.lower(norms(53), profile, RecordSet([foreign], profile)).reports
     assert row.source == "fallback"
     assert reason in row.tuning
 
 
-def test_other_functions_have_no_row(tuned: metaschedule.Tuned, profile: TargetProfile) -> None:
+def test_other_functions_have_no_row(tuned: metaschedule.ScheduleResult, profile: TargetProfile) -> None:
     assert tuned.record is not None
     for module in (norms(59), norms(53, width=41), norms(te.var("n", "int64"))):
-        assert cpu_schedule.lower(module, profile, Shelf([tuned.record, made()], profile)).reports == []
+        assert cpu_schedule.lower(module, profile, RecordSet([tuned.record, made()], profile)).reports == []
 
 
 def test_what_cannot_be_tuned_says_why(profile: TargetProfile) -> None:

@@ -16,21 +16,21 @@ from mhsa_compile.compiler.selection.select_kernel import willing_kernels
 from mhsa_compile.errors import BuildError, ModelError
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     LinearOp,
     MaskInput,
-    Placement,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.target.profile import detect
-from mhsa_compile.tuning.measure.job import Candidate, Job
+from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.op_jobs import candidate_of, job_of
 
 NATIVE = detect()
 SIZES = {"B": 2, "L": 19, "S": 37}
 
 
-def run(job: Job, candidate: Candidate, folder: Path) -> np.ndarray:
+def run(job: MeasureJob, candidate: Candidate, folder: Path) -> np.ndarray:
     """The output of a candidate's library, called in this process."""
     path = folder / "candidate.so"
     path.write_bytes(candidate.library)
@@ -51,16 +51,16 @@ def tensor(array: np.ndarray):
 def fused(L="L", **fields) -> AttentionOp:
     """Q, K and V side by side, as a fused projection leaves them: H/G 4/2, E 8, F 12."""
     width = 4 * 8 + 2 * 8 + 2 * 12
-    places = [Placement(0, "rows", width, offset) for offset in (0, 32, 48)]
+    places = [HeadLayout(0, "rows", width, offset) for offset in (0, 32, 48)]
     fields = {"band": None, "mask": None, "q_length": L, "kv_length": L} | fields
     return AttentionOp(
         batch="B", num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=12, scale=0.3, query=places[0], key=places[1],
-        value=places[2], output=Placement(0, "rows", 48), **fields,
+        value=places[2], output=HeadLayout(0, "rows", 48), **fields,
     )  # fmt: skip
 
 
 def apart(**fields) -> AttentionOp:
-    places = [Placement(i, "heads", 0) for i in (0, 1, 2, 0)]
+    places = [HeadLayout(i, "heads", 0) for i in (0, 1, 2, 0)]
     stated = {"band": None, "mask": None} | fields
     return AttentionOp(
         batch="B", q_length="L", kv_length="S", num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=12, scale=0.3,
@@ -71,12 +71,12 @@ def apart(**fields) -> AttentionOp:
 OPS = {
     "linear": LinearOp(("B", "L"), 23, (17, 5), (True, False), (False, True), padding=3),
     "linear-int8": LinearOp(("B", 7), 64, (33,), (True,), (False,), int8_weights=True),
-    "fused-causal": fused(band=Band(None, 0)),
+    "fused-causal": fused(band=WindowSpec(None, 0)),
     "fused-static": fused(L=19, static_mask=StaticMask(np.random.default_rng(1).random((1, 19, 19)) < 0.3)),
-    "apart-window": apart(band=Band(5, 2, "bottom_right"), softcap=5.0),
+    "apart-window": apart(band=WindowSpec(5, 2, "bottom_right"), softcap=5.0),
     "apart-masked": apart(mask=MaskInput("bool", ("mask_B", "mask_H", "mask_L", "mask_S")), sinks=True),
     "apart-additive": apart(mask=MaskInput("float32", ("B", 1, 1, "S")), lengths=True),
-    "apart-alibi": apart(slopes=True, band=Band(None, 0)),
+    "apart-alibi": apart(slopes=True, band=WindowSpec(None, 0)),
     "decode": dataclasses.replace(apart(), q_length=1),
 }
 
@@ -97,7 +97,7 @@ def test_defaults_pass_their_exercise_and_a_wrong_output_fails(name: str, tmp_pa
 
 
 def test_bfloat16_and_long_lengths_are_sampled(tmp_path: Path):
-    op = fused(dtype="bfloat16", band=Band(40, 0))
+    op = fused(dtype="bfloat16", band=WindowSpec(40, 0))
     job = job_of(op, {"B": 1, "L": 1023})
     assert job.expected.size == 64 * 4 * 12 and job.checked.max() == 1023 * 48 - 1
     kernel = willing_kernels(op, NATIVE)[0][0]

@@ -17,13 +17,13 @@ import tvm
 from support import measured
 
 from mhsa_compile.errors import DeviceError
-from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
-from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     MaskInput,
-    Placement,
+    WindowSpec,
 )
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import isa_of
@@ -38,7 +38,7 @@ from mhsa_compile.tuning.measure.job import (
     WRONG,
     Candidate,
     Failure,
-    Job,
+    MeasureJob,
     Timing,
 )
 from mhsa_compile.tuning.measure.runner import Fault
@@ -116,12 +116,12 @@ def test_what_goes_wrong_costs_only_itself(
 def test_every_dtype_crosses(session: Session) -> None:
     """bfloat16 inputs and weights; a boolean mask and 64-bit lengths."""
     linear = replace(measured.OP, dtype="bfloat16")
-    placed = [Placement(i, "heads", 2) for i in range(3)]
+    placed = [HeadLayout(i, "heads", 2) for i in range(3)]
     mask = MaskInput("bool", (2, 1, 3, 5))
     attention = AttentionOp(
-        *(2, 3, 5, 3, 1, 2, 2, 0.7), Band(None, 0), mask, *placed, Placement(0, "rows", 6), lengths=True
+        *(2, 3, 5, 3, 1, 2, 2, 0.7), WindowSpec(None, 0), mask, *placed, HeadLayout(0, "rows", 6), lengths=True
     )
-    for op, kernel in ((linear, LinearKernel()), (attention, AttentionKernel())):
+    for op, kernel in ((linear, CpuLinearKernel()), (attention, CpuAttentionKernel())):
         profile = detect()
         candidate = candidate_of(op, kernel, kernel.default(op, profile), profile)
         (outcome,) = session.measure(job_of(op, {}), [candidate], 0.0)
@@ -179,7 +179,7 @@ GOOD, HARMED, BAD = Candidate(b"good"), Candidate(b"harmed"), Candidate(b"bad")
 def test_who_harms_the_others_is_not_timed_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """One writes where another one's memory is: it is the other that fails, but not by itself."""
 
-    def timings(remote: object, job: Job, candidates: Sequence[Candidate], *_: float) -> list[Timing]:
+    def timings(remote: object, job: MeasureJob, candidates: Sequence[Candidate], *_: float) -> list[Timing]:
         if BAD in candidates and HARMED in candidates:
             raise Fault(candidates.index(HARMED), Failure(CRASH))
         return [Timing((float(len(candidates)),), 0.5)] * len(candidates)
@@ -192,7 +192,7 @@ def test_who_harms_the_others_is_not_timed_beside_them(monkeypatch: pytest.Monke
 def test_a_crash_that_does_not_happen_again_was_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = [Fault(1, Failure(CRASH)), Fault(0, Failure(WRONG, "twice"))]
 
-    def timings(remote: object, job: Job, candidates: Sequence[Candidate], *_: float) -> list[Timing]:
+    def timings(remote: object, job: MeasureJob, candidates: Sequence[Candidate], *_: float) -> list[Timing]:
         if faults:
             raise faults.pop(0)
         return [Timing((1.0,), 0.5)] * len(candidates)

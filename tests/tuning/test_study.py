@@ -10,7 +10,7 @@ from support.records_made import made
 
 from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.errors import InputError, OutputError
-from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Placement
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
 from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning.measure.job import (
     CRASH,
@@ -20,12 +20,12 @@ from mhsa_compile.tuning.measure.job import (
 )
 from mhsa_compile.tuning.search import study_storage
 from mhsa_compile.tuning.search.space import Space
-from mhsa_compile.tuning.search.study import Identity, Study
+from mhsa_compile.tuning.search.study import Study, StudyIdentity
 from mhsa_compile.tuning.search.warm_start import first_guesses
 
 PROFILE = load_profile("x86-64-v4")
 LINEAR = LinearOp(rows=(1, 13), in_features=37, widths=(29,), biased=(True,), transposed=(False,))
-PLACES = [Placement(buffer, "heads", 0) for buffer in range(4)]
+PLACES = [HeadLayout(buffer, "heads", 0) for buffer in range(4)]
 ATTENTION = AttentionOp(1, 3, 197, 6, 2, 16, 16, 0.25, None, None, *PLACES)
 DEFAULT = Timing((100.0,) * ROUNDS, 0.5)
 
@@ -45,8 +45,8 @@ def space() -> Space:
     return Space.of(LINEAR, PROFILE)
 
 
-def identity(name: str, source: str = "a source", **about: object) -> Identity:
-    return Identity(name, {"op": "linear", **about}, source)
+def identity(name: str, source: str = "a source", **about: object) -> StudyIdentity:
+    return StudyIdentity(name, {"op": "linear", **about}, source)
 
 
 def timed(us: float) -> Timing:

@@ -13,7 +13,7 @@ from support import measured
 from support.made_session import DEVICE, MadeSession, built
 
 from mhsa_compile.errors import BuildError, BundleError, DeviceError
-from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import as_kept
@@ -27,7 +27,7 @@ from mhsa_compile.tuning.measure.job import (
     WRONG,
     Candidate,
     Failure,
-    Job,
+    MeasureJob,
     Outcome,
     Timing,
 )
@@ -36,9 +36,9 @@ from mhsa_compile.tuning.search import search
 from mhsa_compile.tuning.search.search import BATCH
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.tasks import (
-    Report,
     Request,
-    Tuned,
+    TaskResult,
+    TuningReport,
     subjects_of,
 )
 from mhsa_compile.tuning.tuner import tune
@@ -65,7 +65,7 @@ def request_(tmp_path: Path) -> Request:
     return Request({}, tmp_path / "records.jsonl", f"sqlite:///{tmp_path}/studies.db", seconds=None, trials=8)
 
 
-def tuned(request: Request, session: MadeSession, **ops: LinearOp) -> Report:
+def tuned(request: Request, session: MadeSession, **ops: LinearOp) -> TuningReport:
     return tune(ops or {"a": OP}, PROFILE, session, request, build=built)
 
 
@@ -125,7 +125,7 @@ def test_it_ends_with_its_time_but_tries_some(request_: Request):
 
 def test_a_sweep_says_how_near_the_search_came(request_: Request, monkeypatch: pytest.MonkeyPatch):
     few = {"rows": (2, 4), "columns": (1, 2), "block": (8,), "depth": (16, 64), "group": (8,)}
-    monkeypatch.setattr(LinearKernel, "space", lambda self, op, profile: few)
+    monkeypatch.setattr(CpuLinearKernel, "space", lambda self, op, profile: few)
     space = Space.of(OP, PROFILE)
     (op,) = tuned(replace(request_, trials=8, exhaustive=True), MadeSession(far)).ops
     assert op.stopped == "swept"
@@ -167,7 +167,7 @@ class _OtherwiseElsewhere(MadeSession):
     elsewhere: Callable[[Point], float | Failure] = far
     rows: list[int] = field(default_factory=list)
 
-    def measure(self, job: Job, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
+    def measure(self, job: MeasureJob, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
         self.rows.append(job.output[0][0])
         here = MadeSession(self.time if self.rows[-1] == 12 else self.elsewhere)
         return here.measure(job, candidates, seconds)
@@ -291,8 +291,8 @@ def test_a_device_of_another_architecture_is_refused(request_: Request):
 
 def test_pictures_of_a_search_and_of_a_crossover(tmp_path: Path):
     history = (1.0, None, 1.7, 9.0, 0.8)
-    op = Tuned(("a",), "linear", {"rows": 3}, "k", {}, 10.0, 8.0, 1.25, 0.01, {CRASH: 1}, "time", 99, "s", history)
-    plots.searches({"tiny": Report((op,), 1.0)}, tmp_path / "search.svg")
+    op = TaskResult(("a",), "linear", {"rows": 3}, "k", {}, 10.0, 8.0, 1.25, 0.01, {CRASH: 1}, "time", 99, "s", history)
+    plots.searches({"tiny": TuningReport((op,), 1.0)}, tmp_path / "search.svg")
     drawn = (tmp_path / "search.svg").read_text()
     assert "linear rows=3: 10 to 8 µs, 1 failed (x)" in drawn and "the default" in drawn
     plots.crossover({128: {1: 2.0, 8: 0.5}}, tmp_path / "crossover.svg", ("one", "other"), "few queries")

@@ -16,16 +16,16 @@ from support.made_session import DEVICE, MadeSession, built
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.compiler.selection.select_kernel import willing_kernels
 from mhsa_compile.errors import DeviceError, InstallationError
-from mhsa_compile.kernels.interface.ops import AttentionOp, Placement
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.records import record_files
 from mhsa_compile.records.device import GpuDevice
-from mhsa_compile.records.record import Shelf, isa_of, misfit
+from mhsa_compile.records.record import RecordSet, isa_of, misfit
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.target.profile import TargetProfile, load_profile
 from mhsa_compile.tuning import offline_tuner, op_jobs
 from mhsa_compile.tuning.measure import rpc_server, sessions, work_results
-from mhsa_compile.tuning.measure.work_bundle import Work
+from mhsa_compile.tuning.measure.work_bundle import WorkBundle
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.warm_start import first_guesses
 from mhsa_compile.tuning.tasks import Request
@@ -35,7 +35,7 @@ HOPPER, AMPERE, CPU = (load_profile(name) for name in ("cuda-sm90a", "cuda-sm80"
 H200 = GpuDevice(name="NVIDIA H200", capability=(9, 0), multiprocessors=132)
 BOARD = msgspec.structs.replace(DEVICE, gpu=H200)
 OP = replace(
-    AttentionOp(1, 128, 128, 4, 2, 64, 64, 0.125, None, None, *(Placement(i, "heads", 0) for i in range(4))),
+    AttentionOp(1, 128, 128, 4, 2, 64, 64, 0.125, None, None, *(HeadLayout(i, "heads", 0) for i in range(4))),
     dtype="bfloat16",
 )
 
@@ -56,7 +56,7 @@ def test_a_search_writes_records_that_compiling_for_that_gpu_uses(request_: Requ
     assert record.isa == isa_of(HOPPER) and (record.isa.gpu, record.isa.vector_bits) == ("sm_90a", 0)
     assert record.device == msgspec.structs.replace(BOARD, features=()) and record.device.name == "NVIDIA H200"
     assert op.speedup > 1 and record.config == op.config
-    found = Shelf([record], HOPPER).candidates(record.op, record.key)
+    found = RecordSet([record], HOPPER).candidates(record.op, record.key)
     assert found == ([record], "")
     assert op.kernel in {kernel.name for kernel in KERNELS["cuda"]}
 
@@ -69,7 +69,7 @@ def test_a_record_of_another_gpu_or_of_a_cpu_is_never_used(
     record = recorded(request_, made_for)
     assert misfit(record, made_for) is None
     assert misfit(record, used_on) is not None and "made for" in str(misfit(record, used_on))
-    assert Shelf([record], used_on).candidates(record.op, record.key)[0] == []
+    assert RecordSet([record], used_on).candidates(record.op, record.key)[0] == []
 
 
 def recorded(request: Request, profile: TargetProfile):
@@ -127,7 +127,7 @@ def test_a_candidate_is_a_library_with_machine_code(tmp_path: Path):
 def test_a_bundle_for_a_gpu_is_refused_where_there_is_none(request_: Request, tmp_path: Path):
     work = tmp_path / "work.zip"
     assert offline_tuner.pack({"a": OP}, AMPERE, 1, "cuda-sm80", replace(request_, trials=2), work) == 2
-    with Work.opened(work) as opened:
+    with WorkBundle.opened(work) as opened:
         assert opened.order.isa.gpu == "sm_80" and opened.candidate(0, 1).memory == "cuda"
     if cuda_devices.first() is None:
         with pytest.raises(DeviceError, match=r"one with a GPU of compute capability 8\.0 to 8\.9"):

@@ -31,13 +31,13 @@ from mhsa_compile.tuning.measure.job import (
     WRONG,
     Candidate,
     Failure,
-    Job,
+    MeasureJob,
     Timing,
 )
-from mhsa_compile.tuning.measure.work_bundle import Order, Task, Work
+from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkBundle, WorkOrder
 from mhsa_compile.tuning.measure.work_results import Results
 
-ORDER = Order(study="3f5a", target="native", isa=isa_of(detect()), threads=1, seconds=0.01)
+ORDER = WorkOrder(study="3f5a", target="native", isa=isa_of(detect()), threads=1, seconds=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bundle") / "work.zip"
     bad = measured.planted(measured.CRASHES), measured.planted(measured.RIGHT, off_by=1e-3)
     with work_bundle.create(path, ORDER) as add:
-        add(Task("linear", measured.job(), (measured.kernel(), *bad), ("default", "a crash", "a tail")))
-        add(Task("alone", measured.job(), (measured.kernel(),), ("default",)))
+        add(BundleTask("linear", measured.job(), (measured.kernel(), *bad), ("default", "a crash", "a tail")))
+        add(BundleTask("alone", measured.job(), (measured.kernel(),), ("default",)))
     return path
 
 
@@ -105,7 +105,7 @@ class Scripted:
     def local(self, threads: int) -> Iterator[Scripted]:
         yield self
 
-    def measure(self, job: Job, candidates: list[Candidate], seconds: float) -> list[Timing]:
+    def measure(self, job: MeasureJob, candidates: list[Candidate], seconds: float) -> list[Timing]:
         self.asked += 1
         return [Timing((1.0, 1.0), 0.5)] * len(candidates)
 
@@ -129,16 +129,16 @@ def test_what_was_interrupted_goes_on(work: Path, tmp_path: Path, monkeypatch: p
 def test_the_same_work_is_the_same_bundle(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     inputs = (rng.standard_normal((2, 3), np.float32).astype(ml_dtypes.bfloat16), np.array([[True, False]]))
-    job = Job(
+    job = MeasureJob(
         inputs, (np.arange(3), np.float32(2).reshape(())), ((2,), "bfloat16"), np.array([1]), np.zeros(1), 0.5, sets=4
     )
     constants = (rng.standard_normal(5).astype(ml_dtypes.bfloat16), np.arange(7, dtype=np.int8))
-    task = Task("t", job, (Candidate(b"library", (((3, 5), "float32"),), constants),), ("default",))
+    task = BundleTask("t", job, (Candidate(b"library", (((3, 5), "float32"),), constants),), ("default",))
     for name in ("one", "other"):
         with work_bundle.create(tmp_path / name, ORDER) as add:
             add(task)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
-    with Work.opened(tmp_path / "one") as found:
+    with WorkBundle.opened(tmp_path / "one") as found:
         read, candidate = found.job(0), found.candidate(0, 0)
     for mine, theirs in zip(
         (*inputs, *job.weights, *constants), (*read.inputs, *read.weights, *candidate.constants), strict=True
@@ -251,7 +251,7 @@ def test_a_full_disk_is_named_and_nothing_is_half_written(
 
     def create(path: Path) -> None:
         with work_bundle.create(path, ORDER) as add:
-            add(Task("linear", measured.job(), (measured.kernel(),), ("default",)))
+            add(BundleTask("linear", measured.job(), (measured.kernel(),), ("default",)))
 
     refused("work.zip", create)
     refused("results.json", lambda path: work_results.measure(work, path))

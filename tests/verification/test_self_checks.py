@@ -18,7 +18,7 @@ from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.spec.semantics import BandMeaning
 from mhsa_compile.verification.oracle.evaluate import Reference
 from mhsa_compile.verification.paired_runs import Pairs, SelfCheck
-from mhsa_compile.verification.self_check_inputs import LENGTHS, PRIMES, Subject
+from mhsa_compile.verification.self_check_inputs import LENGTHS, PRIMES, SelfCheckInputs
 from mhsa_compile.verification.self_checks import CHECKS, THREADS, self_checks
 from mhsa_compile.verification.verify import Verdict, eager
 
@@ -211,7 +211,7 @@ def keys_of_the_padding(run, inputs):
 def of_one_check(name: str, case: tuple, fault: Callable[[Run, dict], list[np.ndarray]]) -> SelfCheck:
     model, described = case
     pairs = Pairs(Reference(model), described, lambda inputs: fault(lambda given: eager(model, given), inputs))
-    return CHECKS[name](name, Subject(described), pairs)
+    return CHECKS[name](name, SelfCheckInputs(described), pairs)
 
 
 @pytest.mark.parametrize(("fault", "caught"), [(second_place_first, BATCH), (keys_of_the_padding, PADDED)])
@@ -305,7 +305,7 @@ def test_what_the_model_itself_does_not_promise_is_not_asked():
 
 def test_unseen_sizes_are_fresh_primes_of_the_seed():
     _, described = subject(**CAUSAL)
-    first, again, other = (Subject(described, seed).unseen() for seed in (0, 0, 1))
+    first, again, other = (SelfCheckInputs(described, seed).unseen() for seed in (0, 0, 1))
     assert first == again != other
     for axis in "BL":
         assert len({case[axis] for case in first}) == 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mhsa_compile.bench.cpu.report import Floor, Report, Row
+from mhsa_compile.bench.cpu.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench.peers import registry
 from mhsa_compile.bench.peers.ours import Compiled
 from mhsa_compile.bench.peers.peer import (
@@ -78,7 +78,7 @@ def bench(
     dims: Mapping[str, int],
     threads: int | None = None,
     seconds: float = 5.0,
-) -> Report:
+) -> BenchReport:
     """Times an artifact and its peers on random inputs.
 
     against   names of `peers.PEERS`; one that cannot run is a row that says why
@@ -105,7 +105,7 @@ def bench(
     dtype = problem.float_dtype
     timed = _time(problem, chosen, dtype, threads, seconds)
     floor = _floor(problem, timed.peak_gflops, timed.bandwidth_gbs, roofline.last_level_cache())
-    return Report(
+    return BenchReport(
         dims=sizes,
         dtype=dtype,
         threads=threads,
@@ -235,12 +235,12 @@ def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: in
     return Floor(limit, compute_us, memory_us, flops, moving + weights)
 
 
-def _rows(timed: _Timed, floor: Floor | None) -> tuple[Row, ...]:
+def _rows(timed: _Timed, floor: Floor | None) -> tuple[BenchRow, ...]:
     times = iter(timed.times)
     return tuple(
         _row(candidate, next(times), timed.times[0], floor, timed.peak_gflops)
         if candidate.missing is None
-        else Row(candidate.name, missing=candidate.missing)
+        else BenchRow(candidate.name, missing=candidate.missing)
         for candidate in timed.candidates
     )
 
@@ -251,10 +251,10 @@ def _row(
     our_samples: Sequence[float],
     floor: Floor | None,
     peak_gflops: float,
-) -> Row:
+) -> BenchRow:
     middle = median(samples)
     gflops = None if floor is None else floor.flops / middle / 1e9
-    return Row(
+    return BenchRow(
         candidate.name,
         median_us=middle * 1e6,
         spread=spread(samples),

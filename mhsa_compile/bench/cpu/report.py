@@ -12,7 +12,7 @@ DISTURBED = 0.1
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One candidate: `missing` says why it did not run, and then there are no numbers.
 
     median_us       microseconds a call, median over the rounds
@@ -60,7 +60,7 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """What `bench` found; the first row is this project.
 
     peak_gflops      multiply-adds measured at the workload's dtype, in the best round; `peak_spread` as for a row
@@ -78,7 +78,7 @@ class Report:
     bandwidth_gbs: float
     floor: Floor | None
     budget: float
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
     @property
     def disturbed(self) -> bool:
@@ -91,7 +91,7 @@ class Report:
         return [row.name for row in self.rows if (row.share_of_limit or 0.0) > 1]
 
     @property
-    def ours(self) -> Row:
+    def ours(self) -> BenchRow:
         return self.rows[0]
 
     @property
@@ -100,7 +100,7 @@ class Report:
         return self.ours.error_share is not None and self.ours.error_share <= 1
 
     @property
-    def best_peer(self) -> Row | None:
+    def best_peer(self) -> BenchRow | None:
         """The fastest of the others that ran."""
         ran = [row for row in self.rows[1:] if row.ratio is not None]
         return min(ran, key=lambda row: row.ratio or 0.0, default=None)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from mhsa_compile.bench.cpu.bench import module_of
 from mhsa_compile.bench.gpu import artifact_cache, peers, roofline
-from mhsa_compile.bench.gpu.problem import Problem, draw, first
+from mhsa_compile.bench.gpu.problem import GpuProblem, draw, first
 from mhsa_compile.bench.gpu.report import (
     OURS,
     Ceilings,
+    GpuResult,
+    GpuRow,
     Machine,
-    Result,
-    Row,
     Sample,
     rows,
 )
@@ -74,7 +74,7 @@ def require_gpu(device: str) -> Machine:
     return Machine(gpu.name, gpu.capability, gpu.multiprocessors, memory / 2**30, driver.cuda, host.cpu_model())
 
 
-def measure(workload: Workload, options: Options) -> Result:
+def measure(workload: Workload, options: Options) -> GpuResult:
     """Ours and its peers on random inputs. Raises what `compile` and `load` raise, and DeviceError."""
     artifact = compiled(workload, options)
     cache = torch.cuda.get_device_properties(options.device).L2_cache_size
@@ -83,7 +83,7 @@ def measure(workload: Workload, options: Options) -> Result:
         problem = draw(workload, _weights(artifact), options.device, cache)
         attention = load(artifact, device=options.device)
         names = [info.name for info in attention.inputs]
-        ours = peers.Peer(OURS, workload.kind, partial(_our_calls, attention, names))
+        ours = peers.GpuPeer(OURS, workload.kind, partial(_our_calls, attention, names))
         candidates = [ours, *peers.find(options.against, workload.kind)]
         prepared = [_attempt(peer, problem, artifact, options.graphs) for peer in candidates]
         return timed(workload, prepared, artifact.manifest.ops, options)
@@ -112,12 +112,12 @@ class Prepared:
 
 def timed(
     workload: Workload,
-    prepared: Sequence[Prepared | Row],
+    prepared: Sequence[Prepared | GpuRow],
     ops: Iterable[OpReport],
     options: Options,
     limits: tuple[roofline.Ceiling, roofline.Ceiling] | None = None,
     stopwatch: Stopwatch | None = None,
-) -> Result:
+) -> GpuResult:
     """All in turns, the ceilings among them."""
     matrix, copy = limits or (roofline.matrix(options.device), roofline.copy(options.device))
     running = [candidate for candidate in prepared if isinstance(candidate, Prepared)]
@@ -126,7 +126,7 @@ def timed(
     found = {c.name: Sample(c.name, t, c.error_share) for c, t in zip(running, times, strict=True)}
     rates = [[limit.amount / t for t in times] for limit, times in ((matrix, matrix_times), (copy, copy_times))]
     total = work(workload)
-    return Result(
+    return GpuResult(
         workload=workload.name,
         group=workload.group,
         dims=workload.dims,
@@ -146,11 +146,11 @@ def described(op: OpReport) -> str:
     return f"{op.op}: {op.kernel}{knobs}, {op.source}"
 
 
-def _our_calls(attention: Any, names: Sequence[str], problem: Problem) -> list[Call]:
+def _our_calls(attention: Any, names: Sequence[str], problem: GpuProblem) -> list[Call]:
     return [partial(attention, *(inputs[name] for name in names)) for inputs in problem.sets]
 
 
-def _attempt(peer: peers.Peer, problem: Problem, artifact: Artifact, graphs: bool) -> Prepared | Row:
+def _attempt(peer: peers.GpuPeer, problem: GpuProblem, artifact: Artifact, graphs: bool) -> Prepared | GpuRow:
     """A candidate, or why it is missing: whatever it raises, since what others refuse is not ours to foresee."""
     try:
         calls = peer.calls(problem)
@@ -162,7 +162,7 @@ def _attempt(peer: peers.Peer, problem: Problem, artifact: Artifact, graphs: boo
     except Exception as error:
         torch.cuda.synchronize()  # raises where the GPU itself is lost to this process: then nothing else will run
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return Row(peer.name, missing=lines[0][:200])
+        return GpuRow(peer.name, missing=lines[0][:200])
 
 
 def captured(calls: Sequence[Call]) -> list[Callable[[], Any]]:

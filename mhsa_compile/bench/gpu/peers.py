@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from mhsa_compile.bench.gpu.problem import Problem
+from mhsa_compile.bench.gpu.problem import GpuProblem
 from mhsa_compile.errors import InputError, ModelError
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -24,19 +24,19 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Peer:
+class GpuPeer:
     """`calls`: one for each set of inputs, ready. Raises whatever says why it cannot. `of` is "core" or "block"."""
 
     name: str
     of: str
-    calls: Callable[[Problem], list[Call]]
+    calls: Callable[[GpuProblem], list[Call]]
 
 
-def core_calls(problem: Problem, core: Core) -> list[Call]:
+def core_calls(problem: GpuProblem, core: Core) -> list[Call]:
     return [partial(core, *(inputs[name] for name in "qkv")) for inputs in problem.sets]
 
 
-def sdpa(problem: Problem, backend: str | None = None) -> Core:
+def sdpa(problem: GpuProblem, backend: str | None = None) -> Core:
     """F.scaled_dot_product_attention, by one of its backends or by PyTorch's own choice."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -61,7 +61,7 @@ def sdpa(problem: Problem, backend: str | None = None) -> Core:
     return core
 
 
-def folded(problem: Problem) -> Core:
+def folded(problem: GpuProblem) -> Core:
     """For decoding: the query heads of one key/value head as its queries, so that keys and values are read once."""
     spec = problem.workload.spec
     if problem.workload.L != 1 or spec.num_kv_heads == spec.num_heads or problem.visible is not None:
@@ -74,7 +74,7 @@ def folded(problem: Problem) -> Core:
     return core
 
 
-def flex(problem: Problem, compile: Callable[..., Any] = torch.compile) -> Core:
+def flex(problem: GpuProblem, compile: Callable[..., Any] = torch.compile) -> Core:
     """FlexAttention, compiled, with a block mask that skips what nobody sees."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -89,7 +89,7 @@ def flex(problem: Problem, compile: Callable[..., Any] = torch.compile) -> Core:
     return compiled
 
 
-def _rule(problem: Problem) -> Callable[..., Tensor] | None:
+def _rule(problem: GpuProblem) -> Callable[..., Tensor] | None:
     """Which pairs are seen, as FlexAttention asks for it."""
     spec, S = problem.workload.spec, problem.workload.S
     if spec.static_mask is not None:
@@ -104,7 +104,7 @@ def _rule(problem: Problem) -> Callable[..., Tensor] | None:
     return lambda b, h, i, j: (j <= i + offset + after) & (j >= i + offset - before)
 
 
-def flash_package(module: str, problem: Problem) -> list[Call]:
+def flash_package(module: str, problem: GpuProblem) -> list[Call]:
     """A package of FlashAttention's, whose tensors are (B, L, H, E): laid out so before it is timed."""
     try:
         function = importlib.import_module(module).flash_attn_func
@@ -127,10 +127,10 @@ def _turned_back(function: Callable[..., Any], tensors: list[Tensor], words: dic
     return output.transpose(1, 2)
 
 
-class Block(nn.Module):
+class SdpaBlock(nn.Module):
     """A whole block with fused projections around SDPA, as PyTorch's users write it; weights by their names."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: GpuProblem) -> None:
         super().__init__()
         spec, weights = problem.workload.spec, problem.weights
         self.widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim,
@@ -150,33 +150,33 @@ class Block(nn.Module):
         return linear(self.core(q, k, v).transpose(1, 2).flatten(2), self.out, self.out_bias)
 
 
-def block_calls(problem: Problem, compile: Callable[[nn.Module], Callable[..., Any]] | None = None) -> list[Call]:
-    block: Callable[..., Any] = Block(problem).eval()
+def block_calls(problem: GpuProblem, compile: Callable[[nn.Module], Callable[..., Any]] | None = None) -> list[Call]:
+    block: Callable[..., Any] = SdpaBlock(problem).eval()
     block = block if compile is None else compile(block)  # type: ignore[arg-type]
     return [partial(block, inputs["x"]) for inputs in problem.sets]
 
 
-def _sdpa_calls(backend: str, problem: Problem) -> list[Call]:
+def _sdpa_calls(backend: str, problem: GpuProblem) -> list[Call]:
     return core_calls(problem, sdpa(problem, backend))
 
 
-PEERS: tuple[Peer, ...] = (
-    Peer("SDPA flash", "core", partial(_sdpa_calls, "FLASH_ATTENTION")),
-    Peer("SDPA cuDNN", "core", partial(_sdpa_calls, "CUDNN_ATTENTION")),
-    Peer("SDPA efficient", "core", partial(_sdpa_calls, "EFFICIENT_ATTENTION")),
-    Peer("SDPA folded", "core", lambda problem: core_calls(problem, folded(problem))),
-    Peer("FlexAttention", "core", lambda problem: core_calls(problem, flex(problem))),
-    Peer("FlashAttention 2", "core", partial(flash_package, "flash_attn")),
-    Peer("FlashAttention 3", "core", partial(flash_package, "flash_attn_interface")),
-    Peer("FlashAttention 4", "core", partial(flash_package, "flash_attn.cute")),
-    Peer("PyTorch", "block", block_calls),
-    Peer("PyTorch compiled", "block", partial(block_calls, compile=partial(torch.compile, dynamic=False))),
-    Peer("PyTorch autotuned", "block",
+PEERS: tuple[GpuPeer, ...] = (
+    GpuPeer("SDPA flash", "core", partial(_sdpa_calls, "FLASH_ATTENTION")),
+    GpuPeer("SDPA cuDNN", "core", partial(_sdpa_calls, "CUDNN_ATTENTION")),
+    GpuPeer("SDPA efficient", "core", partial(_sdpa_calls, "EFFICIENT_ATTENTION")),
+    GpuPeer("SDPA folded", "core", lambda problem: core_calls(problem, folded(problem))),
+    GpuPeer("FlexAttention", "core", lambda problem: core_calls(problem, flex(problem))),
+    GpuPeer("FlashAttention 2", "core", partial(flash_package, "flash_attn")),
+    GpuPeer("FlashAttention 3", "core", partial(flash_package, "flash_attn_interface")),
+    GpuPeer("FlashAttention 4", "core", partial(flash_package, "flash_attn.cute")),
+    GpuPeer("PyTorch", "block", block_calls),
+    GpuPeer("PyTorch compiled", "block", partial(block_calls, compile=partial(torch.compile, dynamic=False))),
+    GpuPeer("PyTorch autotuned", "block",
          partial(block_calls, compile=partial(torch.compile, dynamic=False, mode="max-autotune-no-cudagraphs"))),
 )  # fmt: skip
 
 
-def find(names: Iterable[str], of: str) -> tuple[Peer, ...]:
+def find(names: Iterable[str], of: str) -> tuple[GpuPeer, ...]:
     """The peers of these names, or of "all", that compute such a problem. Raises InputError for an unknown name."""
     wanted = set(names)
     if unknown := sorted(wanted - {"all", *(peer.name for peer in PEERS)}):

@@ -25,7 +25,7 @@ BEYOND_CACHE = 2
 
 
 @dataclass(frozen=True)
-class Problem:
+class GpuProblem:
     """sets  inputs by name, as the artifact takes them, on the device; weights  by PyTorch's names, there too"""
 
     workload: Workload
@@ -61,7 +61,7 @@ class Problem:
         return truth.share([to_numpy(output[entries].contiguous().cpu())])
 
 
-def draw(workload: Workload, weights: dict[str, Tensor], device: str, cache_bytes: int) -> Problem:
+def draw(workload: Workload, weights: dict[str, Tensor], device: str, cache_bytes: int) -> GpuProblem:
     """Normal inputs, drawn on the device, in as many sets as it takes to be beyond its cache."""
     spec, (B, L, S) = workload.spec, (workload.B, workload.L, workload.S)
     H, G, E, F = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
@@ -77,7 +77,7 @@ def draw(workload: Workload, weights: dict[str, Tensor], device: str, cache_byte
         {name: torch.randn(shape, generator=generator, device=device).to(dtype) for name, shape in shapes.items()}
         for _ in range(count)
     )
-    return Problem(workload, sets, {name: tensor.to(device) for name, tensor in weights.items()})
+    return GpuProblem(workload, sets, {name: tensor.to(device) for name, tensor in weights.items()})
 
 
 def first(result: Any) -> Tensor:

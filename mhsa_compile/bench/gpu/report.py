@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from statistics import median
 
-from mhsa_compile.bench.gpu.workloads import Work
+from mhsa_compile.bench.gpu.workloads import CallWork
 from mhsa_compile.bench.protocol.timing import spread
 
 OURS = "mhsa-compile"
@@ -26,7 +26,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
+class GpuRow:
     """One candidate: `missing` says why it did not run, and then there are no numbers.
 
     median_us      microseconds a call, median over the rounds
@@ -61,7 +61,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Result:
+class GpuResult:
     """One workload. The first row is this project's; `kernels` are what computes ours, each with its config."""
 
     workload: str
@@ -69,18 +69,18 @@ class Result:
     dims: dict[str, int]
     dtype: str
     graphs: bool
-    work: Work
+    work: CallWork
     rounds: int
     ceilings: Ceilings
     kernels: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[GpuRow, ...]
 
     @property
-    def ours(self) -> Row:
+    def ours(self) -> GpuRow:
         return self.rows[0]
 
     @property
-    def best_peer(self) -> Row | None:
+    def best_peer(self) -> GpuRow | None:
         """The fastest of the others that ran and computed the same."""
         ran = [row for row in self.rows[1:] if row.median_us is not None]
         return min(ran, key=lambda row: row.median_us or 0.0, default=None)
@@ -104,7 +104,7 @@ class Figures:
     versions: dict[str, str | None]
     date: date
     seconds: float
-    results: list[Result] = field(default_factory=list)
+    results: list[GpuResult] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -122,18 +122,18 @@ class Sample:
 
 
 def rows(
-    samples: Sequence[Sample | Row], work: Work, matrix: Sequence[float], copy: Sequence[float]
-) -> tuple[Row, ...]:
+    samples: Sequence[Sample | GpuRow], work: CallWork, matrix: Sequence[float], copy: Sequence[float]
+) -> tuple[GpuRow, ...]:
     """The first sample is ours. `matrix` and `copy`: the ceilings' rates in each round, in FLOPs and bytes a second."""
     ours = samples[0].seconds if isinstance(samples[0], Sample) else None
-    return tuple(s if isinstance(s, Row) else _row(s, ours, work, matrix, copy) for s in samples)
+    return tuple(s if isinstance(s, GpuRow) else _row(s, ours, work, matrix, copy) for s in samples)
 
 
 def _row(
-    sample: Sample, ours: Sequence[float] | None, work: Work, matrix: Sequence[float], copy: Sequence[float]
-) -> Row:
+    sample: Sample, ours: Sequence[float] | None, work: CallWork, matrix: Sequence[float], copy: Sequence[float]
+) -> GpuRow:
     middle = median(sample.seconds)
-    return Row(
+    return GpuRow(
         sample.name,
         median_us=middle * 1e6,
         spread=spread(sample.seconds),

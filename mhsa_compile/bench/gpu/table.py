@@ -7,9 +7,9 @@ from math import prod
 
 from mhsa_compile.bench.gpu.report import (
     Figures,
+    GpuResult,
+    GpuRow,
     Machine,
-    Result,
-    Row,
 )
 
 _COLUMNS = ("workload", "ours us", "TFLOP/s", "of matrix", "GB/s", "of copy", "spread", "error", "best peer")
@@ -32,7 +32,7 @@ def heading(machine: Machine, day: str) -> str:
     )
 
 
-def _group(results: Sequence[Result]) -> list[str]:
+def _group(results: Sequence[GpuResult]) -> list[str]:
     peers = list(dict.fromkeys(row.name for result in results for row in result.rows[1:]))
     cells = [[*_COLUMNS, *peers], *(_cells(result, peers) for result in results)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
@@ -50,7 +50,7 @@ def _group(results: Sequence[Result]) -> list[str]:
     return [measured, *(line.rstrip() for line in aligned), *_mean(results)]
 
 
-def _cells(result: Result, peers: Sequence[str]) -> list[str]:
+def _cells(result: GpuResult, peers: Sequence[str]) -> list[str]:
     ours, rows = result.ours, {row.name: row for row in result.rows}
     best = result.best_peer
     said = "-" if best is None else f"{_ratio(best)} {best.name}"
@@ -64,13 +64,13 @@ def _cells(result: Result, peers: Sequence[str]) -> list[str]:
     return [name, *numbers, said, *(_ratio(rows.get(peer)) for peer in peers)]
 
 
-def _ratio(row: Row | None) -> str:
+def _ratio(row: GpuRow | None) -> str:
     if row is None or row.median_us is None:
         return "-"
     return f"({row.median_us:.1f} us)" if row.ratio is None else f"{row.ratio:.2f}"
 
 
-def _mean(results: Iterable[Result]) -> list[str]:
+def _mean(results: Iterable[GpuResult]) -> list[str]:
     found = [result.advantage for result in results if result.ok and result.advantage is not None]
     if not found:
         return []

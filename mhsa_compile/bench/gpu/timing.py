@@ -51,7 +51,7 @@ def interleave(
     before them finds out how many calls make a burst of each.
     """
     watch = stopwatch or Events()
-    turns = [_Turns(calls, watch) for calls in candidates]
+    turns = [_GpuTurns(calls, watch) for calls in candidates]
     samples: list[list[float]] = [[] for _ in candidates]
     order, spent = list(range(len(candidates))), 0.0
     for index in order:
@@ -64,7 +64,7 @@ def interleave(
     return samples
 
 
-class _Turns:
+class _GpuTurns:
     """One candidate's: its calls in an endless circle, and how many of them are a burst."""
 
     def __init__(self, calls: Sequence[Call], watch: Stopwatch) -> None:

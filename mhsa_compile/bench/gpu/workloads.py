@@ -21,7 +21,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Work:
+class CallWork:
     """Of one call: FLOPs of the pairs that are seen, 2 per multiply-add; bytes of inputs, weights and outputs, each
     once.
 
@@ -32,7 +32,7 @@ class Work:
     bytes: int
 
 
-def work(workload: Workload) -> Work:
+def work(workload: Workload) -> CallWork:
     spec, (B, L, S) = workload.spec, (workload.B, workload.L, workload.S)
     H, G, E, F, D = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.embed_dim
     flops = spec.attention_flops(B, L, S)
@@ -43,7 +43,7 @@ def work(workload: Workload) -> Work:
         source = B * S * spec.source_dim if spec.is_cross else 0
         weights = D * H * (E + F) + spec.source_dim * G * (E + F)
         elements = 2 * B * L * D + source + weights
-    return Work(flops, elements * _BYTES[spec.dtype])
+    return CallWork(flops, elements * _BYTES[spec.dtype])
 
 
 def _core(name: str, group: str, B: int, L: int, S: int, H: int, E: int, **fields: Any) -> Workload:

@@ -21,7 +21,7 @@ INPUTS = ("q", "k", "v", "x", "context", "mask")
 MICROSOFT = "com.microsoft"
 
 
-class Graph:
+class GraphBuilder:
     """Nodes as they are added; a value is its name."""
 
     def __init__(self, problem: Problem) -> None:
@@ -85,7 +85,7 @@ def inputs(problem: Problem, arrays: Arrays, names: Iterable[str]) -> dict[str, 
 
 def standard(problem: Problem) -> onnx.ModelProto:
     """Attention as two products and a softmax; the query heads of one key/value head lie below each other."""
-    graph, spec, (B, L, S) = Graph(problem), problem.spec, _sizes(problem)
+    graph, spec, (B, L, S) = GraphBuilder(problem), problem.spec, _sizes(problem)
     H, G, E, F = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
     q, k, v = _heads(graph)
     scaled = graph.node("Mul", q, graph.constant(np.array(_scale(problem), problem.dtype)))
@@ -105,7 +105,7 @@ def fused_attention(problem: Problem) -> onnx.ModelProto:
     spec = problem.spec
     _require(not problem.is_core and not spec.is_cross, "self-attention with its projections")
     _require(spec.num_kv_heads == spec.num_heads, "as many key/value heads as heads")
-    graph, H = Graph(problem), spec.num_heads
+    graph, H = GraphBuilder(problem), spec.num_heads
     parts = [f"{name}_proj" for name in "qkv"]
     weight = np.ascontiguousarray(np.concatenate([problem.weights[f"{part}.weight"] for part in parts]).T)
     if spec.bias:
@@ -128,7 +128,7 @@ def fused_multi_head(problem: Problem) -> onnx.ModelProto:
     """Microsoft's MultiHeadAttention: heads side by side; keys and values of the core stay as they are."""
     spec = problem.spec
     _require(spec.num_kv_heads == spec.num_heads, "as many key/value heads as heads")
-    graph = Graph(problem)
+    graph = GraphBuilder(problem)
     q, k, v = _rows(graph, keep_heads="kv")
     causal, mask = _causality(problem)
     operands = [q, k, v, *(["", "", mask] if mask else [])]
@@ -141,7 +141,7 @@ def fused_grouped(problem: Problem) -> onnx.ModelProto:
     spec, (B, L, S) = problem.spec, _sizes(problem)
     _require(spec.band is not None and spec.band[1] == 0 and spec.static_mask is None, "causal attention")
     _require(spec.mask is None and L == S and spec.head_dim == spec.v_head_dim, "L = S, E = F and no mask of the call")
-    graph = Graph(problem)
+    graph = GraphBuilder(problem)
     q, k, v = _rows(graph)
     lengths = [graph.constant(np.full(B, L - 1, np.int32)), graph.constant(np.array(L, np.int32))]
     attributes: dict[str, Any] = {
@@ -156,7 +156,7 @@ def fused_grouped(problem: Problem) -> onnx.ModelProto:
     return _from_rows(graph, y)
 
 
-def _heads(graph: Graph) -> Sequence[str]:
+def _heads(graph: GraphBuilder) -> Sequence[str]:
     """q, k and v as (B, heads, length, width)."""
     if graph.problem.is_core:
         return "q", "k", "v"
@@ -167,7 +167,7 @@ def _heads(graph: Graph) -> Sequence[str]:
     return graph.swapped(q), graph.swapped(k), graph.swapped(v)
 
 
-def _rows(graph: Graph, keep_heads: str = "") -> Sequence[str]:
+def _rows(graph: GraphBuilder, keep_heads: str = "") -> Sequence[str]:
     """q, k and v as (B, length, heads * width); those of `keep_heads` stay as the core has them."""
     if not graph.problem.is_core:
         source = _source(graph)
@@ -179,18 +179,18 @@ def _rows(graph: Graph, keep_heads: str = "") -> Sequence[str]:
     ]
 
 
-def _from_rows(graph: Graph, y: str) -> onnx.ModelProto:
+def _from_rows(graph: GraphBuilder, y: str) -> onnx.ModelProto:
     if not graph.problem.is_core:
         return graph.model(_out(graph, y))
     B, L, _ = _sizes(graph.problem)
     return graph.model(graph.swapped(graph.reshaped(y, B, L, graph.spec.num_heads, graph.spec.v_head_dim)))
 
 
-def _out(graph: Graph, rows: str) -> str:
+def _out(graph: GraphBuilder, rows: str) -> str:
     return graph.linear(rows, "out")
 
 
-def _source(graph: Graph) -> str:
+def _source(graph: GraphBuilder) -> str:
     return "context" if graph.spec.is_cross else "x"
 
 

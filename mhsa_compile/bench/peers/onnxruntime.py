@@ -16,7 +16,7 @@ from mhsa_compile.target import environment
 _ROWS_OF_A_MASK = "inconsistent q_sequence_length (between attn_mask and Q)"
 
 
-class OwnGraph:
+class OnnxRuntimeOwnGraph:
     """The artifact's model.onnx, all graph optimisations on."""
 
     name = "onnxruntime"

@@ -27,7 +27,7 @@ from mhsa_compile.target import environment
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
-class OwnGraph:
+class OpenVinoOwnGraph:
     """The artifact's model.onnx: OpenVINO reads the standard operator Attention."""
 
     name = "Attention"
@@ -92,4 +92,4 @@ def _array(tensor: Any) -> Array:
     return array.view(DTYPES["bfloat16"]) if tensor.element_type == openvino.Type.bf16 else array
 
 
-FORMS = (OwnGraph(), RewrittenGraph("MatMul and Softmax", onnx_graph.standard, _compiled, holds_scores=False))
+FORMS = (OpenVinoOwnGraph(), RewrittenGraph("MatMul and Softmax", onnx_graph.standard, _compiled, holds_scores=False))

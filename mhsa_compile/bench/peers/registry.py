@@ -24,7 +24,7 @@ from mhsa_compile.errors import InputError
 PEERS: tuple[Peer, ...] = (
     Fastest("torch", torch_eager.FORMS),
     Fastest("torch.compile", torch_compile.FORMS),
-    onnxruntime.OwnGraph(),
+    onnxruntime.OnnxRuntimeOwnGraph(),
     Fastest("onnxruntime-fused", onnxruntime.FUSED),
     Fastest("openvino", openvino.FORMS),
     iree.Iree(),

@@ -108,7 +108,7 @@ def with_projections(problem: Problem, core: Callable[..., Tensor]) -> Callable[
         (spec.num_kv_heads, spec.v_head_dim),
     )
 
-    class Block(nn.Module):
+    class EagerBlock(nn.Module):
         """Its parameters are what Inductor freezes; eagerly, `forward` is called by itself."""
 
         def __init__(self) -> None:
@@ -124,7 +124,7 @@ def with_projections(problem: Problem, core: Callable[..., Tensor]) -> Callable[
                 (q,), (k, v) = _heads(self.of_x(x), query), _heads(self.of_context(context), key, value)
             return self.out(core(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    return Block().eval()
+    return EagerBlock().eval()
 
 
 def _linear(problem: Problem, names: Iterable[str]) -> nn.Linear:

@@ -19,7 +19,7 @@ from mhsa_compile.bench.plots.figure import (
 )
 
 if TYPE_CHECKING:
-    from mhsa_compile.bench.cpu.report import Report, Row
+    from mhsa_compile.bench.cpu.report import BenchReport, BenchRow
 
 PEERS = {
     "torch": "#d9622b",
@@ -43,7 +43,7 @@ LABEL_PLACES = (
 """Points away from a mark, and which side of the text is there."""
 
 
-def shares(reports: Mapping[str, Report], path: Path) -> None:
+def shares(reports: Mapping[str, BenchReport], path: Path) -> None:
     """A line for each workload: ours as a bar, every peer as a dot, at their shares of the machine's limit."""
     known = {name: report for name, report in reports.items() if report.floor is not None}
     with figure(path, (8.4, 1.3 + 0.3 * max(1, len(known)))) as axes:
@@ -74,7 +74,7 @@ def shares(reports: Mapping[str, Report], path: Path) -> None:
         axes.text(1.02, -0.75, "fastest peer / ours", color=FAINT, fontsize=8, transform=axes.get_yaxis_transform())
 
 
-def _share_line(axes: Any, place: int, report: Report) -> None:
+def _share_line(axes: Any, place: int, report: BenchReport) -> None:
     ours = report.ours.share_of_limit or 0.0
     end = min(ours, 1.0)  # a disturbed measurement goes beyond the limit
     axes.barh(place, end, height=0.62, color=OURS, zorder=2)
@@ -97,7 +97,7 @@ def _share_line(axes: Any, place: int, report: Report) -> None:
         axes.text(1.02, place, text, ha="left", va="center", fontsize=8, transform=axes.get_yaxis_transform())
 
 
-def growth(reports: Mapping[str, Report], path: Path) -> None:
+def growth(reports: Mapping[str, BenchReport], path: Path) -> None:
     """Milliseconds against length, both logarithmic: dense and with a window, ours and the fastest peer of each."""
     from matplotlib.ticker import LogLocator
 
@@ -136,7 +136,7 @@ def growth(reports: Mapping[str, Report], path: Path) -> None:
         axes.set_title(_title("Attention core, 12 heads of 64", reports), pad=12)
 
 
-def _growth_line(axes: Any, reports: Sequence[Report], label: str, marker: str) -> None:
+def _growth_line(axes: Any, reports: Sequence[BenchReport], label: str, marker: str) -> None:
     lengths = [report.dims["L"] for report in reports]
     peers = [(report.dims["L"], _ms(report.best_peer)) for report in reports if report.best_peer is not None]
     floors = [report.floor.us / 1e3 for report in reports if report.floor]
@@ -150,7 +150,7 @@ def _growth_line(axes: Any, reports: Sequence[Report], label: str, marker: str) 
         _note(axes, lengths[-1], floors[-1], "the limit", FAINT, -11)
 
 
-def roofline(reports: Mapping[str, Report], path: Path) -> None:
+def roofline(reports: Mapping[str, BenchReport], path: Path) -> None:
     """GFLOP/s against FLOPs a byte: each workload's point, its fastest peer's below it, and the measured roofs.
 
     A point above the memory roof stays in the cache from call to call.
@@ -193,7 +193,7 @@ def roofline(reports: Mapping[str, Report], path: Path) -> None:
         _labels(axes, points)
 
 
-def _roof(axes: Any, reports: Sequence[Report], left: float, right: float) -> None:
+def _roof(axes: Any, reports: Sequence[BenchReport], left: float, right: float) -> None:
     """The machine's, as the reports of one dtype measured it."""
     peak = max(report.peak_gflops for report in reports)
     bandwidth = max(report.bandwidth_gbs for report in reports)
@@ -236,15 +236,15 @@ def _note(axes: Any, x: float, y: float, text: str, color: str, raised: int) -> 
     axes.annotate(text, (x, y), (8, raised), textcoords="offset points", va="center", fontsize=8, color=color)
 
 
-def _ms(row: Row | None) -> float:
+def _ms(row: BenchRow | None) -> float:
     return float("nan") if row is None or row.median_us is None else row.median_us / 1e3
 
 
-def _ran(report: Report, name: str) -> bool:
+def _ran(report: BenchReport, name: str) -> bool:
     return any(row.name == name and row.median_us is not None for row in report.rows)
 
 
-def _title(text: str, reports: Mapping[str, Report]) -> str:
+def _title(text: str, reports: Mapping[str, BenchReport]) -> str:
     dtypes = " and ".join(dict.fromkeys(report.dtype for report in reports.values()))
     threads = ", ".join(dict.fromkeys(str(report.threads) for report in reports.values()))
     return f"{text}: {dtypes}, {threads} thread{'' if threads == '1' else 's'}"

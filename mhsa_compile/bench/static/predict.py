@@ -22,7 +22,7 @@ from mhsa_compile.compiler.selection.select_kernel import choose, willing_kernel
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
 from mhsa_compile.records import record_files
-from mhsa_compile.records.record import Shelf
+from mhsa_compile.records.record import RecordSet
 from mhsa_compile.target.profile import CpuProfile
 
 
@@ -81,7 +81,7 @@ class Prediction:
 def predict(ops: Mapping[str, Op], profile: CpuProfile) -> Prediction:
     """For the projections and attentions among `ops`. Raises InstallationError and TargetError."""
     analyzer = llvm_mca.find(profile)
-    shelf = Shelf(record_files.gather(profile.records())[0], profile)
+    shelf = RecordSet(record_files.gather(profile.records())[0], profile)
     kernels: list[KernelReport] = []
     for name, op in ops.items():
         willing, _ = willing_kernels(op, profile)

@@ -17,7 +17,7 @@ from mhsa_compile.runtime.symbolic_dims import is_expression
 from mhsa_compile.target import data_paths, host
 
 if TYPE_CHECKING:
-    from mhsa_compile.bench.cpu.report import Report, Row
+    from mhsa_compile.bench.cpu.report import BenchReport, BenchRow
     from mhsa_compile.bench.protocol.workloads import Workload
     from mhsa_compile.runtime.artifact.artifact import Artifact
 
@@ -91,7 +91,7 @@ def bench(
     sources.require_compiler()
     from mhsa_compile.bench.cpu.bench import bench as measure
 
-    reports: dict[str, Report] = {}
+    reports: dict[str, BenchReport] = {}
     for name, artifact, dims in _given(source, stated, dim) if source is not None else _compiled(chosen or ()):
         with output.stages() as stage:
             stage(f"time {name}")
@@ -175,7 +175,7 @@ def _with_defaults(stated: dict[str, int]) -> dict[str, int]:
     return dims
 
 
-def _show(name: str, report: Report) -> None:
+def _show(name: str, report: BenchReport) -> None:
     title = f"{name}, {output.assignments(report.dims)}, {report.dtype}: {report.threads} threads, "
     title += f"{report.peak_gflops:,.0f} GFLOP/s and {report.bandwidth_gbs:.0f} GB/s at most"
     if report.floor is not None:
@@ -194,7 +194,7 @@ def _show(name: str, report: Report) -> None:
         output.line(f"{report.ours.name} is over its error budget of {report.budget:.1e}")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: BenchRow) -> tuple[str, ...]:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from mhsa_compile.kernels.interface.ops import Op
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.target.profile import TargetProfile
-    from mhsa_compile.tuning.fallback_jobs import Task
+    from mhsa_compile.tuning.fallback_jobs import FallbackTask
     from mhsa_compile.tuning.measure.rpc_server import Address
     from mhsa_compile.tuning.measure.sessions import Session
-    from mhsa_compile.tuning.metaschedule import Tuned as TunedRest
+    from mhsa_compile.tuning.metaschedule import TaskResult as TunedRest
     from mhsa_compile.tuning.speedup import Gain
-    from mhsa_compile.tuning.tasks import Report, Request, Tuned
+    from mhsa_compile.tuning.tasks import Request, TaskResult, TuningReport
 
 PEER_SECONDS, GAIN_SECONDS = 0.5, 1.0
 REST_SHARE = 0.25
@@ -35,10 +35,10 @@ class Outcome:
     left         to TVM, what no kernel claims, and `rest` those of them that were tuned
     """
 
-    report: Report
+    report: TuningReport
     gain: Gain | None = None
     peers: dict[str, float] = field(default_factory=dict)
-    left: list[Task] = field(default_factory=list)
+    left: list[FallbackTask] = field(default_factory=list)
     rest: list[TunedRest] = field(default_factory=list)
 
 
@@ -195,7 +195,7 @@ def as_json(outcomes: dict[str, Outcome], records: Path) -> dict[str, Any]:
     }
 
 
-def _op(op: Tuned) -> dict[str, Any]:
+def _op(op: TaskResult) -> dict[str, Any]:
     return {"trials": op.trials, **asdict(op)}
 
 

@@ -11,10 +11,10 @@ from mhsa_compile.bench.cpu.report import DISTURBED
 from mhsa_compile.cli.common import output
 
 if TYPE_CHECKING:
-    from mhsa_compile.tuning.fallback_jobs import Task
-    from mhsa_compile.tuning.metaschedule import Tuned as TunedRest
+    from mhsa_compile.tuning.fallback_jobs import FallbackTask
+    from mhsa_compile.tuning.metaschedule import TaskResult as TunedRest
     from mhsa_compile.tuning.speedup import Gain
-    from mhsa_compile.tuning.tasks import Report, Tuned
+    from mhsa_compile.tuning.tasks import TaskResult, TuningReport
     from mhsa_compile.tuning.tuner import State
 
 Watch = Callable[[list["State"], float | None], None]
@@ -46,7 +46,7 @@ def _lines(name: str) -> Watch:
     return watch
 
 
-def _told(tuned: Tuned) -> str:
+def _told(tuned: TaskResult) -> str:
     failures = f", {_failures(tuned.failures)}" if tuned.failures else ""
     return f"{tuned.trials} trials{failures}, {tuned.speedup:.2f} times as fast as the default ({tuned.stopped})"
 
@@ -107,7 +107,7 @@ def _overall(states: list[State], peers: Mapping[str, float]) -> str:
     return said
 
 
-def show(name: str, report: Report, gain: Gain | None, peers: Mapping[str, float], records: Path) -> None:
+def show(name: str, report: TuningReport, gain: Gain | None, peers: Mapping[str, float], records: Path) -> None:
     """The final table, on stdout."""
     columns = ("operation", "sizes", "default µs>", "best µs>", "speedup>", "noise>", "config", "trials>", "failures")
     title = f"{name}: {report.trials} trials in {report.seconds:.0f} s, records in {records}"
@@ -131,7 +131,7 @@ def show(name: str, report: Report, gain: Gain | None, peers: Mapping[str, float
             output.line(f"  {gain.speedup * ratio:.2f} times as fast as {peer}")
 
 
-def show_rest(left: Sequence[Task], tuned: Sequence[TunedRest]) -> None:
+def show_rest(left: Sequence[FallbackTask], tuned: Sequence[TunedRest]) -> None:
     """What no kernel claims, on stdout: what MetaSchedule found, and why it was not asked about the others."""
     for one in tuned:
         found = f"{one.best_us:,.1f} µs" if one.record is not None else "nothing faster beyond the noise"
@@ -147,7 +147,7 @@ def show_rest(left: Sequence[Task], tuned: Sequence[TunedRest]) -> None:
         output.line(f"not tuned, of no kernel: {', '.join(names)}: {reason}")
 
 
-def _cells(op: Tuned) -> tuple[str, ...]:
+def _cells(op: TaskResult) -> tuple[str, ...]:
     what = op.op if len(op.names) == 1 else f"{len(op.names)} x {op.op}"
     knobs = output.assignments(op.config)
     config = f"{op.kernel} {knobs}" if op.speedup > 1 else f"the default: {op.kernel} {knobs}"

@@ -20,7 +20,7 @@ from mhsa_compile.compiler.codegen import (
     embed_cubin,
     empty_launches,
 )
-from mhsa_compile.compiler.codegen.lowered_module import Scheduled
+from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
 from mhsa_compile.files import atomic_write
 from mhsa_compile.target import zig
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
@@ -28,7 +28,7 @@ from mhsa_compile.target.profile import CudaProfile, TargetProfile
 _FLOAT16 = Path(__file__).with_name("float16.c")
 
 
-def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
+def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> None:
     """Writes the shared library. Raises BuildError with the linker's words, and InstallationError."""
     if isinstance(profile, CudaProfile):
         executable = device_executable(scheduled, profile)
@@ -38,7 +38,7 @@ def build(scheduled: Scheduled, profile: TargetProfile, library: Path) -> None:
     _export(executable, library, profile)
 
 
-def device_executable(scheduled: Scheduled, profile: CudaProfile) -> Any:
+def device_executable(scheduled: LoweredModule, profile: CudaProfile) -> Any:
     """The executable for a GPU; its kernels are CUDA C++ still, whether there is a GPU here or not."""
     inputs = len(scheduled.module["main"].params) - scheduled.packed
     module = caller_memory.from_caller(tvm.transform.Sequential(_planning())(scheduled.module), inputs)

@@ -9,7 +9,7 @@ from mhsa_compile.runtime.artifact.manifest import OpReport
 
 
 @dataclass
-class Scheduled:
+class LoweredModule:
     """What `build` compiles. `weights` are the initializers in the order `bind_weights` takes them; `packed` is how
     many parameters of main it makes of them, after the inputs."""
 

@@ -19,9 +19,9 @@ from tvm import relax, te, tirx
 from mhsa_compile.frontend.relax.masks import masked_element
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Placement,
+    AttentionProbsOp,
+    HeadLayout,
     ScoresOp,
-    WeightsOp,
 )
 
 Expr = Any  # tirx.PrimExpr
@@ -30,9 +30,9 @@ _WEIGHTS = 3  # the last stage of a ScoresOp
 _HIDDEN = tirx.const(-math.inf, EXACT)
 
 
-def emit(builder: relax.BlockBuilder, op: AttentionOp | ScoresOp | WeightsOp, inputs: list[Any]) -> Any:
+def emit(builder: relax.BlockBuilder, op: AttentionOp | ScoresOp | AttentionProbsOp, inputs: list[Any]) -> Any:
     """The value of `op` on its `inputs`, in the order that it says. Weights are those of all heads and rows."""
-    if isinstance(op, WeightsOp):
+    if isinstance(op, AttentionProbsOp):
         assert op.whole
         op = ScoresOp(op.attention, _WEIGHTS)
     attention = op.attention if isinstance(op, ScoresOp) else op
@@ -68,7 +68,7 @@ class _Plain:
         self.group = op.num_heads // op.num_kv_heads
         self._products = self._all_products()
 
-    def _element(self, place: Placement, size: int, *at: Expr) -> Expr:
+    def _element(self, place: HeadLayout, size: int, *at: Expr) -> Expr:
         """(b, head, row, column) of one head of `size`."""
         b, head, row, column = at
         buffer = self.buffers[place.buffer]
@@ -187,7 +187,7 @@ def _maximum(value: Expr, axis: Any) -> Expr:
     return larger(value, axis=axis)
 
 
-def _length(tensor: te.Tensor, place: Placement) -> Expr:
+def _length(tensor: te.Tensor, place: HeadLayout) -> Expr:
     return tensor.shape[1 if place.layout == "rows" else 2]
 
 

@@ -21,7 +21,7 @@ from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile.compiler.fallback import elementwise, traces
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
-from mhsa_compile.records.record import Shelf
+from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.target.profile import CpuProfile, TargetProfile
 
@@ -38,7 +38,7 @@ class Lowered:
     reports: list[OpReport]
 
 
-def lower(module: Any, profile: CpuProfile, shelf: Shelf) -> Lowered:
+def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
     """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
     lowered, lanes, reports = legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
     for variable, function in lowered.functions_items():
@@ -72,7 +72,7 @@ def legalized(module: Any, profile: TargetProfile, given: dict[str, Any]) -> Any
         return tvm.transform.Sequential(passes)(module)
 
 
-def _tuned(name: str, function: Function, shelf: Shelf) -> tuple[Function | None, OpReport] | None:
+def _tuned(name: str, function: Function, shelf: RecordSet) -> tuple[Function | None, OpReport] | None:
     """(the function by a record's trace, None where none fits; its row in the report); None without records of it."""
     if not shelf.knows(traces.KIND) or not function.attrs.get("s_tir", False) or not traces.is_static(function):
         return None

@@ -75,7 +75,7 @@ def _call_with_scratch(module: Any, opened: dict[str, Any], scratch: dict[str, l
     """The module with calls of the `opened` functions, by the names of those that they replace."""
 
     @mutator
-    class Rewrite(PyExprMutator):  # type: ignore[misc]
+    class CudaRewrite(PyExprMutator):  # type: ignore[misc]
         def visit_call_(self, call: Any) -> Any:
             call = super().visit_call_(call)
             name = str(call.args[0].name_hint) if call.op == tvm.ir.Op.get("relax.call_tir") else ""
@@ -89,7 +89,7 @@ def _call_with_scratch(module: Any, opened: dict[str, Any], scratch: dict[str, l
             firsts = [self.builder_.emit(relax.TupleGetItem(results, i)) for i in range(len(own))]
             return relax.Tuple(firsts) if isinstance(made, relax.TupleType) else firsts[0]
 
-    rewrite = Rewrite(module)
+    rewrite = CudaRewrite(module)
     for variable, function in module.functions_items():
         if isinstance(function, relax.Function):
             rewrite.builder_.update_func(variable, rewrite.visit_expr(function))

@@ -13,17 +13,17 @@ from typing import Any
 
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    AttentionProbsOp,
     Dim,
+    HeadLayout,
+    KvConcatOp,
+    KvScatterOp,
     LinearOp,
     Op,
-    Placement,
-    PresentOp,
     RotaryOp,
-    ScatterOp,
     ScoresOp,
-    StatisticsOp,
-    WeightsOp,
+    SoftmaxStatsOp,
+    WindowSpec,
 )
 
 ANY = "any"
@@ -36,11 +36,11 @@ _KINDS = {
     LinearOp: "linear",
     AttentionOp: "attention",
     ScoresOp: "scores",
-    StatisticsOp: "statistics",
-    WeightsOp: "weights",
+    SoftmaxStatsOp: "statistics",
+    AttentionProbsOp: "weights",
     RotaryOp: "rope",
-    ScatterOp: "scatter",
-    PresentOp: "present",
+    KvScatterOp: "scatter",
+    KvConcatOp: "present",
 }
 
 
@@ -120,10 +120,10 @@ def _attention(op: AttentionOp) -> dict[str, Any]:
     }
 
 
-def _band(band: Band | None) -> list[Any] | None:
+def _band(band: WindowSpec | None) -> list[Any] | None:
     return None if band is None else [band.left, band.right, band.alignment]
 
 
-def _place(place: Placement) -> list[Any]:
+def _place(place: HeadLayout) -> list[Any]:
     """Heads that lie together are near each other whatever the width; rows are a width apart."""
     return [place.layout, place.width if place.layout == "rows" else 0]

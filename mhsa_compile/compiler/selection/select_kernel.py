@@ -9,7 +9,7 @@ from mhsa_compile.compiler.selection.op_key import key_of, kind_of
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.kernels.registry import KERNELS
-from mhsa_compile.records.record import Record, Shelf, is_of_default
+from mhsa_compile.records.record import Record, RecordSet, is_of_default
 from mhsa_compile.target.profile import TargetProfile
 
 
@@ -38,7 +38,7 @@ def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], 
     return willing, reasons
 
 
-def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: Shelf) -> Choice:
+def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: RecordSet) -> Choice:
     """Of kernels that can compute the operation, the one of the best record that fits, else the first."""
     key = key_of(op)
     default = willing[0].default(op, profile)

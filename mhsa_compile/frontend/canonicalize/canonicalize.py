@@ -30,7 +30,7 @@ from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_
 from mhsa_compile.frontend.canonicalize.passes.size_tensors import sizes_as_tensors
 from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import light, whole
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
-from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, SPEC_KEY
 
 _OTHERS = ("RotaryEmbedding", "TensorScatter")  # what a model without any attention may be made of
@@ -45,7 +45,7 @@ class Canonical:
     """
 
     model: onnx.ModelProto
-    blocks: tuple[AttentionBlock, ...]
+    blocks: tuple[AttentionCoverage, ...]
     limits: dict[str, int]
 
 
@@ -97,7 +97,7 @@ def _index_limits(model: onnx.ModelProto) -> dict[str, int]:
     return limits
 
 
-def _standard(model: onnx.ModelProto) -> tuple[AttentionBlock, ...]:
+def _standard(model: onnx.ModelProto) -> tuple[AttentionCoverage, ...]:
     domains = ("", "ai.onnx", DOMAIN)
     nodes = (node for node in model.graph.node if node.op_type == "Attention" and node.domain in domains)
-    return tuple(AttentionBlock(node.name or node.output[0], "Attention", True) for node in nodes)
+    return tuple(AttentionCoverage(node.name or node.output[0], "Attention", True) for node in nodes)

@@ -14,10 +14,10 @@ import onnx
 from onnx import TensorProto
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.checks import DTYPES
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
 OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
@@ -32,7 +32,7 @@ Axes = tuple[Dim, Dim, Dim, Dim]  # batch, heads, length, head dim
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionNode:
     """One Attention node. Names of tensors that are not there are "".
 
     `outputs` are the names of those of OUTPUTS that the node has; `wanted` is what our own operator's say. `left` and
@@ -58,7 +58,7 @@ class Asked:
     right: int
     softmax: Literal["float32", "float64"]
     stage: int
-    wanted: Inside
+    wanted: SoftmaxOutputs
     query_length: Dim
     keys: Dim
 
@@ -70,7 +70,7 @@ def refusal(node: onnx.NodeProto, expected: str, got: str, next_step: str = "") 
     return ModelError(f"Attention node {node.name or node.output[0]!r}", expected, got, next_step)
 
 
-def read(graph: Graph, node: onnx.NodeProto) -> Asked:
+def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
     """Raises ModelError."""
     names = dict(zip(INPUTS, [*node.input, *[""] * (len(INPUTS) - len(node.input))], strict=True))
     said = attributes(node)
@@ -86,7 +86,7 @@ def read(graph: Graph, node: onnx.NodeProto) -> Asked:
         if names[role] and found != (dtype, (axes[0][1],)):
             raise refusal(node, f"{role} of {dtype}, one for each of {axes[0][1]} heads", f"{found[0]} of {found[1]}")
     left, right = _window(node, said)
-    return Asked(
+    return AttentionNode(
         node=node,
         dtype=dtype,
         q=names["Q"],
@@ -111,7 +111,7 @@ def read(graph: Graph, node: onnx.NodeProto) -> Asked:
     )
 
 
-def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> Inside:
+def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> SoftmaxOutputs:
     """What our own operator's outputs say of the softmax's rows."""
     wanted = mhsa_operator.wanted_of(node)
     given = set(zip(OUTPUTS, map(bool, node.output), strict=False))
@@ -138,7 +138,7 @@ def _check_company(node: onnx.NodeProto, names: dict[str, str]) -> None:
         raise refusal(node, "a cache inside (past, present) or outside (nonpad_kv_seqlen) of the operator", got)
 
 
-def _dtype(graph: Graph, node: onnx.NodeProto, names: dict[str, str]) -> str:
+def _dtype(graph: GraphView, node: onnx.NodeProto, names: dict[str, str]) -> str:
     present = {role: names[role] for role in ("Q", "K", "V", "past_key", "past_value") if names[role]}
     dtypes = {role: graph.dtype(name) for role, name in present.items()}
     dtype = dtypes["Q"]
@@ -153,7 +153,9 @@ def _dtype(graph: Graph, node: onnx.NodeProto, names: dict[str, str]) -> str:
     return dtype
 
 
-def _heads(graph: Graph, node: onnx.NodeProto, names: dict[str, str], said: dict[str, Any]) -> tuple[int, int] | None:
+def _heads(
+    graph: GraphView, node: onnx.NodeProto, names: dict[str, str], said: dict[str, Any]
+) -> tuple[int, int] | None:
     """(query heads, key/value heads) by the attributes, which three axes need; None for four."""
     ranks = {len(_ranked(graph, node, names[role], (3, 4))) for role in "QKV"}
     if len(ranks) > 1:
@@ -173,7 +175,7 @@ def _heads(graph: Graph, node: onnx.NodeProto, names: dict[str, str], said: dict
     return None
 
 
-def _ranked(graph: Graph, node: onnx.NodeProto, name: str, ranks: tuple[int, ...]) -> tuple[Dim, ...]:
+def _ranked(graph: GraphView, node: onnx.NodeProto, name: str, ranks: tuple[int, ...]) -> tuple[Dim, ...]:
     shape = graph.shape(name)
     if shape is None or len(shape) not in ranks:
         raise refusal(node, f"{name} of known rank {' or '.join(map(str, ranks))}", str(shape))
@@ -189,7 +191,7 @@ def _axes(shape: tuple[Dim, ...], heads: int) -> Axes:
 
 
 def _check_shapes(
-    graph: Graph, node: onnx.NodeProto, names: dict[str, str], axes: list[Axes], past_axes: list[Axes]
+    graph: GraphView, node: onnx.NodeProto, names: dict[str, str], axes: list[Axes], past_axes: list[Axes]
 ) -> None:
     """Heads and head sizes are fixed, and no two fixed sizes contradict each other."""
     for role, (_, heads, _, size) in zip("QKV", axes, strict=True):

@@ -13,17 +13,17 @@ from onnx import numpy_helper
 
 from mhsa_compile.frontend.fusion import attention_node
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN, SPEC_KEY
 
 ATTENTION = "MhsaAttention"
 
 
-class AttentionSite:
+class AttentionPattern:
     """One Attention node, checked, with the views around it. Raises ModelError."""
 
-    def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
+    def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
         self.graph, self.node = graph, node
         self.asked = asked = attention_node.read(graph, node)
         self.absorbed: list[onnx.NodeProto] = []

@@ -34,7 +34,7 @@ from mhsa_compile.frontend.fusion.rotary_halves import (
     source,
 )
 from mhsa_compile.frontend.fusion.rotary_pattern import rotary_node
-from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
 
@@ -61,10 +61,10 @@ class _Whole(NamedTuple):
     axes: tuple[int, int]
 
 
-class RotatedSite:
+class DecomposedRotaryPattern:
     """A rotary embedding by its last node, with the nodes that nobody else needs."""
 
-    def __init__(self, graph: Graph, terms: _Terms, whole: _Whole) -> None:
+    def __init__(self, graph: GraphView, terms: _Terms, whole: _Whole) -> None:
         self.graph, self.terms, self.node = graph, terms, whole.end
         self.absorbed = needed_by(graph, whole.nodes, [whole.end])
         shape, readers = graph.shape(whole.x) or (), [whole.end, *self.absorbed]
@@ -102,7 +102,7 @@ _HEADS, _ROWS = (2, 1), (1, 2)  # the axes of length and heads
 _ENDS = ("Add", "Concat", "Reshape")
 
 
-def rotations(graph: Graph) -> Iterator[RotatedSite]:
+def rotations(graph: GraphView) -> Iterator[DecomposedRotaryPattern]:
     """Every rotary embedding that the graph spells out."""
     for node in graph.nodes:
         if node.op_type not in _ENDS or node.domain not in ("", "ai.onnx"):
@@ -110,10 +110,10 @@ def rotations(graph: Graph) -> Iterator[RotatedSite]:
         terms = _sum(graph, node) if node.op_type == "Add" else _pairs(graph, node)
         whole = None if terms is None else _whole(graph, node, terms)
         if terms is not None and whole is not None:
-            yield RotatedSite(graph, terms, whole)
+            yield DecomposedRotaryPattern(graph, terms, whole)
 
 
-def _whole(graph: Graph, last: onnx.NodeProto, terms: _Terms) -> _Whole | None:
+def _whole(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> _Whole | None:
     """The heads of which a node ends the turning, from where they are read; None where they are none."""
     axes = _axes(graph, terms)
     if axes is None:
@@ -129,7 +129,7 @@ def _whole(graph: Graph, last: onnx.NodeProto, terms: _Terms) -> _Whole | None:
     return _Whole(x, swap, [end, *nodes], axes) if joined else None
 
 
-def _with_rest(graph: Graph, last: onnx.NodeProto, terms: _Terms) -> tuple[str, onnx.NodeProto, Nodes] | None:
+def _with_rest(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> tuple[str, onnx.NodeProto, Nodes] | None:
     """(x, the Concat, nodes) where the elements of a head that do not turn stand behind those that do, as they were."""
     concat, maker = graph.only_consumer(last.output[0], "Concat"), graph.producer(terms.x)
     if concat is None or maker is None or len(concat.input) != 2 or concat.input[0] != last.output[0]:
@@ -145,7 +145,7 @@ def _with_rest(graph: Graph, last: onnx.NodeProto, terms: _Terms) -> tuple[str, 
     return x, concat, [last, *terms.nodes, *makers.values()]
 
 
-def _axes(graph: Graph, terms: _Terms) -> tuple[int, int] | None:
+def _axes(graph: GraphView, terms: _Terms) -> tuple[int, int] | None:
     """Those of length and heads in x, where dtypes and shapes are seen to be those of a rotary embedding."""
     dtypes = {graph.dtype(name) for name in terms[:3]}
     x, *tables = (graph.shape(name) or () for name in terms[:3])
@@ -158,7 +158,7 @@ def _axes(graph: Graph, terms: _Terms) -> tuple[int, int] | None:
     return None
 
 
-def _sum(graph: Graph, add: onnx.NodeProto) -> _Terms | None:
+def _sum(graph: GraphView, add: onnx.NodeProto) -> _Terms | None:
     """x cos + (-x2, x1) sin"""
     products = [graph.producer(name, "Mul") for name in add.input]
     for one, two in (products, products[::-1]):
@@ -176,7 +176,7 @@ def _sum(graph: Graph, add: onnx.NodeProto) -> _Terms | None:
     return None
 
 
-def _pairs(graph: Graph, last: onnx.NodeProto) -> _Terms | None:
+def _pairs(graph: GraphView, last: onnx.NodeProto) -> _Terms | None:
     """(x1 cos - x2 sin, x2 cos + x1 sin)"""
     pairs = joined(graph, last.output[0])
     if pairs is None:
@@ -199,7 +199,9 @@ def _pairs(graph: Graph, last: onnx.NodeProto) -> _Terms | None:
     return None
 
 
-def _elements(graph: Graph, x: str, names: tuple[str, str], interleaved: bool, wanted: tuple[int, int]) -> Nodes | None:
+def _elements(
+    graph: GraphView, x: str, names: tuple[str, str], interleaved: bool, wanted: tuple[int, int]
+) -> Nodes | None:
     """The nodes of two values that are the wanted elements of the pairs of x, each node once; None of others."""
     found = [element(graph, x, name, interleaved) for name in names]
     if [place and place[0] for place in found] != list(wanted):

@@ -16,34 +16,34 @@ from collections.abc import Callable
 import onnx
 from onnx import numpy_helper
 
-from mhsa_compile.frontend.fusion.attention_pattern import AttentionSite
+from mhsa_compile.frontend.fusion.attention_pattern import AttentionPattern
 from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
-from mhsa_compile.frontend.fusion.head_layout import Site
+from mhsa_compile.frontend.fusion.head_layout import Pattern
 from mhsa_compile.frontend.fusion.linear_pattern import find_linears, linear_node, merge
-from mhsa_compile.frontend.fusion.rotary_pattern import RotarySite
-from mhsa_compile.frontend.fusion.scatter_pattern import ScatterSite, in_place
+from mhsa_compile.frontend.fusion.rotary_pattern import RotaryPattern
+from mhsa_compile.frontend.fusion.scatter_pattern import ScatterPattern, in_place
 from mhsa_compile.frontend.onnx_graph import (
-    Graph,
+    GraphView,
     branches,
     constant_value,
     live_nodes,
 )
 from mhsa_compile.spec.attention_spec import DOMAIN
 
-SITES: dict[str, Callable[[Graph, onnx.NodeProto], Site]] = {
-    "Attention": AttentionSite,
-    "RotaryEmbedding": RotarySite,
-    "TensorScatter": ScatterSite,
+SITES: dict[str, Callable[[GraphView, onnx.NodeProto], Pattern]] = {
+    "Attention": AttentionPattern,
+    "RotaryEmbedding": RotaryPattern,
+    "TensorScatter": ScatterPattern,
 }
 
 
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
-    graph = Graph(model)
+    graph = GraphView(model)
     in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
     standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]
     place = {id(node): i for i, node in enumerate(graph.nodes)}
-    sites: list[Site] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
+    sites: list[Pattern] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
     sites.sort(key=lambda site: place[id(site.node)])
     linears = find_linears(graph)
     merge(graph, linears, sites)

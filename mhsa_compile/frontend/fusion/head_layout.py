@@ -11,7 +11,7 @@ from typing import Protocol
 
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Operand:
     width: int = 0
 
 
-class Site(Protocol):
+class Pattern(Protocol):
     """A node of the graph that becomes one of ours, with the views around it."""
 
     node: onnx.NodeProto
@@ -41,7 +41,7 @@ class Site(Protocol):
 
 
 def split_rows(
-    graph: Graph, name: str, readers: Sequence[onnx.NodeProto]
+    graph: GraphView, name: str, readers: Sequence[onnx.NodeProto]
 ) -> tuple[Operand, list[onnx.NodeProto]] | None:
     """What lies before the Reshape and the Transpose that make `name`, (B, H, L, E), of rows (B, L, H * E).
 
@@ -61,7 +61,9 @@ def split_rows(
     return Operand(split.input[0], "rows", heads, head_dim, width=heads * head_dim), views
 
 
-def needed_by(graph: Graph, nodes: Sequence[onnx.NodeProto], readers: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+def needed_by(
+    graph: GraphView, nodes: Sequence[onnx.NodeProto], readers: Sequence[onnx.NodeProto]
+) -> list[onnx.NodeProto]:
     """Those of `nodes`, each behind all that read it, that nobody needs but `readers`, or what only these need."""
     going, found = {id(reader) for reader in readers}, []
     for node in nodes:
@@ -72,7 +74,7 @@ def needed_by(graph: Graph, nodes: Sequence[onnx.NodeProto], readers: Sequence[o
     return found
 
 
-def keeps_rows(graph: Graph, reshape: onnx.NodeProto) -> bool:
+def keeps_rows(graph: GraphView, reshape: onnx.NodeProto) -> bool:
     """Whether a Reshape leaves batch and length alone, so that only the heads are split or joined.
 
     One that cuts the rows into windows looks the same but for these two axes.
@@ -90,7 +92,7 @@ def contradict(shape: Sequence[Dim], other: Sequence[Dim]) -> bool:
     return any(isinstance(one, int) and isinstance(two, int) and one != two for one, two in pairs)
 
 
-def spoken(graph: Graph, name: str, role: str, node: onnx.NodeProto) -> str:
+def spoken(graph: GraphView, name: str, role: str, node: onnx.NodeProto) -> str:
     """What to call an operand of `node` before somebody who calls the model, who knows its inputs by name."""
     if name in graph.inputs:
         return f"input {name!r}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
-from mhsa_compile.frontend.fusion.head_layout import Site
-from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.frontend.fusion.head_layout import Pattern
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.checks import DTYPES
@@ -36,7 +36,7 @@ class Linear:
         return self.shared or self
 
 
-def find_linears(graph: Graph) -> dict[str, Linear]:
+def find_linears(graph: GraphView) -> dict[str, Linear]:
     """Every projection with a constant weight, by the name of its output."""
     found = {}
     for node in graph.nodes:
@@ -47,7 +47,7 @@ def find_linears(graph: Graph) -> dict[str, Linear]:
     return found
 
 
-def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
+def _matmul(graph: GraphView, node: onnx.NodeProto) -> Linear | None:
     """MatMul(x, W) or MatMul(x, Transpose(W)) of a constant W, with the constant bias if one is added."""
     x, name = node.input
     transposed = True
@@ -67,7 +67,7 @@ def _matmul(graph: Graph, node: onnx.NodeProto) -> Linear | None:
     return linear
 
 
-def _gemm(graph: Graph, node: onnx.NodeProto) -> Linear | None:
+def _gemm(graph: GraphView, node: onnx.NodeProto) -> Linear | None:
     """x W + b of a constant W and b, neither scaled; x (rows, K)."""
     stated = attributes(node)
     if stated.get("transA", 0) or stated.get("alpha", 1.0) != 1 or stated.get("beta", 1.0) != 1:
@@ -84,7 +84,7 @@ def _gemm(graph: Graph, node: onnx.NodeProto) -> Linear | None:
 _FORMS = {"MatMul": _matmul, "Gemm": _gemm}
 
 
-def _width(graph: Graph, x: str, weight: str, transposed: bool) -> int | None:
+def _width(graph: GraphView, x: str, weight: str, transposed: bool) -> int | None:
     """How many features a constant matrix makes of rows x; None where that is no product of ours."""
     shape = graph.shape(weight) if graph.is_weight(weight) else None
     if shape is None or len(shape) != 2 or len(graph.shape(x) or ()) < 2:
@@ -94,7 +94,7 @@ def _width(graph: Graph, x: str, weight: str, transposed: bool) -> int | None:
     return int(shape[1 if transposed else 0] or 0)
 
 
-def merge(graph: Graph, linears: dict[str, Linear], sites: list[Site]) -> None:
+def merge(graph: GraphView, linears: dict[str, Linear], sites: list[Pattern]) -> None:
     """Lays the projections of one input side by side where only sites read them, and points these there."""
     leaders: dict[str, Linear] = {}
     for site in sites:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 Nodes = list[onnx.NodeProto]
 
 
-class Joined(NamedTuple):
+class JoinedHalves(NamedTuple):
     """concat(one, other), or stack(one, other) behind the last axis with both axes as one: `interleaved`."""
 
     one: str
@@ -24,7 +24,7 @@ class Joined(NamedTuple):
     nodes: Nodes
 
 
-def joined(graph: Graph, name: str) -> Joined | None:
+def joined(graph: GraphView, name: str) -> JoinedHalves | None:
     """What a value of four axes is put together of, in equal parts; None where it is not."""
     node, shape = graph.producer(name), graph.shape(name) or ()
     if node is None or len(shape) != 4 or None in shape or not isinstance(shape[3], int) or shape[3] % 2:
@@ -32,7 +32,7 @@ def joined(graph: Graph, name: str) -> Joined | None:
     if node.op_type == "Concat" and len(node.input) == 2 and attributes(node).get("axis") in (-1, 3):
         parts = [graph.shape(part) for part in node.input]
         halves = parts == [(*shape[:3], shape[3] // 2)] * 2
-        return Joined(node.input[0], node.input[1], False, [node]) if halves else None
+        return JoinedHalves(node.input[0], node.input[1], False, [node]) if halves else None
     stack = graph.producer(node.input[0], "Concat") if node.op_type == "Reshape" else None
     if stack is None or len(stack.input) != 2 or attributes(stack).get("axis") not in (-1, 4):
         return None
@@ -41,10 +41,10 @@ def joined(graph: Graph, name: str) -> Joined | None:
         return None
     if any(graph.shape(made.output[0]) != (*shape[:3], shape[3] // 2, 1) for made in ones):
         return None
-    return Joined(ones[0].input[0], ones[1].input[0], True, [node, stack, *ones])
+    return JoinedHalves(ones[0].input[0], ones[1].input[0], True, [node, stack, *ones])
 
 
-def source(graph: Graph, name: str, interleaved: bool) -> str:
+def source(graph: GraphView, name: str, interleaved: bool) -> str:
     """The value that `name` is a part of, if it is one of anything."""
     node = graph.producer(name)
     if interleaved and node is not None and node.op_type == "Squeeze":
@@ -53,7 +53,7 @@ def source(graph: Graph, name: str, interleaved: bool) -> str:
     return node.input[0] if node is not None and node.input else ""
 
 
-def element(graph: Graph, x: str, name: str, interleaved: bool) -> tuple[int, Nodes] | None:
+def element(graph: GraphView, x: str, name: str, interleaved: bool) -> tuple[int, Nodes] | None:
     """(0 or 1, nodes) of a value that is the one element of each pair of x, or the other; None of another value."""
     shape = graph.shape(x) or ()
     if len(shape) != 4 or not isinstance(size := shape[3], int) or size % 2:
@@ -65,7 +65,7 @@ def element(graph: Graph, x: str, name: str, interleaved: bool) -> tuple[int, No
     return None if found is None or found[:2] not in halves else (halves[found[:2]], [found[2]])
 
 
-def part(graph: Graph, x: str, size: int, name: str, last: int = 3) -> tuple[int, int, onnx.NodeProto] | None:
+def part(graph: GraphView, x: str, size: int, name: str, last: int = 3) -> tuple[int, int, onnx.NodeProto] | None:
     """(begin, end, node) of a value that is x[..., begin:end] along the axis `last`, of `size`."""
     node = graph.producer(name)
     if node is None or node.op_type not in ("Slice", "Split") or node.input[0] != x:
@@ -80,7 +80,7 @@ def part(graph: Graph, x: str, size: int, name: str, last: int = 3) -> tuple[int
     return (*slice(begin, end).indices(size)[:2], node) if axis in (-1, last) and step == 1 else None
 
 
-def _every_other(graph: Graph, x: str, size: int, name: str) -> tuple[int, Nodes] | None:
+def _every_other(graph: GraphView, x: str, size: int, name: str) -> tuple[int, Nodes] | None:
     """x[..., first::2]"""
     node = graph.producer(name, "Slice")
     if node is None or node.input[0] != x:
@@ -90,7 +90,7 @@ def _every_other(graph: Graph, x: str, size: int, name: str) -> tuple[int, Nodes
     return (first, [node]) if whole and axis in (-1, 3) and step == 2 else None
 
 
-def _unbound(graph: Graph, x: str, size: int, name: str) -> tuple[int, Nodes] | None:
+def _unbound(graph: GraphView, x: str, size: int, name: str) -> tuple[int, Nodes] | None:
     """x viewed as (..., R/2, 2), and one element of its last axis."""
     squeeze, shape = graph.producer(name, "Squeeze"), graph.shape(x) or ()
     taken = None if squeeze is None else graph.producer(squeeze.input[0])
@@ -105,7 +105,7 @@ def _unbound(graph: Graph, x: str, size: int, name: str) -> tuple[int, Nodes] | 
     return found[0], [squeeze, found[2], view]
 
 
-def _bounds(graph: Graph, node: onnx.NodeProto) -> tuple[int, int, int, int]:
+def _bounds(graph: GraphView, node: onnx.NodeProto) -> tuple[int, int, int, int]:
     """(begin, end, axis, step) of a Slice along one axis; the step is 0 where they are not constant."""
     found = [graph.constant(argument) for argument in node.input[1:]]
     numbers = [int(bound.item()) for bound in found if bound is not None and bound.size == 1]

@@ -18,17 +18,17 @@ from mhsa_compile.frontend.fusion.head_layout import (
     split_rows,
     spoken,
 )
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.checks import DTYPES
 
 ROTARY = "MhsaRotary"
 
 
-class RotarySite:
+class RotaryPattern:
     """One RotaryEmbedding node, checked, with the views before it. Raises ModelError."""
 
-    def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
+    def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
         self.graph, self.node = graph, node
         self.absorbed: list[onnx.NodeProto] = []
         self.x, self.cos, self.sin, self.positions = (*node.input, "")[:4]

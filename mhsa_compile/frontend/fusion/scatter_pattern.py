@@ -21,16 +21,16 @@ from mhsa_compile.frontend.fusion.head_layout import (
     split_rows,
     spoken,
 )
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY
 
 SCATTER = "MhsaScatter"
 
 
-class ScatterSite:
+class ScatterPattern:
     """One TensorScatter node, checked, with the views before its update. Raises ModelError."""
 
-    def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
+    def __init__(self, graph: GraphView, node: onnx.NodeProto) -> None:
         self.graph, self.node = graph, node
         self.absorbed: list[onnx.NodeProto] = []
         self.cache, self.update, self.indices = (*node.input, "")[:3]
@@ -114,7 +114,7 @@ class ScatterSite:
         )
 
 
-def in_place(graph: Graph) -> dict[str, str]:
+def in_place(graph: GraphView) -> dict[str, str]:
     """Input -> output, of the caches that a call writes into. Raises ModelError where that would change a result."""
     pairs = declared_in_place(graph.model)
     for source, result in pairs.items():

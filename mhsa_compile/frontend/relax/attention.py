@@ -25,16 +25,16 @@ from mhsa_compile.frontend.relax.masks import (
 )
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    AttentionProbsOp,
     Dim,
+    HeadLayout,
+    KvConcatOp,
     MaskInput,
     Op,
-    Placement,
-    PresentOp,
     ScoresOp,
+    SoftmaxStatsOp,
     StaticMask,
-    StatisticsOp,
-    WeightsOp,
+    WindowSpec,
 )
 
 WEIGHTS = 3
@@ -51,7 +51,7 @@ class Broadcast:
     pads: bool
 
 
-class Graph(Protocol):
+class ImportContext(Protocol):
     """The graph that is being imported."""
 
     bb: relax.BlockBuilder
@@ -74,14 +74,14 @@ class Graph(Protocol):
 class AttentionImport:
     """A node with its inputs. What `attention_site` wrote into it is read here."""
 
-    def __init__(self, graph: Graph, inputs: list[Value], attrs: Mapping[str, Any]) -> None:
+    def __init__(self, graph: ImportContext, inputs: list[Value], attrs: Mapping[str, Any]) -> None:
         self.graph, self.bb = graph, graph.bb
         self.said = {name: text(value) for name, value in attrs.items()}
         self.node = f"Attention node {text(attrs['tvm_custom']['name'])!r}"
         names = self._texts("extras")
         self.extras = dict(zip(names, inputs[len(inputs) - len(names) :], strict=True))
         self.places = {
-            role: Placement(*(self.said[f"{role}_{key}"] for key in ("buffer", "layout", "width", "offset")))
+            role: HeadLayout(*(self.said[f"{role}_{key}"] for key in ("buffer", "layout", "width", "offset")))
             for role in "qkv"
         }
         self.operands = {role: inputs[place.buffer] for role, place in self.places.items()}
@@ -106,7 +106,7 @@ class AttentionImport:
         made["y"] = self.graph.call(op, inputs, shape)
         if "scores" in self._texts("gives"):
             stage = self.said["stage"]
-            asked = WeightsOp(op) if stage == WEIGHTS else ScoresOp(op, stage)
+            asked = AttentionProbsOp(op) if stage == WEIGHTS else ScoresOp(op, stage)
             made["scores"] = self.graph.call(asked, inputs, full)
         made |= self._inside(op, inputs, full)
         results = [made[role] for role in self._texts("gives")]
@@ -122,14 +122,14 @@ class AttentionImport:
             types["top_k_keys"] = relax.TensorType([*full[:3], k], "int64")
         made: dict[str, Value] = {}
         if types:
-            statistics = StatisticsOp(op, "lse" in types, "entropy" in types, k if "top_k_keys" in types else 0)
+            statistics = SoftmaxStatsOp(op, "lse" in types, "entropy" in types, k if "top_k_keys" in types else 0)
             made = dict(zip(types, self.graph.call_for_several(statistics, inputs, list(types.values())), strict=True))
         if "weights" in gives:
             chosen = [tuple(self.said[name]) if name in self.said else None for name in _CHOSEN]
             counts = [
                 size if numbers is None else len(numbers) for size, numbers in zip(full[1:3], chosen, strict=True)
             ]
-            made["weights"] = self.graph.call(WeightsOp(op, *chosen), inputs, [full[0], *counts, full[3]])
+            made["weights"] = self.graph.call(AttentionProbsOp(op, *chosen), inputs, [full[0], *counts, full[3]])
         return made
 
     def _presents(self) -> dict[str, Value]:
@@ -140,13 +140,13 @@ class AttentionImport:
             if past is not None or f"present_{name}" in self._texts("gives"):
                 made[f"present_{name}"] = value = self._present(role, past, self.said[size])
                 if past is not None:
-                    self.operands[role], self.places[role] = value, Placement(0, "heads", 0)
+                    self.operands[role], self.places[role] = value, HeadLayout(0, "heads", 0)
         return made
 
     def _present(self, role: str, past: Value | None, size: int) -> Value:
         new, length, heads = self.operands[role], self._length(role), self.said["num_kv_heads"]
         batch, before = dims(new)[0], None if past is None else dims(past)[2]
-        op = PresentOp(
+        op = KvConcatOp(
             batch=self.graph.dim(batch),
             past=None if before is None else self.graph.dim(before),
             length=self.graph.dim(length),
@@ -180,7 +180,7 @@ class AttentionImport:
             self.graph.limits[name] = stated(full[3])
         sinks, slopes = self.extras.get("sinks"), self.extras.get("slopes")
         if band is None and slopes is not None:  # which count from the queries' places
-            band = Band(None, None, said["alignment"])
+            band = WindowSpec(None, None, said["alignment"])
         inputs += [value for value in (mask, lengths, sinks, slopes) if value is not None]
         return AttentionOp(
             batch=dim(full[0]),
@@ -196,7 +196,7 @@ class AttentionImport:
             query=self.places["q"],
             key=self.places["k"],
             value=self.places["v"],
-            output=Placement(0, said["output_layout"], said["num_heads"] * said["v_head_dim"]),
+            output=HeadLayout(0, said["output_layout"], said["num_heads"] * said["v_head_dim"]),
             dtype=str(self.operands["q"].ty.dtype),  # type: ignore[arg-type]
             static_mask=StaticMask(numpy_helper.to_array(said["static_mask"])) if "static_mask" in said else None,
             softcap=said["softcap"],
@@ -223,7 +223,7 @@ class AttentionImport:
             mask = attention_masks.padded(self.bb, mask, length)
         return mask if name is not None else attention_masks.checked(self.bb, self.node, mask, full)
 
-    def _band(self, full: list[Size], mask: Value | None) -> tuple[Band | None, Value | None]:
+    def _band(self, full: list[Size], mask: Value | None) -> tuple[WindowSpec | None, Value | None]:
         """The window with causality in it, as a band, else in the mask."""
         past = self.extras.get("past_key")
         sizes = {"past": None if past is None else dims(past)[2], "queries": full[2], "keys": full[3]}

@@ -1,7 +1,7 @@
 """ONNX -> Relax. TVM's importer converts the ordinary operators; what our kernels compute becomes calls of our own ops.
 
-Such a call is `call_dps_packed("op_N", inputs)`; `Imported.ops["op_N"]` says what it is. The schedule replaces it by a
-kernel. Floating-point initializers become parameters of `main`, bound at load; integers are constants of the program.
+Such a call is `call_dps_packed("op_N", inputs)`; `ImportedModule.ops["op_N"]` says what it is. `compiler.lower` replaces
+it by a kernel. Floating-point initializers become parameters of `main`, bound at load; integers are constants of the program.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, size_as_tensor
 from mhsa_compile.kernels.interface.ops import (
     Dim,
+    HeadLayout,
+    KvScatterOp,
     LinearOp,
     Op,
-    Placement,
     RotaryOp,
-    ScatterOp,
 )
 
 
 @dataclass
-class Imported:
+class ImportedModule:
     """A Relax module whose `main` takes the inputs, then the weights, and calls `ops` by name."""
 
     module: Any
@@ -57,7 +57,7 @@ class Imported:
     in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
 
 
-def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Imported:
+def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> ImportedModule:
     """`int8_weights`: linears round their weights to eight bits when they are packed, and activations in each call.
 
     Raises ModelError: no attention, an operator nobody here can convert, shapes that contradict each other.
@@ -88,7 +88,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def __init__(self, int8_weights: bool) -> None:
         super().__init__(None, None, keep_params_in_input=True)
-        self.result = Imported(module=None)
+        self.result = ImportedModule(module=None)
         self._computed: list[tuple[Any, str]] = []  # sizes that are computed, and their names
         self._int8_weights = int8_weights
 
@@ -189,8 +189,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             rotary_dim=attrs["rotary_dim"],
             interleaved=bool(attrs["interleaved"]),
             max_positions=self.dim(dims(inputs[1])[0]) if len(inputs) > 3 else None,
-            x=Placement(0, layout, attrs["width"], attrs["offset"]),
-            output=Placement(0, output_layout, heads * head_dim),
+            x=HeadLayout(0, layout, attrs["width"], attrs["offset"]),
+            output=HeadLayout(0, output_layout, heads * head_dim),
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
             shared_angles=bool(attrs["shared_angles"]),
             whole_angles=bool(attrs.get("whole_angles")),
@@ -201,11 +201,11 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _scatter(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         cache, update, axis = dims(inputs[0]), dims(inputs[1]), attrs["axis"]
-        op = ScatterOp(
+        op = KvScatterOp(
             cache=tuple(map(self.dim, cache)),
             axis=axis,
             length=self.dim(update[1] if attrs["rows"] else update[axis]),
-            update=Placement(1, "rows", attrs["width"], attrs["offset"]) if attrs["rows"] else None,
+            update=HeadLayout(1, "rows", attrs["width"], attrs["offset"]) if attrs["rows"] else None,
             circular=bool(attrs["circular"]),
             indexed=len(inputs) > 2,
             in_place=bool(attrs["in_place"]),

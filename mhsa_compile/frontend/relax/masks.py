@@ -12,7 +12,7 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.kernels.interface.ops import Band
+from mhsa_compile.kernels.interface.ops import WindowSpec
 
 Value = Any  # relax.Var
 Size = Any  # int or tirx.PrimExpr
@@ -78,7 +78,7 @@ def checked(builder: relax.BlockBuilder, node: str, mask: Value, full: list[Size
 
 def band_of(
     left: int, right: int, alignment: str, *, past: Size | None, queries: Size, keys: Size
-) -> Band | Literal["unknown"] | None:
+) -> WindowSpec | Literal["unknown"] | None:
     """The band of a window (-1: unbounded), causality in it: query i stands at i + P, or as `alignment` says.
 
     UNKNOWN where no Band can say it: there are more or fewer new keys than queries, by a number that calls decide.
@@ -93,7 +93,7 @@ def band_of(
         if not isinstance(shift, int):
             return UNKNOWN
     bounds = (None if left < 0 else left - shift, None if right < 0 else right + shift)
-    return Band(*bounds, alignment)  # type: ignore[arg-type]
+    return WindowSpec(*bounds, alignment)  # type: ignore[arg-type]
 
 
 def banded(

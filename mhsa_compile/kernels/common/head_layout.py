@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import Expr
-from mhsa_compile.kernels.interface.ops import Placement
+from mhsa_compile.kernels.interface.ops import HeadLayout
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class HeadView:
     at: Callable[[Expr, Expr], list[Expr]]
 
 
-def head_view(buffer: Expr, place: Placement, head_dim: int, b: Expr, head: Expr) -> HeadView:
+def head_view(buffer: Expr, place: HeadLayout, head_dim: int, b: Expr, head: Expr) -> HeadView:
     if place.layout == "rows":
         return HeadView(buffer, lambda row, column: [b, row, place.offset + head * head_dim + column])
     return HeadView(buffer, lambda row, column: [b, head, row, column])
 
 
-def placed_shape(place: Placement, batch: Expr, length: Expr, heads: int, head_dim: int) -> list[Expr]:
+def placed_shape(place: HeadLayout, batch: Expr, length: Expr, heads: int, head_dim: int) -> list[Expr]:
     if place.layout == "rows":
         return [batch, length, T.int64(place.width)]
     return [batch, T.int64(heads), length, T.int64(head_dim)]

@@ -18,7 +18,7 @@ from mhsa_compile.kernels.common.buffers import (
     Expr,
     argument,
 )
-from mhsa_compile.kernels.interface.ops import LinearOp, RotaryOp, ScatterOp
+from mhsa_compile.kernels.interface.ops import KvScatterOp, LinearOp, RotaryOp
 
 # Linears and the packing of their weights.
 
@@ -54,14 +54,14 @@ def angle_arguments(op: RotaryOp, dim: Dims) -> tuple[Expr, Expr, Expr | None]:
 # Scatters.
 
 
-def unfit_scatter(op: ScatterOp) -> str | None:
+def unfit_scatter(op: KvScatterOp) -> str | None:
     """Why the elements of a scatter cannot be copied as they are, or None if they can."""
     if op.dtype not in DTYPE_BYTES:
         return f"no elements of {op.dtype}"
     return None
 
 
-def scatter_arguments(op: ScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
+def scatter_arguments(op: KvScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
     """(cache, update, indices, result): cache and result are (B, heads, S, row), and in place the same; the update is
     (B, heads, L, row), or rows of a wider buffer (B, L, width); the indices are (B,)."""
     dim = Dims()
@@ -75,19 +75,19 @@ def scatter_arguments(op: ScatterOp) -> tuple[Expr, Expr, Expr | None, Expr]:
     return seen, rows, indices, written
 
 
-def refuse_too_many_rows(op: ScatterOp, new: Expr, rows: Expr) -> None:
+def refuse_too_many_rows(op: KvScatterOp, new: Expr, rows: Expr) -> None:
     """Ends a call that brings more new rows than the cache has."""
     most, brought = spelled(op.cache[op.axis]), spelled(op.length)
     refuse_unless(new <= rows, op.update_name, f"at most {most} rows, as the cache has", f"{brought} rows")
 
 
-def _update_shape(op: ScatterOp, dim: Dims) -> list[Expr]:
+def _update_shape(op: KvScatterOp, dim: Dims) -> list[Expr]:
     if op.update is not None:
         return [dim(op.cache[0]), dim(op.length), T.int64(op.update.width)]
     return [dim(op.length if i == op.axis else size) for i, size in enumerate(op.cache)]
 
 
-def _folded(buffer: Expr, op: ScatterOp) -> Expr:
+def _folded(buffer: Expr, op: KvScatterOp) -> Expr:
     """A buffer of the cache's rank as (batch, heads, rows, row)."""
     shape = list(buffer.shape)
     heads, row = (math.prod(part, start=T.int64(1)) for part in (shape[1 : op.axis], shape[op.axis + 1 :]))

@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import Expr, argument
-from mhsa_compile.kernels.interface.ops import AttentionOp, Band
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
 
-def divided_band(op: AttentionOp) -> tuple[Band | None, Band | None]:
+def divided_band(op: AttentionOp) -> tuple[WindowSpec | None, WindowSpec | None]:
     """(what a plan holds of the band, what is left to the kernel): a band counted from lengths is known when called
     only, and distances are counted from its edge."""
     late = op.lengths and op.band is not None and op.band.alignment == "bottom_right"
     return None if late else op.band, op.band if late or op.slopes else None
 
 
-def seen_in_band(band: Band | None, rows: range, L: int, S: int) -> NDArray[np.bool_]:
+def seen_in_band(band: WindowSpec | None, rows: range, L: int, S: int) -> NDArray[np.bool_]:
     """(rows, S): which keys some of the L queries see by their place."""
     visible = np.ones((len(rows), S), np.bool_)
     if band is not None:

@@ -26,26 +26,26 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
-from mhsa_compile.kernels.interface.ops import PresentOp
+from mhsa_compile.kernels.interface.ops import KvConcatOp
 from mhsa_compile.target.profile import CpuProfile
 
 ROWS = 64  # of a task: some KiB, which hide what it takes to begin one
 
 
-class PresentKernel(Fixed):
+class CpuKvConcatKernel(Fixed):
     """Appends new keys or values to those of the past, for any CPU."""
 
     name = "cpu.present"
-    op_type = PresentOp
+    op_type = KvConcatOp
 
-    def applies(self, op: PresentOp, profile: CpuProfile) -> str | None:
+    def applies(self, op: KvConcatOp, profile: CpuProfile) -> str | None:
         return None
 
-    def emit(self, op: PresentOp, profile: CpuProfile, config: Config) -> Emitted:
+    def emit(self, op: KvConcatOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_present(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
 
 
-def _present(op: PresentOp, lanes: int) -> Expr:
+def _present(op: KvConcatOp, lanes: int) -> Expr:
     dim = Dims()
     batch, new_rows = dim(op.batch), dim(op.length)
     past_rows = T.int64(0) if op.past is None else dim(op.past)

@@ -26,29 +26,29 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
-from mhsa_compile.kernels.interface.ops import ScatterOp
+from mhsa_compile.kernels.interface.ops import KvScatterOp
 from mhsa_compile.target.profile import CpuProfile
 
 
-class ScatterKernel(Fixed):
+class CpuKvScatterKernel(Fixed):
     """TensorScatter for any CPU, any rank and any dtype of whole bytes."""
 
     name = "cpu.scatter"
-    op_type = ScatterOp
+    op_type = KvScatterOp
 
-    def applies(self, op: ScatterOp, profile: CpuProfile) -> str | None:
+    def applies(self, op: KvScatterOp, profile: CpuProfile) -> str | None:
         return unfit_scatter(op)
 
-    def emit(self, op: ScatterOp, profile: CpuProfile, config: Config) -> Emitted:
+    def emit(self, op: KvScatterOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_scatter(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
 
 
-def _scatter(op: ScatterOp, lanes: int) -> Expr:
+def _scatter(op: KvScatterOp, lanes: int) -> Expr:
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("scatter")
             T.func_attr({"tirx.noalias": True})
-            task = _Scatter(op, *scatter_arguments(op), lanes)
+            task = _CpuScatter(op, *scatter_arguments(op), lanes)
             task.check()
             if op.in_place:
                 task.write_rows()
@@ -58,8 +58,8 @@ def _scatter(op: ScatterOp, lanes: int) -> Expr:
 
 
 @dataclass(frozen=True)
-class _Scatter:
-    op: ScatterOp
+class _CpuScatter:
+    op: KvScatterOp
     cache: Expr
     update: Expr
     indices: Expr | None

@@ -31,7 +31,7 @@ from mhsa_compile.kernels.interface.ops import RotaryOp
 from mhsa_compile.target.profile import CpuProfile
 
 
-class RotaryKernel(Fixed):
+class CpuRotaryKernel(Fixed):
     """RotaryEmbedding for any vector CPU."""
 
     name = "cpu.rope"
@@ -45,7 +45,7 @@ class RotaryKernel(Fixed):
 
 
 @dataclass(frozen=True)
-class _Angles:
+class _CpuAngles:
     """cos and sin of the angles of each place, by their index in the place's row."""
 
     op: RotaryOp
@@ -99,7 +99,7 @@ def _rope(op: RotaryOp, lanes: int) -> Expr:
             T.func_name("rope")
             T.func_attr({"tirx.noalias": True})
             x = argument("x", placed_shape(op.x, batch, length, heads, op.head_dim), op.dtype)
-            angles = _Angles(op, *angle_arguments(op, dim))
+            angles = _CpuAngles(op, *angle_arguments(op, dim))
             y = argument("y", placed_shape(op.output, batch, length, heads, op.head_dim), op.dtype)
             angles.check()
 
@@ -114,7 +114,7 @@ def _rope(op: RotaryOp, lanes: int) -> Expr:
     return builder.get()
 
 
-def _turn(angles: _Angles, place: list[Expr], i: Expr, x: HeadView, y: HeadView, lanes: int) -> None:
+def _turn(angles: _CpuAngles, place: list[Expr], i: Expr, x: HeadView, y: HeadView, lanes: int) -> None:
     """One head of one row."""
     op = angles.op
     half = op.rotary_dim // 2

@@ -16,24 +16,24 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
 )
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
-from mhsa_compile.kernels.interface.ops import PresentOp
+from mhsa_compile.kernels.interface.ops import KvConcatOp
 from mhsa_compile.target.profile import TargetProfile
 
 
-class PresentKernel(Fixed):
+class CudaKvConcatKernel(Fixed):
     """Appends new keys or values to those of the past, a piece of a row by each thread."""
 
     name = "cuda.present"
-    op_type = PresentOp
+    op_type = KvConcatOp
 
-    def applies(self, op: PresentOp, profile: TargetProfile) -> str | None:
+    def applies(self, op: KvConcatOp, profile: TargetProfile) -> str | None:
         return None
 
-    def emit(self, op: PresentOp, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: KvConcatOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_present(op))
 
 
-def _present(op: PresentOp) -> Expr:
+def _present(op: KvConcatOp) -> Expr:
     dim, count = Dims(), piece_of(op.dtype, op.head_dim, *row_steps(op.new))
     batch, new_rows = dim(op.batch), dim(op.length)
     past_rows = T.int64(0) if op.past is None else dim(op.past)

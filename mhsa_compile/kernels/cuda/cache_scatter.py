@@ -25,28 +25,28 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
 )
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
-from mhsa_compile.kernels.interface.ops import ScatterOp
+from mhsa_compile.kernels.interface.ops import KvScatterOp
 from mhsa_compile.target.profile import TargetProfile
 
 
-class ScatterKernel(Fixed):
+class CudaKvScatterKernel(Fixed):
     """TensorScatter of any rank and any dtype of whole bytes."""
 
     name = "cuda.scatter"
-    op_type = ScatterOp
+    op_type = KvScatterOp
 
-    def applies(self, op: ScatterOp, profile: TargetProfile) -> str | None:
+    def applies(self, op: KvScatterOp, profile: TargetProfile) -> str | None:
         return unfit_scatter(op)
 
-    def emit(self, op: ScatterOp, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: KvScatterOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_scatter(op))
 
 
-def _scatter(op: ScatterOp) -> Expr:
+def _scatter(op: KvScatterOp) -> Expr:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("scatter")
         T.func_attr({"tirx.noalias": True})
-        task = _Scatter(op, *scatter_arguments(op), _piece(op))
+        task = _CudaScatter(op, *scatter_arguments(op), _piece(op))
         refuse_too_many_rows(op, task.new, task.rows)
         if op.in_place:
             task.write_rows()
@@ -55,7 +55,7 @@ def _scatter(op: ScatterOp) -> Expr:
     return builder.get()
 
 
-def _piece(op: ScatterOp) -> int:
+def _piece(op: KvScatterOp) -> int:
     """Elements of a piece of a row; one where the row's length is known when called only."""
     row = math.prod(size if isinstance(size, int) else 1 for size in op.cache[op.axis + 1 :])
     is_fixed = all(isinstance(size, int) for size in op.cache[op.axis + 1 :])
@@ -63,8 +63,8 @@ def _piece(op: ScatterOp) -> int:
 
 
 @dataclass(frozen=True)
-class _Scatter:
-    op: ScatterOp
+class _CudaScatter:
+    op: KvScatterOp
     cache: Expr
     update: Expr
     indices: Expr | None

@@ -28,7 +28,7 @@ from mhsa_compile.kernels.interface.ops import RotaryOp
 from mhsa_compile.target.profile import TargetProfile
 
 
-class RotaryKernel(Fixed):
+class CudaRotaryKernel(Fixed):
     """RotaryEmbedding on NVIDIA GPUs from sm_80 on."""
 
     name = "cuda.rope"
@@ -76,7 +76,7 @@ class _Pairs:
 
 
 @dataclass(frozen=True)
-class _Angles:
+class _CudaAngles:
     """cos and sin of the angles of each place."""
 
     op: RotaryOp
@@ -117,7 +117,7 @@ def _rope(op: RotaryOp) -> Expr:
         T.func_attr({"tirx.noalias": True})
         x = argument("x", placed_shape(op.x, batch, length, op.num_heads, op.head_dim), op.dtype)
         *tables, positions = angle_arguments(op, dim)
-        angles = _Angles(op, tables, positions)
+        angles = _CudaAngles(op, tables, positions)
         y = argument("y", placed_shape(op.output, batch, length, op.num_heads, op.head_dim), op.dtype)
 
         def piece(number: Expr) -> None:
@@ -138,7 +138,7 @@ def _rope(op: RotaryOp) -> Expr:
     return builder.get()
 
 
-def _turn(angles: _Angles, pairs: _Pairs, b: Expr, i: Expr, turn: Expr, x: HeadView, y: HeadView) -> None:
+def _turn(angles: _CudaAngles, pairs: _Pairs, b: Expr, i: Expr, turn: Expr, x: HeadView, y: HeadView) -> None:
     """The pairs of one thread."""
     op, columns = angles.op, pairs.columns(turn)
     cos, sin = angles.read(b, i, turn, pairs)

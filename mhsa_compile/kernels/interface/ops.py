@@ -44,7 +44,7 @@ class LinearOp:
 
 
 @dataclass(frozen=True)
-class Placement:
+class HeadLayout:
     """Where the heads of Q, K, V or Y lie: in input number `buffer`, read in place.
 
     layout "rows": (B, length, width), head h begins at column `offset` + h * head_dim.
@@ -66,7 +66,7 @@ class MaskInput:
 
 
 @dataclass(frozen=True)
-class Band:
+class WindowSpec:
     """The keys a query sees by its place: query i stands at p = i, or i + S - L where it is "bottom_right", and sees
     the keys p - left to p + right. None is unbounded; causality is right = 0."""
 
@@ -109,12 +109,12 @@ class AttentionOp:
     head_dim: int
     v_head_dim: int
     scale: float
-    band: Band | None
+    band: WindowSpec | None
     mask: MaskInput | None
-    query: Placement
-    key: Placement
-    value: Placement
-    output: Placement
+    query: HeadLayout
+    key: HeadLayout
+    value: HeadLayout
+    output: HeadLayout
     dtype: DType = "float32"
     static_mask: StaticMask | None = None
     softcap: float = 0.0
@@ -178,8 +178,8 @@ class RotaryOp:
     rotary_dim: int
     interleaved: bool
     max_positions: Dim | None
-    x: Placement
-    output: Placement
+    x: HeadLayout
+    output: HeadLayout
     dtype: DType = "float32"
     shared_angles: bool = False
     whole_angles: bool = False
@@ -187,7 +187,7 @@ class RotaryOp:
 
 
 @dataclass(frozen=True)
-class ScatterOp:
+class KvScatterOp:
     """A cache (B, ..., S, ...) with the L rows of an update written along `axis`, ONNX TensorScatter-24.
 
     cache         its dims; the update has the same but for `length` on the axis
@@ -206,7 +206,7 @@ class ScatterOp:
     cache: tuple[Dim, ...]
     axis: int
     length: Dim
-    update: Placement | None
+    update: HeadLayout | None
     circular: bool
     indexed: bool
     in_place: bool
@@ -232,7 +232,7 @@ class ScoresOp:
 
 
 @dataclass(frozen=True)
-class PresentOp:
+class KvConcatOp:
     """Present keys or values (B, G, P + L, E): P rows of each head from the past, then L new ones.
 
     past  P, or None where there is no past: the new rows alone, laid out by heads
@@ -244,12 +244,12 @@ class PresentOp:
     length: Dim
     num_heads: int
     head_dim: int
-    new: Placement
+    new: HeadLayout
     dtype: DType = "float32"
 
 
 @dataclass(frozen=True)
-class StatisticsOp:
+class SoftmaxStatsOp:
     """What each row of the softmax of `attention` is like, from the same inputs (V's are not read). In this order:
 
     lse      (B, H, L) float32: ln of the sum of exp of what the row sees: scores after scale, softcap, masks and
@@ -267,7 +267,7 @@ class StatisticsOp:
 
 
 @dataclass(frozen=True)
-class WeightsOp:
+class AttentionProbsOp:
     """Rows of the softmax of `attention` themselves, (B, heads, rows, S) of its dtype, from the same inputs (V's are
     not read): of the chosen `heads` and query `rows`, None is all. A row may count from the end, -1 is the last; one
     that is not there is zeros, as is one that sees nothing."""
@@ -286,4 +286,4 @@ class WeightsOp:
         return self.heads is None and self.rows is None
 
 
-Op = LinearOp | AttentionOp | ScoresOp | StatisticsOp | WeightsOp | PresentOp | RotaryOp | ScatterOp
+Op = LinearOp | AttentionOp | ScoresOp | SoftmaxStatsOp | AttentionProbsOp | KvConcatOp | RotaryOp | KvScatterOp

@@ -68,7 +68,7 @@ class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tuning: str = ""
 
 
-class AttentionBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class AttentionCoverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One attention of the source, named after its node (its Softmax, where it was several), and what became of it.
 
     `form` is "Attention", "decomposed", or an operator of Microsoft's. `note` is why it was not fused, or what its
@@ -96,7 +96,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     target: TargetProfile
     versions: dict[str, str]
     ops: tuple[OpReport, ...]
-    attention: tuple[AttentionBlock, ...] = ()
+    attention: tuple[AttentionCoverage, ...] = ()
     limits: dict[str, Size] = {}  # symbol -> its largest size, where a table of the model has no more rows
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
@@ -134,7 +134,7 @@ def _encode(manifest: Manifest) -> bytes:
 def read_manifest(raw: bytes, argument: str) -> Manifest:
     """Of these bytes, checked: format version, fields, hash, and that each file has one. Raises ArtifactError."""
     with reading(ArtifactError, argument, f"a manifest of format version {FORMAT_VERSION}", _COPY_AGAIN):
-        found = msgspec.json.decode(raw, type=_Versioned).format_version
+        found = msgspec.json.decode(raw, type=_ManifestVersion).format_version
         if found not in _READ:
             raise _other_version(argument, found)
         manifest = msgspec.json.decode(raw, type=Manifest)
@@ -146,7 +146,7 @@ def read_manifest(raw: bytes, argument: str) -> Manifest:
     return manifest
 
 
-class _Versioned(msgspec.Struct):
+class _ManifestVersion(msgspec.Struct):
     """The one field that every format has; a newer one may differ in all others."""
 
     format_version: int

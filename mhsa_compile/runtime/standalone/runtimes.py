@@ -24,7 +24,7 @@ _ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "arm": 40, "riscv64": 243}
 
 
 @dataclass(frozen=True)
-class Runtime:
+class RuntimeLibraries:
     """Shared libraries by name, and what the device needs beside them."""
 
     libraries: dict[str, bytes]
@@ -40,7 +40,7 @@ def package_folder(name: str) -> Path:
     raise InstallationError(name, "an installed package", "none", "Run: pip install -c constraints.txt mhsa-compile")
 
 
-def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str], None]) -> Runtime:
+def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str], None]) -> RuntimeLibraries:
     """The runtime for an artifact's target.
 
     source   None: what is installed here where the architecture is this machine's, else as "build"; "build": with Zig,
@@ -57,7 +57,7 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
         triple = manifest.target.link.triple
         library = build_runtime.built(triple, package_folder("tvm"), package_folder("tvm_ffi"), progress)
         origin = f"Zig, by the sources of apache-tvm {environment.TESTED_TVM}"
-        return Runtime({library.name: library.read_bytes()}, origin, f"glibc {_glibc(triple)}")
+        return RuntimeLibraries({library.name: library.read_bytes()}, origin, f"glibc {_glibc(triple)}")
     place = Path(source)
     if not place.exists():
         expected = f'"{BUILD}", a wheel, or a folder with wheels or libraries'
@@ -71,9 +71,9 @@ def _glibc(triple: str) -> str:
     return f"{number[1]} or later" if number else "as old as that of Zig's default for it"
 
 
-def _prebuilt(architecture: str, places: list[Path], origin: str) -> Runtime:
+def _prebuilt(architecture: str, places: list[Path], origin: str) -> RuntimeLibraries:
     needs = "glibc 2.28 or later and libstdc++ of GCC 8 or later"  # manylinux_2_28
-    return Runtime({name: _library(name, architecture, places) for name in LIBRARIES}, origin, needs)
+    return RuntimeLibraries({name: _library(name, architecture, places) for name in LIBRARIES}, origin, needs)
 
 
 def _library(name: str, architecture: str, places: list[Path]) -> bytes:

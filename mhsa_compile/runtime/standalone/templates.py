@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
-from mhsa_compile.runtime.standalone.runtimes import Runtime
+from mhsa_compile.runtime.standalone.runtimes import RuntimeLibraries
 from mhsa_compile.target.profile import CpuProfile
 
 PROGRAM, MAIN = "attention", "main.cpp"
@@ -41,7 +41,7 @@ zig:
 """
 
 
-def readme(manifest: Manifest, runtime: Runtime, words: Sequence[str]) -> str:
+def readme(manifest: Manifest, runtime: RuntimeLibraries, words: Sequence[str]) -> str:
     """What it is, how it is built and run, and what it takes and gives."""
     target = manifest.target
     assert isinstance(target, CpuProfile)  # bundles are for CPUs

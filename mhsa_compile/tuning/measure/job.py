@@ -16,7 +16,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
-class Job:
+class MeasureJob:
     """One operation at the sizes at which it is measured.
 
     inputs    of `run`, in its order

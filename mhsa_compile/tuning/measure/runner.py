@@ -25,7 +25,7 @@ from mhsa_compile.tuning.measure.job import (
     Array,
     Candidate,
     Failure,
-    Job,
+    MeasureJob,
     Timing,
 )
 from mhsa_compile.tuning.measure.rpc_server import SECONDS
@@ -47,7 +47,9 @@ class Fault(Exception):
         self.failure = failure
 
 
-def timings(remote: Any, job: Job, candidates: Sequence[Candidate], seconds: float, patience: float) -> list[Timing]:
+def timings(
+    remote: Any, job: MeasureJob, candidates: Sequence[Candidate], seconds: float, patience: float
+) -> list[Timing]:
     """Each candidate's times in the same rounds, which go on for `seconds` a candidate, at least five.
 
     `remote` is a `tvm.rpc.RPCSession` that ends within `patience` seconds: rounds of slow candidates stop at half of
@@ -105,7 +107,7 @@ class _Runner:
 
     @classmethod
     def loaded(
-        cls, remote: Any, name: str, candidate: Candidate, sent: tuple[list[list[Any]], list[Any]], job: Job
+        cls, remote: Any, name: str, candidate: Candidate, sent: tuple[list[list[Any]], list[Any]], job: MeasureJob
     ) -> _Runner:
         """Loads it, packs, runs it once over an output of NaN, and checks what it wrote."""
         device, (inputs, weights) = remote.device(candidate.memory, 0), sent
@@ -121,7 +123,7 @@ class _Runner:
         runner.check(job)
         return runner
 
-    def check(self, job: Job) -> None:
+    def check(self, job: MeasureJob) -> None:
         """Looks at the output of the last call: of the first, and again of the last, since two threads may be at odds
         only now and then, and memory may have been written by the others."""
         self.share = max(self.share, job.error_share(self.output.numpy()))
@@ -142,7 +144,7 @@ class _Runner:
         return self.last
 
 
-def _clock(remote: Any, job: Job) -> Any:
+def _clock(remote: Any, job: MeasureJob) -> Any:
     """The device's own, where inputs take turns and it has one: `mhsa serve` does, TVM's own server does not."""
     if job.sets == 1:
         return None
@@ -164,10 +166,10 @@ def _module(remote: Any, name: str, candidate: Candidate) -> Any:
     except (RPCError, AttributeError) as error:
         if _is_timeout(error):
             raise
-        raise Refused(last_words(error)) from None
+        raise LibraryRefused(last_words(error)) from None
 
 
-class Refused(RuntimeError):
+class LibraryRefused(RuntimeError):
     """The device cannot load a candidate's library."""
 
 
@@ -184,7 +186,7 @@ def _blamed(position: int) -> Iterator[None]:
         yield
     except Wrong as error:
         raise Fault(position, Failure(WRONG, str(error))) from None
-    except Refused as error:
+    except LibraryRefused as error:
         raise Fault(position, Failure(BUILD, f"the device cannot load it: {error}")) from None
     except RuntimeError as error:
         if _is_timeout(error):

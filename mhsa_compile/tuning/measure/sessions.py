@@ -33,7 +33,7 @@ from mhsa_compile.tuning.measure.job import (
     TIMEOUT,
     Candidate,
     Failure,
-    Job,
+    MeasureJob,
     Outcome,
     Timing,
 )
@@ -67,7 +67,7 @@ class Session(Protocol):
         """That a call uses there."""
         ...
 
-    def measure(self, job: Job, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
+    def measure(self, job: MeasureJob, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
         """What became of each candidate, in their order; they are timed together, for `seconds` a candidate.
 
         The first is the incumbent. Raises DeviceError for libraries of another architecture than the device's; a
@@ -139,7 +139,7 @@ class RpcSession:
         self.device, self.threads = _described(remote), int(remote.get_function("runtime.NumThreads")())
         return remote
 
-    def measure(self, job: Job, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
+    def measure(self, job: MeasureJob, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         company = list(range(len(candidates)))
         try:
@@ -163,13 +163,13 @@ class RpcSession:
             return [outcomes.get(i, lost) for i in range(len(candidates))]
         return [outcomes[i] for i in range(len(candidates))]
 
-    def _alone(self, job: Job, candidate: Candidate, seconds: float) -> Outcome:
+    def _alone(self, job: MeasureJob, candidate: Candidate, seconds: float) -> Outcome:
         result = self._attempt(job, [candidate], seconds)
         if not isinstance(result, Fault):
             return result[0]
         return self._confirmed(job, candidate, result, seconds)
 
-    def _confirmed(self, job: Job, candidate: Candidate, fault: Fault, seconds: float) -> Outcome:
+    def _confirmed(self, job: MeasureJob, candidate: Candidate, fault: Fault, seconds: float) -> Outcome:
         """A fault is believed when it happens again, alone: it may have been the device's, or another candidate's. Time
         that ran out is not spent twice."""
         if fault.failure.reason == TIMEOUT:
@@ -177,7 +177,7 @@ class RpcSession:
         again = self._attempt(job, [candidate], seconds)
         return again.failure if isinstance(again, Fault) else again[0]
 
-    def _attempt(self, job: Job, candidates: Sequence[Candidate], seconds: float) -> list[Timing] | Fault:
+    def _attempt(self, job: MeasureJob, candidates: Sequence[Candidate], seconds: float) -> list[Timing] | Fault:
         """One connection's result. Raises _Lost where the device cannot be reached, or goes while it is prepared."""
         patience = self._patience + seconds * len(candidates)
 

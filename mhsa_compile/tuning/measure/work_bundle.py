@@ -31,7 +31,7 @@ from mhsa_compile.files import input_files as files
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.records.record import Isa
-from mhsa_compile.tuning.measure.job import Array, Candidate, Job
+from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -47,7 +47,7 @@ Shape = tuple[Size, ...]
 Stated = TypeVar("Stated", bound=msgspec.Struct)
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is asked for.
 
     study    the sender's word for what this belongs to; comes back
@@ -65,14 +65,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @dataclass(frozen=True)
-class Task:
+class BundleTask:
     """A job and the candidates for it, the incumbent first, each of which is timed beside it.
 
     `label` and `labels`, of the task and of each candidate, are the sender's own words, and come back.
     """
 
     label: str
-    job: Job
+    job: MeasureJob
     candidates: tuple[Candidate, ...]
     labels: tuple[str, ...]
 
@@ -97,17 +97,17 @@ class _TaskEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int = FORMAT
-    order: Order
+    order: WorkOrder
     tasks: tuple[_TaskEntry, ...]
     files: dict[FileName, Digest]
 
 
-class _Versioned(msgspec.Struct):
+class _BundleVersion(msgspec.Struct):
     format: int
 
 
 @contextmanager
-def create(path: str | os.PathLike[str], order: Order) -> Iterator[Callable[[Task], None]]:
+def create(path: str | os.PathLike[str], order: WorkOrder) -> Iterator[Callable[[BundleTask], None]]:
     """A function that adds a task; the bundle is in its place when the block ends well. Raises OutputError."""
     tasks: list[_TaskEntry] = []
     digests: dict[str, str] = {}
@@ -120,7 +120,7 @@ def create(path: str | os.PathLike[str], order: Order) -> Iterator[Callable[[Tas
             digests[name] = hashlib.sha256(data).hexdigest()
             bundle.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
 
-        def add(task: Task) -> None:
+        def add(task: BundleTask) -> None:
             number = len(tasks)
             put(_job_file(number), _packed(_arrays_of(task.job)))
             for which, candidate in enumerate(task.candidates):
@@ -135,17 +135,17 @@ def create(path: str | os.PathLike[str], order: Order) -> Iterator[Callable[[Tas
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkBundle:
     """An open bundle, every byte of which was found whole."""
 
-    order: Order
+    order: WorkOrder
     tasks: tuple[_TaskEntry, ...]
     digest: str
     _bundle: zipfile.ZipFile
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path) -> Iterator[Work]:
+    def opened(cls, path: Path) -> Iterator[WorkBundle]:
         """Raises BundleError."""
         what = f"bundle {str(path)!r}"
         with ExitStack() as stack:
@@ -155,7 +155,7 @@ class Work:
             yield work
 
     @classmethod
-    def _checked(cls, what: str, bundle: zipfile.ZipFile, size: int) -> Work:
+    def _checked(cls, what: str, bundle: zipfile.ZipFile, size: int) -> WorkBundle:
         # A reader unfolds no more than an entry states, so what all of them state bounds what a bundle can ask for.
         if (unfolded := sum(entry.file_size for entry in bundle.infolist())) > _FOLDED * size:
             raise BundleError(what, f"at most {_FOLDED} times the {size:,} bytes of the file in it", f"{unfolded:,}")
@@ -175,10 +175,10 @@ class Work:
             (n, i) for n, task in enumerate(self.tasks) for i in range(len(task.candidates) > 1, len(task.candidates))
         ]
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> MeasureJob:
         entry = self.tasks[number]
         arrays = self._arrays(_job_file(number))
-        return Job(
+        return MeasureJob(
             inputs=_listed(arrays, "input", entry.inputs),
             weights=_listed(arrays, "weight", entry.weights),
             output=entry.output,
@@ -221,7 +221,7 @@ def _constants(number: int, which: int) -> str:
     return f"candidates/{number}-{which}.safetensors"
 
 
-def _entry(task: Task) -> _TaskEntry:
+def _entry(task: BundleTask) -> _TaskEntry:
     return _TaskEntry(
         label=task.label,
         inputs=len(task.job.inputs),
@@ -237,7 +237,7 @@ def _entry(task: Task) -> _TaskEntry:
     )
 
 
-def _arrays_of(job: Job) -> dict[str, Array]:
+def _arrays_of(job: MeasureJob) -> dict[str, Array]:
     stated = {"checked": job.checked, "expected": job.expected}
     return {**_numbered("input", job.inputs), **_numbered("weight", job.weights), **stated}
 
@@ -274,7 +274,7 @@ def encoded(value: Any) -> bytes:
 def decoded(what: str, raw: bytes, kind: type[Stated]) -> Stated:
     """Raises BundleError for what is damaged, newer, or something else."""
     with reading(BundleError, what, f"what format {FORMAT} states", COPY_AGAIN):
-        stated = msgspec.json.decode(raw, type=_Versioned).format
+        stated = msgspec.json.decode(raw, type=_BundleVersion).format
         if stated != FORMAT:
             hint = "Update mhsa-compile, here or there."
             raise BundleError(what, f"format {FORMAT}", f"format {stated}", hint)

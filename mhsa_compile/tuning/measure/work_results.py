@@ -26,7 +26,7 @@ from mhsa_compile.tuning.measure.job import (
     Outcome,
     Timing,
 )
-from mhsa_compile.tuning.measure.work_bundle import Digest, Order, Work
+from mhsa_compile.tuning.measure.work_bundle import Digest, WorkBundle, WorkOrder
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     format: int = work_bundle.FORMAT
     work: Digest
-    order: Order
+    order: WorkOrder
     device: Device
     versions: dict[str, str]
     total: int
@@ -60,7 +60,7 @@ def measure(
     Raises BundleError for a bundle or results that are damaged or do not belong together, DeviceError where this
     machine cannot run the code (before it runs any) or its process dies for good, and OutputError.
     """
-    with Work.opened(Path(path)) as work:
+    with WorkBundle.opened(Path(path)) as work:
         device = rpc_server.this_device(gpu=bool(work.order.isa.gpu))
         sessions.require(device, work.order.isa)
         if device.cores < work.order.threads:
@@ -78,7 +78,7 @@ def measure(
     return found
 
 
-def _measured(work: Work, session: sessions.Session, number: int, which: int) -> Measured:
+def _measured(work: WorkBundle, session: sessions.Session, number: int, which: int) -> Measured:
     entry = work.tasks[number]
     compared = [work.candidate(number, i) for i in dict.fromkeys((0, which))]
     outcomes = session.measure(work.job(number), compared, work.order.seconds)
@@ -134,7 +134,7 @@ def _summary(task: str, found: list[Measured]) -> Summary:
     )
 
 
-def _begun(path: Path, work: Work, device: Device) -> Results:
+def _begun(path: Path, work: WorkBundle, device: Device) -> Results:
     """The results that are there already, or new ones."""
     versions = {name: environment.installed_version(name) or "" for name in ("apache-tvm", "mhsa-compile")}
     fresh = Results(work=work.digest, order=work.order, device=device, versions=versions, total=len(work.pairs))

@@ -27,7 +27,7 @@ from mhsa_compile.tuning.measure.job import (
     LOST,
     Candidate,
     Failure,
-    Job,
+    MeasureJob,
     Outcome,
     Timing,
 )
@@ -72,7 +72,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What the search of an operation came to.
 
     point      the default where nothing was faster by more than the noise
@@ -98,12 +98,12 @@ class Search:
     """One operation on one device. `elsewhere` gives the same operation at other lengths, where those are symbolic."""
 
     space: Space
-    job: Job
+    job: MeasureJob
     study: Study
     session: Session
     build: Build
     tell: Callable[[Progress], None] = lambda progress: None
-    elsewhere: Callable[[], Sequence[Job]] = tuple
+    elsewhere: Callable[[], Sequence[MeasureJob]] = tuple
     clock: Callable[[], float] = monotonic
     noise: float = 0.0
     default_us: float = 0.0
@@ -158,7 +158,7 @@ class Search:
             self._report(self.study.trials())
         return "swept"
 
-    def confirm(self, stopped: str, before: Sequence[Trial] | None = None) -> Result:
+    def confirm(self, stopped: str, before: Sequence[Trial] | None = None) -> SearchResult:
         """Measures the best against the default, longer. With `before`, the trials before a sweep, also the best of
         those."""
         done = self.study.trials()
@@ -176,7 +176,7 @@ class Search:
             del right[point]
             point, _ = chosen(self.space.default, first, right, self.noise)
         swept = None if before is None else found.get(own[0] if own else self.space.default)
-        return Result(point, found[point], self.noise, tuple(done), stopped, swept)
+        return SearchResult(point, found[point], self.noise, tuple(done), stopped, swept)
 
     def _holds_elsewhere(self, candidate: Candidate) -> bool:
         """Whether it is right, and no slower than the default, at the other lengths."""

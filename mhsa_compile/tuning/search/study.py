@@ -60,7 +60,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Identity:
+class StudyIdentity:
     """What a study is about.
 
     name    None: one that follows from the rest, so that whoever asks the same continues the same study
@@ -81,7 +81,7 @@ def digest(value: Any) -> str:
 class Study:
     """The trials of one operation; see the module. Every method raises OutputError where the database is gone."""
 
-    def __init__(self, storage: Any, identity: Identity, space: Space, *, seed: int = 0) -> None:
+    def __init__(self, storage: Any, identity: StudyIdentity, space: Space, *, seed: int = 0) -> None:
         import optuna
 
         self.space = space
@@ -112,7 +112,7 @@ class Study:
             for number in self._open:
                 self._finish(number)
 
-    def _check(self, about: dict[str, Any], identity: Identity) -> None:
+    def _check(self, about: dict[str, Any], identity: StudyIdentity) -> None:
         """Raises InputError for a study of this name that is about something else."""
         said, stated = self._study.user_attrs, {_ABOUT: about, _SOURCE: identity.source}
         for name, value in stated.items():

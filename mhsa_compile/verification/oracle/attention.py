@@ -17,7 +17,7 @@ from onnx.reference.op_run import OpRun
 
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle import softmax_outputs
 from mhsa_compile.verification.oracle.scores import (
     Array,
@@ -35,7 +35,7 @@ class Arithmetic(NamedTuple):
     """What evaluates a block: `attend(q, k, v, scoring)`, Y by heads, and `look_inside(q, k, scoring, wanted)`."""
 
     attend: Callable[[Array, Array, Array, Scoring], Array]
-    look_inside: Callable[[Array, Array, Scoring, Inside], dict[str, Array]]
+    look_inside: Callable[[Array, Array, Scoring, SoftmaxOutputs], dict[str, Array]]
 
 
 class _Inputs(NamedTuple):
@@ -125,7 +125,7 @@ class _Evaluation:
         y: Array = np.concatenate(parts, axis=2)
         return y.swapaxes(1, 2).reshape(*y.shape[0:3:2], -1) if self.inputs.q.ndim == 3 else y
 
-    def _look(self, rows: slice, wanted: Inside) -> tuple[dict[str, Array], int]:
+    def _look(self, rows: slice, wanted: SoftmaxOutputs) -> tuple[dict[str, Array], int]:
         keys, scoring = self._of_seen_keys(rows)
         found = self.arithmetic.look_inside(self.q[:, :, rows], self.k[:, :, keys], scoring, wanted)
         return found, keys.start

@@ -25,7 +25,7 @@ from mhsa_compile.nn.functional import (
     to_numpy,
     to_torch,
 )
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
 
@@ -182,7 +182,7 @@ def _attend_in_torch(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), *_in_torch(scoring)))
 
 
-def _look_in_torch(q: Array, k: Array, scoring: Scoring, wanted: Inside) -> dict[str, Array]:
+def _look_in_torch(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
     found = look_inside(to_torch(q), to_torch(k), *_in_torch(scoring), wanted)
     return {name: to_numpy(tensor) for name, tensor in found.items()}
 

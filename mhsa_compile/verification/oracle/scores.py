@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle import softmax_outputs
 
 Array = np.ndarray
@@ -152,7 +152,7 @@ def attend_exactly(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     return np.asarray(y)
 
 
-def look_exactly(q: Array, k: Array, scoring: Scoring, wanted: Inside) -> dict[str, Array]:
+def look_exactly(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
     return softmax_outputs.of_rows(stages(q, k, scoring)[2], scoring.sinks, wanted)
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 Array = np.ndarray
-Look = Callable[[slice, Inside], tuple[Mapping[str, Array], int]]
+Look = Callable[[slice, SoftmaxOutputs], tuple[Mapping[str, Array], int]]
 """(query rows, what is wanted of them) -> (arrays over the keys that they may see, the first of these keys)."""
 
 
-def of_rows(scores: Array, sinks: Array | None, wanted: Inside) -> dict[str, Array]:
+def of_rows(scores: Array, sinks: Array | None, wanted: SoftmaxOutputs) -> dict[str, Array]:
     """The arrays `wanted.names` of scores (B, H, rows, keys), -inf where hidden, as the softmax takes them; sinks (H,).
 
     `wanted.rows` is None: whoever wants a single row asks for it alone.
@@ -49,9 +49,9 @@ def of_rows(scores: Array, sinks: Array | None, wanted: Inside) -> dict[str, Arr
     return {name: found[name] for name in wanted.names}
 
 
-def collected(look: Look, blocks: list[slice], L: int, S: int, wanted: Inside) -> dict[str, Array]:
+def collected(look: Look, blocks: list[slice], L: int, S: int, wanted: SoftmaxOutputs) -> dict[str, Array]:
     """The arrays of all L queries and S keys."""
-    together = wanted if wanted.rows is None else Inside(wanted.lse, wanted.entropy, wanted.top_k)
+    together = wanted if wanted.rows is None else SoftmaxOutputs(wanted.lse, wanted.entropy, wanted.top_k)
     parts = [_placed(*look(rows, together), S) for rows in blocks] if together.names else []
     found = {name: np.concatenate([part[name] for part in parts], axis=2) for name in together.names}
     if wanted.rows is not None:
@@ -63,15 +63,15 @@ def probed(look: Look, blocks: list[slice], S: int, keys: Array) -> Array:
     """The weights of these keys, (B, H, L, n); 0 for the key -1, and NaN for one that is no key."""
     parts = []
     for rows in blocks:
-        weights = _placed(*look(rows, Inside(weights=True)), S)["weights"]
+        weights = _placed(*look(rows, SoftmaxOutputs(weights=True)), S)["weights"]
         wanted = keys[:, :, rows]
         found = np.take_along_axis(weights, np.clip(wanted, 0, S - 1), axis=-1)
         parts.append(np.where(wanted == -1, 0, np.where((wanted >= 0) & (wanted < S), found, np.nan)))
     return np.concatenate(parts, axis=2)
 
 
-def _single_rows(look: Look, L: int, S: int, wanted: Inside) -> Array:
-    alone = Inside(weights=True, heads=wanted.heads)
+def _single_rows(look: Look, L: int, S: int, wanted: SoftmaxOutputs) -> Array:
+    alone = SoftmaxOutputs(weights=True, heads=wanted.heads)
     none = np.zeros_like(_placed(*look(slice(0, 1), alone), S)["weights"])
     rows = [row % L if -L <= row < L else None for row in wanted.rows or ()]
     found = [none if row is None else _placed(*look(slice(row, row + 1), alone), S)["weights"] for row in rows]

@@ -22,12 +22,12 @@ from mhsa_compile.kernels.cpu.attention.block_sparsity import (
     _runs,
     plan,
 )
-from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
-    Placement,
+    HeadLayout,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.target.profile import TargetProfile, detect
 
@@ -48,13 +48,13 @@ def random_operands(op: AttentionOp, seed: int = 0) -> list[np.ndarray]:
 def operation(
     L: int, S: int, H: int = 4, G: int = 2, E: int = 24, F: int = 40, B: int = 1, **fields: Any
 ) -> AttentionOp:
-    places = {role: Placement(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    fields = {"band": None, "mask": None, "output": Placement(0, "rows", H * F), **places, **fields}
+    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    fields = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), **places, **fields}
     return AttentionOp(B, L, S, H, G, E, F, E**-0.5, **fields)
 
 
 def run(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray]) -> np.ndarray:
-    kernel = AttentionKernel()
+    kernel = CpuAttentionKernel()
     assert kernel.applies(op, profile) is None
     emitted = kernel.emit(op, profile, kernel.default(op, profile))
     y = np.full((op.batch, op.q_length, op.num_heads * op.v_head_dim), np.nan, DTYPES[op.dtype])
@@ -72,15 +72,15 @@ def check(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray] | 
 @pytest.mark.parametrize(
     ("machine", "L", "S", "band"),
     [
-        ("narrow", 197, 197, Band(5, 0)),
-        ("wide", 197, 197, Band(5, 0)),
-        ("wide", 197, 197, Band(None, 20)),
-        ("narrow", 300, 300, Band(70, None)),
-        ("wide", 64, 512, Band(40, 3, "bottom_right")),
-        ("narrow", 130, 61, Band(None, 0, "bottom_right")),
-        ("wide", 130, 61, Band(None, 0, "bottom_right")),
-        ("wide", 61, 130, Band(100, 0, "top_left")),
-        ("narrow", 7, 197, Band(0, 0, "bottom_right")),
+        ("narrow", 197, 197, WindowSpec(5, 0)),
+        ("wide", 197, 197, WindowSpec(5, 0)),
+        ("wide", 197, 197, WindowSpec(None, 20)),
+        ("narrow", 300, 300, WindowSpec(70, None)),
+        ("wide", 64, 512, WindowSpec(40, 3, "bottom_right")),
+        ("narrow", 130, 61, WindowSpec(None, 0, "bottom_right")),
+        ("wide", 130, 61, WindowSpec(None, 0, "bottom_right")),
+        ("wide", 61, 130, WindowSpec(100, 0, "top_left")),
+        ("narrow", 7, 197, WindowSpec(0, 0, "bottom_right")),
     ],
     ids=str,
 )
@@ -99,7 +99,7 @@ def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("band", [None, Band(None, 0, "bottom_right")], ids=["free", "causal"])
+@pytest.mark.parametrize("band", [None, WindowSpec(None, 0, "bottom_right")], ids=["free", "causal"])
 def test_constant_masks(heads, band):
     L, S = (197, 197) if (heads == 1) == (band is None) else (130, 61)
     check(operation(L, S, band=band, static_mask=StaticMask(scattered((heads, L, S)))), WIDE)
@@ -120,7 +120,9 @@ def test_what_a_constant_mask_hides_reaches_no_output():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("E", "F", "band"), [(64, 64, None), (64, 64, Band(None, 0)), (40, 48, Band(9, 2)), (7, 24, None)], ids=str
+    ("E", "F", "band"),
+    [(64, 64, None), (64, 64, WindowSpec(None, 0)), (40, 48, WindowSpec(9, 2)), (7, 24, None)],
+    ids=str,
 )
 def test_sixteen_bits(dtype, E, F, band):
     # Narrow vectors widen both on their way, as well with widths of 40 and 48 as with 64.
@@ -169,4 +171,4 @@ def test_runs_join_short_stretches_and_keep_to_the_longest():
 
 def test_static_and_brought_masks_are_not_taken_together():
     op = operation(8, 8, static_mask=StaticMask(np.ones((1, 8, 8), np.bool_)), mask=object())
-    assert "not both" in str(AttentionKernel().applies(op, WIDE))
+    assert "not both" in str(CpuAttentionKernel().applies(op, WIDE))

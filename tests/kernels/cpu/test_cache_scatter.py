@@ -21,8 +21,8 @@ from support.kernel_runs import compiled, vector_machine
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.relax.importer import import_onnx
-from mhsa_compile.kernels.cpu.cache_scatter import ScatterKernel
-from mhsa_compile.kernels.interface.ops import Placement, ScatterOp
+from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
+from mhsa_compile.kernels.interface.ops import HeadLayout, KvScatterOp
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 DTYPES = [
@@ -53,8 +53,8 @@ def drawn(rng: np.random.Generator, dtype: np.dtype, *shape: int) -> np.ndarray:
 class Run:
     """A compiled scatter, called with arrays."""
 
-    def __init__(self, op: ScatterOp, bits: int = 256) -> None:
-        profile, kernel = vector_machine(bits, 16), ScatterKernel()
+    def __init__(self, op: KvScatterOp, bits: int = 256) -> None:
+        profile, kernel = vector_machine(bits, 16), CpuKvScatterKernel()
         assert kernel.applies(op, profile) is None
         self.op = op
         self.run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
@@ -67,7 +67,7 @@ class Run:
         return given[0 if self.op.in_place else -1].numpy()
 
 
-BASE = ScatterOp(
+BASE = KvScatterOp(
     cache=("B", 3, "S", 10), axis=2, length="L", update=None, circular=False, indexed=True, in_place=False
 )  # fmt: skip
 SHAPES = {
@@ -77,8 +77,8 @@ SHAPES = {
     "last": {"cache": ("B", 3, 5, "S"), "axis": 3},
     "free row": {"cache": ("B", "S", "X", 3), "axis": 1},
     "five axes": {"cache": ("B", 2, 3, "S", 9), "axis": 3},
-    "heads of rows": {"update": Placement(1, "rows", 47, 11)},
-    "row of rows": {"cache": ("B", "S", 21), "axis": 1, "update": Placement(1, "rows", 40, 3)},
+    "heads of rows": {"update": HeadLayout(1, "rows", 47, 11)},
+    "row of rows": {"cache": ("B", "S", 21), "axis": 1, "update": HeadLayout(1, "rows", 40, 3)},
     "from the first": {"indexed": False},
 }
 SIZES = ((1, 1, 1), (2, 3, 7), (3, 1, 211), (2, 211, 211))  # B, L, S; the last ones are shared between threads

@@ -16,13 +16,13 @@ from support.kernel_runs import (
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.selection.select_kernel import willing_kernels
-from mhsa_compile.kernels.cpu.decode.kernel import DecodeKernel
+from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     MaskInput,
-    Placement,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.kernels.registry import KERNELS
 
@@ -38,14 +38,14 @@ def machine(name="avx512", cores=1):
 def decode(L=1, H=4, G=2, E=16, F=24, layout="heads", **fields) -> AttentionOp:
     op = AttentionOp(
         batch="B", q_length=L, kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
-        scale=0.3, band=None, mask=None, query=Placement(0, layout, H * E), key=Placement(1, layout, G * E),
-        value=Placement(2, layout, G * F), output=Placement(0, layout, H * F),
+        scale=0.3, band=None, mask=None, query=HeadLayout(0, layout, H * E), key=HeadLayout(1, layout, G * E),
+        value=HeadLayout(2, layout, G * F), output=HeadLayout(0, layout, H * F),
     )  # fmt: skip
     return replace(op, **fields)
 
 
 def library(op, profile, **config):
-    kernel = DecodeKernel()
+    kernel = CpuDecodeKernel()
     assert kernel.applies(op, profile) is None
     return compiled(kernel.emit(op, profile, {**kernel.default(op, profile), **config}), profile)["run"]
 
@@ -107,7 +107,7 @@ def test_long_blocks_are_as_exact_as_short_ones():
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (5, 0), (40, 2), (None, None), (300, None)])
 def test_bands(left, right, alignment):
-    op = decode(L=5, band=Band(left, right, alignment))
+    op = decode(L=5, band=WindowSpec(left, right, alignment))
     function = library(op, machine(cores=3), least_keys=16)
     for B, S in [(1, 1), (2, 4), (2, 197), (1, 1023)]:
         q, k, v = operands(op, B, S)
@@ -137,7 +137,7 @@ def test_masks_broadcast_and_nothing_masked_leaks(name, cores, shape, dtype):
 
 
 def test_keys_outside_the_band_do_not_leak():
-    op = decode(L=2, band=Band(3, 0, "bottom_right"))
+    op = decode(L=2, band=WindowSpec(3, 0, "bottom_right"))
     function = library(op, machine(cores=2))
     q, k, v = operands(op, 1, 40)
     expected = attention(op, q, k, v, None)
@@ -188,7 +188,7 @@ def test_narrow_storage_is_computed_in_float32(dtype):
 
 
 def test_what_it_refuses_says_why():
-    profile, kernel = machine(), DecodeKernel()
+    profile, kernel = machine(), CpuDecodeKernel()
     assert "symbolic" in kernel.applies(replace(decode(), q_length="L"), profile)
     assert "13" in kernel.applies(decode(L=13), profile)
     narrow = vector_machine(512, 32, features=("avx512_bf16",))
@@ -197,7 +197,7 @@ def test_what_it_refuses_says_why():
     assert "128" in kernel.applies(decode(L=8, H=32, G=2), profile)
     visible = np.ones((1, 1, 8), bool)
     assert "constant" in kernel.applies(replace(decode(), kv_length=8, static_mask=StaticMask(visible)), profile)
-    assert [type(k).__name__ for k in KERNELS["cpu"]].index("DecodeKernel") < len(KERNELS["cpu"]) - 1
+    assert [type(k).__name__ for k in KERNELS["cpu"]].index("CpuDecodeKernel") < len(KERNELS["cpu"]) - 1
 
 
 def test_a_module_with_one_query_is_compiled_to_it():

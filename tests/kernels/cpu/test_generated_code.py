@@ -13,14 +13,14 @@ from support.kernel_runs import (
     vector_machine,
 )
 
-from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
-from mhsa_compile.kernels.cpu.decode.kernel import DecodeKernel
-from mhsa_compile.kernels.cpu.linear.kernel import LinearKernel
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
+from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
+from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
+    HeadLayout,
     LinearOp,
     MaskInput,
-    Placement,
 )
 
 MACHINES = {"x86-64-v3": (256, 16), "x86-64-v4": (512, 32)}
@@ -31,21 +31,21 @@ def attention(q_length, kv_length="S", ratio=1, mask=None) -> AttentionOp:
     G = H // ratio
     return AttentionOp(
         batch="B", q_length=q_length, kv_length=kv_length, num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=E,
-        scale=0.3, band=None, mask=mask, query=Placement(0, "heads", H * E), key=Placement(1, "heads", G * E),
-        value=Placement(2, "heads", G * E), output=Placement(0, "heads", H * E),
+        scale=0.3, band=None, mask=mask, query=HeadLayout(0, "heads", H * E), key=HeadLayout(1, "heads", G * E),
+        value=HeadLayout(2, "heads", G * E), output=HeadLayout(0, "heads", H * E),
     )  # fmt: skip
 
 
 KERNELS = {
-    "linear": (LinearKernel(), LinearOp(("B", "L"), 768, (768,), (True,), (False,))),
-    "attention": (AttentionKernel(), attention("L")),
-    "attention, capped": (AttentionKernel(), replace(attention(64), softcap=50.0)),
+    "linear": (CpuLinearKernel(), LinearOp(("B", "L"), 768, (768,), (True,), (False,))),
+    "attention": (CpuAttentionKernel(), attention("L")),
+    "attention, capped": (CpuAttentionKernel(), replace(attention(64), softcap=50.0)),
     # One path of decode at a time. With both (S not known to be whole groups), LLVM spills a few sums of the masked
     # one, which then runs for the last block only.
-    "decode, 1 row": (DecodeKernel(), attention(1, 2048)),
-    "decode, 4 rows": (DecodeKernel(), attention(1, 2048, ratio=4)),
-    "decode, capped": (DecodeKernel(), replace(attention(1, 2048), softcap=50.0)),
-    "decode, masked": (DecodeKernel(), attention(1, ratio=4, mask=MaskInput("bool", ("B", 1, 1, "S")))),
+    "decode, 1 row": (CpuDecodeKernel(), attention(1, 2048)),
+    "decode, 4 rows": (CpuDecodeKernel(), attention(1, 2048, ratio=4)),
+    "decode, capped": (CpuDecodeKernel(), replace(attention(1, 2048), softcap=50.0)),
+    "decode, masked": (CpuDecodeKernel(), attention(1, ratio=4, mask=MaskInput("bool", ("B", 1, 1, "S")))),
 }
 
 

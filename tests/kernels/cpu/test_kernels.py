@@ -19,12 +19,12 @@ from support.kernel_runs import (
     vector_machine,
 )
 
-from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     MaskInput,
-    Placement,
+    WindowSpec,
 )
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
@@ -54,8 +54,8 @@ def self_attention(H=3, E=20, F=12, **fields) -> AttentionOp:
     return AttentionOp(
         batch="B", q_length="L", kv_length="L", num_heads=H, num_kv_heads=H, head_dim=E, v_head_dim=F,
         scale=E**-0.5, band=None, mask=None,
-        query=Placement(0, "rows", width), key=Placement(0, "rows", width, H * E),
-        value=Placement(0, "rows", width, 2 * H * E), output=Placement(0, "rows", H * F),
+        query=HeadLayout(0, "rows", width), key=HeadLayout(0, "rows", width, H * E),
+        value=HeadLayout(0, "rows", width, 2 * H * E), output=HeadLayout(0, "rows", H * F),
     )  # fmt: skip
 
 
@@ -63,8 +63,8 @@ def split_attention(H=4, G=2, E=16, F=24, layout="rows", **fields) -> AttentionO
     """Q, K and V in three buffers."""
     op = AttentionOp(
         batch="B", q_length="L", kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
-        scale=0.3, band=None, mask=None, query=Placement(0, layout, H * E), key=Placement(1, layout, G * E),
-        value=Placement(2, layout, G * F), output=Placement(0, layout, H * F),
+        scale=0.3, band=None, mask=None, query=HeadLayout(0, layout, H * E), key=HeadLayout(1, layout, G * E),
+        value=HeadLayout(2, layout, G * F), output=HeadLayout(0, layout, H * F),
     )  # fmt: skip
     return replace(op, **fields)
 
@@ -75,7 +75,7 @@ def close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def test_self_attention_reads_its_heads_in_one_buffer(profile):
-    op, kernel = self_attention(), AttentionKernel()
+    op, kernel = self_attention(), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
     for length in (1, 7, 33, 197):
         rng = np.random.default_rng(length)
@@ -87,7 +87,7 @@ def test_self_attention_reads_its_heads_in_one_buffer(profile):
 
 @half(layout=["rows", "heads"], causal=["top_left", "bottom_right"])
 def test_causal_attention_in_both_layouts(profile, layout, causal):
-    op, kernel = split_attention(layout=layout, band=Band(None, 0, causal)), AttentionKernel()
+    op, kernel = split_attention(layout=layout, band=WindowSpec(None, 0, causal)), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
     rng = np.random.default_rng(0)
     for B, L, S in [(2, 37, 131), (1, 131, 37), (1, 1, 1)]:
@@ -103,7 +103,7 @@ def test_causal_attention_in_both_layouts(profile, layout, causal):
 def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
     """One of the masked keys holds NaN and Inf, and some queries see no key at all."""
     names = tuple(1 if size == 1 else name for size, name in zip(shape, "BHLS", strict=True))
-    op, kernel = split_attention(mask=MaskInput(dtype, names)), AttentionKernel()
+    op, kernel = split_attention(mask=MaskInput(dtype, names)), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((2, h, n, e), np.float32) for h, n, e in ((4, 37, 16), (2, 131, 16), (2, 131, 24)))
@@ -122,7 +122,7 @@ def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
 
 def test_nan_in_a_visible_place_comes_through():
     profile = vector_machine(512, 32)
-    op, kernel = split_attention(H=1, G=1, F=16, band=Band(None, 0, "top_left")), AttentionKernel()
+    op, kernel = split_attention(H=1, G=1, F=16, band=WindowSpec(None, 0, "top_left")), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
     q, k, v = (np.ones((1, 40, 16), np.float32) for _ in range(3))
     v[0, 20, 3] = np.nan
@@ -137,7 +137,7 @@ def test_nan_in_a_visible_place_comes_through():
 def test_the_inner_loops_stay_in_registers_and_call_nothing():
     """AVX-512 only: with AVX2's 16 registers LLVM spills one accumulator, and docs/performance.md says so."""
     profile = vector_machine(512, 32, mcpu="x86-64-v4")
-    op, kernel = self_attention(H=2, E=64, F=64), AttentionKernel()
+    op, kernel = self_attention(H=2, E=64, F=64), CpuAttentionKernel()
     code = assembly(kernel.emit(op, profile, kernel.default(op, profile)), profile)
     assert not re.findall(r"call\w*\s+\S*(exp|pow|fmax)\S*", code)
     loops = [body for body in inner_loops(code, "vfmadd") if not any("vpslld" in line for line in body)]  # not exp2's

@@ -16,13 +16,13 @@ from support.kernel_runs import (
     vector_machine,
 )
 
-from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, LinearKernel
+from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, CpuLinearKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.target import host
 from mhsa_compile.target.profile import TargetProfile, load_profile
 
-KERNEL = LinearKernel()
+KERNEL = CpuLinearKernel()
 MACHINES = {  # bits, registers, LLVM's CPU, features
     "avx2": (256, 16, "x86-64-v3", ()),
     "avx512": (512, 32, "x86-64-v4", ()),

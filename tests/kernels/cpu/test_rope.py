@@ -18,11 +18,11 @@ from support.kernel_runs import call, compiled, vector_machine
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.relax.importer import import_onnx
-from mhsa_compile.kernels.cpu.rope import RotaryKernel
+from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
+    HeadLayout,
     LinearOp,
-    Placement,
     RotaryOp,
 )
 from mhsa_compile.verification.error_budget import budget, max_error
@@ -62,17 +62,17 @@ def angles(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> tup
 
 BASE = RotaryOp(
     batch="B", length="L", num_heads=3, head_dim=26, rotary_dim=26, interleaved=False, max_positions="P",
-    x=Placement(0, "rows", 101, 7), output=Placement(0, "rows", 78),
+    x=HeadLayout(0, "rows", 101, 7), output=HeadLayout(0, "rows", 78),
 )  # fmt: skip
 SHAPES = {
     "halves": {},
     "interleaved": {"interleaved": True},
     "part": {"rotary_dim": 14},
     "part, interleaved": {"rotary_dim": 14, "interleaved": True},
-    "least": {"rotary_dim": 2, "interleaved": True, "num_heads": 1, "head_dim": 3, "output": Placement(0, "rows", 3)},
-    "wide": {"head_dim": 128, "rotary_dim": 128, "x": Placement(0, "rows", 384), "output": Placement(0, "rows", 384)},
-    "heads to heads": {"x": Placement(0, "heads", 78), "output": Placement(0, "heads", 78)},
-    "rows to heads": {"output": Placement(0, "heads", 78), "interleaved": True},
+    "least": {"rotary_dim": 2, "interleaved": True, "num_heads": 1, "head_dim": 3, "output": HeadLayout(0, "rows", 3)},
+    "wide": {"head_dim": 128, "rotary_dim": 128, "x": HeadLayout(0, "rows", 384), "output": HeadLayout(0, "rows", 384)},
+    "heads to heads": {"x": HeadLayout(0, "heads", 78), "output": HeadLayout(0, "heads", 78)},
+    "rows to heads": {"output": HeadLayout(0, "heads", 78), "interleaved": True},
     "of each place": {"max_positions": None},
     "one for all": {"shared_angles": True},
     "whole": {"whole_angles": True, "rotary_dim": 14},
@@ -87,7 +87,7 @@ SHAPES = {
 def test_the_kernel(machine: tuple[int, int], shape: str, dtype: str) -> None:
     """What lies between the heads is NaN, and so is the output before: all of it is written, of nothing else."""
     op = replace(BASE, dtype=dtype, **SHAPES[shape])  # type: ignore[arg-type]
-    profile, kernel = vector_machine(*machine), RotaryKernel()
+    profile, kernel = vector_machine(*machine), CpuRotaryKernel()
     assert kernel.applies(op, profile) is None
     run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
     H, E, width = op.num_heads, op.head_dim, op.x.width
@@ -382,8 +382,8 @@ def test_a_decoder_s_block_turns_rows_of_its_one_projection(form: str) -> None:
     assert [type(op) for op in imported.ops.values()] == [LinearOp, RotaryOp, RotaryOp, AttentionOp, LinearOp]
     qkv, q, k, *_ = imported.ops.values()
     assert isinstance(qkv, LinearOp) and qkv.widths == (H * E, G * E, G * E)
-    assert isinstance(q, RotaryOp) and (q.num_heads, q.x) == (H, Placement(0, "rows", qkv.pitch))
-    assert isinstance(k, RotaryOp) and (k.num_heads, k.x) == (G, Placement(0, "rows", qkv.pitch, H * E))
+    assert isinstance(q, RotaryOp) and (q.num_heads, q.x) == (H, HeadLayout(0, "rows", qkv.pitch))
+    assert isinstance(k, RotaryOp) and (k.num_heads, k.x) == (G, HeadLayout(0, "rows", qkv.pitch, H * E))
     main = imported.module["main"].script()
     assert not [op for op in ("multiply", "negative", "concat", "strided_slice", "split", "permute") if op in main]
 

@@ -20,24 +20,24 @@ from support.kernel_runs import (
     vector_machine,
 )
 
-from mhsa_compile.kernels.cpu.attention.kernel import AttentionKernel
-from mhsa_compile.kernels.cpu.decode.kernel import DecodeKernel
+from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
+from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     MaskInput,
-    Placement,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.error_budget import budget, max_error
 
-ATTENTION, DECODE = AttentionKernel(), DecodeKernel()
+ATTENTION, DECODE = CpuAttentionKernel(), CpuDecodeKernel()
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 AVX512, AVX2, NEON = vector_machine(512, 32), vector_machine(256, 16), vector_machine(128, 32)
 ALL = {"softcap": 2.5, "lengths": True, "sinks": True, "slopes": True}
-CAUSAL, WINDOW = Band(None, 0, "bottom_right"), Band(40, 3, "bottom_right")
+CAUSAL, WINDOW = WindowSpec(None, 0, "bottom_right"), WindowSpec(40, 3, "bottom_right")
 
 
 def cores(profile: TargetProfile, count: int) -> TargetProfile:
@@ -47,8 +47,8 @@ def cores(profile: TargetProfile, count: int) -> TargetProfile:
 def operation(
     L: int, S: int, H: int = 4, G: int = 2, E: int = 24, F: int = 40, B: int = 3, **fields: Any
 ) -> AttentionOp:
-    places = {role: Placement(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    fields = {"band": None, "mask": None, "output": Placement(0, "rows", H * F), **places, **fields}
+    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    fields = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), **places, **fields}
     return AttentionOp(B, L, S, H, G, E, F, E**-0.5, **fields)
 
 

@@ -19,21 +19,21 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd.vector_math import natural_log
 from mhsa_compile.kernels.cpu.simd.vectors import load, store
-from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import WeightsKernel
-from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import StatisticsKernel
+from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
+from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    AttentionProbsOp,
+    HeadLayout,
     MaskInput,
-    Placement,
+    SoftmaxStatsOp,
     StaticMask,
-    StatisticsOp,
-    WeightsOp,
+    WindowSpec,
 )
 from mhsa_compile.nn import softmax_outputs
 from mhsa_compile.nn.functional import to_numpy, to_torch
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.softmax_outputs import collected, of_rows
@@ -41,7 +41,7 @@ from mhsa_compile.verification.oracle.softmax_outputs import collected, of_rows
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "scalar": (64, 8)}
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-ALL = Inside(lse=True, entropy=True, top_k=5, weights=True)
+ALL = SoftmaxOutputs(lse=True, entropy=True, top_k=5, weights=True)
 SUMS = replace(ALL, weights=False)
 Array = np.ndarray
 
@@ -54,8 +54,8 @@ def machine(request):
 def operation(**fields: Any) -> AttentionOp:
     """Symbolic B, L and S; three buffers; grouped heads."""
     H, G, E, F = 4, 2, 24, 8
-    places = {role: Placement(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    stated = {"band": None, "mask": None, "output": Placement(0, "rows", H * F), "scale": E**-0.5, **places, **fields}
+    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    stated = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "scale": E**-0.5, **places, **fields}
     sizes = {"batch": "B", "q_length": "L", "kv_length": "S", "num_heads": H, "num_kv_heads": G}
     return AttentionOp(**{**sizes, "head_dim": E, "v_head_dim": F, **stated})
 
@@ -118,29 +118,33 @@ def run(emitted: Emitted, library: Any, inputs: Sequence[Array], outputs: Sequen
 Run = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # (inputs, outputs to be filled) -> what is in them
 
 
-def asked_of(op: AttentionOp, wanted: Inside) -> list[StatisticsOp | WeightsOp]:
-    weights = [WeightsOp(op, wanted.heads, wanted.rows)] if wanted.weights else []
-    return [StatisticsOp(op, wanted.lse, wanted.entropy, wanted.top_k), *weights]
+def asked_of(op: AttentionOp, wanted: SoftmaxOutputs) -> list[SoftmaxStatsOp | AttentionProbsOp]:
+    weights = [AttentionProbsOp(op, wanted.heads, wanted.rows)] if wanted.weights else []
+    return [SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k), *weights]
 
 
 def check(
-    op: AttentionOp, profile: TargetProfile, shapes: Sequence[tuple[int, int, int]], wanted: Inside = SUMS
+    op: AttentionOp, profile: TargetProfile, shapes: Sequence[tuple[int, int, int]], wanted: SoftmaxOutputs = SUMS
 ) -> None:
     """What is wanted, by kernels compiled once, at every shape."""
     runs: list[Run] = []
-    for kernel, asked in zip((StatisticsKernel(), WeightsKernel()), asked_of(op, wanted), strict=False):
+    for kernel, asked in zip((CpuSoftmaxStatsKernel(), CpuAttentionProbsKernel()), asked_of(op, wanted), strict=False):
         emitted = kernel.emit(asked, profile, kernel.default(asked, profile))
         runs.append(partial(run, emitted, compiled(emitted, profile)))
     compare(op, runs, shapes, wanted)
 
 
-def compare(op: AttentionOp, runs: Sequence[Run], shapes: Sequence[tuple[int, int, int]], wanted: Inside) -> None:
+def compare(
+    op: AttentionOp, runs: Sequence[Run], shapes: Sequence[tuple[int, int, int]], wanted: SoftmaxOutputs
+) -> None:
     """What the runs of `asked_of` give, at every shape: within twice PyTorch's error and a rounding step."""
     for B, L, S in shapes:
         inputs = [*operands(op, B, L, S), *masks(op, B, L, S), *extras(op, B, S)]
         exact, sinks = (None if t is None else t.numpy() for t in scores(op, inputs, torch.float64))
 
-        def look(rows: slice, part: Inside, exact: Any = exact, sinks: Any = sinks) -> tuple[dict[str, Array], int]:
+        def look(
+            rows: slice, part: SoftmaxOutputs, exact: Any = exact, sinks: Any = sinks
+        ) -> tuple[dict[str, Array], int]:
             return of_rows(exact[:, :, rows], sinks, part), 0
 
         expected = collected(look, [slice(0, L)], L, S, wanted)
@@ -165,7 +169,7 @@ def compare(op: AttentionOp, runs: Sequence[Run], shapes: Sequence[tuple[int, in
 
 def check_keys(keys: Array, expected: dict[str, Array], exact: Array, sinks: Array | None) -> None:
     """Where scores are no closer than rounding, the very keys; else others of the same weight, each once."""
-    weights = of_rows(exact, sinks, Inside(weights=True))["weights"]
+    weights = of_rows(exact, sinks, SoftmaxOutputs(weights=True))["weights"]
     assert ((keys < 0) == (expected["top_k_keys"] < 0)).all()
     chosen = np.where(keys < 0, 0, np.take_along_axis(weights, np.maximum(keys, 0), axis=-1))
     assert np.abs(chosen - expected["top_k_weights"]).max() <= 2**-20
@@ -194,14 +198,16 @@ def test_every_vector_width(machine):
     check(operation(), machine, SHAPES)
 
 
-@pytest.mark.parametrize(("band", "wanted"), [(Band(None, 0, "bottom_right"), SUMS), (Band(9, 2), ALL)], ids=str)
+@pytest.mark.parametrize(
+    ("band", "wanted"), [(WindowSpec(None, 0, "bottom_right"), SUMS), (WindowSpec(9, 2), ALL)], ids=str
+)
 def test_bands(band, wanted):
     check(operation(band=band), WIDE, SHAPES, wanted)
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [(("B", "H", "L", "S"), "float32"), (("B", 1, 1, "S"), "bool")], ids=str)
 def test_masks_of_the_call(dims, dtype):
-    check(operation(mask=MaskInput(dtype, dims), band=Band(None, 0)), WIDE, SHAPES)
+    check(operation(mask=MaskInput(dtype, dims), band=WindowSpec(None, 0)), WIDE, SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,9 @@ def test_constant_masks(heads, wanted):
     visible = np.random.default_rng(3).random((heads, 67, 131)) < 0.5
     visible[:, :, 40:70] = False
     visible[:, 5] = False
-    op = operation(q_length=67, kv_length=131, static_mask=StaticMask(visible), band=Band(None, 0, "bottom_right"))
+    op = operation(
+        q_length=67, kv_length=131, static_mask=StaticMask(visible), band=WindowSpec(None, 0, "bottom_right")
+    )
     check(op, WIDE, [(2, 67, 131)], wanted)
 
 
@@ -221,13 +229,13 @@ def test_constant_masks(heads, wanted):
     ids=["bfloat16", "float16"],
 )
 def test_sixteen_bits(dtype, profile, wanted):
-    check(operation(dtype=dtype, v_head_dim=16, band=Band(None, 0)), profile, SHAPES, wanted)
+    check(operation(dtype=dtype, v_head_dim=16, band=WindowSpec(None, 0)), profile, SHAPES, wanted)
 
 
 def test_what_else_makes_a_score():
     """Softcap, numbers of keys, sinks and slopes, together and with a bottom-right band; one entry has no key."""
     features = {"softcap": 2.0, "lengths": True, "sinks": True, "slopes": True}
-    check(operation(**features, band=Band(None, 0, "bottom_right")), WIDE, SHAPES)
+    check(operation(**features, band=WindowSpec(None, 0, "bottom_right")), WIDE, SHAPES)
 
 
 def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
@@ -242,14 +250,14 @@ def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
 def test_chosen_heads_and_rows_and_more_keys_than_there_are():
     """Rows that are not there are zeros, and so are the weights of keys that are not."""
     wanted = replace(ALL, heads=(2, 0), rows=(0, -1, 5, -3), top_k=40)
-    check(operation(band=Band(None, 0), lengths=True), NARROW, SHAPES, wanted)
+    check(operation(band=WindowSpec(None, 0), lengths=True), NARROW, SHAPES, wanted)
 
 
 def test_of_equal_scores_the_first_key_comes_first():
-    op, kernel = operation(), StatisticsKernel()
+    op, kernel = operation(), CpuSoftmaxStatsKernel()
     q, k, v = operands(op, 1, 3, 50)
     k[:, :, [3, 4, 11, 30, 49]] = 4 * q[:, ::2, :1]  # the best of the first query, five times over
-    asked = StatisticsOp(op, top_k=3)
+    asked = SoftmaxStatsOp(op, top_k=3)
     emitted = kernel.emit(asked, WIDE, kernel.default(asked, WIDE))
     outputs = [np.zeros((1, 4, 3, 3), np.float32), np.zeros((1, 4, 3, 3), np.int64)]
     _, keys = run(emitted, compiled(emitted, WIDE), [q, k, v], outputs)
@@ -257,10 +265,13 @@ def test_of_equal_scores_the_first_key_comes_first():
 
 
 def test_what_is_hidden_reaches_no_output_and_what_is_seen_does():
-    op = operation(band=Band(None, 0))
+    op = operation(band=WindowSpec(None, 0))
     q, k, v = operands(op, 1, 60, 60)
     k[:, :, 40] = np.nan
-    kernels = ((StatisticsKernel(), StatisticsOp(op, True, True, 2)), (WeightsKernel(), WeightsOp(op)))
+    kernels = (
+        (CpuSoftmaxStatsKernel(), SoftmaxStatsOp(op, True, True, 2)),
+        (CpuAttentionProbsKernel(), AttentionProbsOp(op)),
+    )
     rows = (1, 4, 60)
     outputs = [np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros((*rows, 2), np.float32)]
     found = []

@@ -20,9 +20,9 @@ from mhsa_compile.kernels.cuda.attention.block_sparsity import plan
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
     MaskInput,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.target.profile import load_profile
@@ -41,13 +41,13 @@ def test_heads_of_any_width(dtype, widths):
 @slow
 @pytest.mark.parametrize("width", [96, 128, 256])
 def test_heads_of_usual_widths(width):
-    MMA.check(operation((2, 1), (width, width), band=Band(None, 0)), (1, 131, 131), poisoned=True)
+    MMA.check(operation((2, 1), (width, width), band=WindowSpec(None, 0)), (1, 131, 131), poisoned=True)
 
 
 @slow
 @pytest.mark.parametrize("config", [(64, 16, 1), (64, 48, 3), (128, 32, 2), (64, 96, 1)], ids=str)
 def test_configs(config):
-    op = operation(widths=(72, 48), band=Band(None, 3, "bottom_right"))
+    op = operation(widths=(72, 48), band=WindowSpec(None, 3, "bottom_right"))
     MMA.check(op, (1, 131, 197), config)
 
 
@@ -79,9 +79,9 @@ def test_shared_memory_without_bank_conflicts(width):
     assert 0 < writes.needed == writes.taken
 
 
-WINDOW = {"band": Band(70, 0, "bottom_right"), "lengths": True, "sinks": True}
+WINDOW = {"band": WindowSpec(70, 0, "bottom_right"), "lengths": True, "sinks": True}
 EVERYTHING = {
-    **{"softcap": 5.0, "lengths": True, "sinks": True, "slopes": True, "band": Band(None, 0, "bottom_right")},
+    **{"softcap": 5.0, "lengths": True, "sinks": True, "slopes": True, "band": WindowSpec(None, 0, "bottom_right")},
     "mask": MaskInput("bfloat16", ("B", 4, "L", "S")),
 }
 
@@ -105,10 +105,10 @@ COMPILED = [
     of_profile("cuda-sm86", 64, **WINDOW),
     of_profile("cuda-sm86", 96, **BITS),
     of_profile("cuda-sm86", 128, **EVERYTHING),
-    of_profile("cuda-sm86", 256, band=Band(None, 0)),
+    of_profile("cuda-sm86", 256, band=WindowSpec(None, 0)),
     of_profile("cuda-sm90a", 64, **BITS),
     of_profile("cuda-sm90a", 96, **EVERYTHING),
-    of_profile("cuda-sm90a", 128, band=Band(None, 0)),
+    of_profile("cuda-sm90a", 128, band=WindowSpec(None, 0)),
     of_profile("cuda-sm90a", 256, mask=MaskInput("bool", ("B", 1, "L", "S"))),
 ]
 
@@ -126,8 +126,8 @@ def test_machine_code(profile, op, tmp_path):
 @pytest.mark.parametrize(
     ("width", "fields", "config"),
     [
-        (64, {"slopes": True, "band": Band(None, 0)}, (128, 64, 2)),
-        (128, {"softcap": 30.0, "band": Band(None, 0)}, (128, 48, 1)),
+        (64, {"slopes": True, "band": WindowSpec(None, 0)}, (128, 64, 2)),
+        (128, {"softcap": 30.0, "band": WindowSpec(None, 0)}, (128, 48, 1)),
         (96, {"mask": MaskInput("bool", ("B", 1, "L", "S"))}, (128, 64, 1)),
         (96, EVERYTHING, (128, 32, 1)),
         (256, WINDOW, (64, 64, 1)),

@@ -9,7 +9,7 @@ from fuzz.attention import draw_operands
 from support.cuda import cuda_code
 from support.cuda.cuda_tile_kernels import FLOAT32
 
-from mhsa_compile.kernels.interface.ops import Band, MaskInput
+from mhsa_compile.kernels.interface.ops import MaskInput, WindowSpec
 from mhsa_compile.target.profile import load_profile
 
 KERNEL, GPU = FLOAT32.kernel, FLOAT32.profile
@@ -26,7 +26,7 @@ def test_heads_of_any_width(widths):
 @slow
 @pytest.mark.parametrize("config", [(64, 16, 1), (64, 48, 2), (32, 64, 1), (16, 32, 2), (8, 16, 1)], ids=str)
 def test_configs(config):
-    FLOAT32.check(FLOAT32.operation((2, 2), (24, 48), band=Band(None, 3, "bottom_right")), (1, 71, 131), config)
+    FLOAT32.check(FLOAT32.operation((2, 2), (24, 48), band=WindowSpec(None, 3, "bottom_right")), (1, 71, 131), config)
 
 
 @slow
@@ -53,7 +53,7 @@ ALL = {
     "lengths": True,
     "sinks": True,
     "slopes": True,
-    "band": Band(100, 0, "bottom_right"),
+    "band": WindowSpec(100, 0, "bottom_right"),
     "mask": MaskInput("float32", ("B", 4, "L", "S")),
 }
 
@@ -63,7 +63,7 @@ ALL = {
     ("target", "op"),
     [
         ("cuda-sm90a", FLOAT32.operation(widths=(128, 128))),
-        ("cuda-sm80", FLOAT32.operation(widths=(256, 256), band=Band(None, 0))),
+        ("cuda-sm80", FLOAT32.operation(widths=(256, 256), band=WindowSpec(None, 0))),
         ("cuda-sm86", FLOAT32.operation(widths=(64, 64), **ALL)),
     ],
     ids=["128", "256 causal", "64 of everything"],

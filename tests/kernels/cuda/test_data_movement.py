@@ -30,23 +30,23 @@ from support.cuda import cuda_code
 from support.simt import interpreter
 from support.simt.memory import SimtError
 
-from mhsa_compile.kernels.cuda.cache_concat import PresentKernel
-from mhsa_compile.kernels.cuda.cache_scatter import ScatterKernel
+from mhsa_compile.kernels.cuda.cache_concat import CudaKvConcatKernel
+from mhsa_compile.kernels.cuda.cache_scatter import CudaKvScatterKernel
 from mhsa_compile.kernels.cuda.primitives.vector_copy import piece_of
-from mhsa_compile.kernels.cuda.rope import RotaryKernel
+from mhsa_compile.kernels.cuda.rope import CudaRotaryKernel
 from mhsa_compile.kernels.interface.kernel import Fixed
 from mhsa_compile.kernels.interface.ops import (
+    HeadLayout,
+    KvConcatOp,
+    KvScatterOp,
     Op,
-    Placement,
-    PresentOp,
     RotaryOp,
-    ScatterOp,
 )
 from mhsa_compile.target.profile import load_profile
 
 pytestmark = pytest.mark.cuda
 GPU = load_profile("cuda-sm80")
-WIDE: dict[str, Any] = {"head_dim": 128, "x": Placement(0, "rows", 384), "output": Placement(0, "rows", 384)}
+WIDE: dict[str, Any] = {"head_dim": 128, "x": HeadLayout(0, "rows", 384), "output": HeadLayout(0, "rows", 384)}
 MORE_ROPE_SHAPES = {
     "pieces": {**WIDE, "rotary_dim": 64},
     "pieces, interleaved": {**WIDE, "rotary_dim": 64, "interleaved": True},
@@ -93,7 +93,7 @@ def turn(
 def test_rope(shape: str, dtype: str) -> None:
     """What lies between the heads is NaN, and so is the output before: all of it is written, of nothing else."""
     op = replace(ROPE, dtype=dtype, **ALL_ROPE_SHAPES[shape])  # type: ignore[arg-type]
-    machine, rng = translated(RotaryKernel(), op), np.random.default_rng(0)
+    machine, rng = translated(CudaRotaryKernel(), op), np.random.default_rng(0)
     for B, L in ((1, 1), (3, 37)):
         places = rng.integers(0, TABLE, (1 if op.shared_angles else B, L))
         y, x, *tables = turn(op, machine, rng, B, L, places)
@@ -105,7 +105,7 @@ def test_rope(shape: str, dtype: str) -> None:
 def test_a_position_beyond_the_tables_makes_nan_and_reads_nothing(shape: str) -> None:
     op = replace(ROPE, dtype="bfloat16", **ALL_ROPE_SHAPES[shape])
     places = np.array([[0, TABLE, TABLE - 1], [-1, 5, INT64.min], [INT64.max, 7, 0]])
-    y, x, cos, sin = turn(op, translated(RotaryKernel(), op), np.random.default_rng(0), 3, 3, places)
+    y, x, cos, sin = turn(op, translated(CudaRotaryKernel(), op), np.random.default_rng(0), 3, 3, places)
     wrong = (places < 0) | (places >= TABLE)
     assert np.isnan(y[wrong][..., : op.rotary_dim].astype(np.float32)).all()
     at = np.where(wrong, 0, places)
@@ -119,7 +119,7 @@ def test_a_position_beyond_the_tables_makes_nan_and_reads_nothing(shape: str) ->
 
 
 def write(
-    op: ScatterOp, machine: interpreter.Machine, cache: np.ndarray, update: np.ndarray, *indices: np.ndarray
+    op: KvScatterOp, machine: interpreter.Machine, cache: np.ndarray, update: np.ndarray, *indices: np.ndarray
 ) -> Any:
     """The result, as a copy or in place; what was in the result before is of no account."""
     if op.in_place:
@@ -136,7 +136,7 @@ def write(
 @pytest.mark.parametrize("shape", SCATTER_SHAPES)
 def test_scatter(shape: str, circular: bool, in_place: bool) -> None:
     op = replace(SCATTER, circular=circular, in_place=in_place, **SCATTER_SHAPES[shape])  # type: ignore[arg-type]
-    machine, rng = translated(ScatterKernel(), op), np.random.default_rng(0)
+    machine, rng = translated(CudaKvScatterKernel(), op), np.random.default_rng(0)
     for B, L, S in ((1, 1, 1), (3, 4, 29), (2, 5, 5)):
         sizes = {"B": B, "S": S, "X": 13}
         shape_of_cache = [sizes[dim] if isinstance(dim, str) else dim for dim in op.cache]
@@ -160,7 +160,7 @@ def test_scatter_of_every_dtype(dtype: np.dtype, row: int) -> None:
     for in_place in (False, True):
         op = replace(SCATTER, cache=("B", 3, "S", row), dtype=str(dtype), in_place=in_place)
         cache, update, indices = drawn(rng, dtype, 2, 3, 11, row), drawn(rng, dtype, 2, 3, 4, row), np.array([7, 0])
-        found = write(op, translated(ScatterKernel(), op), cache, update, indices)
+        found = write(op, translated(CudaKvScatterKernel(), op), cache, update, indices)
         assert np.array_equal(found, scattered(cache, update, indices, 2))
 
 
@@ -169,7 +169,7 @@ def test_of_an_index_beyond_the_cache_no_row_is_written(in_place: bool) -> None:
     op, rng = replace(SCATTER, in_place=in_place), np.random.default_rng(0)
     cache, update = drawn(rng, np.dtype("f4"), 6, 3, 11, 10), drawn(rng, np.dtype("f4"), 6, 3, 4, 10)
     indices = np.array([7, 8, -1, INT64.min, 0, INT64.max])
-    found = write(op, translated(ScatterKernel(), op), cache, update, indices)
+    found = write(op, translated(CudaKvScatterKernel(), op), cache, update, indices)
     expected = scattered(cache, update, np.where((indices < 0) | (indices > 7), 0, indices), 2)
     expected[[1, 2, 3, 5]] = cache[[1, 2, 3, 5]]
     assert np.array_equal(found, expected)
@@ -180,7 +180,7 @@ def test_more_rows_than_the_cache_has_are_refused_before_the_launch() -> None:
         op = replace(SCATTER, in_place=True, circular=circular)
         cache, update = np.zeros((1, 3, 4, 10), np.float32), np.ones((1, 3, 5, 10), np.float32)
         with pytest.raises(SimtError, match="rows, as the cache has"):
-            write(op, translated(ScatterKernel(), op), cache, update, np.zeros(1, np.int64))
+            write(op, translated(CudaKvScatterKernel(), op), cache, update, np.zeros(1, np.int64))
 
 
 # Present keys and values.
@@ -190,10 +190,10 @@ def test_more_rows_than_the_cache_has_are_refused_before_the_launch() -> None:
 @pytest.mark.parametrize(("head_dim", "new"), [(10, "rows"), (64, "rows"), (7, "heads"), (64, "heads")])
 def test_present(head_dim: int, new: Any, dtype: str) -> None:
     H, rng = 3, np.random.default_rng(0)
-    place = Placement(0, new, H * head_dim + 16, 8)
+    place = HeadLayout(0, new, H * head_dim + 16, 8)
     for past in ("P", None):
-        op = PresentOp("B", past, "L", H, head_dim, place, dtype)  # type: ignore[arg-type]
-        machine = translated(PresentKernel(), op)
+        op = KvConcatOp("B", past, "L", H, head_dim, place, dtype)  # type: ignore[arg-type]
+        machine = translated(CudaKvConcatKernel(), op)
         for B, P, L in ((1, 1, 1), (2, 0, 5), (3, 13, 7)):
             before = rng.standard_normal((B, H, P, head_dim)).astype(NUMPY[dtype])
             rows = rng.standard_normal((B, H, L, head_dim)).astype(NUMPY[dtype])
@@ -208,13 +208,13 @@ def test_present(head_dim: int, new: Any, dtype: str) -> None:
 
 
 MACHINE_CODE: dict[str, tuple[Fixed, Op]] = {
-    "rope": (RotaryKernel(), replace(ROPE, dtype="bfloat16", **ALL_ROPE_SHAPES["pieces"])),
-    "rope, interleaved": (RotaryKernel(), replace(ROPE, dtype="float16", **ALL_ROPE_SHAPES["pieces, interleaved"])),
-    "rope, odd": (RotaryKernel(), replace(ROPE, dtype="bfloat16", **ALL_ROPE_SHAPES["least"])),
-    "scatter": (ScatterKernel(), replace(SCATTER, cache=("B", 3, "S", 64), dtype="bfloat16", in_place=True)),
-    "scatter, bool": (ScatterKernel(), replace(SCATTER, dtype="bool", circular=True)),
-    "present": (PresentKernel(), PresentOp("B", "P", "L", 3, 64, Placement(0, "rows", 192), "float16")),
-    "present, odd": (PresentKernel(), PresentOp("B", "P", "L", 3, 7, Placement(0, "rows", 21), "bfloat16")),
+    "rope": (CudaRotaryKernel(), replace(ROPE, dtype="bfloat16", **ALL_ROPE_SHAPES["pieces"])),
+    "rope, interleaved": (CudaRotaryKernel(), replace(ROPE, dtype="float16", **ALL_ROPE_SHAPES["pieces, interleaved"])),
+    "rope, odd": (CudaRotaryKernel(), replace(ROPE, dtype="bfloat16", **ALL_ROPE_SHAPES["least"])),
+    "scatter": (CudaKvScatterKernel(), replace(SCATTER, cache=("B", 3, "S", 64), dtype="bfloat16", in_place=True)),
+    "scatter, bool": (CudaKvScatterKernel(), replace(SCATTER, dtype="bool", circular=True)),
+    "present": (CudaKvConcatKernel(), KvConcatOp("B", "P", "L", 3, 64, HeadLayout(0, "rows", 192), "float16")),
+    "present, odd": (CudaKvConcatKernel(), KvConcatOp("B", "P", "L", 3, 7, HeadLayout(0, "rows", 21), "bfloat16")),
 }
 
 

@@ -26,18 +26,18 @@ from support.kernel_runs import attention
 from support.simt import interpreter
 
 import mhsa_compile as mhsa
-from mhsa_compile.kernels.cuda.decode.kernel import KNOBS, DecodeKernel
+from mhsa_compile.kernels.cuda.decode.kernel import KNOBS, CudaDecodeKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     MaskInput,
-    Placement,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.target.profile import CudaProfile, load_profile
 from mhsa_compile.verification.parity import judge
 
-KERNEL = DecodeKernel()
+KERNEL = CudaDecodeKernel()
 slow = pytest.mark.cuda  # of `make test-cuda`; a part is in the suite
 
 
@@ -127,10 +127,15 @@ def test_rows_and_heads_of_any_width(dtype, L, heads, widths):
     ids=str,
 )
 def test_configs(dtype, config):
-    check(operation(2, dtype=dtype, band=Band(None, 0, "bottom_right")), 2, 197, blocks=3, **config)
+    check(operation(2, dtype=dtype, band=WindowSpec(None, 0, "bottom_right")), 2, 197, blocks=3, **config)
 
 
-BANDS = (Band(None, 0, "bottom_right"), Band(40, 3, "bottom_right"), Band(5, 0), Band(0, 0, "bottom_right"))
+BANDS = (
+    WindowSpec(None, 0, "bottom_right"),
+    WindowSpec(40, 3, "bottom_right"),
+    WindowSpec(5, 0),
+    WindowSpec(0, 0, "bottom_right"),
+)
 
 
 @slow
@@ -148,10 +153,10 @@ def test_bands(dtype, band):
         {"softcap": 2.0},
         {"scale": -0.3},
         {"lengths": True},
-        {"lengths": True, "band": Band(30, 0, "bottom_right")},
+        {"lengths": True, "band": WindowSpec(30, 0, "bottom_right")},
         {"sinks": True, "lengths": True},
-        {"slopes": True, "band": Band(None, 0, "bottom_right")},
-        {"slopes": True, "sinks": True, "softcap": 5.0, "band": Band(30, 20)},
+        {"slopes": True, "band": WindowSpec(None, 0, "bottom_right")},
+        {"slopes": True, "sinks": True, "softcap": 5.0, "band": WindowSpec(30, 20)},
     ],
     ids=str,
 )
@@ -161,7 +166,7 @@ def test_scores(dtype, fields):
 
 @slow
 def test_lengths_of_more_entries_than_a_warp_has_lanes():
-    check(operation(heads=(2, 1), widths=(8, 8), lengths=True, band=Band(None, 0, "bottom_right")), 71, 197)
+    check(operation(heads=(2, 1), widths=(8, 8), lengths=True, band=WindowSpec(None, 0, "bottom_right")), 71, 197)
 
 
 @slow
@@ -178,11 +183,11 @@ def test_placements(dtype):
     H, G, E, F = 6, 2, 24, 40
     parts = {"query": 0, "key": H * E, "value": H * E + G * E}
     width = H * E + G * (E + F) + 8  # the padding that rows of a fused projection may have
-    fused = operation(5, dtype=dtype, **{role: Placement(0, "rows", width, first) for role, first in parts.items()})
+    fused = operation(5, dtype=dtype, **{role: HeadLayout(0, "rows", width, first) for role, first in parts.items()})
     check(replace(fused, kv_length=5), 2, 5)
     apart = {"query": H * E, "key": G * E, "value": G * F}
-    places = {role: Placement(i, "rows", width) for i, (role, width) in enumerate(apart.items())}
-    check(operation(dtype=dtype, output=Placement(0, "heads", H * F), **places), 2, 131)
+    places = {role: HeadLayout(i, "rows", width) for i, (role, width) in enumerate(apart.items())}
+    check(operation(dtype=dtype, output=HeadLayout(0, "heads", H * F), **places), 2, 131)
 
 
 @slow
@@ -196,7 +201,7 @@ def test_nothing_to_do():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_values_that_are_not_finite_reach_only_those_who_see_them(dtype):
     """Infinity of either sign, both, and NaN, each in a column of its own, at keys that the later query sees."""
-    op, sizes = operation(2, (2, 1), dtype=dtype, band=Band(None, 0, "bottom_right")), (1, 2, 67)
+    op, sizes = operation(2, (2, 1), dtype=dtype, band=WindowSpec(None, 0, "bottom_right")), (1, 2, 67)
     given = draw_operands(np.random.default_rng(3), op, sizes, 1.0, 0)
     given.v[0, 0, 66, :3] = np.inf, -np.inf, np.nan
     given.v[0, 0, 65, 3], given.v[0, 0, 66, 3] = np.inf, -np.inf
@@ -231,7 +236,7 @@ def test_what_it_does_not_take_is_named():
         (operation(heads=(17, 1), widths=(256, 256)), "room"),
         (operation(widths=(20, 40)), "multiple of 8"),
         (operation(widths=(264, 40)), "up to 256"),
-        (operation(query=Placement(0, "rows", 100)), "multiples of 8"),
+        (operation(query=HeadLayout(0, "rows", 100)), "multiples of 8"),
         (operation(softmax="float64"), "float64"),
         (operation(7, dtype="float32", widths=(128, 128)), "room"),
         (replace(operation(), kv_length=8, static_mask=StaticMask(np.ones((1, 1, 8), np.bool_))), "constant"),
@@ -261,7 +266,7 @@ ALL = {
     "lengths": True,
     "sinks": True,
     "slopes": True,
-    "band": Band(100, 0, "bottom_right"),
+    "band": WindowSpec(100, 0, "bottom_right"),
 }
 
 

@@ -6,14 +6,14 @@ import pytest
 from support.cuda.cuda_attention_checks import operation
 from support.cuda.cuda_tile_kernels import HOPPER
 
-from mhsa_compile.kernels.interface.ops import Band, MaskInput
+from mhsa_compile.kernels.interface.ops import MaskInput, WindowSpec
 from mhsa_compile.target.profile import load_profile
 
 KERNEL, PROFILE = HOPPER.kernel, load_profile(HOPPER.target)
 
 
 def test_a_causal_attention_of_ragged_length_over_few_heads():
-    op = operation(widths=(64, 72), band=Band(None, 0, "bottom_right"))
+    op = operation(widths=(64, 72), band=WindowSpec(None, 0, "bottom_right"))
     HOPPER.check(op, (1, 67, 83), (2, 32, 2), seed=1, poisoned=True)
 
 

@@ -15,9 +15,9 @@ from support.cuda.cuda_tile_kernels import HOPPER
 
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
     MaskInput,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.target.profile import load_profile
 
@@ -32,7 +32,7 @@ PROFILE = load_profile(HOPPER.target)
     ids=str,
 )  # fmt: skip
 def test_heads_of_any_width(widths, dtype):
-    HOPPER.check(operation((2, 1), widths, dtype=dtype, band=Band(None, 0)), (1, 131, 131), seed=1)
+    HOPPER.check(operation((2, 1), widths, dtype=dtype, band=WindowSpec(None, 0)), (1, 131, 131), seed=1)
 
 
 def test_no_keys():
@@ -42,7 +42,7 @@ def test_no_keys():
 @pytest.mark.parametrize("config", [(2, 16, 2), (2, 48, 3), (3, 32, 2), (2, 96, 4)], ids=str)
 @pytest.mark.parametrize("seed", [None, 2, 3])
 def test_configs_in_any_order(config, seed):
-    op = operation(widths=(72, 48), band=Band(None, 3, "bottom_right"))
+    op = operation(widths=(72, 48), band=WindowSpec(None, 3, "bottom_right"))
     HOPPER.check(op, (1, 331, 197), config, seed=seed)
 
 
@@ -50,15 +50,15 @@ ALL: dict[str, Any] = {"softcap": 5.0, "lengths": True, "sinks": True, "slopes":
 MASK = MaskInput("bfloat16", ("B", 4, "L", "S"))
 CONSTANT = StaticMask(scattered((1, 256, 512)))
 OPERATIONS = {
-    "64 causal": operation(widths=(64, 64), band=Band(None, 0)),
-    "96 causal": operation(widths=(96, 96), band=Band(None, 0), dtype="float16"),
+    "64 causal": operation(widths=(64, 64), band=WindowSpec(None, 0)),
+    "96 causal": operation(widths=(96, 96), band=WindowSpec(None, 0), dtype="float16"),
     "128": operation(widths=(128, 128)),
-    "128 causal": operation(widths=(128, 128), band=Band(None, 0)),
-    "256 causal": operation(widths=(256, 256), band=Band(None, 0)),
-    "256 window": operation(widths=(256, 256), band=Band(40, 3, "bottom_right"), dtype="float16"),
-    "256 of everything": operation(widths=(256, 256), band=Band(30, 0, "bottom_right"), **ALL),
+    "128 causal": operation(widths=(128, 128), band=WindowSpec(None, 0)),
+    "256 causal": operation(widths=(256, 256), band=WindowSpec(None, 0)),
+    "256 window": operation(widths=(256, 256), band=WindowSpec(40, 3, "bottom_right"), dtype="float16"),
+    "256 of everything": operation(widths=(256, 256), band=WindowSpec(30, 0, "bottom_right"), **ALL),
     "256 constant": replace(operation(widths=(256, 256), static_mask=CONSTANT, **ALL), q_length=256, kv_length=512),
-    "64 of everything": operation(widths=(64, 64), band=Band(None, 0, "bottom_right"), mask=MASK, **ALL),
+    "64 of everything": operation(widths=(64, 64), band=WindowSpec(None, 0, "bottom_right"), mask=MASK, **ALL),
     "64 constant": replace(operation(widths=(64, 64), static_mask=CONSTANT, **ALL), q_length=256, kv_length=512),
 }
 

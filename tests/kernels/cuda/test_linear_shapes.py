@@ -20,7 +20,7 @@ from support.cuda.cuda_linear import (
 from support.simt.banks import Cycles, counted
 
 from mhsa_compile.kernels.cuda.linear.block_shape import KNOBS
-from mhsa_compile.kernels.cuda.linear.kernel import Float32LinearKernel, LinearKernel
+from mhsa_compile.kernels.cuda.linear.kernel import Float32LinearKernel, MmaLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 pytestmark = pytest.mark.cuda
@@ -93,7 +93,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype):
 
 
 @pytest.mark.parametrize(
-    "sizes", [LinearKernel.defaults[0], LinearKernel.defaults[3], *LinearKernel.defaults[7:10]], ids=str
+    "sizes", [MmaLinearKernel.defaults[0], MmaLinearKernel.defaults[3], *MmaLinearKernel.defaults[7:10]], ids=str
 )
 def test_tensor_cores_read_without_bank_conflicts(sizes):
     banks_of(linear((sizes[0],), 2 * sizes[2], (sizes[1],), "bfloat16"), sizes)

@@ -6,7 +6,7 @@ import pytest
 from kernels.cpu.test_softmax_outputs import ALL, operation
 from kernels.cuda import test_data_movement, test_softmax_outputs
 
-from mhsa_compile.kernels.interface.ops import Band
+from mhsa_compile.kernels.interface.ops import WindowSpec
 
 
 @pytest.mark.parametrize("shape", ["pieces", "part, interleaved"])
@@ -29,4 +29,4 @@ def test_present() -> None:
 
 def test_inside() -> None:
     features = {"softcap": 2.0, "lengths": True, "sinks": True, "slopes": True, "dtype": "bfloat16"}
-    test_softmax_outputs.check(operation(**features, band=Band(None, 0, "bottom_right")), ALL)
+    test_softmax_outputs.check(operation(**features, band=WindowSpec(None, 0, "bottom_right")), ALL)

@@ -21,19 +21,19 @@ from kernels.cpu.test_softmax_outputs import (
 from support.cuda import cuda_code
 from support.simt import interpreter
 
-from mhsa_compile.kernels.cuda.softmax_outputs.probs_kernel import WeightsKernel
+from mhsa_compile.kernels.cuda.softmax_outputs.probs_kernel import CudaAttentionProbsKernel
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import packed_bits
-from mhsa_compile.kernels.cuda.softmax_outputs.stats_kernel import StatisticsKernel
+from mhsa_compile.kernels.cuda.softmax_outputs.stats_kernel import CudaSoftmaxStatsKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    AttentionProbsOp,
     MaskInput,
+    SoftmaxStatsOp,
     StaticMask,
-    StatisticsOp,
-    WeightsOp,
+    WindowSpec,
 )
-from mhsa_compile.spec.outputs import Inside
+from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.target.profile import load_profile
 
 pytestmark = pytest.mark.cuda
@@ -42,13 +42,13 @@ SHAPES = ((29, 7, 3), (2, 19, 71))
 """(B, L, S); short ones with many entries, as the budget wants to see PyTorch's error."""
 
 
-def emitted(op: StatisticsOp | WeightsOp) -> Emitted:
-    kernel: Any = StatisticsKernel() if isinstance(op, StatisticsOp) else WeightsKernel()
+def emitted(op: SoftmaxStatsOp | AttentionProbsOp) -> Emitted:
+    kernel: Any = CudaSoftmaxStatsKernel() if isinstance(op, SoftmaxStatsOp) else CudaAttentionProbsKernel()
     assert kernel.applies(op, GPU) is None
     return kernel.emit(op, GPU, kernel.default(op, GPU))  # type: ignore[no-any-return]
 
 
-def run_of(op: StatisticsOp | WeightsOp) -> Any:
+def run_of(op: SoftmaxStatsOp | AttentionProbsOp) -> Any:
     made = emitted(op)
     machine = interpreter.Machine(made.run)
 
@@ -59,13 +59,13 @@ def run_of(op: StatisticsOp | WeightsOp) -> Any:
     return run
 
 
-def check(op: AttentionOp, wanted: Inside = SUMS, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> None:
+def check(op: AttentionOp, wanted: SoftmaxOutputs = SUMS, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> None:
     compare(op, [run_of(asked) for asked in asked_of(op, wanted)], shapes, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype(dtype):
-    check(operation(dtype=dtype, v_head_dim=16, band=Band(None, 0)), ALL)
+    check(operation(dtype=dtype, v_head_dim=16, band=WindowSpec(None, 0)), ALL)
 
 
 @pytest.mark.parametrize("shape", [(97, 1, 1), (1, 71, 37), (3, 5, 131)], ids=str)
@@ -78,14 +78,14 @@ def test_heads_of_any_width(head_dim):
     check(operation(head_dim=head_dim, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("band", [Band(None, 0, "bottom_right"), Band(9, 2), Band(40, 33)], ids=str)
+@pytest.mark.parametrize("band", [WindowSpec(None, 0, "bottom_right"), WindowSpec(9, 2), WindowSpec(40, 33)], ids=str)
 def test_bands(band):
     check(operation(band=band), ALL, [(29, 7, 3), (2, 19, 103), (1, 67, 35)])
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [(("B", "H", "L", "S"), "float32"), (("B", 1, 1, "S"), "bool")], ids=str)
 def test_masks_of_the_call(dims, dtype):
-    check(operation(mask=MaskInput(dtype, dims), band=Band(None, 0)), ALL)
+    check(operation(mask=MaskInput(dtype, dims), band=WindowSpec(None, 0)), ALL)
 
 
 def test_a_mask_of_the_call_in_sixteen_bits_beside_a_constant_one():
@@ -105,7 +105,9 @@ def test_constant_masks(heads, wanted):
     visible = np.random.default_rng(3).random((heads, 37, 131)) < 0.5
     visible[:, :, 30:70] = False
     visible[:, 5] = False
-    op = operation(q_length=37, kv_length=131, static_mask=StaticMask(visible), band=Band(None, 0, "bottom_right"))
+    op = operation(
+        q_length=37, kv_length=131, static_mask=StaticMask(visible), band=WindowSpec(None, 0, "bottom_right")
+    )
     check(op, wanted, [(2, 37, 131)])
 
 
@@ -122,7 +124,7 @@ def test_bits_of_a_constant_mask():
 def test_what_else_makes_a_score(dtype):
     """Softcap, numbers of keys, sinks and slopes, together and with a bottom-right band; one entry has no key."""
     features = {"softcap": 2.0, "lengths": True, "sinks": True, "slopes": True, "dtype": dtype}
-    check(operation(**features, band=Band(None, 0, "bottom_right")), ALL)
+    check(operation(**features, band=WindowSpec(None, 0, "bottom_right")), ALL)
 
 
 def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
@@ -137,7 +139,7 @@ def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
 def test_chosen_heads_and_rows_and_more_keys_than_there_are():
     """Rows that are not there are zeros, and so are the weights of keys that are not."""
     wanted = replace(ALL, heads=(2, 0), rows=(0, -1, 5, -3, 2), top_k=40)
-    check(operation(band=Band(None, 0), lengths=True), wanted)
+    check(operation(band=WindowSpec(None, 0), lengths=True), wanted)
 
 
 def test_of_equal_scores_the_first_key_comes_first():
@@ -145,22 +147,22 @@ def test_of_equal_scores_the_first_key_comes_first():
     q, k, v = operands(op, 1, 3, 70)
     k[:, :, [3, 4, 11, 40, 69]] = 4 * q[:, ::2, :1]  # the best of the first query, five times over
     outputs = [np.zeros((1, 4, 3, 4), np.float32), np.zeros((1, 4, 3, 4), np.int64)]
-    _, keys = run_of(StatisticsOp(op, top_k=4))([q, k, v], outputs)
+    _, keys = run_of(SoftmaxStatsOp(op, top_k=4))([q, k, v], outputs)
     assert (keys[:, ::2, 0] == [3, 4, 11, 40]).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_hidden_reaches_no_output_and_what_is_seen_does(bad):
-    op = operation(band=Band(None, 0))
+    op = operation(band=WindowSpec(None, 0))
     q, k, v = operands(op, 1, 60, 60)
     k[:, :, 40], q[..., 0] = bad, abs(q[..., 0])  # an infinite key makes infinite scores, of either sign, or NaN
     k[:, :, 40, 1:] = 0
     rows = (1, 4, 60)
     outputs = [np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros((*rows, 2), np.float32)]
-    lse, entropy, largest, _ = run_of(StatisticsOp(op, True, True, 2))(
+    lse, entropy, largest, _ = run_of(SoftmaxStatsOp(op, True, True, 2))(
         [q, k, v], [*outputs, np.zeros((*rows, 2), np.int64)]
     )
-    (weights,) = run_of(WeightsOp(op))([q, k, v], [np.zeros((*rows, 60), np.float32)])
+    (weights,) = run_of(AttentionProbsOp(op))([q, k, v], [np.zeros((*rows, 60), np.float32)])
     for array in (lse, entropy, largest):
         assert np.isfinite(array[:, :, :40]).all() and np.isnan(array[:, :, 40:]).all()
     later = np.triu(np.ones((60, 60), np.bool_), 1)
@@ -175,38 +177,40 @@ def test_rows_that_see_nothing():
     mask[:, :, 4, 7] = True
     rows = (1, 4, 9)
     outputs = [np.zeros(rows, np.float32), np.ones(rows, np.float32), np.ones((*rows, 2), np.float32)]
-    found = run_of(StatisticsOp(op, True, True, 2))([q, k, v, mask], [*outputs, np.zeros((*rows, 2), np.int64)])
+    found = run_of(SoftmaxStatsOp(op, True, True, 2))([q, k, v, mask], [*outputs, np.zeros((*rows, 2), np.int64)])
     lse, entropy, largest, keys = (np.delete(array, 4, axis=2) for array in found)
     assert np.isneginf(lse).all() and (entropy == 0).all() and (largest == 0).all() and (keys == -1).all()
     assert (found[3][:, :, 4] == [7, -1]).all() and (found[2][:, :, 4] == [1, 0]).all()
-    (weights,) = run_of(WeightsOp(op))([q, k, v, mask], [np.ones((*rows, 40), np.float32)])
+    (weights,) = run_of(AttentionProbsOp(op))([q, k, v, mask], [np.ones((*rows, 40), np.float32)])
     assert weights.sum() == 4
 
 
 def test_chosen_rows_of_a_call_without_queries_are_zeros():
-    op = operation(band=Band(None, 0, "bottom_right"))
-    (weights,) = run_of(WeightsOp(op, None, (0, -1)))(operands(op, 2, 0, 40), [np.ones((2, 4, 2, 40), np.float32)])
+    op = operation(band=WindowSpec(None, 0, "bottom_right"))
+    (weights,) = run_of(AttentionProbsOp(op, None, (0, -1)))(
+        operands(op, 2, 0, 40), [np.ones((2, 4, 2, 40), np.float32)]
+    )
     assert not weights.any()
 
 
 def test_what_they_do_not_take_is_named():
-    for kernel, asked in ((StatisticsKernel(), StatisticsOp), (WeightsKernel(), WeightsOp)):
+    for kernel, asked in ((CudaSoftmaxStatsKernel(), SoftmaxStatsOp), (CudaAttentionProbsKernel(), AttentionProbsOp)):
         assert "float64" in str(kernel.applies(asked(operation(softmax="float64")), GPU))
         assert "softcap" in str(kernel.applies(asked(operation(softcap=1e30)), GPU))
         assert kernel.op_type is asked
 
 
 EVERYTHING = {
-    "band": Band(40, 0, "bottom_right"),
+    "band": WindowSpec(40, 0, "bottom_right"),
     "mask": MaskInput("bfloat16", ("B", 4, "L", "S")),
     "dtype": "bfloat16",
     **dict.fromkeys(("lengths", "sinks", "slopes"), True),
 }
-MACHINE_CODE: dict[str, tuple[str, StatisticsOp | WeightsOp]] = {
-    "statistics": ("sm_80", StatisticsOp(operation(head_dim=128), True, True)),
-    "everything": ("sm_90a", StatisticsOp(operation(softcap=20.0, head_dim=64, **EVERYTHING), True, True, 100)),
-    "weights": ("sm_90a", WeightsOp(operation(head_dim=64, dtype="float16"))),
-    "chosen weights": ("sm_80", WeightsOp(operation(head_dim=13, **EVERYTHING), (1,), (0, -1))),
+MACHINE_CODE: dict[str, tuple[str, SoftmaxStatsOp | AttentionProbsOp]] = {
+    "statistics": ("sm_80", SoftmaxStatsOp(operation(head_dim=128), True, True)),
+    "everything": ("sm_90a", SoftmaxStatsOp(operation(softcap=20.0, head_dim=64, **EVERYTHING), True, True, 100)),
+    "weights": ("sm_90a", AttentionProbsOp(operation(head_dim=64, dtype="float16"))),
+    "chosen weights": ("sm_80", AttentionProbsOp(operation(head_dim=13, **EVERYTHING), (1,), (0, -1))),
 }
 
 

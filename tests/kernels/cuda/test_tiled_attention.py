@@ -15,10 +15,10 @@ from support.kernel_runs import attention
 
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    HeadLayout,
     MaskInput,
-    Placement,
     StaticMask,
+    WindowSpec,
 )
 from mhsa_compile.verification.parity import judge
 
@@ -46,12 +46,12 @@ def test_ragged_lengths(kernel, sizes):
 @pytest.mark.parametrize(
     ("sizes", "band"),
     [
-        ((1, 197, 197), Band(5, 0)),
-        ((1, 131, 131), Band(None, 20)),
-        ((1, 131, 61), Band(None, 0, "bottom_right")),
-        ((1, 61, 131), Band(100, 0, "top_left")),
-        ((2, 64, 512), Band(40, 3, "bottom_right")),
-        ((1, 7, 197), Band(0, 0, "bottom_right")),
+        ((1, 197, 197), WindowSpec(5, 0)),
+        ((1, 131, 131), WindowSpec(None, 20)),
+        ((1, 131, 61), WindowSpec(None, 0, "bottom_right")),
+        ((1, 61, 131), WindowSpec(100, 0, "top_left")),
+        ((2, 64, 512), WindowSpec(40, 3, "bottom_right")),
+        ((1, 7, 197), WindowSpec(0, 0, "bottom_right")),
     ],
     ids=str,
 )
@@ -68,10 +68,10 @@ def test_bands(kernel, sizes, band):
         {"scale": -0.3},
         {"scale": 0.0},
         {"lengths": True},
-        {"lengths": True, "band": Band(None, 0, "bottom_right")},
+        {"lengths": True, "band": WindowSpec(None, 0, "bottom_right")},
         {"sinks": True, "lengths": True},
-        {"slopes": True, "band": Band(None, 0, "bottom_right")},
-        {"slopes": True, "sinks": True, "softcap": 5.0, "band": Band(30, 20)},
+        {"slopes": True, "band": WindowSpec(None, 0, "bottom_right")},
+        {"slopes": True, "sinks": True, "softcap": 5.0, "band": WindowSpec(30, 20)},
     ],
     ids=str,
 )
@@ -85,7 +85,7 @@ def test_scores(kernel, fields):
 @pytest.mark.parametrize("dims", [("B", 4, "L", "S"), (1, 1, "L", "S"), ("B", 1, 1, "mask_S")], ids=str)
 def test_masks(kernel, dtype, dims):
     mask = MaskInput(kernel.dtypes[0] if dtype == "of the attention" else dtype, dims)
-    band = Band(None, 0, "bottom_right") if dtype == "bool" else None
+    band = WindowSpec(None, 0, "bottom_right") if dtype == "bool" else None
     kernel.check(kernel.operation(mask=mask, band=band), (2, 67, 131), poisoned=True)
 
 
@@ -99,7 +99,9 @@ def test_masks(kernel, dtype, dims):
 )
 def test_masks_in_pairs(kernel, dtype):
     """Where their rows are of an even number of elements; the last tile has keys beyond."""
-    op = kernel.operation(mask=MaskInput(dtype, ("B", 4, "L", "S")), lengths=True, band=Band(90, 0, "bottom_right"))
+    op = kernel.operation(
+        mask=MaskInput(dtype, ("B", 4, "L", "S")), lengths=True, band=WindowSpec(90, 0, "bottom_right")
+    )
     kernel.check(op, (2, 67, 132), kernel.small, poisoned=True)
 
 
@@ -109,11 +111,11 @@ def test_placements(kernel):
     (H, G), (E, F) = (4, 2), kernel.widths
     parts = {"query": 0, "key": H * E, "value": H * E + G * E}
     width = H * E + G * (E + F) + kernel.chunk  # the padding that rows of a fused projection may have
-    fused = kernel.operation(**{role: Placement(0, "rows", width, first) for role, first in parts.items()})
+    fused = kernel.operation(**{role: HeadLayout(0, "rows", width, first) for role, first in parts.items()})
     kernel.check(replace(fused, kv_length="L"), (2, 67, 67))
     apart = {"query": H * E, "key": G * E, "value": G * F}
-    places = {role: Placement(i, "rows", width) for i, (role, width) in enumerate(apart.items())}
-    kernel.check(kernel.operation(output=Placement(0, "heads", H * F), **places))
+    places = {role: HeadLayout(i, "rows", width) for i, (role, width) in enumerate(apart.items())}
+    kernel.check(kernel.operation(output=HeadLayout(0, "heads", H * F), **places))
 
 
 @slow
@@ -122,8 +124,8 @@ def test_placements(kernel):
     "fields",
     [
         {},
-        {"band": Band(None, 0, "bottom_right")},
-        {"lengths": True, "band": Band(90, 0, "bottom_right"), "slopes": True},
+        {"band": WindowSpec(None, 0, "bottom_right")},
+        {"lengths": True, "band": WindowSpec(90, 0, "bottom_right"), "slopes": True},
     ],
     ids=str,
 )
@@ -139,7 +141,7 @@ def test_constant_masks(kernel, heads, fields):
 @of_each_dtype
 def test_values_that_are_not_finite_reach_only_those_who_see_them(kernel, dtype):
     """Infinity of either sign, both, and NaN, each in a column of its own, at keys that half of the rows see."""
-    op, sizes = kernel.operation((2, 1), dtype=dtype, band=Band(None, 0)), (1, 67, 67)
+    op, sizes = kernel.operation((2, 1), dtype=dtype, band=WindowSpec(None, 0)), (1, 67, 67)
     given = draw_operands(np.random.default_rng(3), op, sizes, 1.0, 0)
     given.v[0, 0, 40, :3] = np.inf, -np.inf, np.nan
     given.v[0, 0, 41:43, 3] = np.inf, -np.inf
@@ -175,7 +177,7 @@ def test_what_none_of_them_takes_is_named(kernel):
     refused = [
         (kernel.operation(widths=(E, F)), f"multiple of {chunk}"),
         (kernel.operation(widths=(256 + chunk, F)), "up to 256"),
-        (kernel.operation(query=Placement(0, "rows", 96 + chunk // 2)), f"multiples of {chunk}"),
+        (kernel.operation(query=HeadLayout(0, "rows", 96 + chunk // 2)), f"multiples of {chunk}"),
         (kernel.operation(softmax="float64"), "float64"),
         (replace(kernel.operation(**mask), q_length=67, kv_length=131), "not both"),
     ]

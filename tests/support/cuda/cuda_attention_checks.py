@@ -17,7 +17,7 @@ from fuzz.attention import (
     reordered,
 )
 
-from mhsa_compile.kernels.interface.ops import AttentionOp, Placement
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.verification.parity import Draw, judge
 
 ORDERS = 8
@@ -29,8 +29,8 @@ Run = Callable[[AttentionOp, Operands, Sizes], np.ndarray]
 def operation(heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (24, 40), **fields: Any) -> AttentionOp:
     """Heads first and apart, rows out, in bfloat16, with symbolic sizes, unless `fields` say otherwise."""
     (H, G), (E, F) = heads, widths
-    places = {role: Placement(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    rest = {"band": None, "mask": None, "output": Placement(0, "rows", H * F), "dtype": "bfloat16", "scale": E**-0.5}
+    places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
+    rest = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "dtype": "bfloat16", "scale": E**-0.5}
     return AttentionOp("B", "L", "S", H, G, E, F, **{**rest, **places, **fields})
 
 

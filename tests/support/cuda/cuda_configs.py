@@ -18,14 +18,14 @@ from support.cuda.cuda_linear import linear
 
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    Band,
+    AttentionProbsOp,
+    HeadLayout,
+    KvConcatOp,
     MaskInput,
     Op,
-    Placement,
-    PresentOp,
+    SoftmaxStatsOp,
     StaticMask,
-    StatisticsOp,
-    WeightsOp,
+    WindowSpec,
 )
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.target.profile import CudaProfile
@@ -48,9 +48,9 @@ class Case:
     targets: tuple[str, ...] = TARGETS
 
 
-CAUSAL, LATE = Band(None, 0), Band(None, 0, "bottom_right")
+CAUSAL, LATE = WindowSpec(None, 0), WindowSpec(None, 0, "bottom_right")
 SCORES: dict[str, Any] = {"softcap": 5.0, "lengths": True, "sinks": True, "slopes": True}
-WINDOW: dict[str, Any] = {"band": Band(70, 0, "bottom_right"), "lengths": True, "sinks": True}
+WINDOW: dict[str, Any] = {"band": WindowSpec(70, 0, "bottom_right"), "lengths": True, "sinks": True}
 EVERYTHING: dict[str, Any] = {**SCORES, "band": LATE, "mask": MaskInput("bfloat16", ("B", 4, "L", "S"))}
 BOOL = MaskInput("bool", ("B", 1, "L", "S"))
 
@@ -68,7 +68,7 @@ def _fused(width: int, **fields: Any) -> AttentionOp:
     """Q, K and V in the rows of one projection; of a fixed, ragged length."""
     H, G = 4, 2
     parts = {"query": 0, "key": H * width, "value": (H + G) * width}
-    places = {role: Placement(0, "rows", (H + 2 * G) * width + 8, first) for role, first in parts.items()}
+    places = {role: HeadLayout(0, "rows", (H + 2 * G) * width + 8, first) for role, first in parts.items()}
     return replace(_square(width, **places, **fields), batch=2, q_length=197, kv_length=197)
 
 
@@ -111,7 +111,7 @@ def _decode(heads: tuple[int, int], width: int, queries: int = 1, **fields: Any)
 
 
 def _decodes(dtype: Any) -> dict[str, tuple[AttentionOp, tuple[str, ...]]]:
-    everything = {**SCORES, "band": Band(100, 0, "bottom_right")}
+    everything = {**SCORES, "band": WindowSpec(100, 0, "bottom_right")}
     mask = MaskInput(dtype, ("B", 32, 2, "S"))
     more, fewer = (1, 1) if dtype == "float32" else (3, 2)  # for more rows no block has room
     return {
@@ -139,18 +139,18 @@ def _inside(dtype: Any, **fields: Any) -> AttentionOp:
 
 OTHERS: dict[str, dict[str, Op]] = {
     "cuda.statistics": {
-        "sums": StatisticsOp(_inside("float16"), True, True),
-        "everything": StatisticsOp(_inside("bfloat16", **EVERYTHING), True, True, 100),
-        "constant": StatisticsOp(_constant(64, 4, dtype="float32"), True, True, 3),
+        "sums": SoftmaxStatsOp(_inside("float16"), True, True),
+        "everything": SoftmaxStatsOp(_inside("bfloat16", **EVERYTHING), True, True, 100),
+        "constant": SoftmaxStatsOp(_constant(64, 4, dtype="float32"), True, True, 3),
     },
     "cuda.weights": {
-        "all": WeightsOp(_inside("float16")),
-        "chosen": WeightsOp(_inside("bfloat16", **EVERYTHING), (1,), (0, -1)),
-        "constant": WeightsOp(_constant(64, 1, dtype="float32")),
+        "all": AttentionProbsOp(_inside("float16")),
+        "chosen": AttentionProbsOp(_inside("bfloat16", **EVERYTHING), (1,), (0, -1)),
+        "constant": AttentionProbsOp(_constant(64, 1, dtype="float32")),
     },
     "cuda.rope": {
-        "halves": replace(ROPE, dtype="bfloat16", head_dim=128, rotary_dim=64, x=Placement(0, "rows", 384),
-                          output=Placement(0, "heads", 384)),
+        "halves": replace(ROPE, dtype="bfloat16", head_dim=128, rotary_dim=64, x=HeadLayout(0, "rows", 384),
+                          output=HeadLayout(0, "heads", 384)),
         "interleaved": replace(ROPE, dtype="float16", interleaved=True, rotary_dim=26),
         "whole": replace(ROPE, whole_angles=True, rotary_dim=14, max_positions=None),
     },
@@ -160,9 +160,9 @@ OTHERS: dict[str, dict[str, Op]] = {
         "copied": replace(SCATTER, cache=("B", 3, "S", 64)),
     },
     "cuda.present": {
-        "past": PresentOp("B", "P", "L", 3, 64, Placement(0, "rows", 192), "float16"),
-        "odd": PresentOp("B", "P", "L", 3, 7, Placement(0, "rows", 21), "bfloat16"),
-        "new alone": PresentOp("B", None, "L", 3, 64, Placement(0, "rows", 192)),
+        "past": KvConcatOp("B", "P", "L", 3, 64, HeadLayout(0, "rows", 192), "float16"),
+        "odd": KvConcatOp("B", "P", "L", 3, 7, HeadLayout(0, "rows", 21), "bfloat16"),
+        "new alone": KvConcatOp("B", None, "L", 3, 64, HeadLayout(0, "rows", 192)),
     },
 }  # fmt: skip
 

@@ -11,13 +11,13 @@ import torch
 from support.simt import interpreter
 
 from mhsa_compile.kernels.cuda.linear.block_shape import KNOBS
-from mhsa_compile.kernels.cuda.linear.kernel import Float32LinearKernel, LinearKernel
+from mhsa_compile.kernels.cuda.linear.kernel import Float32LinearKernel, MmaLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.target.profile import CudaProfile, load_profile
 from mhsa_compile.verification.parity import Draw, judge
 
-KERNELS = {"bfloat16": LinearKernel(), "float16": LinearKernel(), "float32": Float32LinearKernel()}
+KERNELS = {"bfloat16": MmaLinearKernel(), "float16": MmaLinearKernel(), "float32": Float32LinearKernel()}
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 Config = dict[str, int]
 

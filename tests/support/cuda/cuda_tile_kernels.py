@@ -20,9 +20,9 @@ from support.cuda.cuda_attention_checks import Run, Sizes
 from support.simt import interpreter
 from support.simt.hopper import HopperMachine
 
-from mhsa_compile.kernels.cuda.attention.kernel import AttentionKernel
-from mhsa_compile.kernels.cuda.attention.kernel_fp32 import AttentionFloat32Kernel
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
+from mhsa_compile.kernels.cuda.attention.kernel import MmaAttentionKernel
+from mhsa_compile.kernels.cuda.attention.kernel_fp32 import Fp32AttentionKernel
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.kernel import HopperAttentionKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.target.profile import CudaProfile, load_profile
@@ -32,7 +32,7 @@ from mhsa_compile.target.profile import CudaProfile, load_profile
 class TileKernel:
     """`widths` are its heads' where a test asks for no others; `small` are the sizes of small tiles."""
 
-    kernel: AttentionInTiles[Any]
+    kernel: TiledAttentionKernel[Any]
     target: str
     dtypes: tuple[str, ...]
     widths: tuple[int, int]
@@ -98,8 +98,8 @@ def _translated(
     return machine, emitted.constants
 
 
-MMA = TileKernel(AttentionKernel(), "cuda-sm80", ("bfloat16", "float16"), (24, 40), (64, 32, 2))
-FLOAT32 = TileKernel(AttentionFloat32Kernel(), "cuda-sm80", ("float32",), (20, 68), (32, 32, 2))
+MMA = TileKernel(MmaAttentionKernel(), "cuda-sm80", ("bfloat16", "float16"), (24, 40), (64, 32, 2))
+FLOAT32 = TileKernel(Fp32AttentionKernel(), "cuda-sm80", ("float32",), (20, 68), (32, 32, 2))
 HOPPER = TileKernel(HopperAttentionKernel(), "cuda-sm90a", ("bfloat16", "float16"), (24, 40), (2, 32, 2), 3)
 """With few multiprocessors, so that a block has several items, of several heads."""
 TILE_KERNELS = {"mma": MMA, "float32": FLOAT32, "hopper": HOPPER}

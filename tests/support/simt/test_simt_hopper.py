@@ -32,7 +32,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     store,
     warp_barrier,
 )
-from mhsa_compile.kernels.interface.ops import Placement
+from mhsa_compile.kernels.interface.ops import HeadLayout
 
 KEYS, WIDTH = 48, 72
 """Of the small kernels: rows of K, and its columns, which are more than a panel."""
@@ -125,7 +125,7 @@ def product(change: str = "") -> HopperMachine:
         k = argument("k", [T.int64(1), T.int64(1), T.int64(KEYS), T.int64(WIDTH)], "float16")
         y = argument("y", [T.int64(64), T.int64(KEYS)], "float32")
         sizes = [T.int64(n) for n in (1, KEYS, 1, WIDTH)]
-        tensor = Tensor("k", k, Placement(0, "heads", 0), sizes, KEYS)
+        tensor = Tensor("k", k, HeadLayout(0, "heads", 0), sizes, KEYS)
         tensor.encode()
         with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 256) as thread:
             _body(change, tensor, y, thread)
@@ -220,7 +220,7 @@ def stored(change: str = "") -> HopperMachine:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("stored")
         y = argument("y", [T.int64(1), T.int64(1), T.int64(64), T.int64(64)], "float16")
-        tensor = Tensor("y", y, Placement(0, "heads", 0), [T.int64(n) for n in (1, 64, 1, 64)], 16)
+        tensor = Tensor("y", y, HeadLayout(0, "heads", 0), [T.int64(n) for n in (1, 64, 1, 64)], 16)
         tensor.encode()
         with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 128) as thread:
             pool = T.alloc_buffer((8192,), "uint16", scope="shared.dyn")

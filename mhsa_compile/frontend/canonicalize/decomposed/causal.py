@@ -9,7 +9,7 @@ import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
-from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 _OPPOSITE = {"Less": "GreaterOrEqual", "LessOrEqual": "Greater", "Greater": "LessOrEqual", "GreaterOrEqual": "Less"}
 _VIEWS = ("Cast", "Identity", "Unsqueeze", "Reshape", "Expand")
@@ -29,7 +29,7 @@ class _Index(NamedTuple):
     offset: int
 
 
-def conjuncts(graph: Graph, flags: Flags) -> list[Flags]:
+def conjuncts(graph: GraphView, flags: Flags) -> list[Flags]:
     """What must all hold for `flags` to hold."""
     name = without_expansion(graph, flags.name)
     inverted = graph.producer(name, "Not")
@@ -41,7 +41,7 @@ def conjuncts(graph: Graph, flags: Flags) -> list[Flags]:
     return [Flags(name, flags.shown)]
 
 
-def without_expansion(graph: Graph, name: str) -> str:
+def without_expansion(graph: GraphView, name: str) -> str:
     """A mask before it was expanded to the size of the scores: it broadcasts to them anyway, but for its last axis."""
     while (node := graph.producer(name)) is not None and node.op_type in ("Identity", "Expand", "Cast"):
         before, after = graph.shape(node.input[0]), graph.shape(name)
@@ -53,7 +53,7 @@ def without_expansion(graph: Graph, name: str) -> str:
     return name
 
 
-def is_triangle(graph: Graph, known: Known, flags: Flags) -> bool:
+def is_triangle(graph: GraphView, known: Known, flags: Flags) -> bool:
     """Whether it holds exactly where j <= i, for every size of its last two axes."""
     name, shown = flags
     node = graph.producer(name)
@@ -84,7 +84,7 @@ def _is_causal(comparison: str, left: _Index, right: _Index) -> bool:
     return key.axis == -1 and query.axis == -2 and query.offset - key.offset == ahead
 
 
-def always(graph: Graph, known: Known, flags: Flags) -> bool:
+def always(graph: GraphView, known: Known, flags: Flags) -> bool:
     """Whether it holds everywhere, whatever the sizes."""
     node = graph.producer(flags.name)
     if node is not None and node.op_type in _OPPOSITE:
@@ -95,7 +95,7 @@ def always(graph: Graph, known: Known, flags: Flags) -> bool:
     return is_constant(graph, known, flags.name, int(flags.shown))
 
 
-def is_constant(graph: Graph, known: Known, name: str, value: float) -> bool:
+def is_constant(graph: GraphView, known: Known, name: str, value: float) -> bool:
     """Whether every element is `value`, whatever the sizes."""
     array = known.array(name)
     if array is not None:
@@ -109,7 +109,7 @@ def is_constant(graph: Graph, known: Known, name: str, value: float) -> bool:
     return node.op_type in _VIEWS and is_constant(graph, known, node.input[0], value)
 
 
-def _index(graph: Graph, known: Known, name: str) -> _Index | None:
+def _index(graph: GraphView, known: Known, name: str) -> _Index | None:
     """What a value counts, if it is made of a Range from a constant on, by steps of one."""
     node, shape = graph.producer(name), graph.shape(name)
     if node is None:
@@ -130,7 +130,7 @@ def _index(graph: Graph, known: Known, name: str) -> _Index | None:
     return None
 
 
-def _shifted(graph: Graph, known: Known, node: onnx.NodeProto) -> _Index | None:
+def _shifted(graph: GraphView, known: Known, node: onnx.NodeProto) -> _Index | None:
     inner, by = _index(graph, known, node.input[0]), known.scalar(node.input[1])
     if inner is None and node.op_type == "Add":
         inner, by = _index(graph, known, node.input[1]), known.scalar(node.input[0])
@@ -146,7 +146,7 @@ def _diagonal(known: Known, node: onnx.NodeProto) -> int | None:
     return None if value is None else int(value)
 
 
-def _is_corner(graph: Graph, known: Known, node: onnx.NodeProto, shown: bool) -> bool:
+def _is_corner(graph: GraphView, known: Known, node: onnx.NodeProto, shown: bool) -> bool:
     """Whether a Slice begins with the first row and column of a constant triangle."""
     whole = _corner_of(graph, known, node)
     if whole is None or whole.ndim < 2:
@@ -154,7 +154,7 @@ def _is_corner(graph: Graph, known: Known, node: onnx.NodeProto, shown: bool) ->
     return bool((whole.astype(bool) == (np.tril(np.ones(whole.shape[-2:], dtype=bool)) == shown)).all())
 
 
-def _corner_of(graph: Graph, known: Known, node: onnx.NodeProto) -> Array | None:
+def _corner_of(graph: GraphView, known: Known, node: onnx.NodeProto) -> Array | None:
     starts = known.partial(node.input[1])
     steps = known.partial(node.input[4]) if len(node.input) > 4 and node.input[4] else np.array([1], dtype=object)
     if starts is None or steps is None or any(s != 0 for s in starts) or any(s != 1 for s in steps):

@@ -23,11 +23,11 @@ from mhsa_compile.frontend.canonicalize.decomposed.causal import (
     is_triangle,
     without_expansion,
 )
-from mhsa_compile.frontend.canonicalize.decomposed.operands import Operands
+from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import Added, NotRecognised, Selected
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Graph
+from mhsa_compile.frontend.onnx_graph import GraphView
 
 HIDES = -1e4
 """A fill of at most this hides: beside any usual score its weight is exp(-10000), zero at every dtype."""
@@ -56,7 +56,7 @@ class _Choice:
     replaces: bool
 
 
-def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], of: Operands) -> Masks:
+def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], of: AttentionOperands) -> Masks:
     """The masks of one attention. Raises NotRecognised."""
     masks, dtype = Masks(), of.dtype
     for mask in reversed(found):
@@ -76,7 +76,7 @@ def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], of:
     return masks
 
 
-def _of_each_entry(rewriter: Rewriter, mask: Added, of: Operands) -> str:
+def _of_each_entry(rewriter: Rewriter, mask: Added, of: AttentionOperands) -> str:
     """(B, 1 or H, L, S) of a mask of W windows: entry b has that of window b mod W. Raises NotRecognised."""
     graph, name, windows = rewriter.graph, mask.name, mask.windows
     dims = graph.shape(name)
@@ -92,7 +92,7 @@ def _of_each_entry(rewriter: Rewriter, mask: Added, of: Operands) -> str:
     return rewriter.node("Gather", rewriter.node("Squeeze", name, axis), window, axis=0)
 
 
-def _with_heads(rewriter: Rewriter, mask: Added, of: Operands) -> str:
+def _with_heads(rewriter: Rewriter, mask: Added, of: AttentionOperands) -> str:
     """(B or 1, H or 1, 1 or L, S) of a mask (B * H or 1, 1 or L, S). Raises NotRecognised."""
     name = _of_dtype(rewriter.graph, mask.name, of.dtype)
     whole = rewriter.node("Unsqueeze", name, rewriter.constant([0], "int64"))
@@ -101,7 +101,7 @@ def _with_heads(rewriter: Rewriter, mask: Added, of: Operands) -> str:
     return rewriter.node("Reshape", whole, rewriter.constant([-1, of.scores[1], 0, 0], "int64"))
 
 
-def _as_choice(graph: Graph, known: Known, mask: Added | Selected) -> _Choice | None:
+def _as_choice(graph: GraphView, known: Known, mask: Added | Selected) -> _Choice | None:
     """A mask of two values: one that hides and, if it is added, zero. None for any other."""
     if isinstance(mask, Selected):
         return _Choice(Flags(mask.name, mask.shown), mask.fill, replaces=True)
@@ -139,7 +139,7 @@ def _add_choice(rewriter: Rewriter, known: Known, masks: Masks, choice: _Choice,
     masks.added.append(rewriter.node("Where", condition, rewriter.constant(0, dtype), rewriter.constant(fill, dtype)))
 
 
-def _of_dtype(graph: Graph, name: str, dtype: str) -> str:
+def _of_dtype(graph: GraphView, name: str, dtype: str) -> str:
     """The mask, or what it was cast from, at the dtype of the queries. Raises NotRecognised."""
     if graph.dtype(name) == dtype:
         return name

@@ -13,14 +13,14 @@ import onnx
 from mhsa_compile.frontend.canonicalize.decomposed.scores import NotRecognised, scalar_factor
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
 Dims = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
-class Operands:
+class AttentionOperands:
     """query (B, H, L, E), key (B, G, S, E), value (B, G, S, F); of `dtype`; `factor` was taken out of Q and K.
 
     `scores` are the dims (B, H, L, S). Where the products are of rank 3, H and G are axes of 1 that were put in, unless
@@ -36,7 +36,9 @@ class Operands:
     rank: int
 
 
-def operands(rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: str, apart: Dims = ()) -> Operands:
+def operands(
+    rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: str, apart: Dims = ()
+) -> AttentionOperands:
     """Of MatMul(queries, transposed keys) and of the values. `apart`: (B, H, L) where those are of B * H matrices.
 
     Raises NotRecognised.
@@ -58,7 +60,7 @@ def operands(rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: 
         key = _swapped(rewriter, key, rank)
         query, key, value = (_of_heads(rewriter, name, apart) for name in (query, key, values))
         scores = (*apart, dims[1][-1])
-        return Operands(query, key, value, query_factor * key_factor, dtype, scores, 4)
+        return AttentionOperands(query, key, value, query_factor * key_factor, dtype, scores, 4)
     key, value = _swapped(rewriter, key, rank), values
     heads: Dim = 1
     if rank == 3:
@@ -71,7 +73,7 @@ def operands(rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: 
     for what, size in fixed.items():
         if not isinstance(size, int):
             raise NotRecognised(f"the {what} is not a fixed number")
-    return Operands(
+    return AttentionOperands(
         query, key, value, query_factor * key_factor, dtype, (dims[0][0], heads, dims[0][-2], dims[1][-1]), rank
     )
 
@@ -90,7 +92,7 @@ def _of_heads(rewriter: Rewriter, name: str, apart: Dims) -> str:
     return str(joined.input[0])
 
 
-def _dims_of(graph: Graph, name: str) -> Dims:
+def _dims_of(graph: GraphView, name: str) -> Dims:
     dims = graph.shape(name)
     if dims is None:
         raise NotRecognised(f"the rank of {name!r} is not known")
@@ -114,7 +116,7 @@ def without_factor(rewriter: Rewriter, known: Known, name: str) -> tuple[str, fl
     return name, 1.0
 
 
-def _of_dtype(graph: Graph, name: str, dtype: str) -> str:
+def _of_dtype(graph: GraphView, name: str, dtype: str) -> str:
     """The value before it was cast up, where the values are of the dtype it had."""
     cast = graph.producer(name, "Cast")
     if cast is not None and graph.dtype(name) != dtype:
@@ -136,7 +138,7 @@ def _swapped(rewriter: Rewriter, name: str, rank: int) -> str:
     return name if perm == list(range(rank)) else rewriter.node("Transpose", name, perm=perm)
 
 
-def _swapped_flat(graph: Graph, name: str) -> str | None:
+def _swapped_flat(graph: GraphView, name: str) -> str | None:
     """The keys (B, G, S, E) where they were swapped as (B * G, S, E), with a Reshape before and after it."""
     last = graph.producer(name, "Reshape")
     swap = None if last is None else graph.producer(last.input[0], "Transpose")
@@ -149,7 +151,7 @@ def _swapped_flat(graph: Graph, name: str) -> str | None:
     return first.input[0] if after == (*before[:2], before[3], before[2]) else None
 
 
-def _unrepeated(graph: Graph, known: Known, key: str, value: str, heads: tuple[Dim, Dim, Dim]) -> tuple[str, str]:
+def _unrepeated(graph: GraphView, known: Known, key: str, value: str, heads: tuple[Dim, Dim, Dim]) -> tuple[str, str]:
     """Keys and values before each of their heads was repeated for a group of query heads. Raises NotRecognised."""
     (one, many), (other, others) = (_repeats(graph, known, name) for name in (key, value))
     if many == others > 1:
@@ -159,7 +161,7 @@ def _unrepeated(graph: Graph, known: Known, key: str, value: str, heads: tuple[D
     return key, value
 
 
-def _repeats(graph: Graph, known: Known, name: str) -> tuple[str, int]:
+def _repeats(graph: GraphView, known: Known, name: str) -> tuple[str, int]:
     """(the value before, how often each of its heads stands in a row), for (B, G, S, E) -> (B, G * n, S, E)."""
     node = graph.producer(name)
     if node is not None and node.op_type == "Gather" and attributes(node).get("axis", 0) == 1:
@@ -182,7 +184,7 @@ def _repeats(graph: Graph, known: Known, name: str) -> tuple[str, int]:
     return name, 1
 
 
-def _gathered(graph: Graph, known: Known, node: onnx.NodeProto) -> tuple[str, int]:
+def _gathered(graph: GraphView, known: Known, node: onnx.NodeProto) -> tuple[str, int]:
     indices, dims = known.array(node.input[1]), graph.shape(node.input[0]) or ()
     G = dims[1] if len(dims) == 4 else None
     if indices is None or indices.ndim != 1 or not isinstance(G, int) or len(indices) % G:

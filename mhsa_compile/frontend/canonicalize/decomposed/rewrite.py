@@ -12,24 +12,24 @@ import numpy as np
 import onnx
 
 from mhsa_compile.frontend.canonicalize.decomposed import masks as masking
-from mhsa_compile.frontend.canonicalize.decomposed.operands import Operands, operands
+from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands, operands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import (
+    MatchedProbs,
     NotRecognised,
-    Weights,
     is_attention,
     scores_before,
     weights_after,
 )
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, Graph
-from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView
+from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 
 FORM = "decomposed"
 _WEIGHTS = 3  # the standard's qk_matmul_output_mode for what the softmax gives
 
 
-def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionBlock]]:
+def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCoverage]]:
     """The model with its decomposed attentions as Attention, and one entry for each, rewritten or not."""
     rewriter = Rewriter(model)
     known = Known(rewriter.graph)
@@ -40,10 +40,10 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionBloc
         name = node.name or node.output[0]
         try:
             notes = _rewrite_one(rewriter, known, node)
-            blocks.append(AttentionBlock(name, FORM, True, "; ".join(notes)))
+            blocks.append(AttentionCoverage(name, FORM, True, "; ".join(notes)))
         except NotRecognised as reason:
             rewriter.drop()
-            blocks.append(AttentionBlock(name, FORM, False, str(reason)))
+            blocks.append(AttentionCoverage(name, FORM, False, str(reason)))
     return rewriter.finished(), blocks
 
 
@@ -80,7 +80,7 @@ def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> l
     return masks.notes
 
 
-def _result(graph: Graph, product: onnx.NodeProto, apart: tuple[Dim, ...]) -> tuple[onnx.NodeProto, str]:
+def _result(graph: GraphView, product: onnx.NodeProto, apart: tuple[Dim, ...]) -> tuple[onnx.NodeProto, str]:
     """(the node that gives what the operator gives, its output): the product, or its Reshape to (B, H, L, F)."""
     rank = len(graph.shape(product.output[0]) or ())
     if not apart and rank == len(graph.shape(product.input[0]) or ()):
@@ -92,7 +92,7 @@ def _result(graph: Graph, product: onnx.NodeProto, apart: tuple[Dim, ...]) -> tu
     return split, str(split.output[0])
 
 
-def _read(graph: Graph, weights: Weights, found: Operands) -> str:
+def _read(graph: GraphView, weights: MatchedProbs, found: AttentionOperands) -> str:
     """The weights as others read them, or an empty name. Raises NotRecognised where the operator gives others."""
     name = weights.read
     if name and graph.dtype(name) != found.dtype:
@@ -102,7 +102,7 @@ def _read(graph: Graph, weights: Weights, found: Operands) -> str:
     return name
 
 
-def _fitted(rewriter: Rewriter, masks: masking.Masks, found: Operands) -> str:
+def _fitted(rewriter: Rewriter, masks: masking.Masks, found: AttentionOperands) -> str:
     """One mask whose axes are seen to be 1 or full, or an empty name. It is expanded where they are not."""
     mask = masking.joined(rewriter, masks, found.dtype)
     if not mask:
@@ -123,7 +123,7 @@ def _fitted(rewriter: Rewriter, masks: masking.Masks, found: Operands) -> str:
     return mask if proven or mask in graph.inputs else _expanded(rewriter, mask, found)
 
 
-def _expanded(rewriter: Rewriter, mask: str, found: Operands) -> str:
+def _expanded(rewriter: Rewriter, mask: str, found: AttentionOperands) -> str:
     """The mask at the lengths of queries and keys, measured when it runs."""
     lengths = [rewriter.node("Shape", name, start=2, end=3) for name in (found.query, found.key)]
     one = rewriter.constant([1], "int64")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 
 PRODUCTS = ("MatMul", "Einsum", "Gemm", "FusedMatMul")
 _THROUGH = frozenset(
@@ -49,7 +49,7 @@ class Selected:
 
 
 @dataclass
-class Scores:
+class MatchedScores:
     """softmax(scale * Q K^T, capped at softcap, then masked), the product being `product`.
 
     Where that has batch and heads as one axis, `apart` is (B, H, L) of what it was reshaped to.
@@ -62,7 +62,7 @@ class Scores:
     apart: tuple[Dim, ...] = ()
 
 
-def scores_before(graph: Graph, known: Known, value: str) -> Scores:
+def scores_before(graph: GraphView, known: Known, value: str) -> MatchedScores:
     """What `value`, the input of a Softmax, is of a product of two activations. Raises NotRecognised."""
     masks: list[Added | Selected] = []
     factor, softcap, windows = 1.0, 0.0, 0
@@ -72,7 +72,7 @@ def scores_before(graph: Graph, known: Known, value: str) -> Scores:
         if node is None:
             break
         if node.op_type == "MatMul" and not windows:
-            return Scores(node, factor, softcap, masks, apart)
+            return MatchedScores(node, factor, softcap, masks, apart)
         if node.op_type == "Reshape" and not (windows or apart) and (apart := _heads_apart(graph, node)):
             value = node.input[0]
             continue
@@ -115,7 +115,7 @@ def scalar_factor(known: Known, node: onnx.NodeProto) -> tuple[str, float]:
     raise NotRecognised(f"{_said(node)} scales by something that is not one constant number")
 
 
-def _windows(graph: Graph, node: onnx.NodeProto, apart: bool) -> int:
+def _windows(graph: GraphView, node: onnx.NodeProto, apart: bool) -> int:
     """W of a Reshape (n, W, H, L, S) -> (n * W, H, L, S), or where `apart` of its opposite; 0 of any other."""
     shapes = [graph.shape(name) or () for name in (node.output[0], node.input[0])]
     whole, split = reversed(shapes) if apart else shapes
@@ -123,21 +123,21 @@ def _windows(graph: Graph, node: onnx.NodeProto, apart: bool) -> int:
     return split[1] if same and isinstance(split[1], int) else 0
 
 
-def _heads_apart(graph: Graph, node: onnx.NodeProto) -> tuple[Dim, ...]:
+def _heads_apart(graph: GraphView, node: onnx.NodeProto) -> tuple[Dim, ...]:
     """(B, H, L) of a Reshape (B * H, L, S) -> (B, H, L, S); empty of any other."""
     before, after = (graph.shape(name) or () for name in (node.input[0], node.output[0]))
     whole = len(before) == 3 and len(after) == 4 and None not in after and before[1] == after[2]
     return after[:3] if whole and isinstance(after[1], int) else ()
 
 
-def _added(graph: Graph, node: onnx.NodeProto, factor: float, windows: int, flat: bool) -> tuple[str, Added]:
+def _added(graph: GraphView, node: onnx.NodeProto, factor: float, windows: int, flat: bool) -> tuple[str, Added]:
     scores, mask = _scores_and_other(graph, node, list(node.input))
     if factor <= 0:
         raise NotRecognised(f"{_said(node)} adds a mask that is then multiplied by {factor:g}")
     return scores, Added(mask, factor, windows if len(graph.shape(mask) or ()) > 3 else 0, flat)
 
 
-def _selected(graph: Graph, known: Known, node: onnx.NodeProto, factor: float) -> tuple[str, Selected]:
+def _selected(graph: GraphView, known: Known, node: onnx.NodeProto, factor: float) -> tuple[str, Selected]:
     condition, *branches = node.input
     scores, fill = _scores_and_other(graph, node, branches)
     value = known.scalar(fill)
@@ -148,7 +148,7 @@ def _selected(graph: Graph, known: Known, node: onnx.NodeProto, factor: float) -
     return scores, Selected(condition, scores == branches[0], value * factor)
 
 
-def _scores_and_other(graph: Graph, node: onnx.NodeProto, operands: list[str]) -> tuple[str, str]:
+def _scores_and_other(graph: GraphView, node: onnx.NodeProto, operands: list[str]) -> tuple[str, str]:
     """Which of two operands comes from a product of activations."""
     ours = [name for name in operands if product_before(graph, name) is not None]
     if len(ours) != 1:
@@ -157,7 +157,7 @@ def _scores_and_other(graph: Graph, node: onnx.NodeProto, operands: list[str]) -
     return ours[0], next(name for name in operands if name != ours[0])
 
 
-def product_before(graph: Graph, value: str) -> onnx.NodeProto | None:
+def product_before(graph: GraphView, value: str) -> onnx.NodeProto | None:
     """The nearest product of two activations that `value` is computed from, through what may stand between."""
     reached, steps = [value], 0
     while reached and steps < 4 * _FAR:
@@ -173,20 +173,20 @@ def product_before(graph: Graph, value: str) -> onnx.NodeProto | None:
     return None
 
 
-def _is_weight(graph: Graph, name: str) -> bool:
+def _is_weight(graph: GraphView, name: str) -> bool:
     transpose = graph.producer(name, "Transpose")
     return graph.is_weight(transpose.input[0] if transpose is not None else name)
 
 
 @dataclass(frozen=True)
-class Weights:
+class MatchedProbs:
     """Where the result of a Softmax goes: into `product` with the values, and, as `read`, to somebody else."""
 
     product: onnx.NodeProto
     read: str = ""
 
 
-def weights_after(graph: Graph, softmax: onnx.NodeProto) -> Weights:
+def weights_after(graph: GraphView, softmax: onnx.NodeProto) -> MatchedProbs:
     """The MatMul(weights, values) that the result of a Softmax goes into, and the weights as others see them.
 
     Raises NotRecognised.
@@ -197,7 +197,7 @@ def weights_after(graph: Graph, softmax: onnx.NodeProto) -> Weights:
         products = [node for node in readers if node.op_type == "MatMul" and node.input[0] == value]
         if len(products) == 1:
             alone = len(readers) == 1 and value not in graph.outputs
-            return Weights(products[0], read or ("" if alone else value))
+            return MatchedProbs(products[0], read or ("" if alone else value))
         same = (node for node in readers if _leaves_weights(graph, node, value))
         onwards = [node for node in same if _meets_product(graph, node.output[0])]
         if len(onwards) != 1:
@@ -209,7 +209,7 @@ def weights_after(graph: Graph, softmax: onnx.NodeProto) -> Weights:
     raise NotRecognised("no product with values was found after the Softmax")
 
 
-def _leaves_weights(graph: Graph, node: onnx.NodeProto, value: str) -> bool:
+def _leaves_weights(graph: GraphView, node: onnx.NodeProto, value: str) -> bool:
     """Whether what `node` makes of weights are the same weights. A row without a visible key has no NaN here."""
     if node.op_type in ("Cast", "Identity", "Dropout") or _joins_heads(graph, node):
         return True
@@ -217,7 +217,7 @@ def _leaves_weights(graph: Graph, node: onnx.NodeProto, value: str) -> bool:
     return replaces_nan and node.input[2] == value
 
 
-def _joins_heads(graph: Graph, node: onnx.NodeProto) -> bool:
+def _joins_heads(graph: GraphView, node: onnx.NodeProto) -> bool:
     """Whether it is a Reshape (B, H, L, S) -> (B * H, L, S)."""
     if node.op_type != "Reshape":
         return False
@@ -225,7 +225,7 @@ def _joins_heads(graph: Graph, node: onnx.NodeProto) -> bool:
     return len(before) == 4 and len(after) == 3 and None not in before and before[2:] == after[1:]
 
 
-def _why_lost(graph: Graph, readers: list[onnx.NodeProto], products: list[onnx.NodeProto]) -> str:
+def _why_lost(graph: GraphView, readers: list[onnx.NodeProto], products: list[onnx.NodeProto]) -> str:
     lead = [node for node in readers if node.op_type != "IsNaN" and _leads(graph, node)]
     if products or any(node is not lead[0] for node in lead):
         return "its weights go into several products"
@@ -234,12 +234,12 @@ def _why_lost(graph: Graph, readers: list[onnx.NodeProto], products: list[onnx.N
     return f"{_said(lead[0])} stands between the Softmax and the product with the values"
 
 
-def _leads(graph: Graph, node: onnx.NodeProto) -> bool:
+def _leads(graph: GraphView, node: onnx.NodeProto) -> bool:
     """Whether a node is a product or leads on to one."""
     return node.op_type in PRODUCTS or _meets_product(graph, node.output[0])
 
 
-def is_attention(graph: Graph, softmax: onnx.NodeProto) -> bool:
+def is_attention(graph: GraphView, softmax: onnx.NodeProto) -> bool:
     """Whether a Softmax stands between two products of activations, whatever else there is."""
     rank = len(graph.shape(softmax.input[0]) or ())
     axis = attributes(softmax).get("axis", -1)
@@ -248,7 +248,7 @@ def is_attention(graph: Graph, softmax: onnx.NodeProto) -> bool:
     return product_before(graph, softmax.input[0]) is not None and _meets_product(graph, softmax.output[0])
 
 
-def _meets_product(graph: Graph, value: str) -> bool:
+def _meets_product(graph: GraphView, value: str) -> bool:
     reached = [value]
     for _ in range(_FAR):
         if not reached:

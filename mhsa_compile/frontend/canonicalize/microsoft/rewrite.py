@@ -15,7 +15,7 @@ from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import Tensors
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
 from mhsa_compile.frontend.onnx_graph import attributes
-from mhsa_compile.runtime.artifact.manifest import AttentionBlock
+from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 
 DOMAIN = "com.microsoft"
 _ATTENTIONS: dict[str, Callable[[Theirs], None]] = {
@@ -49,12 +49,12 @@ def least_opset(model: onnx.ModelProto) -> int:
 
 def rewrite(
     model: onnx.ModelProto, tensors: Tensors, limits: dict[str, int]
-) -> tuple[onnx.ModelProto, list[AttentionBlock]]:
+) -> tuple[onnx.ModelProto, list[AttentionCoverage]]:
     """The model without operators of Microsoft's, and one entry for each that is an attention. Raises ModelError.
 
     Nobody infers shapes through an operator of theirs, so some of them have to wait until those before are rewritten.
     """
-    blocks: list[AttentionBlock] = []
+    blocks: list[AttentionCoverage] = []
     while theirs := _theirs(model):
         rewriter, waiting = Rewriter(model), []
         for node in theirs:
@@ -69,7 +69,7 @@ def rewrite(
                 continue
             rewriter.place(node)
             if node.op_type in _ATTENTIONS:
-                blocks.append(AttentionBlock(known.name, f"{DOMAIN}.{node.op_type}", True, known.note))
+                blocks.append(AttentionCoverage(known.name, f"{DOMAIN}.{node.op_type}", True, known.note))
         if len(waiting) == len(theirs):
             raise waiting[0]
         model = settle(rewriter.finished(), limits)

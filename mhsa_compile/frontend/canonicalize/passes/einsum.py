@@ -18,7 +18,7 @@ from typing import NamedTuple
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 
 
 class _Product(NamedTuple):
@@ -56,7 +56,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def _is_projection(graph: Graph, node: onnx.NodeProto, x: str, weight: str, output: str) -> bool:
+def _is_projection(graph: GraphView, node: onnx.NodeProto, x: str, weight: str, output: str) -> bool:
     """Whether it is a product with a weight whose several axes, of either kind, lie side by side in memory."""
     count = sum(letter in x for letter in weight)
     rows = x[: len(x) - count]
@@ -64,7 +64,7 @@ def _is_projection(graph: Graph, node: onnx.NodeProto, x: str, weight: str, outp
     return fits and _is_own(graph, node.input[1])
 
 
-def _is_own(graph: Graph, name: str) -> bool:
+def _is_own(graph: GraphView, name: str) -> bool:
     """Whether it is a weight that one node reads, whose shape is that node's own affair."""
     return name in graph.initializers and name not in graph.outputs and len(graph.consumers(name)) == 1
 
@@ -111,7 +111,7 @@ def _ordered(rewriter: Rewriter, name: str, letters: str, wanted: str) -> str:
     return rewriter.node("Transpose", name, perm=[letters.index(letter) for letter in wanted])
 
 
-def _product(graph: Graph, node: onnx.NodeProto, *terms: str) -> _Product | None:
+def _product(graph: GraphView, node: onnx.NodeProto, *terms: str) -> _Product | None:
     """What an Einsum of two operands is, if each of its letters has one of the four places of a product."""
     *operands, output = terms
     inner = "".join(letter for letter in operands[0] if letter in operands[1] and letter not in output)
@@ -127,7 +127,7 @@ def _product(graph: Graph, node: onnx.NodeProto, *terms: str) -> _Product | None
     return _Product(first, operands[first], operands[1 - first], output, batch, rows, inner, columns)
 
 
-def _terms(graph: Graph, node: onnx.NodeProto) -> list[str] | None:
+def _terms(graph: GraphView, node: onnx.NodeProto) -> list[str] | None:
     """The letters of two operands and of the output, "..." spelt out; None where a letter is there twice."""
     equation = str(attributes(node)["equation"]).replace(" ", "")
     terms, arrow, output = equation.partition("->")
@@ -148,7 +148,7 @@ def _terms(graph: Graph, node: onnx.NodeProto) -> list[str] | None:
     return None if any(len(set(term)) != len(term) for term in found) else found
 
 
-def _same_size(graph: Graph, node: onnx.NodeProto, operands: Sequence[str], letter: str) -> bool:
+def _same_size(graph: GraphView, node: onnx.NodeProto, operands: Sequence[str], letter: str) -> bool:
     """Whether nothing says that an axis of 1 is repeated in the sum, which MatMul would not do."""
     sizes: list[Dim] = []
     for name, term in zip(node.input, operands, strict=True):

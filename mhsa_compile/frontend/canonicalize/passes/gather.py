@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, Graph, attributes
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -33,7 +33,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     return rewriter.finished()
 
 
-def _before_repeating(graph: Graph, name: str) -> str:
+def _before_repeating(graph: GraphView, name: str) -> str:
     """The value whose axes of 1 were repeated, others being as they were."""
     while (node := graph.producer(name)) is not None and node.op_type in ("Tile", "Expand"):
         before, after = graph.shape(node.input[0]), graph.shape(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
 _PADDED = ("Conv", "MaxPool", "AveragePool")
@@ -29,7 +29,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
     return rewriter.finished()
 
 
-def _is_linear(graph: Graph, node: onnx.NodeProto) -> bool:
+def _is_linear(graph: GraphView, node: onnx.NodeProto) -> bool:
     x, weight, *bias = node.input
     dims, said = graph.shape(weight) or (), attributes(node)
     alone = len(dims) > 2 and all(size == 1 for size in dims[2:]) and len(graph.shape(x) or ()) == len(dims)
@@ -57,7 +57,7 @@ def _as_linear(rewriter: Rewriter, node: onnx.NodeProto) -> None:
     rewriter.place(node)
 
 
-def _pads(graph: Graph, node: onnx.NodeProto) -> list[int] | None:
+def _pads(graph: GraphView, node: onnx.NodeProto) -> list[int] | None:
     """What SAME comes to: before each axis, then behind each."""
     said = attributes(node)
     kind, dims = said.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import onnx
 
-from mhsa_compile.frontend.onnx_graph import Graph, live_nodes
+from mhsa_compile.frontend.onnx_graph import GraphView, live_nodes
 
 
 def without_aliases(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model whose readers read the values themselves; what is an output of the graph keeps its node."""
-    graph = Graph(model)
+    graph = GraphView(model)
     source: dict[str, str] = {}
     for node in graph.nodes:
         if node.op_type == "Identity" or _is_idle_dropout(graph, node) or _is_idle_view(graph, node):
@@ -28,7 +28,7 @@ def without_aliases(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def _is_idle_dropout(graph: Graph, node: onnx.NodeProto) -> bool:
+def _is_idle_dropout(graph: GraphView, node: onnx.NodeProto) -> bool:
     """Whether a Dropout does nothing: it is not told to train, and nobody reads its mask."""
     if node.op_type != "Dropout" or any(graph.consumers(name) or name in graph.outputs for name in node.output[1:]):
         return False
@@ -36,7 +36,7 @@ def _is_idle_dropout(graph: Graph, node: onnx.NodeProto) -> bool:
     return training is not None and not bool(training)
 
 
-def _is_idle_view(graph: Graph, node: onnx.NodeProto) -> bool:
+def _is_idle_view(graph: GraphView, node: onnx.NodeProto) -> bool:
     """Whether a Reshape, an Expand or a Slice forwards leaves the shape as it is."""
     if node.op_type == "Slice" and len(node.input) > 4 and node.input[4]:
         steps = graph.constant(node.input[4])

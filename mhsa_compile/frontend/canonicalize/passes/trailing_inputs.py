@@ -11,7 +11,7 @@ import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.onnx_graph import Dim, Graph
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView
 
 _VIEWS = ("Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast")
 
@@ -42,7 +42,7 @@ def rewrite(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
     return rewriter.finished()
 
 
-def _axis_to_the_end(graph: Graph, known: Known, node: onnx.NodeProto) -> int | None:
+def _axis_to_the_end(graph: GraphView, known: Known, node: onnx.NodeProto) -> int | None:
     """The one axis of which a Slice by steps of one takes all from somewhere on."""
     if len(node.input) < 4 or graph.shape(node.input[0]) is None:
         return None
@@ -56,7 +56,7 @@ def _axis_to_the_end(graph: Graph, known: Known, node: onnx.NodeProto) -> int | 
     return axis if whole and (len(node.input) < 5 or not node.input[4] or steps is not None) else None
 
 
-def _counted_back(graph: Graph, known: Known, name: str, size: Dim) -> tuple[str, str] | None:
+def _counted_back(graph: GraphView, known: Known, name: str, size: Dim) -> tuple[str, str] | None:
     """(L, the value N - L) of Max(0, N - L), N being `size`."""
     node = graph.producer(name)
     while node is not None and node.op_type in _VIEWS:
@@ -69,7 +69,7 @@ def _counted_back(graph: Graph, known: Known, name: str, size: Dim) -> tuple[str
     return None if symbol is None else (symbol, rests[0])
 
 
-def _taken_from(graph: Graph, known: Known, name: str, size: Dim) -> str | None:
+def _taken_from(graph: GraphView, known: Known, name: str, size: Dim) -> str | None:
     """L of N - L, or of N + -1 * L."""
     node = graph.producer(name)
     if node is None or node.op_type not in ("Add", "Sub"):

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
-from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 Entry = int | bool | str | None
 """A size or a flag, the name of a size that is symbolic, or what is not known."""
@@ -35,7 +35,7 @@ def product(entries: Sequence[Entry]) -> int:
 class Known:
     """The values of a graph that do not depend on what its inputs hold. Weights are left alone, to be bound later."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: GraphView) -> None:
         self._graph = graph
         self._arrays: dict[str, Array] = {}
         self._partial: dict[str, Array] = {}

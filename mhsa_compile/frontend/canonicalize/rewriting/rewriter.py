@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from mhsa_compile.frontend.onnx_graph import (
     Dim,
-    Graph,
+    GraphView,
     in_order,
     live_nodes,
     reads,
@@ -27,7 +27,7 @@ class Rewriter:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.model, self.graph = model, Graph(model)
+        self.model, self.graph = model, GraphView(model)
         self._written: list[onnx.NodeProto] = []
         self._constants: list[onnx.TensorProto] = []
         self._placed: dict[int, list[onnx.NodeProto]] = {}

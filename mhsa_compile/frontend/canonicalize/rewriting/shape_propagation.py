@@ -20,7 +20,7 @@ from mhsa_compile.frontend.canonicalize.rewriting.constant_values import (
     product,
 )
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array, Rewriter
-from mhsa_compile.frontend.onnx_graph import Graph, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 _MOST_ROUNDS = 500  # each lets the shapes of a few nodes more be inferred; a model of 100 layers needs a fraction of it
 _MADE_UP = "unk__"  # how onnx begins the names of the symbols that it makes up, anew each time
@@ -73,7 +73,7 @@ def _agree(dims: Sequence[Entry], inferred: Sequence[Entry] | None) -> bool:
     return inferred is not None and all(d is None or d == i for d, i in zip(dims, inferred, strict=True))
 
 
-def _dims_of(known: Known, graph: Graph, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
+def _dims_of(known: Known, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
     """Dims that follow from computed sizes: what onnx's inference does not look into. All of them, or None."""
     finders = {
         "Range": _counted, "Reshape": _reshaped, "Expand": _expanded, "ConstantOfShape": _filled, "Tile": _tiled,
@@ -90,14 +90,14 @@ def _is_certain(entry: Entry) -> bool:
     return isinstance(entry, int) or (isinstance(entry, str) and not entry.startswith(_MADE_UP))
 
 
-def _counted(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+def _counted(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
     start, end, step = (known.partial(name) for name in node.input)
     if start is None or end is None or step is None or (start.item(), step.item()) != (0, 1):
         return None
     return [end.item()]
 
 
-def _reshaped(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+def _reshaped(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
     wanted, source = known.partial(node.input[1]), graph.shape(node.input[0])
     if wanted is None or wanted.ndim != 1 or -1 in wanted or attributes(node).get("allowzero"):
         return None
@@ -106,7 +106,7 @@ def _reshaped(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] |
     return [source[i] if size == 0 and source is not None else size for i, size in enumerate(wanted)]
 
 
-def _expanded(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+def _expanded(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
     wanted, source = known.partial(node.input[1]), graph.shape(node.input[0])
     if wanted is None or source is None or len(wanted) < len(source):
         return None
@@ -114,19 +114,19 @@ def _expanded(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] |
     return [own if size == 1 else size for own, size in zip(aligned, wanted, strict=True)]
 
 
-def _tiled(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+def _tiled(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
     repeats, source = known.partial(node.input[1]), graph.shape(node.input[0])
     if repeats is None or source is None or len(repeats) != len(source):
         return None
     return [multiplied(size, times) for size, times in zip(source, repeats, strict=True)]
 
 
-def _filled(known: Known, graph: Graph, node: onnx.NodeProto) -> list[Entry] | None:
+def _filled(known: Known, graph: GraphView, node: onnx.NodeProto) -> list[Entry] | None:
     wanted = known.partial(node.input[0])
     return None if wanted is None else list(wanted)
 
 
-def _sliced(known: Known, graph: Graph, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
+def _sliced(known: Known, graph: GraphView, node: onnx.NodeProto, limits: dict[str, int]) -> list[Entry] | None:
     """Dims of a Slice by steps of one. An end that is a symbol is taken to lie within the axis: that is its limit."""
     dims = graph.shape(node.input[0])
     starts, ends = (known.partial(name) for name in node.input[1:3])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mhsa_compile.kernels.common.static_mask import seen_in_band
-from mhsa_compile.kernels.interface.ops import Band, StaticMask
+from mhsa_compile.kernels.interface.ops import StaticMask, WindowSpec
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 SHORT = 4
@@ -21,7 +21,7 @@ SHORT = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class CpuBlockSparsity:
     """What the kernel reads. Heads are 1 where the mask is the same for all; columns are vectors of queries in a tile.
 
     order  (heads, tiles)      the order of the tiles: long and short ones in turn, so equal shares are equal work
@@ -40,7 +40,9 @@ class Plan:
         return (self.order, self.index, self.runs, self.bits)
 
 
-def plan(mask: StaticMask, band: Band | None, *, queries: int, lanes: int, key_tile: int, keys: int) -> Plan:
+def plan(
+    mask: StaticMask, band: WindowSpec | None, *, queries: int, lanes: int, key_tile: int, keys: int
+) -> CpuBlockSparsity:
     """Tiles of `queries` rows, vectors of `lanes` of them; runs of up to `keys` keys, in groups of `key_tile`."""
     heads, L, S = mask.visible.shape
     tiles = -(-L // queries)
@@ -63,7 +65,7 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, lanes: int, key_t
         visited = [sum(run[1] for run in runs[a:b]) for a, b in itertools.pairwise(index[-tiles - 1 :])]
         order[head] = _in_turn(np.argsort(visited, kind="stable"))
     empty = np.zeros((1, queries // lanes), np.uint16)  # a buffer has at least one element
-    return Plan(
+    return CpuBlockSparsity(
         order,
         np.array(index, np.int32),
         np.array(runs or [(0, 0, -1)], np.int32),

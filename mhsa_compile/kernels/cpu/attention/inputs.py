@@ -41,7 +41,7 @@ def mask_bias(mask: MaskInput | None, element: Expr) -> Expr:
     return element * T.float32(LOG2_E)
 
 
-class Extras(ExtraInputs):
+class CpuExtraInputs(ExtraInputs):
     """Numbers of keys are int64 here."""
 
     def keys(self, b: Expr, kv_length: Expr) -> Expr:

@@ -21,10 +21,10 @@ from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import unfit_scores
 from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band
 from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mmla
-from mhsa_compile.kernels.cpu.attention.block_sparsity import Plan, plan
-from mhsa_compile.kernels.cpu.attention.inputs import Extras, mask_reader
-from mhsa_compile.kernels.cpu.attention.masking import MaskReader, Visibility
-from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Operands, Products
+from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
+from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
+from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
+from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts, words_fit
 from mhsa_compile.kernels.cpu.attention.tile import AttentionTile, Runs
@@ -40,7 +40,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.target.profile import CpuProfile
 
 
-class AttentionKernel:
+class CpuAttentionKernel:
     """Tiled attention with an online softmax, for any vector CPU."""
 
     name = "cpu.attention"
@@ -84,7 +84,7 @@ class AttentionKernel:
         return Emitted(_attention(op, profile, config, planned), constants=planned.arrays if planned else ())
 
 
-def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, Plan | None]:
+def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, CpuBlockSparsity | None]:
     """(What is left to the kernel, the plan of a static mask and of as much of the band as it holds.)"""
     if op.static_mask is None:
         return op, None
@@ -93,14 +93,14 @@ def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple
     return replace(op, band=left), plan(op.static_mask, held, lanes=profile.vector_lanes("float32"), **tile)
 
 
-def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
+def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
     queries, lanes = config["queries"], profile.vector_lanes("float32")
     dot = _instruction(op, profile, config["key_tile"])
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, Extras)
+            given = attention_arguments(op, CpuExtraInputs)
             views = None if planned is None else plan_arguments(planned)
             y = given.output()
             batch, q_length, inputs, extras = given.batch, given.q_length, given.inputs, given.extras
@@ -118,7 +118,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Pl
                 next_b, next_h, next_first, _ = task(settle(T.min(index + 1, total - 1)))
                 g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
                 q = inputs[op.query.buffer]
-                operands = Operands(
+                operands = TaskOperands(
                     op,
                     query=head_view(q, op.query, op.head_dim, b, h),
                     key=head_view(inputs[op.key.buffer], op.key, op.head_dim, b, g),
@@ -164,7 +164,7 @@ def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Ex
     return settle(T.truncdiv(index, heads)), settle(T.truncmod(index, heads))
 
 
-def plan_arguments(planned: Plan) -> list[Expr]:
+def plan_arguments(planned: CpuBlockSparsity) -> list[Expr]:
     return constant_arguments(("order", "index", "runs", "bits"), planned.arrays)
 
 
@@ -197,7 +197,7 @@ def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Calla
 
 
 def _emit_tile(
-    operands: Operands,
+    operands: TaskOperands,
     profile: CpuProfile,
     config: Config,
     output: HeadView,
@@ -215,7 +215,7 @@ def _emit_tile(
     else:
         kind = PairedProducts if dot.rows == 1 else MatrixProducts
         products = kind(operands, queries, keys, config["key_tile"], dot)
-    visibility = Visibility(
+    visibility = TileMask(
         op,
         queries=queries,
         keys=keys,

@@ -39,7 +39,7 @@ class Bits:
     lanes: int
 
 
-class Visibility:
+class TileMask:
     """Which keys the rows of one tile see."""
 
     def __init__(

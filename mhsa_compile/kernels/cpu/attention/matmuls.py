@@ -36,7 +36,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
 @dataclass(frozen=True)
-class Operands:
+class TaskOperands:
     """Q, K and V of one task: rows of Q from `first_query` on, the last one repeated beyond the end, and `kv_length`
     keys; and the head and the first row of Q of the task after it. `sink` and `slope` are the head's, in units of
     log2."""
@@ -84,7 +84,7 @@ class Operands:
 class Products(Protocol):
     """S^T = K Q^T for a few keys at a time, the weights that come of it, and P V, for one task."""
 
-    operands: Operands
+    operands: TaskOperands
     exp2_coefficients: Sequence[float]
     """As exact as the weights are kept."""
     keys_a_step: int
@@ -122,7 +122,7 @@ class Products(Protocol):
         """Makes the block's rows of V ready for `add_values`."""
         ...
 
-    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
+    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
         """tile[r, c] += P[base + r] V[:, group[c]], over the keys of the block that these rows see."""
         ...
 
@@ -135,7 +135,7 @@ def parts(steps: int, count: int, run: int = 1) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """Keys first_key + first .. first_key + end."""
 
     first_key: Expr
@@ -154,7 +154,9 @@ class Float32Products:
     keys_a_step = 1
     rows_at_once = 1
 
-    def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, lanes: int, *, run: int = 1) -> None:
+    def __init__(
+        self, operands: TaskOperands, queries: int, keys: int, key_tile: int, lanes: int, *, run: int = 1
+    ) -> None:
         op = operands.op
         self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
         self.queries = queries
@@ -227,7 +229,7 @@ class Float32Products:
                     self.wide_values, [j, T.int64(first)], self.operands.value_row(first_key + j, (first, lanes)), lanes
                 )
 
-    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
+    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
         def values(j: Expr, c: int) -> Expr:
             if self.wide_values is not None:
                 return load(self.wide_values, [j, T.int64(group[c][0])], group[c][1])

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import score_factor
-from mhsa_compile.kernels.cpu.attention.matmuls import Block, Operands, parts
+from mhsa_compile.kernels.cpu.attention.matmuls import KeyBlock, TaskOperands, parts
 from mhsa_compile.kernels.cpu.simd import dot_product_aarch64, vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot
 from mhsa_compile.kernels.cpu.simd.dtypes import bfloat16_bits, vector_type
@@ -71,7 +71,7 @@ class PairedProducts:
     keys_a_step = 2
     rows_at_once = 1
 
-    def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
+    def __init__(self, operands: TaskOperands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op
         self.operands, self.lead, self.dot, self.lanes = operands, key_tile // 2, dot, dot.lanes
         self.queries = queries
@@ -140,7 +140,7 @@ class PairedProducts:
             words = halves[0] | (halves[1] << splat(T.int32(16), lanes)) if both else halves[0]
             store(self.values, [pair, T.int64(first)], words, lanes)
 
-    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
+    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
         """A pair of which these rows see one key is taken whole: the other one's weight is zero."""
         with T.serial(T.truncdiv(block.first, T.int64(2)), T.truncdiv(block.end + 1, T.int64(2))) as pair:
             tile.outer_product(

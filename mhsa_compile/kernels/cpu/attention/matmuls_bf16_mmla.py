@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.score_scale import score_factor
-from mhsa_compile.kernels.cpu.attention.matmuls import Block, Operands, parts
+from mhsa_compile.kernels.cpu.attention.matmuls import KeyBlock, TaskOperands, parts
 from mhsa_compile.kernels.cpu.simd import dot_product_aarch64, vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot
 from mhsa_compile.kernels.cpu.simd.dtypes import bfloat16_bits, vector_type
@@ -60,7 +60,7 @@ class MatrixProducts:
     keys_a_step = WORD
     rows_at_once = 2
 
-    def __init__(self, operands: Operands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
+    def __init__(self, operands: TaskOperands, queries: int, keys: int, key_tile: int, dot: Dot) -> None:
         op = operands.op
         self.operands, self.lead, self.dot, self.lanes = operands, key_tile // WORD, dot, dot.lanes
         self.queries = queries
@@ -174,7 +174,7 @@ class MatrixProducts:
             low, high = (_interleaved(halves[i], halves[i + 1], "int32", lanes) for i in (0, 2))
             store(self.values, [j, T.int64(first)], _interleaved(low, high, "int64", lanes), lanes)
 
-    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: Block) -> None:
+    def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
         """A word of which these rows see one key is taken whole: the other ones' weights are zero."""
         sums = self._sums(tile)
         with T.serial(T.truncdiv(block.first, T.int64(WORD)), ceil_div(block.end, WORD)) as j:

@@ -15,9 +15,9 @@ from operator import add
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.attention.masking import Visibility
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.attention.score_mods import Scores
+from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -61,7 +61,7 @@ class _Constants:
         return lambda value, lanes: load(self.table, [row, T.int64(self.values.index(value) * self.lanes)], lanes)
 
 
-class Weights:
+class OnlineSoftmax:
     """Of `queries` rows and the keys of one block at a time, `key_tile` keys a group.
 
     `rescale(factors)` is told the factor of each row whenever what was summed up shrinks.
@@ -70,7 +70,7 @@ class Weights:
     def __init__(
         self,
         products: Products,
-        visibility: Visibility,
+        visibility: TileMask,
         queries: int,
         key_tile: int,
         lanes: int,
@@ -78,7 +78,7 @@ class Weights:
         overwrites_summands: bool,
     ) -> None:
         self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
-        self.scores = Scores(products.operands, visibility.place, queries, key_tile)
+        self.scores = ScoreMods(products.operands, visibility.place, queries, key_tile)
         self.query_columns = vectors.chunks(queries, lanes)
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE

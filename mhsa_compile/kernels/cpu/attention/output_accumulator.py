@@ -8,8 +8,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.common.head_layout import HeadView
-from mhsa_compile.kernels.cpu.attention.masking import Visibility
-from mhsa_compile.kernels.cpu.attention.matmuls import Block, Products
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
+from mhsa_compile.kernels.cpu.attention.matmuls import KeyBlock, Products
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -33,7 +33,7 @@ from mhsa_compile.kernels.interface.kernel import CACHE_LINE
 class Accumulator:
     """O (queries, F) in float32; `registers` bounds the register tile of P V."""
 
-    def __init__(self, products: Products, visibility: Visibility, queries: int, lanes: int, registers: int) -> None:
+    def __init__(self, products: Products, visibility: TileMask, queries: int, lanes: int, registers: int) -> None:
         self.products, self.visibility, self.queries, self.lanes = products, visibility, queries, lanes
         self.registers = registers
         self.value_columns = vectors.chunks(visibility.op.v_head_dim, lanes)
@@ -69,7 +69,7 @@ class Accumulator:
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
                 tile.fill(0.0)
-                self.products.add_values(tile, base, group, Block(first_key, first, end))
+                self.products.add_values(tile, base, group, KeyBlock(first_key, first, end))
                 for r in range(rows):
                     for c, (column, lanes) in enumerate(group):
                         at = [base + r, T.int64(column)]

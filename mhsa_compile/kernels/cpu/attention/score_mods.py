@@ -12,7 +12,7 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.attention.inputs import capped
-from mhsa_compile.kernels.cpu.attention.matmuls import Operands
+from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
 from mhsa_compile.kernels.cpu.simd.dtypes import vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -27,10 +27,10 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 
 
-class Scores:
+class ScoreMods:
     """Softcap, ALiBi and sinks of one head. `place` is that of query lane 0 among the keys."""
 
-    def __init__(self, operands: Operands, place: Expr, queries: int, key_tile: int) -> None:
+    def __init__(self, operands: TaskOperands, place: Expr, queries: int, key_tile: int) -> None:
         self.op, self.operands, self.place = operands.op, operands, place
         self.origins = scratch((queries,)) if self.op.slopes else None  # of the distances, a key for each query
         self.unbiased = scratch((key_tile, queries)) if self.op.slopes else None  # the tile before its bias

@@ -24,9 +24,9 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
-from mhsa_compile.kernels.cpu.attention.masking import Bits, Visibility
+from mhsa_compile.kernels.cpu.attention.masking import Bits, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.attention.online_softmax import Weights
+from mhsa_compile.kernels.cpu.attention.online_softmax import OnlineSoftmax
 from mhsa_compile.kernels.cpu.attention.output_accumulator import Accumulator
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, settle
@@ -49,7 +49,7 @@ class AttentionTile:
     def __init__(
         self,
         products: Products,
-        visibility: Visibility,
+        visibility: TileMask,
         config: Config,
         *,
         lanes: int,
@@ -62,7 +62,7 @@ class AttentionTile:
         self.queries, self.keys, self.key_tile = config["queries"], config["keys"], config["key_tile"]
         self.query_columns = vectors.chunks(self.queries, lanes)
         self.sums = Accumulator(products, visibility, self.queries, lanes, registers)
-        self.weights = Weights(
+        self.weights = OnlineSoftmax(
             products, visibility, self.queries, self.key_tile, lanes, self.sums.rescale, overwrites_summands
         )
 

@@ -17,12 +17,12 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments, atten
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, unfit_for_few_queries
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
-from mhsa_compile.kernels.cpu.attention.inputs import Extras, mask_reader
+from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
 from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
-from mhsa_compile.kernels.cpu.decode.split_kv import Shares, Splits
+from mhsa_compile.kernels.cpu.decode.split_kv import SplitKv, SplitKvByLength
 from mhsa_compile.kernels.cpu.decode.task import DecodeTask, finite
-from mhsa_compile.kernels.cpu.decode.work import Heads, Part
+from mhsa_compile.kernels.cpu.decode.work import Heads, KeyRange
 from mhsa_compile.kernels.cpu.simd import dot_product, vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -52,7 +52,7 @@ LEAST_PARALLEL = 1 << 16
 """Keys and values (elements) below which waking threads takes longer than the work."""
 
 
-class DecodeKernel:
+class CpuDecodeKernel:
     """Few queries against many keys: every key and value is read once, for all the query heads that share it."""
 
     name = "cpu.decode"
@@ -91,11 +91,11 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("decode")
         T.func_attr({"tirx.noalias": True})
-        given = attention_arguments(op, Extras)
+        given = attention_arguments(op, CpuExtraInputs)
         y = given.output()
         layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
         sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
-        deal = Shares(given, **sizes) if op.lengths else Splits(op, given.batch, given.kv_length, **sizes)
+        deal = SplitKvByLength(given, **sizes) if op.lengths else SplitKv(op, given.batch, given.kv_length, **sizes)
         emitter = _Decode(profile, config, given, y, deal.parts)
         loop = T.serial if _is_small(op) else T.parallel
         with loop(deal.tasks) as task:
@@ -140,7 +140,7 @@ class _Decode:
     """
 
     def __init__(
-        self, profile: CpuProfile, config: Config, given: AttentionArguments[Extras], y: Expr, parts: Expr
+        self, profile: CpuProfile, config: Config, given: AttentionArguments[CpuExtraInputs], y: Expr, parts: Expr
     ) -> None:
         op = given.op
         self.op, self.config = op, config
@@ -152,7 +152,7 @@ class _Decode:
         # The maximum, the sum and, with slopes, the origin of each row's distances.
         self.statistics = T.alloc_buffer((parts, T.int64(3 if op.slopes else 2), T.int64(self.rows)), "float32")
 
-    def attend(self, part: Part) -> None:
+    def attend(self, part: KeyRange) -> None:
         heads = self._heads(part.head)
         task = DecodeTask(self.op, self.config, self.lanes, self.registers, part.kv_length, part.span, heads)
         first, end = part.keys()

@@ -1,5 +1,5 @@
-"""How the keys of all heads are cut into parts, so that every core gets as many: `Splits` where the heads have equally
-many keys, `Shares` where every batch entry has a number of its own.
+"""How the keys of all heads are cut into parts, so that every core gets as many: `SplitKv` where the heads have equally
+many keys, `SplitKvByLength` where every batch entry has a number of its own.
 
 `tasks` may run in any order; `each_part` says what one consists of, `parts` how many parts there may be at most, and
 `each_divided` which heads have several, to be combined.
@@ -16,13 +16,13 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.attention.inputs import Extras
-from mhsa_compile.kernels.cpu.decode.work import Part, Span, span_of
+from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs
+from mhsa_compile.kernels.cpu.decode.work import KeyRange, Span, span_of
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, bind, settle
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
-class Splits:
+class SplitKv:
     """batch x key heads, each in `count` parts of `size` keys, the last of the rest."""
 
     def __init__(
@@ -46,14 +46,14 @@ class Splits:
         # The size of a buffer must be an expression of the arguments; what is not used is never touched.
         self.parts = batch * (op.num_kv_heads * cores)
 
-    def each_part(self, task: Expr, body: Callable[[Part], None]) -> None:
+    def each_part(self, task: Expr, body: Callable[[KeyRange], None]) -> None:
         head, split = settle(T.truncdiv(task, self.count)), settle(T.truncmod(task, self.count))
 
         def keys() -> tuple[Expr, Expr]:
             first = settle(self.span.start + split * self.size)
             return first, settle(T.min(first + self.size, self.span.stop))
 
-        body(Part(head, task, self.kv_length, self.span, keys, begins=split == 0, whole=self.count == 1))
+        body(KeyRange(head, task, self.kv_length, self.span, keys, begins=split == 0, whole=self.count == 1))
 
     def each_divided(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
         """body(head, number of its first part, parts)"""
@@ -62,7 +62,7 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """A batch entry: its keys, what its queries see of them, and the pieces of each of its heads, the first of them
     piece number `begin` of all."""
 
@@ -73,12 +73,12 @@ class Entry:
     begin: Expr
 
 
-class Shares:
+class SplitKvByLength:
     """The keys that the heads of all entries see lie end to end, cut into pieces of `piece` keys. Each task is an equal
     share of the pieces, whatever heads they belong to, so the time follows the keys that there are. A share may begin
     and end within a head."""
 
-    def __init__(self, given: AttentionArguments[Extras], *, least_keys: int, group: int, cores: int) -> None:
+    def __init__(self, given: AttentionArguments[CpuExtraInputs], *, least_keys: int, group: int, cores: int) -> None:
         self.op, self.batch, self.kv_length, self.extras = given.op, given.batch, given.kv_length, given.extras
         self.piece = T.int64(-(-least_keys // group) * group)
         total = T.alloc_buffer((1,), "int64")
@@ -88,11 +88,11 @@ class Shares:
         self.tasks = T.int64(cores)
         self.parts = self.batch * self.op.num_kv_heads + cores
 
-    def each_part(self, share: Expr, body: Callable[[Part], None]) -> None:
+    def each_part(self, share: Expr, body: Callable[[KeyRange], None]) -> None:
         """Share i's part of head j is number i + j: from part to part, one of them goes up by one."""
         low, high = (settle(T.truncdiv(i * self.total, self.tasks)) for i in (share, share + 1))
 
-        def parts_of(entry: Entry) -> None:
+        def parts_of(entry: KeyEntry) -> None:
             first, end = T.truncdiv(low - entry.begin, entry.pieces), ceil_div(high - entry.begin, entry.pieces)
             with T.serial(self._group(first), self._group(end)) as g:
                 body(self._part(entry, g, share, low, high))
@@ -102,7 +102,7 @@ class Shares:
     def _group(self, number: Expr) -> Expr:
         return settle(T.max(T.int64(0), T.min(T.int64(self.op.num_kv_heads), number)))
 
-    def _part(self, entry: Entry, g: Expr, share: Expr, low: Expr, high: Expr) -> Part:
+    def _part(self, entry: KeyEntry, g: Expr, share: Expr, low: Expr, high: Expr) -> KeyRange:
         """What a share, the pieces `low` to before `high`, has of key head g."""
         head, begin = settle(entry.b * self.op.num_kv_heads + g), settle(entry.begin + g * entry.pieces)
         begins, ends = bind(low <= begin), bind(high >= begin + entry.pieces)
@@ -112,10 +112,10 @@ class Shares:
             first = settle(span.start + T.max(T.int64(0), low - begin) * self.piece)
             return first, settle(T.min(span.stop, span.start + T.min(entry.pieces, high - begin) * self.piece))
 
-        return Part(head, number, entry.kv_length, span, keys, begins=begins, whole=T.And(begins, ends))
+        return KeyRange(head, number, entry.kv_length, span, keys, begins=begins, whole=T.And(begins, ends))
 
     def each_divided(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
-        def of(entry: Entry) -> None:
+        def of(entry: KeyEntry) -> None:
             with T.serial(T.int64(self.op.num_kv_heads)) as g:
                 head, begin = settle(entry.b * self.op.num_kv_heads + g), settle(entry.begin + g * entry.pieces)
                 first, last = (settle(self._share_of(piece)) for piece in (begin, begin + entry.pieces - 1))
@@ -128,7 +128,7 @@ class Shares:
         """The last one that begins at the piece or before: the largest i with i * total / tasks < piece + 1."""
         return T.truncdiv((piece + 1) * self.tasks - 1, self.total)
 
-    def _each_entry(self, body: Callable[[Entry], None]) -> None:
+    def _each_entry(self, body: Callable[[KeyEntry], None]) -> None:
         assert isinstance(self.op.q_length, int)
         begin = T.alloc_buffer((1,), "int64")
         T.buffer_store(begin, T.int64(0), [T.int64(0)])
@@ -137,9 +137,9 @@ class Shares:
             span = span_of(self.op, self.op.q_length, kv_length)
             # One that sees no key has a piece as well: somebody must write its zeros.
             pieces = settle(T.max(T.int64(1), ceil_div(span.stop - span.start, self.piece)))
-            entry = Entry(b, kv_length, span, pieces, settle(begin[0]))
+            entry = KeyEntry(b, kv_length, span, pieces, settle(begin[0]))
             body(entry)
             T.buffer_store(begin, self._end(entry), [T.int64(0)])
 
-    def _end(self, entry: Entry) -> Expr:
+    def _end(self, entry: KeyEntry) -> Expr:
         return entry.begin + entry.pieces * self.op.num_kv_heads

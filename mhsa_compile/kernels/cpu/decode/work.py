@@ -63,7 +63,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Part:
+class KeyRange:
     """Some keys of key head `head` of all entries: `keys()` computes (first, end) where it is called.
 
     `begins` says whether they are the head's first ones, `whole` whether they are all. `number` is where the result of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.linear.packed_layout import Format
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -32,11 +32,11 @@ LEAST = 1e-30
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """What steps multiply, (count, steps) int32 or float32; where rows are joined, (pairs of rows, 2 * steps) int64.
     For int8 also the scale of each row (count,)."""
 
-    format: Format
+    format: PackedLayout
     data: Expr
     scales: Expr | None = None
 
@@ -60,7 +60,7 @@ class Rows:
         return [T.truncdiv(row, T.int64(2)), place * terms + T.truncmod(k, terms)]
 
 
-def prepared(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
+def prepared(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
     """The rows of x (count, K), after the loop that writes them if one is needed.
 
     `size` is `count` in terms of the arguments' dims: TVM moves allocations to the function's begin, where nothing else
@@ -70,11 +70,11 @@ def prepared(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
     if op.int8_weights:
         return _quantised(format, x, count, size)
     if format.dot is None and op.dtype == "float32":
-        return Rows(format, x)
+        return PackedRows(format, x)
     if format.dot is not None and op.in_features % format.terms == 0 and format.joined == 1:
-        return Rows(format, x)
+        return PackedRows(format, x)
     width = format.steps * format.terms
-    rows = Rows(format, _allocated(format, size, "uint16" if format.dot else "float32"))
+    rows = PackedRows(format, _allocated(format, size, "uint16" if format.dot else "float32"))
     with T.parallel(_whole(format, count)) as row:
         source = settle(T.min(row, count - 1)) if format.joined > 1 else row
 
@@ -88,24 +88,24 @@ def prepared(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
     return rows
 
 
-def _allocated(format: Format, size: Expr, dtype: str) -> Expr:
+def _allocated(format: PackedLayout, size: Expr, dtype: str) -> Expr:
     width = format.steps * format.terms
     if format.joined == 1:
         return T.alloc_buffer((size, T.int64(width)), dtype)
     return T.alloc_buffer((T.truncdiv(size + 1, T.int64(2)), T.int64(2 * width)), dtype)
 
 
-def _whole(format: Format, count: Expr) -> Expr:
+def _whole(format: PackedLayout, count: Expr) -> Expr:
     """Rows, with the last one twice where it would have no neighbour."""
     return count if format.joined == 1 else settle(ceil_div(count, 2) * 2)
 
 
-def _quantised(format: Format, x: Expr, count: Expr, size: Expr) -> Rows:
+def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
     """Each row by its own scale, max |x| / 127: bytes for a dot product (x + 128 where it takes them unsigned), else
     whole numbers in float32."""
     K, width = format.op.in_features, format.steps * format.terms
     scales = T.alloc_buffer((size,), "float32")
-    rows = Rows(format, _allocated(format, size, "uint8" if format.dot else "float32"), scales)
+    rows = PackedRows(format, _allocated(format, size, "uint8" if format.dot else "float32"), scales)
     with T.parallel(_whole(format, count)) as row:
         source = settle(T.min(row, count - 1)) if format.joined > 1 else row
         largest = settle(_largest(x, source, K, format.lanes), "float32")

@@ -20,7 +20,7 @@ from mhsa_compile.kernels.common.op_args import packed_arguments
 from mhsa_compile.kernels.cpu.linear.activations import prepared
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
-from mhsa_compile.kernels.cpu.linear.packed_layout import Format, format_of
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -40,7 +40,7 @@ from mhsa_compile.target.profile import CpuProfile
 MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
 
 
-class LinearKernel:
+class CpuLinearKernel:
     """Packed-weight matrix product with a fused bias, for any vector CPU and every dtype."""
 
     name = "cpu.linear"
@@ -113,7 +113,7 @@ class LinearKernel:
         return Emitted(_linear(format, profile.hardware.cores, config), pack(format), format.packed)
 
 
-def _linear(format: Format, cores: int, config: Config) -> Expr:
+def _linear(format: PackedLayout, cores: int, config: Config) -> Expr:
     op = format.op
     dim = Dims()
     leading = [dim(d) for d in op.rows]

@@ -9,8 +9,8 @@ from math import gcd, prod
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
-from mhsa_compile.kernels.cpu.linear.activations import Rows
-from mhsa_compile.kernels.cpu.linear.packed_layout import Format
+from mhsa_compile.kernels.cpu.linear.activations import PackedRows
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow, vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -37,8 +37,8 @@ class Product:
     """The buffers of the product, x and y seen as matrices, and the packed weights. `lines` are rows of x, or the pairs
     of them that are multiplied together: tiles are made of these."""
 
-    format: Format
-    rows: Rows
+    format: PackedLayout
+    rows: PackedRows
     packed: list[Expr]
     y: Expr
     columns: list[vectors.Chunk]

@@ -19,7 +19,7 @@ from mhsa_compile.kernels.cpu.linear.activations import (
     nearest,
     quantising_factor,
 )
-from mhsa_compile.kernels.cpu.linear.packed_layout import Format
+from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -52,7 +52,7 @@ class _Feature:
 class _Place:
     """One column of one panel in the packed arrays."""
 
-    format: Format
+    format: PackedLayout
     packed: list[Expr]
     panel: Expr
     column: Expr
@@ -64,7 +64,7 @@ class _Place:
         store(self.packed[0], [self.panel, step, self.column], value, 1)
 
 
-def pack(format: Format) -> Expr:
+def pack(format: PackedLayout) -> Expr:
     """(weights..., biases...) -> `format.packed`."""
     op = format.op
     with IRBuilder() as builder:

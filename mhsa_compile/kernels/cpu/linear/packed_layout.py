@@ -12,7 +12,7 @@ from mhsa_compile.target.profile import CpuProfile
 
 
 @dataclass(frozen=True)
-class Format:
+class PackedLayout:
     """Weights are packed into P panels of `panel` output features, step by step along K: (P, steps, panel).
 
     With a dot-product instruction a step is as many terms of the sum as the instruction takes, in one word. Without
@@ -78,11 +78,11 @@ class Format:
         return (((self.panels, self.steps, self.panel), self.weight), (each, "float32"), *scales, *offsets)
 
 
-def format_of(op: LinearOp, profile: CpuProfile, columns: int) -> Format:
+def format_of(op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
     """The format with the fastest instruction that the target has for this operation."""
     dtype = "int8" if op.int8_weights else op.dtype
     instruction = dot.matrix(profile, dtype) or dot.available(profile, dtype)
     if instruction is None:
-        return Format(op, None, profile.vector_lanes("float32"), columns, profile.elements_at_once("float32"))
+        return PackedLayout(op, None, profile.vector_lanes("float32"), columns, profile.elements_at_once("float32"))
     run = profile.elements_at_once(instruction.word) if instruction.rows == 1 else 1  # two rows fill a vector
-    return Format(op, instruction, instruction.lanes, columns, run)
+    return PackedLayout(op, instruction, instruction.lanes, columns, run)

@@ -11,9 +11,9 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.head_layout import head_view
-from mhsa_compile.kernels.cpu.attention.inputs import Extras, mask_reader
-from mhsa_compile.kernels.cpu.attention.masking import MaskReader, Visibility
-from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Operands, Products
+from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
+from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
+from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
@@ -29,19 +29,19 @@ def default_config(profile: CpuProfile) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Call(AttentionArguments[Extras]):
+class Call(AttentionArguments[CpuExtraInputs]):
     """The arguments of a call, and what its tasks are computed with."""
 
     profile: CpuProfile
     config: Config
     dot: Dot | None
 
-    def task(self, b: Expr, h: Expr, first_query: Expr, mask: MaskReader | None) -> tuple[Products, Visibility]:
+    def task(self, b: Expr, h: Expr, first_query: Expr, mask: MaskReader | None) -> tuple[Products, TileMask]:
         """Allocates the scratch of one tile of query rows."""
         op, config, lanes = self.op, self.config, self.profile.vector_lanes("float32")
         g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
         query = head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, h)
-        operands = Operands(
+        operands = TaskOperands(
             op,
             query=query,
             key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
@@ -61,7 +61,7 @@ class Call(AttentionArguments[Extras]):
             )
         else:
             products = PairedProducts(operands, queries, keys, key_tile, self.dot)
-        visibility = Visibility(
+        visibility = TileMask(
             op,
             queries=queries,
             keys=keys,
@@ -80,7 +80,7 @@ def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> Call
     """The arguments that an attention and what looks into it have in common."""
     dot, lanes = available(profile, op.dtype), profile.vector_lanes("float32")
     fits = config["queries"] % lanes == 0 and pairs_fit(op, dot, lanes, config["key_tile"])
-    given = attention_arguments(op, Extras)
+    given = attention_arguments(op, CpuExtraInputs)
     return Call(**vars(given), profile=profile, config=config, dot=dot if fits else None)
 
 

@@ -15,14 +15,14 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
-from mhsa_compile.kernels.cpu.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import (
-    AttentionKernel,
+    CpuAttentionKernel,
     plan_arguments,
     planned_apart,
     tile_and_runs,
 )
-from mhsa_compile.kernels.cpu.attention.masking import MaskReader, Visibility
+from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
 from mhsa_compile.kernels.cpu.attention.tile import Runs
@@ -34,33 +34,33 @@ from mhsa_compile.kernels.cpu.softmax_outputs.call import (
     function,
 )
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_writer import WeightsWriter
-from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import RowSums
+from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import TileRowStats
 from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
-from mhsa_compile.kernels.interface.ops import MaskInput, WeightsOp
+from mhsa_compile.kernels.interface.ops import AttentionProbsOp, MaskInput
 from mhsa_compile.target.profile import CpuProfile
 
 
-class WeightsKernel:
+class CpuAttentionProbsKernel:
     """Rows of weights, all or chosen ones."""
 
     name = "cpu.weights"
-    op_type = WeightsOp
+    op_type = AttentionProbsOp
 
-    def applies(self, op: WeightsOp, profile: CpuProfile) -> str | None:
-        return AttentionKernel().applies(op.attention, profile)
+    def applies(self, op: AttentionProbsOp, profile: CpuProfile) -> str | None:
+        return CpuAttentionKernel().applies(op.attention, profile)
 
-    def space(self, op: WeightsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return AttentionKernel().space(op.attention, profile)
+    def space(self, op: AttentionProbsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return CpuAttentionKernel().space(op.attention, profile)
 
-    def unfit(self, op: WeightsOp, profile: CpuProfile, config: Config) -> str | None:
-        return AttentionKernel().unfit(op.attention, profile, config)
+    def unfit(self, op: AttentionProbsOp, profile: CpuProfile, config: Config) -> str | None:
+        return CpuAttentionKernel().unfit(op.attention, profile, config)
 
-    def default(self, op: WeightsOp, profile: CpuProfile) -> dict[str, int]:
+    def default(self, op: AttentionProbsOp, profile: CpuProfile) -> dict[str, int]:
         # A chosen row is a task of its own, with one query in one lane: its neighbours are not wanted.
         return default_config(profile) | ({} if op.rows is None else {"queries": 1})
 
-    def emit(self, op: WeightsOp, profile: CpuProfile, config: Config) -> Emitted:
+    def emit(self, op: AttentionProbsOp, profile: CpuProfile, config: Config) -> Emitted:
         heads = np.array(range(op.attention.num_heads) if op.heads is None else op.heads, np.int32)
         if op.rows is None:
             attention, planned = planned_apart(op.attention, profile, config)
@@ -82,7 +82,7 @@ def _rows_of(visible: np.ndarray[Any, Any], rows: tuple[int, ...]) -> np.ndarray
     return chosen
 
 
-def _weights(op: WeightsOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
+def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
     """All rows of the chosen heads."""
 
     def body() -> None:
@@ -109,7 +109,7 @@ def _weights(op: WeightsOp, profile: CpuProfile, config: Config, planned: Plan |
     return function("weights", body)
 
 
-def _chosen_weights(op: WeightsOp, profile: CpuProfile, config: Config) -> Expr:
+def _chosen_weights(op: AttentionProbsOp, profile: CpuProfile, config: Config) -> Expr:
     """Chosen rows: one task each."""
     assert op.rows is not None
     attention, visible = op.attention, op.attention.static_mask
@@ -152,12 +152,12 @@ def _row_reader(bits: Expr | None, h: Expr, place: Expr) -> MaskReader | None:
 
 
 def _write_weights(
-    call: Call, products: Products, visibility: Visibility, runs: Runs | None, output: HeadView, rows: Expr
+    call: Call, products: Products, visibility: TileMask, runs: Runs | None, output: HeadView, rows: Expr
 ) -> None:
     """Two passes over the keys of one task: sums, then weights."""
     config, lanes = call.config, call.profile.vector_lanes("float32")
     sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
-    sums = RowSums(sweep.scores, config["queries"], config["key_tile"], lanes, with_moments=False)
+    sums = TileRowStats(sweep.scores, config["queries"], config["key_tile"], lanes, with_moments=False)
     writer = WeightsWriter(sums, output, rows, queries=config["queries"], keys=config["keys"], lanes=lanes)
     sweep.prepare()
     sums.clear()

@@ -24,13 +24,15 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     settle,
     store,
 )
-from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import RowSums
+from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import TileRowStats
 
 
 class WeightsWriter:
     """Writes w = 2^(s - m) / Z of the task's first `rows` queries; `output` is of (row of the task, key)."""
 
-    def __init__(self, sums: RowSums, output: HeadView, rows: Expr, *, queries: int, keys: int, lanes: int) -> None:
+    def __init__(
+        self, sums: TileRowStats, output: HeadView, rows: Expr, *, queries: int, keys: int, lanes: int
+    ) -> None:
         self.sums, self.output, self.rows, self.lanes = sums, output, rows, lanes
         self.block = scratch((keys + lanes, queries))
         self.turned = scratch((queries, keys + lanes))

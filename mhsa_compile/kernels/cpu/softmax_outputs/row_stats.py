@@ -19,7 +19,7 @@ from operator import add
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.attention.score_mods import Scores
+from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -43,7 +43,7 @@ LEAST = -127.0
 """2^LEAST is 0 for `functions.exp2`, and finite: 0 * -inf would not be a number."""
 
 
-class RowSums:
+class TileRowStats:
     """m, Z and, `with_moments`, U of `queries` rows. Sums go by block, so that their rounding does not grow with S, and
     by group, as in `attention_weights`: a row of equal weights rounds each addition to a long sum the same way.
 
@@ -52,7 +52,7 @@ class RowSums:
 
     def __init__(
         self,
-        scores: Scores,
+        scores: ScoreMods,
         queries: int,
         key_tile: int,
         lanes: int,

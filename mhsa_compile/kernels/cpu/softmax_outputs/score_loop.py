@@ -12,9 +12,9 @@ from typing import Protocol
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.attention.masking import Bits, Visibility
+from mhsa_compile.kernels.cpu.attention.masking import Bits, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.attention.score_mods import Scores
+from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
 from mhsa_compile.kernels.cpu.attention.tile import Runs
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, settle
@@ -40,12 +40,12 @@ class Sweep:
     """One task's way over its keys."""
 
     def __init__(
-        self, products: Products, visibility: Visibility, config: Config, *, lanes: int, runs: Runs | None
+        self, products: Products, visibility: TileMask, config: Config, *, lanes: int, runs: Runs | None
     ) -> None:
         self.products, self.visibility, self.runs, self.lanes = products, visibility, runs, lanes
         self.keys, self.key_tile = config["keys"], config["key_tile"]
         self.query_columns = vectors.chunks(config["queries"], lanes)
-        self.scores = Scores(products.operands, visibility.place, config["queries"], self.key_tile)
+        self.scores = ScoreMods(products.operands, visibility.place, config["queries"], self.key_tile)
 
     def prepare(self) -> None:
         """Once, before the first way."""

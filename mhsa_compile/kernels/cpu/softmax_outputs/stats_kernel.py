@@ -14,14 +14,14 @@ from dataclasses import replace
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
-from mhsa_compile.kernels.cpu.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import (
-    AttentionKernel,
+    CpuAttentionKernel,
     plan_arguments,
     planned_apart,
     tile_and_runs,
 )
-from mhsa_compile.kernels.cpu.attention.masking import Visibility
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
 from mhsa_compile.kernels.cpu.attention.tile import Runs
@@ -39,38 +39,38 @@ from mhsa_compile.kernels.cpu.softmax_outputs.call import (
     default_config,
     function,
 )
-from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import Candidates, RowSums
+from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import Candidates, TileRowStats
 from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
-from mhsa_compile.kernels.interface.ops import StatisticsOp
+from mhsa_compile.kernels.interface.ops import SoftmaxStatsOp
 from mhsa_compile.target.profile import CpuProfile
 
 
-class StatisticsKernel:
+class CpuSoftmaxStatsKernel:
     """Log-sum-exp, entropy and the largest weights of every row."""
 
     name = "cpu.statistics"
-    op_type = StatisticsOp
+    op_type = SoftmaxStatsOp
 
-    def applies(self, op: StatisticsOp, profile: CpuProfile) -> str | None:
-        return AttentionKernel().applies(op.attention, profile)
+    def applies(self, op: SoftmaxStatsOp, profile: CpuProfile) -> str | None:
+        return CpuAttentionKernel().applies(op.attention, profile)
 
-    def space(self, op: StatisticsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return AttentionKernel().space(op.attention, profile)
+    def space(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return CpuAttentionKernel().space(op.attention, profile)
 
-    def unfit(self, op: StatisticsOp, profile: CpuProfile, config: Config) -> str | None:
-        return AttentionKernel().unfit(op.attention, profile, config)
+    def unfit(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> str | None:
+        return CpuAttentionKernel().unfit(op.attention, profile, config)
 
-    def default(self, op: StatisticsOp, profile: CpuProfile) -> dict[str, int]:
+    def default(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, int]:
         return default_config(profile)
 
-    def emit(self, op: StatisticsOp, profile: CpuProfile, config: Config) -> Emitted:
+    def emit(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> Emitted:
         attention, planned = planned_apart(op.attention, profile, config)
         run = _statistics(replace(op, attention=attention), profile, config, planned)
         return Emitted(run, constants=planned.arrays if planned else ())
 
 
-def _statistics(op: StatisticsOp, profile: CpuProfile, config: Config, planned: Plan | None) -> Expr:
+def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
     def body() -> None:
         attention = op.attention
         call = call_arguments(attention, profile, config)
@@ -103,10 +103,10 @@ def _statistics(op: StatisticsOp, profile: CpuProfile, config: Config, planned: 
 
 
 class _Gathered:
-    """One task of a StatisticsOp."""
+    """One task of a SoftmaxStatsOp."""
 
     def __init__(
-        self, op: StatisticsOp, products: Products, visibility: Visibility, call: Call, runs: Runs | None
+        self, op: SoftmaxStatsOp, products: Products, visibility: TileMask, call: Call, runs: Runs | None
     ) -> None:
         config, lanes = call.config, call.profile.vector_lanes("float32")
         self.queries, self.key_tile = config["queries"], config["key_tile"]
@@ -116,7 +116,9 @@ class _Gathered:
         self.sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
         self.largest = Candidates(op.top_k, self.queries, self.key_tile, lanes) if op.top_k else None
         lower = self.largest.lower if self.largest is not None else None
-        self.sums = RowSums(self.sweep.scores, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower)
+        self.sums = TileRowStats(
+            self.sweep.scores, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower
+        )
 
     def gather(self) -> None:
         self.sweep.prepare()

@@ -18,16 +18,16 @@ import math
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
-from mhsa_compile.kernels.cuda.attention.launch import Block, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility
+from mhsa_compile.kernels.cuda.attention.launch import AttentionBlock, TileShape
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.fragments import Cells, StridedCells
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, Format, SharedTiles
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCells
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, RowFormat, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
-    Place,
+    ThreadIndex,
     barrier,
     exp2,
     load,
@@ -46,7 +46,7 @@ CHUNK, WORD = 4, 4  # elements of 16 bytes, and bytes of an element
 HIDDEN = -1.0  # instead of a weight: no value, however large, is to be multiplied by it
 
 
-class Shape(TileShape):
+class Fp32BlockShape(TileShape):
     """The sizes of a block, and what they come to."""
 
     @property
@@ -64,17 +64,17 @@ class Shape(TileShape):
         return -(-self.v_head_dim // (CHUNK * LANES))
 
     @property
-    def key_form(self) -> Format:
+    def key_form(self) -> RowFormat:
         """An odd number of chunks a row: the eight that are read at once, of as many keys, lie in different banks."""
-        return Format(self.head_dim, WORD, self.head_dim, CHUNK * (self.head_dim // CHUNK | 1))
+        return RowFormat(self.head_dim, WORD, self.head_dim, CHUNK * (self.head_dim // CHUNK | 1))
 
     @property
-    def value_form(self) -> Format:
-        return Format(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
+    def value_form(self) -> RowFormat:
+        return RowFormat(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
 
     @property
-    def weight_form(self) -> Format:
-        return Format(self.keys, WORD, self.keys, self.keys + CHUNK)
+    def weight_form(self) -> RowFormat:
+        return RowFormat(self.keys, WORD, self.keys, self.keys + CHUNK)
 
     @property
     def shared_bytes(self) -> int:
@@ -88,17 +88,17 @@ class Shape(TileShape):
         return self.rows * (sums + self.keys_of_lane + 3 + CHUNK) + CHUNK * max(self.chunks, self.keys_of_lane)
 
 
-class AttentionBlock(Block[Shape]):
+class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
     """Emits one block."""
 
     def __init__(
         self,
         op: AttentionOp,
-        shape: Shape,
-        place: Place,
+        shape: Fp32BlockShape,
+        place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: Visibility,
-        scores: Scores,
+        visibility: BlockMask,
+        scores: RowScoreMods,
     ) -> None:
         super().__init__(op, shape, place, operands, visibility, scores)
         E, F, stages = shape.head_dim, shape.v_head_dim, shape.stages
@@ -117,10 +117,10 @@ class AttentionBlock(Block[Shape]):
         self.right = registers(CHUNK * max(shape.chunks, 1))
 
     @staticmethod
-    def layout(shape: Shape, place: Place, first: Expr) -> tuple[Rows, Cells]:
+    def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
         row, lane = _rows_and_lane(shape, place)
         base = settle(first + row)
-        return Rows(first, shape.queries, tuple(base + i for i in range(shape.rows))), StridedCells(
+        return BlockRows(first, shape.queries, tuple(base + i for i in range(shape.rows))), StridedCells(
             lane, LANES, lane == 0
         )
 
@@ -264,7 +264,7 @@ class AttentionBlock(Block[Shape]):
         return (self.lane + chunk * LANES) * CHUNK
 
 
-def _rows_and_lane(shape: Shape, place: Place) -> tuple[Expr, Expr]:
+def _rows_and_lane(shape: Fp32BlockShape, place: ThreadIndex) -> tuple[Expr, Expr]:
     """(a thread's first row in the block, its number among the lanes that have the same rows)."""
     return settle(T.truncdiv(place.thread, T.int32(LANES)) * shape.rows), settle(
         T.truncmod(place.thread, T.int32(LANES))

@@ -10,7 +10,7 @@ A tile that every row sees takes no masks. Copies: K of tile j + `stages` begins
 tile j, V of tile j + `stages` - 1 when all have multiplied by V of tile j - 1; so there are two barriers a tile.
 
 A hidden value that is not finite makes O NaN, by a weight of 0. That shows at the end, and the block begins anew, with
-care (`Finite`): nothing is lost in a model that is well.
+care (`BlockNonFiniteRepair`): nothing is lost in a model that is well.
 Sources: FlashAttention-2, Dao 2023 (arXiv:2307.08691); online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867).
 """
 
@@ -21,13 +21,13 @@ from collections.abc import Callable
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
-from mhsa_compile.kernels.cuda.attention.launch import WARPS, Block, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility, rows_of
-from mhsa_compile.kernels.cuda.attention.nonfinite_values import Finite
+from mhsa_compile.kernels.cuda.attention.launch import WARPS, AttentionBlock, TileShape
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows, rows_of
+from mhsa_compile.kernels.cuda.attention.nonfinite_values import BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.fragments import Cells, QuadCells, cell
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, QuadFragment, cell
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
@@ -35,7 +35,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     any_of_block,
     barrier,
     load,
@@ -54,7 +54,7 @@ HELD_WORDS = 32
 """Registers that Q may stay in; where it has more fragments, they are read again for every tile of keys."""
 
 
-class Shape(TileShape):
+class MmaBlockShape(TileShape):
     """The sizes of a block, and what they come to."""
 
     @property
@@ -64,7 +64,7 @@ class Shape(TileShape):
 
     @property
     def flag_byte(self) -> int:
-        """Where the word of `Finite` lies: behind all tiles, of the output too, which takes the place of the others."""
+        """Where the word of `BlockNonFiniteRepair` lies: behind all tiles, the output's too, which takes the others' place."""
         tiles = smem_pipeline.tile_bytes(self.keys, self.head_dim) + smem_pipeline.tile_bytes(
             self.keys, self.v_head_dim
         )
@@ -87,17 +87,17 @@ class Shape(TileShape):
         return self.row_tiles * padded(self.head_dim) // DEPTH * 4 <= HELD_WORDS
 
 
-class AttentionBlock(Block[Shape]):
+class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
     """Emits one block."""
 
     def __init__(
         self,
         op: AttentionOp,
-        shape: Shape,
-        place: Place,
+        shape: MmaBlockShape,
+        place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: Visibility,
-        scores: Scores,
+        visibility: BlockMask,
+        scores: RowScoreMods,
     ) -> None:
         super().__init__(op, shape, place, operands, visibility, scores)
         self.order = KeyTiles(op, visibility, shape.keys)
@@ -109,7 +109,7 @@ class AttentionBlock(Block[Shape]):
         self.values = SharedTiles(pool, self.keys.end, shape.stages, shape.keys, F, op.dtype)
         self.output = SharedTiles(pool, 0, 1, shape.queries, F, op.dtype)
         flag = T.address_of(pool[shape.flag_byte // smem_pipeline.ELEMENT])
-        self.finite = Finite(self.values, flag, place, shape.threads, op.dtype)
+        self.finite = BlockNonFiniteRepair(self.values, flag, place, shape.threads, op.dtype)
         self.depth_steps, self.key_steps = padded(E) // DEPTH, shape.keys // DEPTH
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(F) // COLUMNS
         self.softmax = Softmax(2 * shape.row_tiles, self.key_tiles, self.value_tiles, scores)
@@ -120,8 +120,8 @@ class AttentionBlock(Block[Shape]):
         self.weight_words, self.words = registers(words, "uint32"), registers(4, "uint32")
 
     @staticmethod
-    def layout(shape: Shape, place: Place, first: Expr) -> tuple[Rows, Cells]:
-        return rows_of(place, first, shape.queries, WARPS), QuadCells(place)
+    def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
+        return rows_of(place, first, shape.queries, WARPS), QuadFragment(place)
 
     def emit(self) -> None:
         # 1. Q.

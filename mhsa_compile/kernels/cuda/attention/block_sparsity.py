@@ -14,13 +14,13 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band, seen_in_band
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
-from mhsa_compile.kernels.interface.ops import AttentionOp, Band, StaticMask
+from mhsa_compile.kernels.interface.ops import AttentionOp, StaticMask, WindowSpec
 
 WORD = 32  # bits
 
 
 @dataclass(frozen=True)
-class Plan:
+class CudaBlockSparsity:
     """What the kernel reads. Heads are 1 where the mask is the same for all.
 
     order   (heads, blocks)       the blocks of queries, those with the most tiles first: the last ones to run are short
@@ -39,7 +39,7 @@ class Plan:
         return (self.order, self.index, self.visits, self.bits)
 
 
-def plan(mask: StaticMask, band: Band | None, *, queries: int, keys: int) -> Plan:
+def plan(mask: StaticMask, band: WindowSpec | None, *, queries: int, keys: int) -> CudaBlockSparsity:
     """Blocks of `queries` rows, tiles of `keys`."""
     heads, L, S = mask.visible.shape
     blocks, tiles = -(-L // queries), -(-S // keys)
@@ -62,7 +62,7 @@ def plan(mask: StaticMask, band: Band | None, *, queries: int, keys: int) -> Pla
         counts = np.diff(index[-blocks - 1 :])
         order[head] = np.argsort(-counts, kind="stable")
     nothing = np.zeros((1, -(-keys // WORD)), np.uint32)  # a buffer has at least one element
-    return Plan(
+    return CudaBlockSparsity(
         order,
         np.array(index, np.int32),
         np.array(visits or [(0, -1)], np.int32),
@@ -78,7 +78,7 @@ def _words(cells: NDArray[np.bool_]) -> NDArray[np.uint32]:
     return np.asarray((padded << np.arange(WORD, dtype=np.uint32)).sum(axis=2, dtype=np.uint32))
 
 
-def planned_apart(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp, Plan | None]:
+def planned_apart(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp, CudaBlockSparsity | None]:
     """(what is left to the kernel, the plan of a static mask and of as much of the band as it holds)."""
     if op.static_mask is None:
         return op, None
@@ -104,7 +104,7 @@ class Visits:
         return settle(self.visits[self.first + turn, 1])
 
 
-def plan_arguments(planned: Plan) -> list[Expr]:
+def plan_arguments(planned: CudaBlockSparsity) -> list[Expr]:
     return constant_arguments(("order", "index", "visits", "bits"), planned.arrays)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-from mhsa_compile.kernels.cuda.attention.block_mma import AttentionBlock, Shape
-from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, attention
 from mhsa_compile.kernels.cuda.attention.score_mods import QUICK_SOFTCAP
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, room_for
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -26,7 +26,7 @@ BESIDE_TILES = 55
 `_registers` adds for a ring of several stages, lengths, bits and masks was found the same way."""
 
 
-class AttentionKernel(AttentionInTiles[Shape]):
+class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
     """FlashAttention-2 by mma.sync."""
 
     name = "cuda.attention"
@@ -49,26 +49,28 @@ class AttentionKernel(AttentionInTiles[Shape]):
                 return config
         return dict(zip(KNOBS, (64, 16, 1), strict=True))
 
-    def shape(self, op: AttentionOp, config: Config) -> Shape:
-        return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+    def shape(self, op: AttentionOp, config: Config) -> MmaBlockShape:
+        return MmaBlockShape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
 
     def unfit_config(self, config: Config) -> str | None:
         if config["queries"] % (16 * WARPS) or config["keys"] % 16:
             return f"queries in multiples of {16 * WARPS} and keys of 16, not {dict(config)}"
         return None
 
-    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+    def unfit_shape(self, op: AttentionOp, shape: MmaBlockShape) -> str | None:
         if shape.row_tiles * shape.keys > MOST_KEYS:
             return f"{shape.keys} keys, where {shape.queries} rows go with {MOST_KEYS // shape.row_tiles} at most"
         needed = _registers(op, shape)
         return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
-    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+    def function(
+        self, op: AttentionOp, shape: MmaBlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
+    ) -> Expr:
         together = room_for(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
-        return attention(op, shape, planned, AttentionBlock, together)
+        return attention(op, shape, planned, MmaAttentionBlock, together)
 
 
-def _registers(op: AttentionOp, shape: Shape) -> int:
+def _registers(op: AttentionOp, shape: MmaBlockShape) -> int:
     """What a thread needs so that nothing spills."""
     needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
     if op.mask is not None and op.mask.dtype != "bool":
@@ -78,7 +80,7 @@ def _registers(op: AttentionOp, shape: Shape) -> int:
     return needed + (40 if op.softcap > QUICK_SOFTCAP else 4 if op.softcap else 0)
 
 
-def _blocks(op: AttentionOp, shape: Shape) -> float:
+def _blocks(op: AttentionOp, shape: MmaBlockShape) -> float:
     """How many there are, if the batch and the queries are known; else many."""
     if isinstance(op.batch, str) or isinstance(op.q_length, str):
         return math.inf

@@ -7,10 +7,10 @@ arithmetic.
 
 from __future__ import annotations
 
-from mhsa_compile.kernels.cuda.attention.block_fp32 import AttentionBlock, Shape
-from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan
+from mhsa_compile.kernels.cuda.attention.block_fp32 import Fp32AttentionBlock, Fp32BlockShape
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import attention
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, room_for
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -23,7 +23,7 @@ _LIKED = 40
 """More of them, that bands, masks and terms of the scores took where there was room."""
 
 
-class AttentionFloat32Kernel(AttentionInTiles[Shape]):
+class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
     """FlashAttention-2 by multiply-adds of float32."""
 
     name = "cuda.attention_float32"
@@ -45,23 +45,25 @@ class AttentionFloat32Kernel(AttentionInTiles[Shape]):
         shape = self.shape(op, config)
         return profile.blocks_at_once(shape.threads, MOST_REGISTERS, shape.shared_bytes)
 
-    def shape(self, op: AttentionOp, config: Config) -> Shape:
-        return Shape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+    def shape(self, op: AttentionOp, config: Config) -> Fp32BlockShape:
+        return Fp32BlockShape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
 
     def unfit_config(self, config: Config) -> str | None:
         if config["queries"] % 8 or config["keys"] % 16:
             return f"queries in multiples of 8 and keys of 16, not {dict(config)}"
         return None
 
-    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+    def unfit_shape(self, op: AttentionOp, shape: Fp32BlockShape) -> str | None:
         needed = _registers(shape)
         return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
-    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+    def function(
+        self, op: AttentionOp, shape: Fp32BlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
+    ) -> Expr:
         together = room_for(profile, shape.threads, _registers(shape) + _LIKED, shape.shared_bytes)
-        return attention(op, shape, planned, AttentionBlock, together)
+        return attention(op, shape, planned, Fp32AttentionBlock, together)
 
 
-def _registers(shape: Shape) -> int:
+def _registers(shape: Fp32BlockShape) -> int:
     """What a thread needs so that nothing spills."""
     return shape.tile_registers + BESIDE_TILES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -12,7 +12,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 class KeyTiles:
     """Those of a plan, or all from the first to the last that some row sees. `count` is how many there are."""
 
-    def __init__(self, op: AttentionOp, visibility: Visibility, keys: int) -> None:
+    def __init__(self, op: AttentionOp, visibility: BlockMask, keys: int) -> None:
         self.op, self.visibility, self.keys, self.visits = op, visibility, keys, visibility.visits
         if self.visits is not None:
             self.count = self.visits.count

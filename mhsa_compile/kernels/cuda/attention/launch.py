@@ -11,19 +11,19 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan, plan_arguments, visits_of
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
-from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.fragments import Cells
-from mhsa_compile.kernels.cuda.primitives.inputs import Extras, elements
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
+from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, elements
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     at_once,
     settle,
 )
@@ -50,7 +50,7 @@ class TileShape:
 Shape = TypeVar("Shape", bound=TileShape)
 
 
-class Block(ABC, Generic[Shape]):
+class AttentionBlock(ABC, Generic[Shape]):
     """One block of queries of one head: its `operands` are elements of Q, K, V and Y. How tiles come
     into its ring is the same for all; what becomes of them is each one's own."""
 
@@ -60,10 +60,10 @@ class Block(ABC, Generic[Shape]):
         self,
         op: AttentionOp,
         shape: Shape,
-        place: Place,
+        place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: Visibility,
-        scores: Scores,
+        visibility: BlockMask,
+        scores: RowScoreMods,
     ) -> None:
         self.op, self.shape, self.place, self.operands = op, shape, place, operands
         self.visibility, self.scores = visibility, scores
@@ -71,7 +71,7 @@ class Block(ABC, Generic[Shape]):
 
     @staticmethod
     @abstractmethod
-    def layout(shape: Shape, place: Place, first: Expr) -> tuple[Rows, Cells]:
+    def layout(shape: Shape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
         """Which of the rows from `first` on a thread has, and which of a tile's keys."""
 
     @abstractmethod
@@ -91,14 +91,18 @@ class Block(ABC, Generic[Shape]):
 
 
 def attention(
-    op: AttentionOp, shape: Shape, planned: Plan | None, block_type: type[Block[Shape]], together: int | None
+    op: AttentionOp,
+    shape: Shape,
+    planned: CudaBlockSparsity | None,
+    block_type: type[AttentionBlock[Shape]],
+    together: int | None,
 ) -> Expr:
     """The kernel: a block for each `shape.queries` rows of each head; `together` is what `at_once` is told."""
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, Extras)
+            given = attention_arguments(op, CudaExtraInputs)
             views = None if planned is None else plan_arguments(planned)
             y, inputs, extras = given.output(), given.inputs, given.extras
             tiles = ceil_div(given.q_length, shape.queries)
@@ -117,10 +121,10 @@ def attention(
                     turn, visits = visits_of(views, turn, tiles, h)
                 elif op.band is not None:
                     turn = settle(tiles - 1 - turn, "int64")  # long rows of a causal head first
-                place = Place(thread)
+                place = ThreadIndex(thread)
                 rows, cells = block_type.layout(shape, place, settle(T.cast(turn * shape.queries, "int32")))
                 # 2. What they see, and what their scores are.
-                visibility = Visibility(
+                visibility = BlockMask(
                     op,
                     cells,
                     rows,
@@ -129,7 +133,7 @@ def attention(
                     mask=None if given.mask is None else MaskReader(given.mask, b, h),
                     visits=visits,
                 )
-                scores = Scores(op, visibility, extras.sink(h), extras.slope(h))
+                scores = RowScoreMods(op, visibility, extras.sink(h), extras.slope(h))
                 # 3. The block.
                 operands = (
                     elements(inputs[op.query.buffer], op.query, op.head_dim, b, h),

@@ -13,25 +13,25 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD, Visits
-from mhsa_compile.kernels.cuda.primitives.fragments import Cells, OfRows, of_row
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     ROWS,
     Expr,
-    Place,
+    ThreadIndex,
     put,
     registers,
     settle,
 )
-from mhsa_compile.kernels.interface.ops import AttentionOp, Band
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
 FAR = 1 << 30
 
 
 @dataclass(frozen=True)
-class Rows:
+class BlockRows:
     """Rows `first` .. `first` + `queries` of a block, and the `numbers` of this thread's among all queries."""
 
     first: Expr
@@ -39,15 +39,15 @@ class Rows:
     numbers: tuple[Expr, ...]
 
 
-def rows_of(place: Place, first: Expr, queries: int, warps: int) -> Rows:
+def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> BlockRows:
     """Where each warp has as many of the block's rows as another, and a thread those two of C that it holds of each
     tile of its warp: number 2 m + h is row 16 m + g + 8 h of the warp."""
     share = queries // warps
     base = settle(first + place.warp * share + place.g)
-    return Rows(first, queries, tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2)))
+    return BlockRows(first, queries, tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2)))
 
 
-def span(band: Band | None, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr) -> tuple[Expr, Expr]:
+def span(band: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr) -> tuple[Expr, Expr]:
     """(first, end): of `queries` rows from `first_row` on, as many as there are, none sees a key outside."""
     first, end = T.int32(0), kv_length
     if band is None:
@@ -61,14 +61,14 @@ def span(band: Band | None, first_row: Expr, queries: int, q_length: Expr, kv_le
     return first, end
 
 
-class Visibility:
+class BlockMask:
     """Which keys the rows of one block see. A thread's scores lie in `cells`."""
 
     def __init__(
         self,
         op: AttentionOp,
-        cells: Cells,
-        rows: Rows,
+        cells: Fragment,
+        rows: BlockRows,
         *,
         q_length: Expr,
         kv_length: Expr,

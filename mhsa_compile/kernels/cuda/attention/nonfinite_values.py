@@ -13,11 +13,11 @@ from collections.abc import Callable
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, Tiles, padded
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, SmemTiles, padded
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     Expr,
-    Place,
+    ThreadIndex,
     barrier,
     load,
     over_quad,
@@ -31,11 +31,11 @@ WORD = 32  # bits
 EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
-class Finite:
+class BlockNonFiniteRepair:
     """Looks after the values of one block. `flag` is the address of a word of shared memory, the number of the last
     tile that had any: a number, so that nobody has to take it back. What it holds at first does no harm."""
 
-    def __init__(self, values: Tiles, flag: Expr, place: Place, threads: int, dtype: str) -> None:
+    def __init__(self, values: SmemTiles, flag: Expr, place: ThreadIndex, threads: int, dtype: str) -> None:
         self.values, self.flag, self.place, self.threads, self.dtype = values, flag, place, threads, dtype
         exponent = EXPONENT[dtype]
         step = exponent & -exponent

@@ -10,7 +10,7 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
@@ -30,7 +30,7 @@ types hold as exactly as 1."""
 class Softmax:
     """Of `rows` rows, with tiles of so many fragments of scores and of values."""
 
-    def __init__(self, rows: int, key_tiles: int, value_tiles: int, scores: Scores) -> None:
+    def __init__(self, rows: int, key_tiles: int, value_tiles: int, scores: RowScoreMods) -> None:
         self.rows, self.key_tiles, self.value_tiles, self.scores = range(rows), key_tiles, value_tiles, scores
         self.scored = registers(rows * key_tiles * 2)  # S and then P: tile (m, n) from 4 (m key_tiles + n) on
         self.summed = registers(rows * value_tiles * 2)  # O

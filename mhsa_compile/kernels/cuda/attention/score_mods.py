@@ -16,7 +16,7 @@ import math
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LOG2_E
-from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
@@ -33,10 +33,10 @@ QUICK_SOFTCAP = 256.0
 does."""
 
 
-class Scores:
+class RowScoreMods:
     """Scale, softcap, ALiBi and sinks of the rows of a thread."""
 
-    def __init__(self, op: AttentionOp, visibility: Visibility, sink: OfRows[Expr], slope: OfRows[Expr]) -> None:
+    def __init__(self, op: AttentionOp, visibility: BlockMask, sink: OfRows[Expr], slope: OfRows[Expr]) -> None:
         self.op, self.visibility, self.sink, self.slope = op, visibility, sink, slope
         adds = op.mask is not None and op.mask.dtype != "bool"
         # A maximum of products is one of scores only if the factor is positive.

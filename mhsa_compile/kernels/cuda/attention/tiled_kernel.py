@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from mhsa_compile.kernels.common.score_scale import unfit_scores
-from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan, planned_apart
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, planned_apart
 from mhsa_compile.kernels.cuda.primitives.inputs import unfit_widths
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
@@ -31,7 +31,7 @@ class Sizes(Protocol):
 Shape = TypeVar("Shape", bound=Sizes)
 
 
-class AttentionInTiles(ABC, Generic[Shape]):
+class TiledAttentionKernel(ABC, Generic[Shape]):
     """A kernel whose block has a tile of queries of one head and goes over tiles of keys."""
 
     op_type = AttentionOp
@@ -52,7 +52,7 @@ class AttentionInTiles(ABC, Generic[Shape]):
         """Why the threads of a block have too few registers."""
 
     @abstractmethod
-    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+    def function(self, op: AttentionOp, shape: Shape, planned: CudaBlockSparsity | None, profile: CudaProfile) -> Expr:
         """The PrimFunc."""
 
     def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:

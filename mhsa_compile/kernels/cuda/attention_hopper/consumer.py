@@ -19,11 +19,11 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
-from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedFinite
-from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import BlockMemory, Shape
+from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
@@ -33,7 +33,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
     Expr,
-    Place,
+    ThreadIndex,
     pack,
     put,
     registers,
@@ -49,10 +49,17 @@ _WIDEST_IN_TURN = 128
 """Heads. Beyond, products take so much longer than exponentials that the order does not matter, and registers do."""
 
 
-class Consumer:
+class AttentionConsumer:
     """Emits what the threads of a warpgroup do; `place` counts them from the first that computes."""
 
-    def __init__(self, op: AttentionOp, shape: Shape, place: Place, memory: BlockMemory, output: Tensor) -> None:
+    def __init__(
+        self,
+        op: AttentionOp,
+        shape: HopperBlockShape,
+        place: ThreadIndex,
+        memory: AttentionSharedMemory,
+        output: Tensor,
+    ) -> None:
         self.op, self.shape, self.place, self.memory, self.output = op, shape, place, memory, output
         self.group = settle(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(shape.v_head_dim) // COLUMNS
@@ -71,7 +78,7 @@ class Consumer:
         with T.If(self.group == 0), T.Then():
             self._take_token()
 
-    def item(self, visibility: Visibility, scores: Scores, b: Expr, h: Expr) -> None:
+    def item(self, visibility: BlockMask, scores: RowScoreMods, b: Expr, h: Expr) -> None:
         tiles = KeyTiles(self.op, visibility, self.shape.keys)
         before, item = settle(self.tiles[0]), settle(self.items[0])
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
@@ -159,7 +166,7 @@ class Consumer:
     # The softmax.
 
     def _tile(
-        self, tiles: KeyTiles, visibility: Visibility, scores: Scores, turn: Expr, use: Expr, values: Expr | None
+        self, tiles: KeyTiles, visibility: BlockMask, scores: RowScoreMods, turn: Expr, use: Expr, values: Expr | None
     ) -> None:
         """Scores become weights; `values` is what O is waited for, if it is under way."""
         first_key = tiles.first_key(turn)
@@ -187,7 +194,7 @@ class Consumer:
             with T.If(hides), T.Then():
                 self._look_after_values(visibility, first_key, bits_row, use)
 
-    def _look_after_values(self, visibility: Visibility, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
+    def _look_after_values(self, visibility: BlockMask, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
         values, threads = self.memory.values, self.shape.consumer_threads
         finite, slot = SharedFinite(values.tiles, self.place.thread, threads, _ALL, self.op.dtype), values.slot(use)
 

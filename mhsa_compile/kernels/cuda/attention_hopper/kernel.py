@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mhsa_compile.kernels.cuda.attention.block_sparsity import Plan
-from mhsa_compile.kernels.cuda.attention.tiled_kernel import AttentionInTiles
-from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import Shape
+from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
+from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
+from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.warp_specialized import attention
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
@@ -32,7 +32,7 @@ _WORTH_THREE = 96
 """Keys of a tile from which three warpgroups are better than two: they share K and V, but have fewer registers."""
 
 
-class HopperAttentionKernel(AttentionInTiles[Shape]):
+class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
     """FlashAttention-3 for 16-bit types."""
 
     name = "cuda.attention_hopper"
@@ -64,8 +64,8 @@ class HopperAttentionKernel(AttentionInTiles[Shape]):
                 if is_worth_it and self.unfit(op, profile, config) is None:
                     yield config
 
-    def shape(self, op: AttentionOp, config: Config) -> Shape:
-        return Shape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
+    def shape(self, op: AttentionOp, config: Config) -> HopperBlockShape:
+        return HopperBlockShape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
 
     def unfit_config(self, config: Config) -> str | None:
         if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:
@@ -74,15 +74,17 @@ class HopperAttentionKernel(AttentionInTiles[Shape]):
             return "a ring of two tiles at least"
         return None
 
-    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+    def unfit_shape(self, op: AttentionOp, shape: HopperBlockShape) -> str | None:
         needed, held = _registers(op, shape), REGISTERS[shape.consumers][1]
         return f"{needed} registers of {held}" if needed > held else None
 
-    def function(self, op: AttentionOp, shape: Shape, planned: Plan | None, profile: CudaProfile) -> Expr:
+    def function(
+        self, op: AttentionOp, shape: HopperBlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
+    ) -> Expr:
         return attention(op, shape, planned, profile.hardware.multiprocessors)
 
 
-def _registers(op: AttentionOp, shape: Shape) -> int:
+def _registers(op: AttentionOp, shape: HopperBlockShape) -> int:
     """What a thread that computes needs so that nothing spills."""
     masks = (_MASK + shape.keys // 4 if op.mask is not None else 0) + (_BITS if op.static_mask is not None else 0)
     return shape.tile_registers + _BESIDE[shape.consumers] + masks

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.nonfinite_values import WORD, Finite
+from mhsa_compile.kernels.cuda.attention.nonfinite_values import WORD, BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import (
     fresh,
@@ -20,19 +20,19 @@ from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     Expr,
-    Place,
+    ThreadIndex,
     put,
     registers,
     settle,
 )
 
 
-class SharedFinite(Finite):
+class SharedFinite(BlockNonFiniteRepair):
     """Looks after the values of tiles that `threads` threads share, which meet at a named barrier; one of them is
     number `thread`. Made where it is needed, so that no address of it is kept in the meantime."""
 
     def __init__(self, values: SwizzledTiles, thread: Expr, threads: int, barrier: int, dtype: str) -> None:
-        super().__init__(values, None, Place(fresh(thread)), threads, dtype)
+        super().__init__(values, None, ThreadIndex(fresh(thread)), threads, dtype)
         self._tiles, self._any, self._barrier = values, registers(1, "uint32"), T.uint32(barrier)
 
     def look_together(self, slot: Expr) -> Expr:

@@ -14,7 +14,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import WARP, settle
 
 
 @dataclass(frozen=True)
-class Shape:
+class HopperBlockShape:
     """The sizes of a block: warpgroups that compute, 64 rows of queries each; keys of a tile; tiles of the ring."""
 
     consumers: int
@@ -56,10 +56,10 @@ class Shape:
         return self.keys // 2 + self.keys // 4 + padded(self.v_head_dim) // 2
 
 
-class BlockMemory:
+class AttentionSharedMemory:
     """`queries`, `keys` and `values` of a block; `output` lies where the queries do."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: HopperBlockShape) -> None:
         pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), "uint16", scope="shared.dyn")
         whole = T.decl_buffer((shape.shared_bytes // ELEMENT,), "uint16", data=pool.data, scope="shared.dyn")
         begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")

@@ -12,28 +12,28 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cuda.attention.block_sparsity import (
-    Plan,
+    CudaBlockSparsity,
     Visits,
     plan_arguments,
     visits_of,
 )
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
-from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility, rows_of
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
-from mhsa_compile.kernels.cuda.attention_hopper.consumer import Consumer
-from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import BlockMemory, Shape
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows, rows_of
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
+from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, scheduled
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
-from mhsa_compile.kernels.cuda.primitives.fragments import Cells, QuadCells
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, QuadFragment
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
-from mhsa_compile.kernels.cuda.primitives.inputs import Extras
+from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS, Slots
 from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     barrier,
     put,
     registers,
@@ -47,13 +47,13 @@ class Items:
     """What the items of a block are made of: the arguments of the kernel, and its schedule."""
 
     op: AttentionOp
-    shape: Shape
-    given: AttentionArguments[Extras]
+    shape: HopperBlockShape
+    given: AttentionArguments[CudaExtraInputs]
     views: list[Expr] | None
     schedule: Schedule
     block: Expr
 
-    def each(self, place: Place | None, body: Callable[[Visibility, Expr, Expr], None]) -> None:
+    def each(self, place: ThreadIndex | None, body: Callable[[BlockMask, Expr, Expr], None]) -> None:
         """body(what its rows see, batch entry, head) for each item; `place` is that of a thread which has rows."""
 
         def item(head: Expr, turn: Expr) -> None:
@@ -71,15 +71,15 @@ class Items:
             return T.cast(tile, "int32"), visits
         return (self.schedule.tiles - 1 - turn if self.op.band is not None else turn), None  # long rows first
 
-    def _visibility(self, place: Place | None, first: Expr, b: Expr, h: Expr, visits: Visits | None) -> Visibility:
+    def _visibility(self, place: ThreadIndex | None, first: Expr, b: Expr, h: Expr, visits: Visits | None) -> BlockMask:
         given = self.given
         wide = T.cast(b, "int64"), T.cast(h, "int64")
-        rows, cells, reader = Rows(first, self.shape.queries, ()), _NO_CELLS, None
+        rows, cells, reader = BlockRows(first, self.shape.queries, ()), _NO_CELLS, None
         if place is not None:
             rows = rows_of(place, first, self.shape.queries, self.shape.consumer_threads // WARP)
-            cells = QuadCells(place)
+            cells = QuadFragment(place)
             reader = None if given.mask is None else MaskReader(given.mask, *wide)
-        return Visibility(
+        return BlockMask(
             self.op,
             cells,
             rows,
@@ -104,16 +104,18 @@ class _NoCells:
         raise IndexError(number)
 
 
-_NO_CELLS: Cells = _NoCells()
+_NO_CELLS: Fragment = _NoCells()
 
 
-def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocessors: int) -> Expr:
+def attention(
+    op: AttentionOp, shape: HopperBlockShape, planned: CudaBlockSparsity | None, multiprocessors: int
+) -> Expr:
     """The PrimFunc."""
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, Extras)
+            given = attention_arguments(op, CudaExtraInputs)
             views = None if planned is None else plan_arguments(planned)
             sizes = batch, q_length, _ = given.batch, given.q_length, given.kv_length
             # 1. The operands as the copy engine sees them.
@@ -126,7 +128,7 @@ def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocesso
                 words.one_block(),
             ):
                 # 2. Shared memory, and what this block is to compute.
-                memory = BlockMemory(shape)
+                memory = AttentionSharedMemory(shape)
                 with T.If(thread == 0), T.Then():
                     memory.begin()
                     words.barriers_begun()
@@ -142,11 +144,11 @@ def attention(op: AttentionOp, shape: Shape, planned: Plan | None, multiprocesso
                             _copy(items, memory, loaded)
                     with T.Else():
                         words.take_registers(many)
-                        _compute(items, memory, Place(settle(thread - words.WARPGROUP)), output)
+                        _compute(items, memory, ThreadIndex(settle(thread - words.WARPGROUP)), output)
     return builder.get()
 
 
-def _tensors(shape: Shape, given: AttentionArguments[Extras], y: Expr) -> list[Tensor]:
+def _tensors(shape: HopperBlockShape, given: AttentionArguments[CudaExtraInputs], y: Expr) -> list[Tensor]:
     """Q, K and V in boxes of the tiles that are loaded, Y in those of one warp. Where there is no query, nothing is
     launched, so no map is filled in; where there is no key, those of K and V are of what is there."""
     op, batch, q_length, kv_length = given.op, given.batch, given.q_length, given.kv_length
@@ -169,7 +171,7 @@ def _tensors(shape: Shape, given: AttentionArguments[Extras], y: Expr) -> list[T
     return [query, key, value, output]
 
 
-def _copy(items: Items, memory: BlockMemory, tensors: list[Tensor]) -> None:
+def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) -> None:
     """What one thread does: asks the copy engine for all tiles, as far ahead as the ring goes."""
     query, key, value = tensors
     for tensor in tensors:
@@ -184,7 +186,7 @@ def _copy(items: Items, memory: BlockMemory, tensors: list[Tensor]) -> None:
         words.arrive_expecting(slots.full(slot), slots.tiles.bytes)
         slots.tiles.load(slot, tensor, row, head, b, slots.full(slot))
 
-    def item(visibility: Visibility, b: Expr, h: Expr) -> None:
+    def item(visibility: BlockMask, b: Expr, h: Expr) -> None:
         g = settle(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
         tiles = KeyTiles(items.op, visibility, items.shape.keys)
         load(memory.queries, settle(before[0]), query, visibility.rows.first, h, b)
@@ -198,14 +200,14 @@ def _copy(items: Items, memory: BlockMemory, tensors: list[Tensor]) -> None:
     items.each(None, item)
 
 
-def _compute(items: Items, memory: BlockMemory, place: Place, output: Tensor) -> None:
+def _compute(items: Items, memory: AttentionSharedMemory, place: ThreadIndex, output: Tensor) -> None:
     """What the threads of a warpgroup with rows of queries do."""
-    consumer = Consumer(items.op, items.shape, place, memory, output)
+    consumer = AttentionConsumer(items.op, items.shape, place, memory, output)
     consumer.begin()
 
-    def item(visibility: Visibility, b: Expr, h: Expr) -> None:
+    def item(visibility: BlockMask, b: Expr, h: Expr) -> None:
         head, extras = T.cast(h, "int64"), items.given.extras
-        scores = Scores(items.op, visibility, extras.sink(head), extras.slope(head))
+        scores = RowScoreMods(items.op, visibility, extras.sink(head), extras.slope(head))
         consumer.item(visibility, scores, b, h)
 
     items.each(place, item)

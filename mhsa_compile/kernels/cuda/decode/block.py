@@ -17,20 +17,20 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.cuda.attention.masking import Rows, Visibility
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
-from mhsa_compile.kernels.cuda.decode.block_shape import WORD, Shape
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.decode.block_shape import WORD, DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
-from mhsa_compile.kernels.cuda.decode.split_kv import Part, Shares
+from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv, SplitPart
 from mhsa_compile.kernels.cuda.decode.warp_fp32 import SimtWarp
 from mhsa_compile.kernels.cuda.decode.warp_mma import TensorWarp
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.inputs import Extras, elements
+from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, elements
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
-    Place,
+    ThreadIndex,
     barrier,
     pack,
     registers,
@@ -38,7 +38,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     store,
     warp_barrier,
 )
-from mhsa_compile.kernels.interface.ops import AttentionOp, Placement
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 
 CHUNK = 4  # columns that a thread writes at a time
 
@@ -47,11 +47,11 @@ CHUNK = 4  # columns that a thread writes at a time
 class Arrays:
     """The arguments of the kernel. `workspace` is (slots, rows, words of a result), float32."""
 
-    given: AttentionArguments[Extras]
+    given: AttentionArguments[CudaExtraInputs]
     y: Expr
     workspace: Expr
 
-    def element(self, place: Placement, width: int, b: Expr, head: Expr) -> Element:
+    def element(self, place: HeadLayout, width: int, b: Expr, head: Expr) -> Element:
         """Elements of one head of an input by row and column."""
         return elements(self.given.inputs[place.buffer], place, width, T.cast(b, "int64"), T.cast(head, "int64"))
 
@@ -60,7 +60,13 @@ class DecodeBlock:
     """Emits one block, number `share`."""
 
     def __init__(
-        self, op: AttentionOp, shape: Shape, place: Place, share: Expr, shares: Shares, arrays: Arrays
+        self,
+        op: AttentionOp,
+        shape: DecodeBlockShape,
+        place: ThreadIndex,
+        share: Expr,
+        shares: CudaSplitKv,
+        arrays: Arrays,
     ) -> None:
         self.op, self.shape, self.place, self.share, self.shares, self.arrays = op, shape, place, share, shares, arrays
         self.ratio = op.num_heads // op.num_kv_heads
@@ -82,7 +88,7 @@ class DecodeBlock:
     def emit(self) -> None:
         self.shares.each_part(self.share, self._attend)
 
-    def _attend(self, part: Part) -> None:
+    def _attend(self, part: SplitPart) -> None:
         shape = self.shape
         sources = self._sources(part)
         visibility, scores = self._semantics(part)
@@ -111,16 +117,16 @@ class DecodeBlock:
         self._write(part)
         barrier()
 
-    def _semantics(self, part: Part) -> tuple[Visibility, Scores]:
+    def _semantics(self, part: SplitPart) -> tuple[BlockMask, RowScoreMods]:
         """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
         assert isinstance(self.op.q_length, int)
         L, extras, mask = self.op.q_length, self.arrays.given.extras, self.arrays.given.mask
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
         b = T.cast(part.b, "int64")
-        visibility = Visibility(
+        visibility = BlockMask(
             self.op,
             self.warp.cells(T.And(self.place.warp == 0, part.begins)),
-            Rows(T.int32(0), L, queries),
+            BlockRows(T.int32(0), L, queries),
             q_length=T.int32(L),
             kv_length=part.entry.kv_length,
             mask=None if mask is None else tuple(MaskReader(mask, b, head) for head in heads),
@@ -128,15 +134,15 @@ class DecodeBlock:
         )
         sinks = tuple(extras.sink(head) for head in heads) if self.op.sinks else None
         slopes = tuple(extras.slope(head) for head in heads) if self.op.slopes else None
-        return visibility, Scores(self.op, visibility, sinks, slopes)
+        return visibility, RowScoreMods(self.op, visibility, sinks, slopes)
 
-    def _row(self, part: Part, row: Expr) -> tuple[Expr, Expr]:
+    def _row(self, part: SplitPart, row: Expr) -> tuple[Expr, Expr]:
         """(query, head) of a row."""
         ratio = T.int32(self.ratio)
         query, head = T.truncdiv(row, ratio), part.g * self.ratio + T.truncmod(row, ratio)
         return settle(query), settle(T.cast(head, "int64"), "int64")
 
-    def _queries(self, part: Part) -> Element:
+    def _queries(self, part: SplitPart) -> Element:
         """Elements of Q by row."""
         op = self.op
 
@@ -148,14 +154,14 @@ class DecodeBlock:
 
     # Copies.
 
-    def _sources(self, part: Part) -> tuple[Element, Element]:
+    def _sources(self, part: SplitPart) -> tuple[Element, Element]:
         op = self.op
         return (
             self.arrays.element(op.key, op.head_dim, part.b, part.g),
             self.arrays.element(op.value, op.v_head_dim, part.b, part.g),
         )
 
-    def _first_key(self, part: Part, turn: Expr) -> Expr:
+    def _first_key(self, part: SplitPart, turn: Expr) -> Expr:
         tile = (part.first + turn) * self.shape.warps + self.place.warp
         return part.entry.first_key + tile * self.shape.keys
 
@@ -163,7 +169,7 @@ class DecodeBlock:
         stages = self.shape.stages
         return settle(self.place.warp * stages + T.truncmod(turn, T.int32(stages)))
 
-    def _copy(self, part: Part, sources: tuple[Element, Element], turn: Expr, count: Expr) -> None:
+    def _copy(self, part: SplitPart, sources: tuple[Element, Element], turn: Expr, count: Expr) -> None:
         """Begins to copy the warp's tile of this turn, if there is one."""
         with T.If(turn < count), T.Then():
             slot, first = self._slot(turn), settle(self._first_key(part, turn))
@@ -177,7 +183,7 @@ class DecodeBlock:
         """The address of a word of the memory that the rings had."""
         return T.address_of(self.pool[word * (WORD // self.element_bytes)])
 
-    def _write(self, part: Part) -> None:
+    def _write(self, part: SplitPart) -> None:
         """Each thread some chunks of the rows: Y, or what `decode_combine` makes Y of."""
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads

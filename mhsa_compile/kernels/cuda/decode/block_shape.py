@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Format, halves, padded
+from mhsa_compile.kernels.cuda.primitives.smem_pipeline import RowFormat, halves, padded
 from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, WARP
 
 WORD = 4  # bytes
@@ -13,7 +13,7 @@ HELD_WORDS = 32
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeBlockShape:
     """`rows` of all queries that share a key head; `warps`, each with a ring of `stages` tiles of `keys` keys.
 
     terms         how many of band, mask, softcap, sinks and slopes there are
@@ -64,19 +64,21 @@ class Shape:
         return WARP // self.keys
 
     @property
-    def key_form(self) -> Format:
+    def key_form(self) -> RowFormat:
         """In float32, each eight lanes read 16 bytes each of some keys: these lie in different banks where one key
         begins an odd multiple of its lanes' bytes behind another."""
         if not self.is_wide:
             return halves(self.head_dim)
         lanes, chunks = self.lanes_of_key, self.head_dim // 4
         odd = -(-chunks // lanes) | 1
-        return Format(self.head_dim, WORD, self.head_dim, 4 * lanes * odd)
+        return RowFormat(self.head_dim, WORD, self.head_dim, 4 * lanes * odd)
 
     @property
-    def value_form(self) -> Format:
+    def value_form(self) -> RowFormat:
         return (
-            Format(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim) if self.is_wide else halves(self.v_head_dim)
+            RowFormat(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
+            if self.is_wide
+            else halves(self.v_head_dim)
         )
 
     @property
@@ -90,8 +92,8 @@ class Shape:
         return self.v_head_dim + 8
 
     @property
-    def query_form(self) -> Format:
-        return Format(self.head_dim, WORD, self.head_dim, self.head_dim) if self.is_wide else halves(self.head_dim)
+    def query_form(self) -> RowFormat:
+        return RowFormat(self.head_dim, WORD, self.head_dim, self.head_dim) if self.is_wide else halves(self.head_dim)
 
     @property
     def query_rows(self) -> int:

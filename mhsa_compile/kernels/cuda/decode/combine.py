@@ -10,9 +10,9 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.decode.block import CHUNK, Arrays, write
-from mhsa_compile.kernels.cuda.decode.block_shape import Shape
-from mhsa_compile.kernels.cuda.decode.online_softmax import Joined
-from mhsa_compile.kernels.cuda.decode.split_kv import Shares
+from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
+from mhsa_compile.kernels.cuda.decode.online_softmax import JoinedResults
+from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     barrier,
@@ -27,7 +27,7 @@ THREADS = 128
 
 
 def combine(
-    op: AttentionOp, shape: Shape, thread: Expr, share: Expr, row: Expr, shares: Shares, arrays: Arrays
+    op: AttentionOp, shape: DecodeBlockShape, thread: Expr, share: Expr, row: Expr, shares: CudaSplitKv, arrays: Arrays
 ) -> None:
     low, high = shares.begin_of(share), shares.begin_of(share + 1)
     with T.If(low < high), T.Then():
@@ -44,7 +44,7 @@ def combine(
 
 def _combine_row(
     op: AttentionOp,
-    shape: Shape,
+    shape: DecodeBlockShape,
     thread: Expr,
     first: Expr,
     count: Expr,
@@ -61,7 +61,7 @@ def _combine_row(
     pool = T.alloc_buffer((groups * chunks * words,), "float32", scope="shared.dyn")
     # A view: TVM would make the buffer itself as small as it thinks to be enough.
     left = T.decl_buffer((groups, chunks, words), "float32", data=pool.data, scope="shared.dyn")
-    joined, read, statistics = Joined(CHUNK), registers(words), registers(2)
+    joined, read, statistics = JoinedResults(CHUNK), registers(words), registers(2)
     with T.If(group < groups), T.Then():
         # 1. Every so manieth result.
         with T.serial(T.truncdiv(count - group + (groups - 1), T.int32(groups))) as turn:

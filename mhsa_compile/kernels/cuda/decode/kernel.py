@@ -16,13 +16,13 @@ from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.common.decode_limits import rows_of_key_head, unfit_for_few_queries
 from mhsa_compile.kernels.cuda.decode import combine
 from mhsa_compile.kernels.cuda.decode.block import Arrays, DecodeBlock
-from mhsa_compile.kernels.cuda.decode.block_shape import Shape
-from mhsa_compile.kernels.cuda.decode.split_kv import Shares
-from mhsa_compile.kernels.cuda.primitives.inputs import Extras, unfit_widths
+from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
+from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
+from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, unfit_widths
 from mhsa_compile.kernels.cuda.primitives.warp import (
     MOST_REGISTERS,
     Expr,
-    Place,
+    ThreadIndex,
     at_once,
     settle,
 )
@@ -34,7 +34,7 @@ KNOBS = ("keys", "stages", "warps", "blocks")
 MOST_QUERIES, MOST_ROWS = 8, 32  # of its own: fewer than a CPU takes
 
 
-class DecodeKernel:
+class CudaDecodeKernel:
     """Few queries against many keys. A config: `warps` a block, each with a ring of `stages` tiles of `keys` keys, and
     the `blocks` that a multiprocessor is given."""
 
@@ -87,33 +87,35 @@ class DecodeKernel:
         )
 
 
-def _shape(op: AttentionOp, config: Config) -> Shape:
+def _shape(op: AttentionOp, config: Config) -> DecodeBlockShape:
     keys, stages, warps = (config[knob] for knob in KNOBS[:3])
     terms = sum((op.band is not None, op.mask is not None, op.softcap > 0, op.sinks, op.slopes))
     hides_values = op.mask is not None or (op.band is not None and op.q_length != 1)
-    return Shape(rows_of_key_head(op), keys, stages, warps, op.head_dim, op.v_head_dim, op.dtype, terms, hides_values)
+    return DecodeBlockShape(
+        rows_of_key_head(op), keys, stages, warps, op.head_dim, op.v_head_dim, op.dtype, terms, hides_values
+    )
 
 
-def _decode(op: AttentionOp, shape: Shape, blocks: int, count: int) -> Expr:
+def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -> Expr:
     assert isinstance(op.q_length, int)
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("decode")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, Extras)
+            given = attention_arguments(op, CudaExtraInputs)
             y = given.output()
             slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
             arrays = Arrays(given, y, argument("workspace", slots, "float32"))
 
-            def shares(lane: Expr) -> Shares:
-                return Shares(given, lane, piece=shape.piece, count=count)
+            def shares(lane: Expr) -> CudaSplitKv:
+                return CudaSplitKv(given, lane, piece=shape.piece, count=count)
 
             with (
                 T.launch_thread("blockIdx.x", T.int64(count)) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
                 at_once(blocks),
             ):
-                place = Place(thread)
+                place = ThreadIndex(thread)
                 DecodeBlock(op, shape, place, settle(block), shares(place.lane), arrays).emit()
             with (
                 T.launch_thread("blockIdx.x", T.int64(count * shape.rows)) as block,

@@ -19,7 +19,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     from_lane,
     load,
     over_warp,
@@ -29,12 +29,12 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 
 
-class Finite:
+class WarpNonFiniteRepair:
     """Looks after the values of one warp."""
 
-    def __init__(self, values: SharedTiles, place: Place, dtype: str) -> None:
+    def __init__(self, values: SharedTiles, place: ThreadIndex, dtype: str) -> None:
         self.values, self.place, self.dtype = values, place, dtype
-        self.pieces = nonfinite_values.Finite(values, None, place, WARP, dtype)
+        self.pieces = nonfinite_values.BlockNonFiniteRepair(values, None, place, WARP, dtype)
         self._word = registers(1, "uint32")
 
     def look(self, slot: Expr) -> None:

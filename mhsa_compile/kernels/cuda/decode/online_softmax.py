@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.online_softmax import finite
-from mhsa_compile.kernels.cuda.decode.block_shape import Shape
+from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     exp2,
@@ -28,7 +28,7 @@ class Area:
     """Where the warps of a block leave their results to each other, in the memory of their tiles. `address(word)` is
     that of a word; `warp` is whose results are put."""
 
-    def __init__(self, shape: Shape, address: Callable[[Expr], Expr], warp: Expr) -> None:
+    def __init__(self, shape: DecodeBlockShape, address: Callable[[Expr], Expr], warp: Expr) -> None:
         self.shape, self.address, self.warp = shape, address, warp
 
     def _word(self, warp: Expr, row: Expr) -> Expr:
@@ -43,7 +43,7 @@ class Area:
 
     def joined(self, row: Expr, column: Expr, count: int) -> tuple[Expr, Expr, list[Expr]]:
         """(m, l, `count` columns of O) of a row, of all warps together."""
-        joined, found = Joined(count), registers(2)
+        joined, found = JoinedResults(count), registers(2)
         sums = registers(count)
         for warp in range(self.shape.warps):
             word = settle(self._word(T.int32(warp), row))
@@ -53,7 +53,7 @@ class Area:
         return joined.largest, joined.total, joined.sums
 
 
-class Joined:
+class JoinedResults:
     """Results of one row joined one after another; `count` columns of it."""
 
     def __init__(self, count: int) -> None:

@@ -17,7 +17,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.attention.masking import span
-from mhsa_compile.kernels.cuda.primitives.inputs import Extras
+from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
@@ -31,7 +31,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 
 
 @dataclass(frozen=True)
-class Entry:
+class SplitEntry:
     """A batch entry: its keys, the first and the end of those that any of its queries sees, their pieces."""
 
     kv_length: Expr
@@ -41,23 +41,23 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
     """Of key head `g` of batch entry `b` the pieces from `first` to before `end`. `begins` and `ends` say whether the
     head's first and last piece are among them."""
 
     b: Expr
     g: Expr
-    entry: Entry
+    entry: SplitEntry
     first: Expr
     end: Expr
     begins: Expr
     ends: Expr
 
 
-class Shares:
+class CudaSplitKv:
     """`count` shares. Numbers are int32: there are fewer than 2^31 pieces. All lanes of a warp have to ask together."""
 
-    def __init__(self, given: AttentionArguments[Extras], lane: Expr, *, piece: int, count: int) -> None:
+    def __init__(self, given: AttentionArguments[CudaExtraInputs], lane: Expr, *, piece: int, count: int) -> None:
         op = self.op = given.op
         assert isinstance(op.q_length, int)
         self.kv_length, self.extras, self.lane, self.piece = given.kv_length, given.extras, lane, piece
@@ -79,7 +79,7 @@ class Shares:
         after = self.more + T.truncdiv(number - long, T.max(T.int32(1), self.least))
         return settle(T.Select(number < long, T.truncdiv(number, self.least + 1), after))
 
-    def each_part(self, share: Expr, body: Callable[[Part], None]) -> None:
+    def each_part(self, share: Expr, body: Callable[[SplitPart], None]) -> None:
         low, high = self.begin_of(share), self.begin_of(share + 1)
         with T.If(low < high), T.Then():
             state = registers(2, "int32")  # a head, and the number of its first piece
@@ -91,7 +91,7 @@ class Shares:
                 entry = self.entry(b)
                 first, end = settle(T.max(low - begin, T.int32(0))), settle(T.min(high - begin, entry.pieces))
                 begins, ends = settle(first == 0, "bool"), settle(end == entry.pieces, "bool")
-                body(Part(b, g, entry, first, end, begins, ends))
+                body(SplitPart(b, g, entry, first, end, begins, ends))
                 put(state, 0, head + 1)
                 put(state, 1, begin + entry.pieces)
 
@@ -122,16 +122,16 @@ class Shares:
         g = settle(T.truncdiv(number - begin, pieces_of_head))
         return settle(b * self.heads + g), settle(begin + g * pieces_of_head)
 
-    def entry(self, b: Expr) -> Entry:
+    def entry(self, b: Expr) -> SplitEntry:
         return self.alike if self.alike is not None else self._entry(T.cast(b, "int64"))
 
-    def _entry(self, b: Expr) -> Entry:
+    def _entry(self, b: Expr) -> SplitEntry:
         assert isinstance(self.op.q_length, int)
         keys, rows = self.extras.keys(b, self.kv_length), self.op.q_length
         first, end = span(self.op.band, T.int32(0), rows, T.int32(rows), keys)
         # One that sees no key has a piece as well: somebody must write its zeros.
         pieces = settle(T.max(T.int32(1), T.truncdiv(end - first + (self.piece - 1), T.int32(self.piece))))
-        return Entry(keys, first, end, pieces)
+        return SplitEntry(keys, first, end, pieces)
 
     def _rounds(self) -> Expr:
         return settle(T.truncdiv(self.batch + (WARP - 1), T.int32(WARP)))

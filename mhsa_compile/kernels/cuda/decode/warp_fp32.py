@@ -11,17 +11,17 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
-from mhsa_compile.kernels.cuda.decode.block_shape import Shape
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
-from mhsa_compile.kernels.cuda.primitives.fragments import Cells, StridedCells
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCells
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     exchanged,
     exp2,
     from_lane,
@@ -41,7 +41,7 @@ class SimtWarp:
     """`keys` and `values` are the tiles of all warps, `queries` one for all. Every lane holds all rows."""
 
     def __init__(
-        self, shape: Shape, place: Place, keys: SharedTiles, values: SharedTiles, queries: SharedTiles
+        self, shape: DecodeBlockShape, place: ThreadIndex, keys: SharedTiles, values: SharedTiles, queries: SharedTiles
     ) -> None:
         self.shape, self.place, self.keys, self.values, self.queries = shape, place, keys, values, queries
         self.rows = tuple(T.int32(row) for row in range(shape.rows))
@@ -61,10 +61,10 @@ class SimtWarp:
         self.largest, self.total = registers(R), registers(R)
         self.left, self.right, self.read = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
 
-    def cells(self, counts: Expr) -> Cells:
+    def cells(self, counts: Expr) -> Fragment:
         return StridedCells(self.key, 1, T.And(self.key == 0, counts))
 
-    def begin(self, query: Element, scores: Scores) -> None:
+    def begin(self, query: Element, scores: RowScoreMods) -> None:
         """All threads of the block read Q together: what they read is there after the next barrier."""
 
         def piece(row: Expr, column: Expr) -> None:
@@ -80,7 +80,7 @@ class SimtWarp:
     def look(self, slot: Expr) -> None:
         """Hidden values are left out where they are read."""
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: Visibility, scores: Scores) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: BlockMask, scores: RowScoreMods) -> None:
         # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.

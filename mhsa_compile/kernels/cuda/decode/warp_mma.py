@@ -15,13 +15,13 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import Visibility
+from mhsa_compile.kernels.cuda.attention.masking import BlockMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
-from mhsa_compile.kernels.cuda.attention.score_mods import Scores
-from mhsa_compile.kernels.cuda.decode.block_shape import Shape
-from mhsa_compile.kernels.cuda.decode.nonfinite_values import Finite
+from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
+from mhsa_compile.kernels.cuda.decode.nonfinite_values import WarpNonFiniteRepair
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
-from mhsa_compile.kernels.cuda.primitives.fragments import Cells
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import (
     CHUNK,
     Element,
@@ -32,7 +32,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
     Expr,
-    Place,
+    ThreadIndex,
     exp2,
     load,
     load_matrices,
@@ -52,7 +52,7 @@ class _Cells:
 
     in_pairs = False
 
-    def __init__(self, place: Place, row_tiles: int, counts: Expr) -> None:
+    def __init__(self, place: ThreadIndex, row_tiles: int, counts: Expr) -> None:
         self.first, self.row_tiles, self.leads = place.g, row_tiles, T.And(place.g == 0, counts)
 
     def offsets(self, count: int) -> list[int]:
@@ -68,8 +68,8 @@ class TensorWarp:
 
     def __init__(
         self,
-        shape: Shape,
-        place: Place,
+        shape: DecodeBlockShape,
+        place: ThreadIndex,
         keys: SharedTiles,
         values: SharedTiles,
         queries: SharedTiles | None,
@@ -90,9 +90,9 @@ class TensorWarp:
         held_steps = self.depth_steps if queries is None else 2
         self.query_words, self.words = registers(2 * self.row_tiles * held_steps, "uint32"), registers(4, "uint32")
         self.weights = registers(2, "uint32")
-        self.finite = Finite(values, place, dtype)
+        self.finite = WarpNonFiniteRepair(values, place, dtype)
 
-    def cells(self, counts: Expr) -> Cells:
+    def cells(self, counts: Expr) -> Fragment:
         """`counts`: whether this warp is the one which has the sinks of the rows."""
         return _Cells(self.place, self.row_tiles, counts)
 
@@ -101,7 +101,7 @@ class TensorWarp:
 
     # What happens, in order.
 
-    def begin(self, query: Element, scores: Scores) -> None:
+    def begin(self, query: Element, scores: RowScoreMods) -> None:
         """Reads Q, whose elements are `query(row, column)`, and clears the sums. Where Q lies in shared memory all
         threads of the block read it together: it is there after the next barrier."""
         if self.queries is None:
@@ -117,7 +117,7 @@ class TensorWarp:
         """Of a tile that hides anything: whether its values are finite, by the pieces that this lane copied."""
         self.finite.look(slot)
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: Visibility, scores: Scores) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: BlockMask, scores: RowScoreMods) -> None:
         # 1. S^T = K Q^T.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.

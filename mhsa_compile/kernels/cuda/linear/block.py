@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
-from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, Shape
+from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, LinearBlockShape
 from mhsa_compile.kernels.cuda.linear.smem_tiles import MatrixTiles
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     barrier,
     load,
     put,
@@ -37,7 +37,7 @@ which the second-level cache then has."""
 
 
 @dataclass(frozen=True)
-class Operands:
+class LinearOperands:
     """Flat x, weights, bias and y of one linear, and how many rows of x there are."""
 
     x: Expr
@@ -64,7 +64,9 @@ class LinearBlock:
     x_tiles: MatrixTiles
     weight_tiles: MatrixTiles
 
-    def __init__(self, shape: Shape, place: Place, depth: int, first: tuple[Expr, Expr], dtype: str) -> None:
+    def __init__(
+        self, shape: LinearBlockShape, place: ThreadIndex, depth: int, first: tuple[Expr, Expr], dtype: str
+    ) -> None:
         self.shape, self.place, self.depth = shape, place, depth
         self.first_row, self.first_column = first
         element = DTYPE_BYTES[dtype]

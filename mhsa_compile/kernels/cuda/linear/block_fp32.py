@@ -16,12 +16,12 @@ from math import gcd
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, Operands
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, ThreadShape
 from mhsa_compile.kernels.cuda.linear.smem_tiles import Matrix, MatrixTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
-    Place,
+    ThreadIndex,
     load,
     put,
     registers,
@@ -44,7 +44,7 @@ class ThreadBlock(LinearBlock):
     """One block of y of a LinearOp."""
 
     def __init__(
-        self, op: LinearOp, shape: ThreadShape, place: Place, operands: Operands, first: tuple[Expr, Expr]
+        self, op: LinearOp, shape: ThreadShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
     ) -> None:
         super().__init__(shape, place, op.in_features, first, "float32")
         self.op, self.operands = op, operands

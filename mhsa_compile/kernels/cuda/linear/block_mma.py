@@ -11,16 +11,16 @@ from math import gcd
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, Operands
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK, TensorShape
-from mhsa_compile.kernels.cuda.linear.smem_tiles import Matrix, MatrixTiles, Tiles
+from mhsa_compile.kernels.cuda.linear.smem_tiles import LinearTiles, Matrix, MatrixTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     DEPTH,
     ROWS,
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     load,
     load_matrices,
     multiply_add,
@@ -37,7 +37,7 @@ class TensorBlock(LinearBlock):
     """One block of y of a LinearOp."""
 
     def __init__(
-        self, op: LinearOp, shape: TensorShape, place: Place, operands: Operands, first: tuple[Expr, Expr]
+        self, op: LinearOp, shape: TensorShape, place: ThreadIndex, operands: LinearOperands, first: tuple[Expr, Expr]
     ) -> None:
         super().__init__(shape, place, op.in_features, first, op.dtype)
         self.op, self.operands = op, operands
@@ -45,7 +45,7 @@ class TensorBlock(LinearBlock):
         weight = Matrix(operands.weight, op.out_features, op.in_features)
         self.x_tiles = MatrixTiles(self.pool, 0, shape.stages, shape.rows, shape.depth, x)
         self.weight_tiles = MatrixTiles(self.pool, self.x_tiles.end, shape.stages, shape.columns, shape.depth, weight)
-        self.output = Tiles(self.pool, 0, shape.parts, shape.warp_rows, shape.warp_columns)
+        self.output = LinearTiles(self.pool, 0, shape.parts, shape.warp_rows, shape.warp_columns)
         self.row_tiles, self.column_tiles = shape.warp_rows // ROWS, shape.warp_columns // COLUMNS
         # Fragments of two steps in turn.
         self.left = [registers(4 * self.row_tiles, "uint32") for _ in range(2)]
@@ -109,7 +109,7 @@ class TensorBlock(LinearBlock):
                 place = T.cast(line, "int64") * T.int64(self.op.pitch) + T.cast(column, "int64")
                 self._move(self.output, (self.part, row, chunk, rest), place, unit)
 
-    def _move(self, tiles: Tiles, source: tuple[Expr, Expr, Expr, Expr], place: Expr, unit: int) -> None:
+    def _move(self, tiles: LinearTiles, source: tuple[Expr, Expr, Expr, Expr], place: Expr, unit: int) -> None:
         if unit == 1:
             T.buffer_store(self.operands.y, tiles.at(*source), [place])
             return

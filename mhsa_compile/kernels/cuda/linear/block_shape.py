@@ -35,7 +35,7 @@ it spilt; in float32 always, on tensor cores where 512 threads or more leave eac
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearBlockShape:
     """depth: terms of the sums in one tile; stages: tiles of the ring, all but one of which are on their way."""
 
     rows: int
@@ -155,7 +155,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class TensorShape(Shape):
+class TensorShape(LinearBlockShape):
     """Of 16-bit types, multiplied by tensor cores."""
 
     element = 2
@@ -177,7 +177,7 @@ class TensorShape(Shape):
 
 
 @dataclass(frozen=True)
-class ThreadShape(Shape):
+class ThreadShape(LinearBlockShape):
     """Of float32: 4 x 8 threads of a warp with `thread_rows` x `thread_columns` each."""
 
     element = 4

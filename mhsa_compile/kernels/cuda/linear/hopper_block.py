@@ -27,7 +27,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     DEPTH,
     ROWS,
     Expr,
-    Place,
+    ThreadIndex,
     load,
     pack,
     put,
@@ -104,7 +104,7 @@ def matrix_map(name: str, first: Expr, dims: Sequence[Expr], pitch: int, box: tu
     return made
 
 
-class BlockMemory:
+class LinearSharedMemory:
     """Shared memory of a block: the ring of tiles of x and of the weights, y, and the barriers."""
 
     def __init__(self, shape: HopperShape) -> None:
@@ -119,7 +119,9 @@ class BlockMemory:
         self.ring = Slots(self.x, first + T.uint32(shape.barriers_byte), shape.stages)
 
 
-def produce(memory: BlockMemory, turns: int, maps: Sequence[Expr], row: Expr, column: Expr, before: Expr) -> None:
+def produce(
+    memory: LinearSharedMemory, turns: int, maps: Sequence[Expr], row: Expr, column: Expr, before: Expr
+) -> None:
     """Asks for the tiles of one part, each as soon as its place is free."""
     with T.serial(T.int32(turns)) as turn:
         use = settle(before + turn)
@@ -131,11 +133,11 @@ def produce(memory: BlockMemory, turns: int, maps: Sequence[Expr], row: Expr, co
         words.load_box(memory.weight.start(slot), maps[1], (term, column), there)
 
 
-class Consumer:
+class LinearConsumer:
     """What a warpgroup that multiplies does; `place` counts threads from the first that does."""
 
     def __init__(
-        self, dtype: str, shape: HopperShape, memory: BlockMemory, place: Place, bias: Expr, output: Expr
+        self, dtype: str, shape: HopperShape, memory: LinearSharedMemory, place: ThreadIndex, bias: Expr, output: Expr
     ) -> None:
         self.dtype, self.shape, self.memory, self.place = dtype, shape, memory, place
         self.bias, self.output = bias, output

@@ -16,15 +16,15 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.linear.block import dealt
 from mhsa_compile.kernels.cuda.linear.hopper_block import (
     CONSUMERS,
-    BlockMemory,
-    Consumer,
     HopperShape,
+    LinearConsumer,
+    LinearSharedMemory,
     matrix_map,
     produce,
 )
 from mhsa_compile.kernels.cuda.linear.kernel import (
     Arguments,
-    LinearKernel,
+    MmaLinearKernel,
     launch_by_rows,
     likely_rows,
     linear_function,
@@ -37,7 +37,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     barrier,
     settle,
 )
@@ -56,7 +56,7 @@ class HopperLinearKernel:
 
     name = "cuda.linear_hopper"
     op_type = LinearOp
-    few = LinearKernel()
+    few = MmaLinearKernel()
 
     def applies(self, op: LinearOp, profile: CudaProfile) -> str | None:
         if reason := self.few.applies(op, profile):
@@ -136,7 +136,7 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Argum
         words.one_block(),
     ):
         # 2. Shared memory, and which parts are this block's.
-        memory = BlockMemory(shape)
+        memory = LinearSharedMemory(shape)
         with T.If(thread == 0), T.Then():
             memory.ring.begin(CONSUMERS * words.WARPGROUP // WARP)
             words.barriers_begun()
@@ -161,8 +161,8 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Argum
                     each_part(lambda row, column, before: produce(memory, turns, maps, row, column, before))
             with T.Else():
                 words.take_registers(many)
-                consumer = Consumer(
-                    op.dtype, shape, memory, Place(settle(thread - words.WARPGROUP)), given.bias, maps[2]
+                consumer = LinearConsumer(
+                    op.dtype, shape, memory, ThreadIndex(settle(thread - words.WARPGROUP)), given.bias, maps[2]
                 )
                 each_part(lambda row, column, before: consumer.part(turns, row, column, before))
                 consumer.end()

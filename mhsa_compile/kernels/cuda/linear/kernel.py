@@ -19,13 +19,13 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import Dims, argument
 from mhsa_compile.kernels.common.op_args import packed_arguments
-from mhsa_compile.kernels.cuda.linear.block import LinearBlock, Operands, dealt
+from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, dealt
 from mhsa_compile.kernels.cuda.linear.block_fp32 import ThreadBlock, padded
 from mhsa_compile.kernels.cuda.linear.block_mma import TensorBlock
 from mhsa_compile.kernels.cuda.linear.block_shape import (
     CHUNK,
     KNOBS,
-    Shape,
+    LinearBlockShape,
     TensorShape,
     ThreadShape,
     unfit_knobs,
@@ -39,7 +39,7 @@ from mhsa_compile.kernels.cuda.linear.pack_weights import (
 from mhsa_compile.kernels.cuda.linear.smem_tiles import unfit_copy
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
-    Place,
+    ThreadIndex,
     at_once,
     settle,
 )
@@ -92,12 +92,12 @@ def launch_by_rows(rows: Expr, most: int, few: Callable[[], None], many: Callabl
 
 
 class _LinearOnGpu:
-    """What both have in common: knobs, and the choice of a default among a few shapes by `Shape.clocks`."""
+    """What both have in common: knobs, and the choice of a default among a few shapes by `LinearBlockShape.clocks`."""
 
     name: str
     op_type = LinearOp
     dtypes: tuple[str, ...]
-    shape: type[Shape]
+    shape: type[LinearBlockShape]
     defaults: tuple[tuple[int, ...], ...]
     """In the order of KNOBS; the last one fits everywhere."""
 
@@ -143,7 +143,7 @@ class _LinearOnGpu:
             return f"blocks of up to {WIDEST} columns, not {shape.columns}"
         return shape.unfit(profile) or self.unfit_copies(op, shape)
 
-    def unfit_copies(self, op: LinearOp, shape: Shape) -> str | None:
+    def unfit_copies(self, op: LinearOp, shape: LinearBlockShape) -> str | None:
         unit = gcd(CHUNK // shape.element, op.in_features)
         return unfit_copy(shape.depth, unit, shape.threads)
 
@@ -156,11 +156,16 @@ class _LinearOnGpu:
         return None
 
     def block(
-        self, op: LinearOp, shape: Shape, place: Place, operands: Operands, first: tuple[Expr, Expr]
+        self,
+        op: LinearOp,
+        shape: LinearBlockShape,
+        place: ThreadIndex,
+        operands: LinearOperands,
+        first: tuple[Expr, Expr],
     ) -> LinearBlock:
         raise NotImplementedError
 
-    def _function(self, op: LinearOp, profile: CudaProfile, shape: Shape) -> Expr:
+    def _function(self, op: LinearOp, profile: CudaProfile, shape: LinearBlockShape) -> Expr:
         def body(arguments: Arguments) -> None:
             launch_by_rows(
                 arguments.rows,
@@ -176,7 +181,7 @@ class _LinearOnGpu:
         config = self.default(replace(op, rows=(rows,)), profile)
         self.launch(op, self.shape(**config), profile, arguments)
 
-    def launch(self, op: LinearOp, shape: Shape, profile: CudaProfile, arguments: Arguments) -> None:
+    def launch(self, op: LinearOp, shape: LinearBlockShape, profile: CudaProfile, arguments: Arguments) -> None:
         lines = T.truncdiv(arguments.rows + (shape.rows - 1), T.int64(shape.rows))
         blocks = lines * T.int64(-(-op.out_features // shape.columns))
         with (
@@ -187,10 +192,10 @@ class _LinearOnGpu:
             rows = settle(T.cast(arguments.rows, "int32"))
             first = dealt(T.cast(block, "int32"), rows, op.out_features, (shape.rows, shape.columns))
             x, weight, bias, y = map(_flat, arguments[:4])
-            self.block(op, shape, Place(thread), Operands(x, weight, bias, y, rows), first).emit()
+            self.block(op, shape, ThreadIndex(thread), LinearOperands(x, weight, bias, y, rows), first).emit()
 
 
-class LinearKernel(_LinearOnGpu):
+class MmaLinearKernel(_LinearOnGpu):
     """Of 16-bit types, on tensor cores, with float32 sums."""
 
     name = "cuda.linear"
@@ -218,7 +223,12 @@ class LinearKernel(_LinearOnGpu):
         return None
 
     def block(
-        self, op: LinearOp, shape: Shape, place: Place, operands: Operands, first: tuple[Expr, Expr]
+        self,
+        op: LinearOp,
+        shape: LinearBlockShape,
+        place: ThreadIndex,
+        operands: LinearOperands,
+        first: tuple[Expr, Expr],
     ) -> LinearBlock:
         assert isinstance(shape, TensorShape)
         return TensorBlock(op, shape, place, operands, first)
@@ -248,7 +258,12 @@ class Float32LinearKernel(_LinearOnGpu):
         return padded(op.out_features)
 
     def block(
-        self, op: LinearOp, shape: Shape, place: Place, operands: Operands, first: tuple[Expr, Expr]
+        self,
+        op: LinearOp,
+        shape: LinearBlockShape,
+        place: ThreadIndex,
+        operands: LinearOperands,
+        first: tuple[Expr, Expr],
     ) -> LinearBlock:
         assert isinstance(shape, ThreadShape)
         return ThreadBlock(op, shape, place, operands, first)

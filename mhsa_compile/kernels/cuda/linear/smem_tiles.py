@@ -28,7 +28,7 @@ class Matrix:
     columns: int
 
 
-class Tiles:
+class LinearTiles:
     """`slots` tiles of `rows` x `width` elements, from byte `first` of the block's shared memory on."""
 
     def __init__(self, pool: Expr, first: int, slots: int, rows: int, width: int, *, turned: bool = True) -> None:
@@ -55,7 +55,7 @@ class Tiles:
         return (row >> T.int32(rows.bit_length() - 1)) & T.int32(chunks - 1)
 
 
-class MatrixTiles(Tiles):
+class MatrixTiles(LinearTiles):
     """Tiles of a matrix."""
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeAlias, TypeVar
 
-from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, Expr, Place
+from mhsa_compile.kernels.cuda.primitives.warp import COLUMNS, Expr, ThreadIndex
 
 Held = TypeVar("Held")
 OfRows: TypeAlias = Held | tuple[Held, ...] | None
@@ -15,7 +15,7 @@ def of_row(held: OfRows[Held], row: int) -> Held | None:
     return held[row] if isinstance(held, tuple) else held
 
 
-class Cells(Protocol):
+class Fragment(Protocol):
     """The keys of a thread's cells: of a tile's, those with the numbers `first` + offset.
 
     leads     whether the thread is the one of those that share its rows which speaks for them
@@ -36,12 +36,12 @@ class Cells(Protocol):
         ...
 
 
-class QuadCells:
+class QuadFragment:
     """Tiles of 8 keys, as products of mma.sync leave them: a lane has two neighbours of each row."""
 
     in_pairs = True
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ThreadIndex) -> None:
         self.first, self.leads = 2 * place.q, place.q == 0
 
     def offsets(self, count: int) -> list[int]:

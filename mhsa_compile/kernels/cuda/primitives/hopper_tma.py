@@ -29,7 +29,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import DEPTH, load_box, store_box
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, ELEMENT, padded
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
-from mhsa_compile.kernels.interface.ops import Placement
+from mhsa_compile.kernels.interface.ops import HeadLayout
 
 PANEL = 64  # columns
 ROW_BYTES = PANEL * ELEMENT
@@ -125,7 +125,7 @@ class Tensor:
     """One operand as the copy engine sees it: its heads apart, so that a box which reaches beyond one reads zeros
     there, not the next head. Boxes are of `rows` x 64 elements."""
 
-    def __init__(self, name: str, buffer: Expr, place: Placement, sizes: Sequence[Expr], rows: int) -> None:
+    def __init__(self, name: str, buffer: Expr, place: HeadLayout, sizes: Sequence[Expr], rows: int) -> None:
         """To be called on the host's side of a kernel. `sizes`: batch, length, heads, head_dim."""
         self.buffer, self.place, self.sizes, self.rows = buffer, place, sizes, rows
         self.by_rows = place.layout == "rows"

@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.attention_args import ExtraInputs
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
-from mhsa_compile.kernels.interface.ops import AttentionOp, Placement
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 
 WIDEST = 256
 """Heads of queries, keys and values, of all attentions here."""
@@ -33,7 +33,7 @@ def wide(element: Expr) -> Expr:
     return element if element.ty.dtype == "float32" else T.cast(element, "float32")
 
 
-class Extras(ExtraInputs):
+class CudaExtraInputs(ExtraInputs):
     """Numbers of keys are int32 here."""
 
     def keys(self, b: Expr, kv_length: Expr) -> Expr:
@@ -46,7 +46,7 @@ class Extras(ExtraInputs):
         return wide(buffer[head])
 
 
-def elements(buffer: Expr, place: Placement, head_dim: int, b: Expr, head: Expr) -> Element:
+def elements(buffer: Expr, place: HeadLayout, head_dim: int, b: Expr, head: Expr) -> Element:
     """Elements of one head by row and column, int32: of one axis from the head's first element on, so that rows which
     are a fixed number apart are so by a fixed number of elements."""
     if place.layout == "rows":

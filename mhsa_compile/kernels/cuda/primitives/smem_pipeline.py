@@ -37,7 +37,7 @@ def tile_bytes(rows: int, width: int) -> int:
     return rows * pitch(width) * ELEMENT
 
 
-class Tiles(Protocol):
+class SmemTiles(Protocol):
     """Tiles of rows in shared memory, however they are laid out."""
 
     width: int
@@ -52,7 +52,7 @@ class Tiles(Protocol):
 
 
 @dataclass(frozen=True)
-class Format:
+class RowFormat:
     """Rows of `width` elements of `size` bytes, padded with zeros to `columns`, each `pitch` behind the one before."""
 
     width: int
@@ -69,16 +69,16 @@ class Format:
         return rows * self.pitch * self.size
 
 
-def halves(width: int) -> Format:
+def halves(width: int) -> RowFormat:
     """Of 16 bits, for ldmatrix."""
-    return Format(width, ELEMENT, padded(width), pitch(width))
+    return RowFormat(width, ELEMENT, padded(width), pitch(width))
 
 
 class SharedTiles:
     """`slots` tiles of `rows` x `width`, from byte `first` of a block's shared memory on; of 16 bits, or as `form`."""
 
     def __init__(
-        self, pool: Expr, first: int, slots: int, rows: int, width: int, dtype: str, form: Format | None = None
+        self, pool: Expr, first: int, slots: int, rows: int, width: int, dtype: str, form: RowFormat | None = None
     ) -> None:
         self.form = form or halves(width)
         self.rows, self.width, self.chunks = rows, width, self.form.columns // self.form.chunk

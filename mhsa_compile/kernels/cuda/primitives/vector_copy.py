@@ -20,7 +20,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     settle,
     store,
 )
-from mhsa_compile.kernels.interface.ops import Placement
+from mhsa_compile.kernels.interface.ops import HeadLayout
 
 THREADS = 256  # of a block: eight of them fill a multiprocessor
 _BYTES, _WORD = 16, 4
@@ -35,7 +35,7 @@ def piece_of(dtype: str, *multiples: int) -> int:
     return count if count * size >= _WORD else 1
 
 
-def row_steps(place: Placement) -> tuple[int, ...]:
+def row_steps(place: HeadLayout) -> tuple[int, ...]:
     """What divides where the rows of a placement begin, beside the size of a head."""
     return (place.width, place.offset) if place.layout == "rows" else ()
 

@@ -201,7 +201,7 @@ def multiply_add(c: Expr, at: int, a: Expr, a_at: int, b: Expr, b_at: int, dtype
     T.evaluate(instruction(*sums, *(a[a_at + i] for i in range(4)), b[b_at], b[b_at + 1], *sums))
 
 
-class Place:
+class ThreadIndex:
     """Where a thread stands: its warp, and in it lane 4 g + q."""
 
     def __init__(self, thread: Expr) -> None:

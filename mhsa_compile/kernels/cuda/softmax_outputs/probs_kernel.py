@@ -18,7 +18,7 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     settle,
 )
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
@@ -28,30 +28,30 @@ from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
     RowScores,
     packed_bits,
 )
-from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import RowSums
+from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
-from mhsa_compile.kernels.interface.ops import WeightsOp
+from mhsa_compile.kernels.interface.ops import AttentionProbsOp
 from mhsa_compile.target.profile import TargetProfile
 
 ROWS_WITH_BITS = 2  # of a warp, where a static mask has a word for each: with more, ptxas spilt one of them on sm_86
 
 
-class WeightsKernel(Fixed):
+class CudaAttentionProbsKernel(Fixed):
     """Rows of weights, all or chosen ones, of any dtype."""
 
     name = "cuda.weights"
-    op_type = WeightsOp
+    op_type = AttentionProbsOp
 
-    def applies(self, op: WeightsOp, profile: TargetProfile) -> str | None:
+    def applies(self, op: AttentionProbsOp, profile: TargetProfile) -> str | None:
         return unfit_scores(op.attention)
 
-    def emit(self, op: WeightsOp, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: AttentionProbsOp, profile: TargetProfile, config: Config) -> Emitted:
         mask, chosen = op.attention.static_mask, (op.heads, op.rows)
         numbers = [np.array(of_axis, np.int32) for of_axis in chosen if of_axis is not None]
         return Emitted(_weights(op), constants=(*([] if mask is None else [packed_bits(mask)]), *numbers))
 
 
-def _weights(op: WeightsOp) -> Expr:
+def _weights(op: AttentionProbsOp) -> Expr:
     attention = op.attention
     count = ROWS if attention.static_mask is None else ROWS_WITH_BITS
     with IRBuilder() as builder, T.prim_func():
@@ -68,7 +68,7 @@ def _weights(op: WeightsOp) -> Expr:
         with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
             # 1. Which rows of the result, and of which head and queries they are.
             b, place_of_head, tile = coordinates(settle(T.cast(block, "int64"), "int64"), heads, tiles)
-            place = Place(thread)
+            place = ThreadIndex(thread)
             first = settle(tile * (WARPS * count) + T.cast(place.warp * count, "int64"), "int64")
             written = [settle(first + r < rows, "bool") for r in range(count)]
             with T.If(written[0]), T.Then():
@@ -78,7 +78,7 @@ def _weights(op: WeightsOp) -> Expr:
                 numbers = [_number(of_rows, at, queries) for at in places]
                 # 2. Their sums, then their weights.
                 scores = RowScores(call, b, h, numbers, place.lane)
-                sums = RowSums(scores)
+                sums = WarpRowStats(scores)
                 sums.clear()
                 scores.over(sums.take)
                 sums.join()
@@ -101,7 +101,7 @@ def _number(of_rows: Expr | None, place: Expr, queries: Expr) -> Expr:
 
 
 def _write(
-    y: Expr, scores: RowScores, sums: RowSums, at: list[list[Expr]], written: list[Expr], exists: list[Expr]
+    y: Expr, scores: RowScores, sums: WarpRowStats, at: list[list[Expr]], written: list[Expr], exists: list[Expr]
 ) -> None:
     """All keys, of which those that no row sees take zeros, as do rows of queries that there are not."""
     count, ends = settle(T.cast(y.shape[3], "int32")), scores.groups()

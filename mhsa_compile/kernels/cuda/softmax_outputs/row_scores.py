@@ -21,7 +21,7 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments, atten
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.common.score_scale import LOG2_E, score_factor
-from mhsa_compile.kernels.cuda.primitives.inputs import Extras, wide
+from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, wide
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
 from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, piece_of, row_steps
 from mhsa_compile.kernels.cuda.primitives.warp import (
@@ -47,14 +47,14 @@ def packed_bits(mask: StaticMask) -> NDArray[np.uint32]:
 
 
 @dataclass(frozen=True)
-class RowCall(AttentionArguments[Extras]):
+class RowCall(AttentionArguments[CudaExtraInputs]):
     """The arguments of a call that looks into an attention, those of the attention and a static mask's bits."""
 
     bits: Expr | None
 
     @classmethod
     def arguments(cls, op: AttentionOp) -> RowCall:
-        given, bits = attention_arguments(op, Extras), None
+        given, bits = attention_arguments(op, CudaExtraInputs), None
         if op.static_mask is not None:
             heads, L, S = op.static_mask.visible.shape
             bits = argument("bits", [T.int64(heads), T.int64(L), T.int64(-(-S // WARP))], "uint32")

@@ -37,7 +37,7 @@ def power(value: Expr) -> Expr:
     return T.Bind(cell[0])
 
 
-class RowSums:
+class WarpRowStats:
     """m, Z and U of the rows of a warp. m is -inf while a lane has seen nothing."""
 
     def __init__(self, scores: RowScores) -> None:

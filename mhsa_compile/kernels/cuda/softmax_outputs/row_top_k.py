@@ -26,7 +26,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     store,
     warp_barrier,
 )
-from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import RowSums
+from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
 
 
 class Largest:
@@ -34,7 +34,7 @@ class Largest:
     `there` whether it does."""
 
     def __init__(
-        self, sums: RowSums, weights: Expr, keys: Expr, at: list[list[Expr]], there: list[Expr], k: int
+        self, sums: WarpRowStats, weights: Expr, keys: Expr, at: list[list[Expr]], there: list[Expr], k: int
     ) -> None:
         self.sums, self.scores, self.k = sums, sums.scores, k
         self.weights, self.keys, self.at, self.there = weights, keys, at, there

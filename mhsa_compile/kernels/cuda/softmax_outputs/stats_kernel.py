@@ -15,7 +15,7 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
-    Place,
+    ThreadIndex,
     settle,
 )
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
@@ -25,30 +25,30 @@ from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
     RowScores,
     packed_bits,
 )
-from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import RowSums
+from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
 from mhsa_compile.kernels.cuda.softmax_outputs.row_top_k import Largest
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
-from mhsa_compile.kernels.interface.ops import StatisticsOp
+from mhsa_compile.kernels.interface.ops import SoftmaxStatsOp
 from mhsa_compile.target.profile import TargetProfile
 
 ROWS_WITH_LISTS = 2  # of a warp: with more, all that a mask may be and the lists would not stay in registers
 
 
-class StatisticsKernel(Fixed):
+class CudaSoftmaxStatsKernel(Fixed):
     """Log-sum-exp, entropy and the largest weights of every row, of any dtype."""
 
     name = "cuda.statistics"
-    op_type = StatisticsOp
+    op_type = SoftmaxStatsOp
 
-    def applies(self, op: StatisticsOp, profile: TargetProfile) -> str | None:
+    def applies(self, op: SoftmaxStatsOp, profile: TargetProfile) -> str | None:
         return unfit_scores(op.attention)
 
-    def emit(self, op: StatisticsOp, profile: TargetProfile, config: Config) -> Emitted:
+    def emit(self, op: SoftmaxStatsOp, profile: TargetProfile, config: Config) -> Emitted:
         mask = op.attention.static_mask
         return Emitted(_statistics(op), constants=() if mask is None else (packed_bits(mask),))
 
 
-def _statistics(op: StatisticsOp) -> Expr:
+def _statistics(op: SoftmaxStatsOp) -> Expr:
     attention, count = op.attention, ROWS_WITH_LISTS if op.top_k else ROWS
     with IRBuilder() as builder, T.prim_func():
         T.func_name("statistics")
@@ -65,7 +65,7 @@ def _statistics(op: StatisticsOp) -> Expr:
         with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
             # 1. Which rows a warp has.
             b, h, tile = coordinates(settle(T.cast(block, "int64"), "int64"), shape[1], tiles)
-            place = Place(thread)
+            place = ThreadIndex(thread)
             first = settle(T.cast(tile * (WARPS * count), "int32") + place.warp * count)
             numbers = [first + r for r in range(count)]
             there = [T.cast(number, "int64") < call.q_length for number in numbers]
@@ -73,7 +73,7 @@ def _statistics(op: StatisticsOp) -> Expr:
                 # 2. What goes by of them.
                 scores = RowScores(call, b, h, numbers, place.lane)
                 at = [[b, h, T.cast(number, "int64")] for number in scores.rows]
-                sums = RowSums(scores)
+                sums = WarpRowStats(scores)
                 largest = None
                 if weights is not None:
                     largest = Largest(sums, weights, keys, at, there, op.top_k)
@@ -88,7 +88,7 @@ def _statistics(op: StatisticsOp) -> Expr:
     return builder.get()
 
 
-def _gather(scores: RowScores, sums: RowSums, largest: Largest | None) -> None:
+def _gather(scores: RowScores, sums: WarpRowStats, largest: Largest | None) -> None:
     """One way over the keys."""
     sums.clear()
     if largest is not None:
