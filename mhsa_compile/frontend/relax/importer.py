@@ -1,7 +1,8 @@
-"""ONNX -> Relax. TVM's importer converts the ordinary operators; what our kernels compute becomes calls of our own ops.
+"""ONNX -> Relax. TVM's importer converts the ordinary operators; what our kernels compute becomes calls of our ops.
 
-Such a call is `call_dps_packed("op_N", inputs)`; `ImportedModule.ops["op_N"]` says what it is. `compiler.lower` replaces
-it by a kernel. Floating-point initializers become parameters of `main`, bound at load; integers are constants of the program.
+Such a call is `call_dps_packed("op_N", inputs)`; `ImportedModule.ops["op_N"]` says what it is. `compiler.lower` puts a
+kernel in its place. Floating-point initializers become parameters of `main`, bound at load; integers are constants of
+the program.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class MmaBlockShape(TileShape):
 
     @property
     def flag_byte(self) -> int:
-        """Where the word of `BlockNonFiniteRepair` lies: behind all tiles, the output's too, which takes the others' place."""
+        """Where the word of `BlockNonFiniteRepair` lies: behind all tiles and the output that takes their place."""
         tiles = smem_pipeline.tile_bytes(self.keys, self.head_dim) + smem_pipeline.tile_bytes(
             self.keys, self.v_head_dim
         )
