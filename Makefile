@@ -94,7 +94,7 @@ kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written, 200 while
 races: $(STAMP)  ## What threads could do to each other: every rule, kernel and some models, 200 times with 1, 2, 3 and 8 threads; half an hour
 	@$(BIN)/python tests/races_campaign.py
 
-helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; some 20 minutes
+helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; a quarter of an hour
 	@$(BIN)/python tests/helgrind_campaign.py --json build/helgrind.json
 
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
