@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import helgrind_campaign
-import planted_races
 import pytest
 from helgrind_campaign import Finding
-
-import mhsa_compile as mhsa
 
 LIBC, MODULE = "/usr/lib/x86_64-linux-gnu/libc.so.6", "/memfd:module.so (deleted)"
 
@@ -62,9 +59,3 @@ def test_without_valgrind_it_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert helgrind_campaign.main([]) == 2
     assert "apt-get install valgrind" in capsys.readouterr().err
-
-
-def test_iterations_done_twice_are_what_the_look_at_code_cannot_see() -> None:
-    """Each place follows from the iteration: only what watches accesses can tell."""
-    with planted_races.iterations_twice():
-        mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=2))
