@@ -95,7 +95,7 @@ kill-tuning: $(STAMP)  ## 200 times kill -9 while records are written, 200 while
 races: $(STAMP)  ## What threads could do to each other: every rule, kernel and some models, 200 times with 1, 2, 3 and 8 threads; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.races
 
-helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; some 20 minutes
+helgrind: $(STAMP)  ## The same cases under valgrind, which sees every access of every thread, and races that are planted; a quarter of an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.helgrind --json build/helgrind.json
 
 same-code: $(STAMP)  ## Whether code is compiled as a commit did, AGAINST=COMMIT: every kernel's functions; three quarters of an hour

@@ -1,13 +1,11 @@
-"""helgrind_campaign.py without valgrind: what it makes of reports, and how it ends; the rest is `make helgrind`."""
+"""helgrind.py without valgrind: what it makes of reports, and how it ends; the rest is `make helgrind`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support import planted_races
 
-import mhsa_compile as mhsa
 from campaigns import helgrind
 from campaigns.helgrind import Finding
 
@@ -62,9 +60,3 @@ def test_without_valgrind_it_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert helgrind.main([]) == 2
     assert "apt-get install valgrind" in capsys.readouterr().err
-
-
-def test_iterations_done_twice_are_what_the_look_at_code_cannot_see() -> None:
-    """Each place follows from the iteration: only what watches accesses can tell."""
-    with planted_races.iterations_twice():
-        mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=2))

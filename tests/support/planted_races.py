@@ -57,14 +57,12 @@ def scratch_in_front() -> Iterator[None]:
 
 @contextmanager
 def scratch_of_kernels_in_front(prefix: str) -> Iterator[None]:
-    """What iterations of parallel loops allocate first they share, in kernels whose names begin so."""
+    """What iterations of parallel loops allocate they share, in kernels whose names begin so."""
 
     def moved(loop: Statement) -> Statement:
-        if not isinstance(loop.body, tirx.SeqStmt):
-            return loop
-        ours = [s for s in loop.body.seq if isinstance(s, tirx.AllocBuffer) and list(s.buffer.shape) != [1]]
-        others = [s for s in loop.body.seq if not any(s.same_as(one) for one in ours)]
-        return tirx.SeqStmt([*ours, _like(loop, tirx.SeqStmt(others))]) if ours else loop
+        scratch: list[Statement] = []
+        alone = _like(loop, _without_scratch(loop.body, scratch))
+        return tirx.SeqStmt([*scratch, alone]) if scratch else loop
 
     with _every_parallel_loop(moved, prefix):
         yield
@@ -90,17 +88,8 @@ def _every_parallel_loop(change: Callable[[Statement], Statement], prefix: str) 
     """In what is compiled, each is another one, if it is in a function whose name begins so; not those in blocks."""
 
     def changed(statement: Statement) -> Statement:
-        if isinstance(statement, tirx.For):
-            loop = _like(statement, changed(statement.body))
-            return change(loop) if loop.kind == tirx.ForKind.PARALLEL else loop
-        if isinstance(statement, tirx.SeqStmt):
-            return tirx.SeqStmt([changed(part) for part in statement.seq])
-        if isinstance(statement, tirx.IfThenElse):
-            otherwise = statement.else_case
-            return tirx.IfThenElse(
-                statement.condition, changed(statement.then_case), None if otherwise is None else changed(otherwise)
-            )
-        return statement
+        made = _with_parts(statement, changed)
+        return change(made) if isinstance(made, tirx.For) and made.kind == tirx.ForKind.PARALLEL else made
 
     scheduled = lower.schedule
 
@@ -113,6 +102,34 @@ def _every_parallel_loop(change: Callable[[Statement], Statement], prefix: str) 
 
     with patch.object(lower, "schedule", all_changed):
         yield
+
+
+def _without_scratch(statement: Statement, scratch: list[Statement]) -> Statement:
+    """The statement without what allocates arrays in it, which goes to `scratch`; single values stay."""
+    if isinstance(statement, tirx.SeqStmt):
+        ours = [_is_scratch(part) for part in statement.seq]
+        scratch += [part for part, is_ours in zip(statement.seq, ours, strict=True) if is_ours]
+        statement = tirx.SeqStmt([part for part, is_ours in zip(statement.seq, ours, strict=True) if not is_ours])
+    return _with_parts(statement, lambda part: _without_scratch(part, scratch))
+
+
+def _is_scratch(statement: Statement) -> bool:
+    if not isinstance(statement, tirx.AllocBuffer):
+        return False
+    shape = list(statement.buffer.shape)
+    return shape != [1] and all(isinstance(size, tirx.IntImm) for size in shape)
+
+
+def _with_parts(statement: Statement, change: Callable[[Statement], Statement]) -> Statement:
+    """The same statement of other parts."""
+    if isinstance(statement, tirx.For):
+        return _like(statement, change(statement.body))
+    if isinstance(statement, tirx.SeqStmt):
+        return tirx.SeqStmt([change(part) for part in statement.seq])
+    if isinstance(statement, tirx.IfThenElse):
+        otherwise = None if statement.else_case is None else change(statement.else_case)
+        return tirx.IfThenElse(statement.condition, change(statement.then_case), otherwise)
+    return statement
 
 
 def _like(loop: Statement, body: Statement) -> Statement:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mhsa_compile.tuning.fallback_jobs import FallbackTask
     from mhsa_compile.tuning.measure.rpc_server import Address
     from mhsa_compile.tuning.measure.sessions import Session
-    from mhsa_compile.tuning.metaschedule import TaskResult as TunedRest
+    from mhsa_compile.tuning.metaschedule import ScheduleResult
     from mhsa_compile.tuning.speedup import Gain
     from mhsa_compile.tuning.tasks import Request, TaskResult, TuningReport
 
@@ -39,7 +39,7 @@ class Outcome:
     gain: Gain | None = None
     peers: dict[str, float] = field(default_factory=dict)
     left: list[FallbackTask] = field(default_factory=list)
-    rest: list[TunedRest] = field(default_factory=list)
+    rest: list[ScheduleResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

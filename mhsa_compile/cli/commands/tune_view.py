@@ -12,7 +12,7 @@ from mhsa_compile.cli.common import output
 
 if TYPE_CHECKING:
     from mhsa_compile.tuning.fallback_jobs import FallbackTask
-    from mhsa_compile.tuning.metaschedule import TaskResult as TunedRest
+    from mhsa_compile.tuning.metaschedule import ScheduleResult
     from mhsa_compile.tuning.speedup import Gain
     from mhsa_compile.tuning.tasks import TaskResult, TuningReport
     from mhsa_compile.tuning.tuner import State
@@ -131,7 +131,7 @@ def show(name: str, report: TuningReport, gain: Gain | None, peers: Mapping[str,
             output.line(f"  {gain.speedup * ratio:.2f} times as fast as {peer}")
 
 
-def show_rest(left: Sequence[FallbackTask], tuned: Sequence[TunedRest]) -> None:
+def show_rest(left: Sequence[FallbackTask], tuned: Sequence[ScheduleResult]) -> None:
     """What no kernel claims, on stdout: what MetaSchedule found, and why it was not asked about the others."""
     for one in tuned:
         found = f"{one.best_us:,.1f} µs" if one.record is not None else "nothing faster beyond the noise"
