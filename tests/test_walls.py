@@ -180,6 +180,15 @@ def test_targets_are_asked_for_capabilities_not_names(path: Path) -> None:
             assert not ast.unparse(node.value).endswith("profile"), f"line {node.lineno} reads a target's name"
 
 
+def test_a_class_name_is_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module_of(path))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_files_stay_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE

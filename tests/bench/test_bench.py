@@ -15,7 +15,7 @@ from mhsa_compile.bench.cpu.bench import _floor, bench, compile_workload
 from mhsa_compile.bench.cpu.report import BenchReport, BenchRow, Floor
 from mhsa_compile.bench.peers import registry
 from mhsa_compile.bench.peers.ours import Compiled
-from mhsa_compile.bench.peers.peer import Problem
+from mhsa_compile.bench.peers.peer import DTYPES, WRONG, Problem
 from mhsa_compile.bench.plots import bench_plots, figure
 from mhsa_compile.bench.protocol import accuracy
 from mhsa_compile.bench.protocol.timing import INPUT_SETS, LEAST_ROUNDS
@@ -56,7 +56,7 @@ def test_a_report_has_a_row_for_everyone(report):
             assert min(row.median_us, row.ratio, row.gflops, row.share_of_peak, row.share_of_limit) > 0
             assert row.share_of_peak == pytest.approx(row.gflops / report.peak_gflops)
             assert row.share_of_limit == pytest.approx(report.floor.us / row.median_us)
-            assert 0 <= row.error_share < registry.base.WRONG
+            assert 0 <= row.error_share < WRONG
 
 
 def test_an_artifact_for_a_gpu_is_timed_elsewhere(artifact):
@@ -205,7 +205,7 @@ def draw(spec: mhsa.AttentionSpec, core: bool, B: int, L: int, S: int) -> dict[s
         shapes = {"q": (B, H, L, E), "k": (B, G, S, E), "v": (B, G, S, F)}
     else:
         shapes = {"x": (B, L, spec.embed_dim), **({"context": (B, S, spec.kv_embed_dim)} if spec.is_cross else {})}
-    dtype = registry.base.DTYPES[spec.dtype]
+    dtype = DTYPES[spec.dtype]
     inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     if spec.mask == "key_padding":
         inputs["mask"] = rng.random((B, S)) < 0.8

@@ -262,7 +262,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     def refuse() -> None:
         raise DeviceError("device", "an NVIDIA GPU", "none")
 
-    monkeypatch.setattr(bench.gpus, "driver", refuse)
+    monkeypatch.setattr(bench.cuda_devices, "driver", refuse)
     assert gpu.main([]) == 2
     said = capsys.readouterr()
     assert "device: expected an NVIDIA GPU, got none" in said.err and not said.out
@@ -272,7 +272,7 @@ def test_a_pytorch_for_cpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class One:
         count, cuda = 1, (13, 0)
 
-    monkeypatch.setattr(bench.gpus, "driver", One)
+    monkeypatch.setattr(bench.cuda_devices, "driver", One)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match=r"PyTorch: expected one for CUDA, got .*https://pytorch\.org"):
         bench.require_gpu("cuda:0")

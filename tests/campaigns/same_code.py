@@ -85,14 +85,10 @@ def is_of(function: str, operations: set[str]) -> bool:
 
 
 def differing(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Where two trees of JSON differ: "ops[2].note"."""
+    """Where two trees of JSON differ: "ops[2].note". A key that is not there is one that says null."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            place = f"{path}.{key}".lstrip(".")
-            if key in old and key in new:
-                yield from differing(old[key], new[key], place)
-            else:
-                yield place
+            yield from differing(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (one, other) in enumerate(zip(old, new, strict=True)):
             yield from differing(one, other, f"{path}[{i}]")
@@ -127,7 +123,7 @@ def both(commit: str, only: str) -> tuple[list[Side], list[Side]]:
 
 def absent(rows: list[Side]) -> list[str]:
     """The kernels that no row ran."""
-    from mhsa_compile.kernels import KERNELS
+    from mhsa_compile.kernels.registry import KERNELS
 
     ran = {kernel for row in rows for kernel in row.get("kernels", ())}
     return sorted({kernel.name for family in KERNELS.values() for kernel in family} - ran)

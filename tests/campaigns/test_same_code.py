@@ -84,3 +84,8 @@ def test_what_does_not_compile() -> None:
 
 def test_lists_of_other_lengths() -> None:
     assert list(differing({"a": [1, 2]}, {"a": [1]})) == ["a"]
+
+
+def test_a_key_that_is_not_there_says_null() -> None:
+    assert not list(differing({"a": None}, {}))
+    assert list(differing({}, {"a": {"b": 1}})) == ["a"]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import mhsa_compile as mhsa
 from mhsa_compile.cli import app
-from mhsa_compile.cli.common import arrays
+from mhsa_compile.cli.common import arrays, sources
 from mhsa_compile.errors import (
     ArtifactError,
     BundleError,
@@ -85,7 +85,7 @@ def test_a_defect_shows_as_a_traceback(good: file_kinds.Files, monkeypatch: pyte
 
 READERS = {
     "npy": lambda path: arrays.read([f"x={path}"]),
-    "spec": lambda path: app.sources.resolve(path.with_suffix(".toml"), {}),
+    "spec": lambda path: sources.resolve(path.with_suffix(".toml"), {}),
     "onnx": read_onnx,
     "target": lambda path: load_profile(path.with_suffix(".toml")),
     "bundle": lambda path: WorkBundle.opened(path).__enter__(),
@@ -348,7 +348,7 @@ def test_a_table_of_foreign_names(artifact: Artifact, tmp_path: Path) -> None:
 
 
 def test_one_place_prints() -> None:
-    for path in sorted((PACKAGE / "cli").glob("*.py")):
+    for path in sorted((PACKAGE / "cli").rglob("*.py")):
         if path.name != "output.py":
             assert "typer.echo(" not in path.read_text(encoding="utf-8"), path.name
 

@@ -298,3 +298,10 @@ def test_a_gemm_with_a_constant_weight_is_a_linear(attributes: dict[str, Any], b
     (op,) = ops
     assert isinstance(op, LinearOp) and (op.in_features, op.widths) == (7, (5,))
     assert (op.biased, op.transposed) == ((bias is not None,), ("transB" not in attributes,))
+
+
+def test_a_length_is_added_to_a_tensor_as_it_is() -> None:
+    """In a layer with a cache: as a tensor of its own it would be one more step of each call."""
+    spec = AttentionSpec(embed_dim=16, num_heads=2, kv_cache=True, causal=True)
+    imported = import_onnx(export(MultiHeadAttention(spec)))
+    assert "R.shape_to_tensor" not in imported.module.script()

@@ -1,4 +1,4 @@
-"""Inputs for fuzz_files_cpp: artifacts, safetensors, other files and calls, with something wrong in most of them."""
+"""Inputs for `fuzz.files_cpp`: artifacts, safetensors, other files and calls, with something wrong in most of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one kernel of fuzz_cases by itself, and says how much of its error budget it used.
+"""Runs one kernel of `fuzz.cases` by itself, and says how much of its error budget it used.
 
 Through TVM's JIT, which takes no linker and no export, against float64 in NumPy; the yardstick is PyTorch at the case's
 dtype.

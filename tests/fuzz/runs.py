@@ -1,4 +1,4 @@
-"""Runs a case of fuzz_cases, and writes the program that shows one that is wrong."""
+"""Runs a case of `fuzz.cases`, and writes the program that shows one that is wrong."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def program(case: Case) -> str:
         return FLOW_PROGRAM.format(**{name: getattr(case, name) for name in case.__dataclass_fields__})
     parts = (getattr(case, name) for name in case.__dataclass_fields__)
     names = sorted({type(value).__name__ for value in (case, *parts) if is_dataclass(value)})
-    return f"from fuzz_cases import {', '.join(names)}\nfrom fuzz_runs import run\n\nprint(run({case!r}))\n"
+    return f"from fuzz.cases import {', '.join(names)}\nfrom fuzz.runs import run\n\nprint(run({case!r}))\n"
 
 
 FLOW_PROGRAM = """\

@@ -1,4 +1,4 @@
-"""How hypothesis draws the cases of fuzz_cases that are specs, through the whole flow.
+"""How hypothesis draws the cases of `fuzz.cases` that are specs, through the whole flow.
 
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, C capacity of a cache.
 """

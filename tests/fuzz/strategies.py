@@ -1,4 +1,4 @@
-"""How hypothesis draws the cases of fuzz_cases that are one kernel.
+"""How hypothesis draws the cases of `fuzz.cases` that are one kernel.
 
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
 """

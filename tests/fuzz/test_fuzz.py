@@ -76,7 +76,7 @@ def test_steps_of_decoding_that_are_wrong_are_found(monkeypatch):
         return judge(draw, dims)
 
     monkeypatch.setattr(flows, "judge", both)
-    with pytest.raises(OverBudget, match=r"of the budget\n\nfrom fuzz_cases import DecodeCase"):
+    with pytest.raises(OverBudget, match=r"of the budget\n\nfrom fuzz.cases import DecodeCase"):
         run(DECODE)
     assert 0 < right[0] <= 1
 
@@ -117,7 +117,7 @@ def test_what_is_over_budget_is_shrunk_and_printed(monkeypatch):
     with contextlib.redirect_stderr(io.StringIO()):
         wrong = rounds("kernels", 200, 1, lambda outcome: None)
     assert wrong is not None and wrong.startswith(
-        "error 3 of the budget\n\nfrom fuzz_cases import LinearCase\nfrom fuzz_runs import run\n"
+        "error 3 of the budget\n\nfrom fuzz.cases import LinearCase\nfrom fuzz.runs import run\n"
     )
     _, _, shown = wrong.partition("\n\n")
     with pytest.raises(OverBudget):

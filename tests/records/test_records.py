@@ -327,8 +327,8 @@ def test_what_is_not_shipped(changes: dict[str, object], reason: str) -> None:
 
 def test_versions_say_whether_a_checkout_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "mhsa_compile"
-    package.mkdir()
-    file = package / "installation.py"
+    (package / "target").mkdir(parents=True)
+    file = package / "target" / "environment.py"
     file.touch()
     monkeypatch.setattr(environment, "__file__", str(file))
     assert environment.source() is None  # installed: no repository around it

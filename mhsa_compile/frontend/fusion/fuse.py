@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from mhsa_compile.frontend.fusion.attention_pattern import AttentionPattern
 from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
-from mhsa_compile.frontend.fusion.head_layout import Pattern
+from mhsa_compile.frontend.fusion.head_layout import NodePattern
 from mhsa_compile.frontend.fusion.linear_pattern import find_linears, linear_node, merge
 from mhsa_compile.frontend.fusion.rotary_pattern import RotaryPattern
 from mhsa_compile.frontend.fusion.scatter_pattern import ScatterPattern, in_place
@@ -30,7 +30,7 @@ from mhsa_compile.frontend.onnx_graph import (
 )
 from mhsa_compile.spec.attention_spec import DOMAIN
 
-SITES: dict[str, Callable[[GraphView, onnx.NodeProto], Pattern]] = {
+SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
     "Attention": AttentionPattern,
     "RotaryEmbedding": RotaryPattern,
     "TensorScatter": ScatterPattern,
@@ -43,7 +43,7 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
     standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]
     place = {id(node): i for i, node in enumerate(graph.nodes)}
-    sites: list[Pattern] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
+    sites: list[NodePattern] = [*(SITES[node.op_type](graph, node) for node in standard), *rotations(graph)]
     sites.sort(key=lambda site: place[id(site.node)])
     linears = find_linears(graph)
     merge(graph, linears, sites)

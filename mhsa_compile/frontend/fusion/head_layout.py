@@ -26,7 +26,7 @@ class Operand:
     width: int = 0
 
 
-class Pattern(Protocol):
+class NodePattern(Protocol):
     """A node of the graph that becomes one of ours, with the views around it."""
 
     node: onnx.NodeProto

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
-from mhsa_compile.frontend.fusion.head_layout import Pattern
+from mhsa_compile.frontend.fusion.head_layout import NodePattern
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE
 from mhsa_compile.spec.attention_spec import DOMAIN
@@ -94,7 +94,7 @@ def _width(graph: GraphView, x: str, weight: str, transposed: bool) -> int | Non
     return int(shape[1 if transposed else 0] or 0)
 
 
-def merge(graph: GraphView, linears: dict[str, Linear], sites: list[Pattern]) -> None:
+def merge(graph: GraphView, linears: dict[str, Linear], sites: list[NodePattern]) -> None:
     """Lays the projections of one input side by side where only sites read them, and points these there."""
     leaders: dict[str, Linear] = {}
     for site in sites:

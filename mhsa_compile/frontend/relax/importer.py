@@ -34,7 +34,7 @@ from mhsa_compile.frontend.relax.attention import (
     text,
 )
 from mhsa_compile.frontend.relax.masks import dims
-from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, size_as_tensor
+from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, is_sum_with_a_size, size_as_tensor
 from mhsa_compile.kernels.interface.ops import (
     Dim,
     HeadLayout,
@@ -144,7 +144,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is not None:
                 return converted
-            if op_name not in READ_SIZES:
+            if op_name not in READ_SIZES and not is_sum_with_a_size(op_name, inputs):
                 for i, value in enumerate(inputs):
                     inputs[i] = size_as_tensor(self.bb, value) if tvm.ir.is_prim_expr(value) else value
             return super()._convert_operator(op_name, inputs, attrs, opset)

@@ -46,6 +46,13 @@ def size_as_tensor(bb: Any, size: Any) -> Any:
     return bb.normalize(relax.op.reshape(bb.normalize(relax.op.shape_to_tensor(relax.ShapeExpr([size]))), []))
 
 
+def is_sum_with_a_size(op_name: str, inputs: list[Any]) -> bool:
+    """Whether one symbolic size is added to a tensor of its kind, as L to a cache's length: an addition takes it."""
+    tensors = [value for value in inputs if not tvm.ir.is_prim_expr(value)]
+    one = op_name == "Add" and len(tensors) == 1 and isinstance(tensors[0].ty, relax.TensorType)
+    return one and str(tensors[0].ty.dtype) == "int64"
+
+
 def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Pow whose exponent has a dtype of its own, as ONNX allows: computed, and given, in the base's."""
     base, exponent = inputs
