@@ -16,7 +16,7 @@
 
 Each message says four things, in this order: which argument, what was expected, what came, and what to do next.
 The command line prints it and exits with code 2; nothing else is printed. What other libraries raise becomes one of
-these in `refusals`.
+these in `foreign_errors`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `mhsa`. Each command imports the rooms it needs when it runs, so that `mhsa --help` answers at once."""
+"""The command `mhsa`. Each command imports the modules it needs when it runs, so that `mhsa --help` answers at once."""
 
 from __future__ import annotations
 

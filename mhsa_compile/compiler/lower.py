@@ -260,7 +260,7 @@ def _weights_of(main: Any) -> dict[str, list[Any]]:
 
 
 def _fallbacks(main: Any) -> list[OpReport]:
-    """The operators that TVM's own lowering will run, and what `attention_masks` adds."""
+    """The operators that TVM's own lowering will run, and what `masks` adds."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
     found = [(c, nested) for c, nested in _calls(main.body) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
     names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in found]

@@ -91,7 +91,7 @@ def from_llama(
     window       of layers that have one, which their config says
 
     Positions are 0, 1, ... (behind the cache's), as in one sequence without padding. Raises ModelError: projections of
-    other names, norms of queries and keys, and scalings of positions but those of `positions.SCALINGS`.
+    other names, norms of queries and keys, and scalings of positions but those of `position_encoding.SCALINGS`.
     """
     named = ((name, getattr(layer, name, None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     parts = {name: part for name, part in named if isinstance(part, nn.Linear)}

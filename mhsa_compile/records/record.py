@@ -42,7 +42,7 @@ class Isa(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line.
 
-    op, key      the operation; its lengths in buckets, so that neighbours share a record (`op_keys`)
+    op, key      the operation; its lengths in buckets, so that neighbours share a record (`op_key`)
     sizes        the lengths at which it was measured
     kernel       its name; "tvm" for an operator of TVM's, whose schedule is `trace`
     config       a value for each knob of the kernel
@@ -50,7 +50,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     default_us   of the default config in the same rounds
     error_share  its largest error as a share of the error budget: at most 1
     threads      that a call used
-    versions     of what generated and measured it (`installation.versions`)
+    versions     of what generated and measured it (`environment.versions`)
     date         of the measurement, as ISO 8601 writes it
     """
 

@@ -1,7 +1,7 @@
 """Files of tuned records: JSON Lines, one file for each target.
 
 They only grow while tuning; several processes may append to one, and a process that dies in the middle of a line costs
-that line and no other (`journal`). A line that is no record is named, never passed over.
+that line and no other (`append_log`). A line that is no record is named, never passed over.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     packed = vm.bind_weights(*weights)
     y = vm.main(x, *packed)
 
-Facts this room is built on, of TVM 0.27 and read in its sources (src/runtime: thread_pool.cc, threading_backend.cc,
+Facts this file is built on, of TVM 0.27 and read in its sources (src/runtime: thread_pool.cc, threading_backend.cc,
 memory/pooled_allocator.h), each seen in an experiment too:
 - The thread pool belongs to the calling thread. It gets its size when it is first touched, by default half the hardware
   threads, and keeps it: later settings can only use fewer. Its first touch pins the caller.
@@ -46,7 +46,7 @@ _SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
 
 @dataclass(frozen=True)
 class Vm:
-    """The functions of a compiled module, for one thread. `plan` is there on a GPU: see `device_memory`."""
+    """The functions of a compiled module, for one thread. `plan` is there on a GPU: see `caller_memory`."""
 
     main: Callable[..., Any]
     bind_weights: Callable[..., Any] | None

@@ -63,7 +63,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     softcap                 None, or c: scores become c * tanh(score / c), before any mask
     rope                    None, or a Rope: queries and keys are turned by their places. True is its defaults
     alibi                   whether slope[h] * (j - p) is added to the scores of query head h, with the slopes of
-                            `positions.alibi_slopes` and p as for `window`
+                            `position_encoding.alibi_slopes` and p as for `window`
     sinks                   whether each head has one more score, learned, that every query sees, of no value: a
                             parameter `sinks` (H,)
     kv_cache                whether keys and values go into a cache of a fixed capacity, and queries see those of all

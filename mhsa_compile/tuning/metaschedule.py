@@ -1,12 +1,12 @@
 """Tuning what no kernel claims, with TVM's MetaSchedule: it proposes schedules, a session measures them.
 
-    for task in leftovers.tasks(imported.module, profile):
+    for task in fallback_jobs.tasks(imported.module, profile):
         tuned = tune(task, profile, session, seconds=10)
 
 Of MetaSchedule only the search space and the sampling are used. Building, measuring and judging are those of all tuning
 here, so a candidate may run on any device, and none is timed before it was right; and its database, which ignores the
-target and is created empty where it is missing, has no part. The incumbent is the schedule that `rest` makes by its
-rules.
+target and is created empty where it is missing, has no part. The incumbent is the schedule that `cpu_schedule` makes
+by its rules.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def tune(
 def _built(
     drawn: list[str], task: FallbackTask, profile: CpuProfile, tuned: ScheduleResult
 ) -> list[tuple[str, Candidate]]:
-    """Those that can be built as `rest` would: from their trace."""
+    """Those that can be built as `cpu_schedule` would: from their trace."""
     built = []
     for trace in drawn:
         tuned.trials += 1

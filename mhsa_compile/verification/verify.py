@@ -1,6 +1,6 @@
 """What is right: the verdict on an artifact, against the oracle and against itself.
 
-The parts are rooms of their own: `parity` for one run, `selfcheck` for what must hold between runs.
+The parts have files of their own: `parity` for one run, `self_checks` for what must hold between runs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def verify(
 
     cases           sizes of the symbolic dims, such as {"B": 3, "L": 7}; by default lengths of 1, 7, 64 and 197
     seed            of all that is random: inputs, and the sizes of the self-checks
-    self_checks     whether to run those of the room `selfcheck`, too
+    self_checks     whether to run those of `self_checks`, too
 
     Raises ArtifactError, and InputError for a case that leaves a dim open.
     """

@@ -1,4 +1,4 @@
-"""records.py, record_files.py and journal.py: what a record is used for, and that its file survives everything."""
+"""record.py, record_files.py and journal.py: what a record is used for, and that its file survives everything."""
 
 from __future__ import annotations
 

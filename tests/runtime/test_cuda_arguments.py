@@ -1,4 +1,4 @@
-"""device_tensors.py: what a call on a GPU may bring, with tensors that say they lie there. No GPU is needed."""
+"""cuda_arguments.py: what a call on a GPU may bring, with tensors that say they lie there. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpus.py: whether an artifact runs on a GPU, asked of made-up drivers. No GPU is needed."""
+"""cuda_devices.py: whether an artifact runs on a GPU, asked of made-up drivers. No GPU is needed."""
 
 from __future__ import annotations
 

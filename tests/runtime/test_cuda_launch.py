@@ -1,4 +1,4 @@
-"""device_memory.py and launches.py, on the CPU: code that takes its memory from the caller, and the calls of it."""
+"""caller_memory.py and cuda_launch.py, on the CPU: code that takes its memory from the caller, and the calls of it."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[mhsa.Artifact, P
 
 
 def loaded(compiled: tuple[mhsa.Artifact, Path]) -> CompiledAttention:
-    """As `runtime.load` does it for a GPU."""
+    """As `load` does it for a GPU."""
     from safetensors.numpy import load_file
 
     artifact, path = compiled

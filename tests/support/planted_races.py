@@ -71,7 +71,7 @@ def scratch_of_kernels_in_front(prefix: str) -> Iterator[None]:
 @contextmanager
 def iterations_twice() -> Iterator[None]:
     """The second half of iterations does again what the first one does: results are right, and each place follows from
-    the iteration, so that `races` and equal bits both say nothing."""
+    the iteration, so that `data_races` and equal bits both say nothing."""
 
     def twice(loop: Statement) -> Statement:
         again = tirx.Var("again", loop.loop_var.ty)

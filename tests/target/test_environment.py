@@ -1,4 +1,4 @@
-"""installation.py: wrong packages are named before anything imports them."""
+"""environment.py: wrong packages are named before anything imports them."""
 
 from __future__ import annotations
 

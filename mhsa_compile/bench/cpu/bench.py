@@ -81,7 +81,7 @@ def bench(
 ) -> BenchReport:
     """Times an artifact and its peers on random inputs.
 
-    against   names of `peers.PEERS`; one that cannot run is a row that says why
+    against   names of `registry.PEERS`; one that cannot run is a row that says why
     dims      sizes of the symbolic dims; those that the artifact fixes may be left out
     threads   for every candidate and for the limits; by default the CPUs this process may use
     seconds   for each candidate, beside the warm-up; at least five rounds are made

@@ -48,7 +48,7 @@ WRONG = 10
 @dataclass(frozen=True)
 class Options:
     """target   as `compile` takes it
-    against  names of `peers.PEERS`, or "all"
+    against  names of `registry.PEERS`, or "all"
     seconds  of the GPU's, for each candidate of each workload
     graphs   whether each call is captured and replayed: then the host's share of a call does not count, for anybody
     artifacts  the folder where they are kept for the next run; None is nowhere

@@ -37,28 +37,28 @@ def serve(
     """
     from mhsa_compile.errors import DeviceError
     from mhsa_compile.target import host as machine
-    from mhsa_compile.tuning.measure import rpc_server as room
+    from mhsa_compile.tuning.measure import rpc_server
 
-    place = room.parsed(tracker, "--tracker") if tracker else None
+    place = rpc_server.parsed(tracker, "--tracker") if tracker else None
     if (place is None) != (not key):
         raise DeviceError("--tracker and --key", "both, or neither", f"--tracker {tracker or ''} --key {key}")
-    if place is not None and room.is_loopback(host) and not room.is_loopback(place[0]):
+    if place is not None and rpc_server.is_loopback(host) and not rpc_server.is_loopback(place[0]):
         hint = "Name this machine's address in that network: --host."
         raise DeviceError("--host", "an address that others in the tracker's network reach", repr(host), hint)
     count = machine.thread_count(threads)
-    listening = room.bind(host, port)
-    device = room.this_device(emulated)
+    listening = rpc_server.bind(host, port)
+    device = rpc_server.this_device(emulated)
     if json:
         output.print_json({"host": host, "port": listening.getsockname()[1], "threads": count, "device": device})
     else:
         output.line(f"{device.cpu} ({device.architecture}), {count} threads, at {host}:{listening.getsockname()[1]}")
         output.line("Ctrl-C ends it.", err=True)
-    if not room.is_loopback(host):
+    if not rpc_server.is_loopback(host):
         typer.secho(
             "TVM's RPC asks for no password: whoever reaches this port can run anything here.", fg="yellow", err=True
         )
     try:
-        room.serve(listening, count, tracker=place, key=key, emulated=emulated)
+        rpc_server.serve(listening, count, tracker=place, key=key, emulated=emulated)
     except KeyboardInterrupt:
         output.line("Stopped.", err=True)
 

@@ -101,7 +101,7 @@ def pass_context() -> Iterator[None]:
     every kernel for what LLVM does as well: conditions out of loops, and code without effect. The rest look for what
     only GPUs have.
 
-    Raises BuildError where threads would write to the same places (`races`)."""
+    Raises BuildError where threads would write to the same places (`data_races`)."""
     disabled = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
     config = {"tirx.disable_cse_tir": True}
     with (

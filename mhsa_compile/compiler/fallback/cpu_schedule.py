@@ -2,7 +2,7 @@
 
 TVM alone writes every operator of a fused function as loops of their own over memory, on one thread. Here what is
 computed element by element becomes one loop nest, rows are shared among threads where there is enough to do, and erf,
-tanh and sigmoid are arithmetic (`elementary`), of which LLVM makes vectors. Lengths may be symbols.
+tanh and sigmoid are arithmetic (`elementwise`), of which LLVM makes vectors. Lengths may be symbols.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _LEGALIZED = {
 
 
 def scheduled(function: Function, lanes: int) -> Function:
-    """The function by the rules of this room, `lanes` to a vector; as it is where they do not know its form."""
+    """The function by the rules of this file, `lanes` to a vector; as it is where they do not know its form."""
     if not function.attrs.get("s_tir", False) or not _is_tree_of_blocks(function):
         return function
     schedule = s_tir.Schedule(function)

@@ -2,7 +2,7 @@
 
 A function may become several kernels, with arrays between them. TVM would take these from a pool of the calling thread,
 which knows no streams; here they are results of the call like any other, so that all memory is planned in one place
-(`device_memory`).
+(`caller_memory`).
 """
 
 from __future__ import annotations

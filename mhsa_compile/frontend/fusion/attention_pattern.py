@@ -1,6 +1,6 @@
 """One Attention node of an ONNX graph in its surroundings: where its heads lie, which mask it has, the views around it.
 
-What the node itself asks for is read in `attention_inputs`.
+What the node itself asks for is read in `attention_node`.
 """
 
 from __future__ import annotations
@@ -189,6 +189,6 @@ class AttentionPattern:
 
 
 def _fixed(dim: Dim) -> int:
-    """A size that `attention_inputs` has found to be fixed."""
+    """A size that `attention_node` has found to be fixed."""
     assert isinstance(dim, int)
     return dim

@@ -72,7 +72,7 @@ class ImportContext(Protocol):
 
 
 class AttentionImport:
-    """A node with its inputs. What `attention_site` wrote into it is read here."""
+    """A node with its inputs. What `attention_pattern` wrote into it is read here."""
 
     def __init__(self, graph: ImportContext, inputs: list[Value], attrs: Mapping[str, Any]) -> None:
         self.graph, self.bb = graph, graph.bb

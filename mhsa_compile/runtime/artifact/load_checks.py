@@ -10,7 +10,7 @@ from mhsa_compile.target import host
 from mhsa_compile.target.profile import CpuProfile
 
 _LOOPS_CHECKED = 4
-"""The first format whose code was looked at for what threads share (`races`)."""
+"""The first format whose code was looked at for what threads share (`data_races`)."""
 
 
 def check_loops(manifest: Manifest, path: Path) -> None:

@@ -19,7 +19,7 @@ from mhsa_compile.target.profile import TargetProfile
 
 FORMAT_VERSION = 4
 _READ = (3, FORMAT_VERSION)
-"""Formats that are read. Of 3 `loadable` refuses some: threads disturbed each other in their code."""
+"""Formats that are read. Of 3 `load_checks` refuses some: threads disturbed each other in their code."""
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
 _COPY_AGAIN = "The artifact is damaged: copy it again, or compile it again."
 _UNSEALED = "0" * 64

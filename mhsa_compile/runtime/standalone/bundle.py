@@ -8,7 +8,7 @@
     include/        the headers of tvm_ffi that it includes
     Makefile, README.md
 
-Not to be mixed up with `bundles`, work that a device measures for a tuner.
+Not to be mixed up with `tuning/measure/work_bundle`, work that a device measures for a tuner.
 """
 
 from __future__ import annotations

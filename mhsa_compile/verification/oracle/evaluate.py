@@ -188,7 +188,7 @@ def _look_in_torch(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs)
 
 
 def _in_torch(scoring: Scoring) -> tuple[Tensor, Tensor | None, float, float, Tensor | None]:
-    """As `core` takes it: visible, bias, scale, softcap, sinks."""
+    """As `functional` takes it: visible, bias, scale, softcap, sinks."""
     bias, sinks = (None if array is None else to_torch(array) for array in (scoring.bias, scoring.sinks))
     return to_torch(scoring.visible), bias, scoring.scale, scoring.softcap, sinks
 

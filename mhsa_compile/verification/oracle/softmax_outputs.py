@@ -1,4 +1,4 @@
-"""What `outputs` asks of a softmax's rows, in NumPy at float64: the oracle. It shares no code with `inside`.
+"""What `outputs` asks of a softmax's rows, in NumPy at float64: the oracle. It shares no code with nn's.
 
 Evaluations go block by block of queries, and of the keys those that a block may see: `Collected` puts them together.
 Notation: B batch, L query length, S key length, H heads.

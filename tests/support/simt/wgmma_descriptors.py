@@ -43,7 +43,7 @@ class Descriptor:
         """Where elements (row, depth) of 2 bytes lie, (rows, 16): the canonical layouts of PTX ISA 9.7.15.5.1.2.1.3.
 
         Rows are those of A, or the columns of B. `is_transposed`: they, and not the depth, are neighbours; of the last
-        pattern of a swizzle there may be fewer than it has, as in NVIDIA's Fuser (`hopper_tiles`).
+        pattern of a swizzle there may be fewer than it has, as in NVIDIA's Fuser (`hopper_tma`).
         """
         row, depth = np.arange(rows)[:, None], np.arange(DEPTH)[None]
         if is_transposed:

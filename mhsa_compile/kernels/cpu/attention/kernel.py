@@ -1,6 +1,6 @@
 """Attention on a vector CPU: one pass over the keys with an online softmax, nothing transposed in memory.
 
-A task is one tile of query rows of one head. `attention_tile` holds the arithmetic of a task, and its docstring the
+A task is one tile of query rows of one head. `tile` holds the arithmetic of a task, and its docstring the
 algorithm; this file deals the tasks out and says where each operand lies.
 """
 

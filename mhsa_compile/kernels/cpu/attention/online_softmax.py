@@ -3,7 +3,7 @@ hardly ever moves.
 
 m need not be the maximum: a weight of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
 more does the reference become that score, and what was summed up before shrinks by the power of two between them. With
-it moves the key from which the distances of ALiBi are counted; `attention_scores` says why.
+it moves the key from which the distances of ALiBi are counted; `score_mods` says why.
 """
 
 from __future__ import annotations

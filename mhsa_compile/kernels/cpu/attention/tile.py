@@ -35,7 +35,7 @@ from mhsa_compile.kernels.interface.kernel import Config
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of keys that a static mask leaves to the task: rows first .. end of `runs`, as `attention_plan` says."""
+    """The runs of keys that a static mask leaves to the task: rows first .. end of `runs`, as `block_sparsity` says."""
 
     first: Expr
     end: Expr

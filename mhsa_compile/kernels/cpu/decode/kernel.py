@@ -1,8 +1,8 @@
 """Attention of one or few queries on a vector CPU, as a language model's next token asks for it: bound by memory.
 
-A task is one key/value head with all its query heads, against a stretch of the keys; `decode_task` holds its
+A task is one key/value head with all its query heads, against a stretch of the keys; `task` holds its
 arithmetic. Where there are fewer heads than threads, or a number that does not divide among them, each head's keys are
-split, and the partial results (maximum, sum, accumulator) are combined at the end; `decode_parts` says how.
+split, and the partial results (maximum, sum, accumulator) are combined at the end; `split_kv` says how.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """y = x W^T + b on a vector CPU, for one or more W that share x: the projections of an attention layer.
 
 The weights are packed once, at load, into panels of `columns` vectors of output features, side by side for all
-projections (`linear_packing`). A task is one panel against one block of rows of x. Its inner loop keeps a tile of
+projections (`pack_weights`). A task is one panel against one block of rows of x. Its inner loop keeps a tile of
 rows x columns in registers over a part of K; a group of tiles passes over that part while it lies in the first-level
 cache, and their sums wait in a scratch for the next part.
 Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.

@@ -1,7 +1,7 @@
 """Rows of a softmax themselves, on a vector CPU: all of them, or chosen heads and queries.
 
 A task is one tile of query rows of one head, or a single chosen row, and goes over its keys twice: for the sums, then
-for the weights, which `statistics_weights` writes out.
+for the weights, which `probs_writer` writes out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """What is gathered of each row of a softmax while its scores go by: sums for lse and entropy, and the largest.
 
-Scores s are in units of log2. With a reference m near their maximum, as in `attention_weights`,
+Scores s are in units of log2. With a reference m near their maximum, as in `attention/online_softmax`,
 
     Z = sum 2^(s - m),  U = sum 2^(s - m) (s - m)
     where m becomes m':  U = (U + (m - m') Z) 2^(m - m'),  Z = Z 2^(m - m')
     lse = m ln 2 + ln Z,  entropy = ln Z - ln 2 U / Z
 
 U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small. With m moves
-the key from which the distances of ALiBi are counted, as `attention_scores` says: s and m become less by what it moves.
+the key from which the distances of ALiBi are counted, as `attention/score_mods` says: s and m become less by what it
+moves.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LEAST = -127.0
 
 class TileRowStats:
     """m, Z and, `with_moments`, U of `queries` rows. Sums go by block, so that their rounding does not grow with S, and
-    by group, as in `attention_weights`: a row of equal weights rounds each addition to a long sum the same way.
+    by group, as in `attention/online_softmax`: a row of equal weights rounds each addition to a long sum the same way.
 
     `lower` is told what the scores of a column of queries have lost whenever their origins move.
     """

@@ -1,6 +1,6 @@
 """The scores of one task, a group of keys at a time: a tile of query rows of one head against the keys they see.
 
-As in `attention_tile`, scores come transposed, S^T = K Q^T, queries along the lanes; what no row sees is not visited,
+As in `tile`, scores come transposed, S^T = K Q^T, queries along the lanes; what no row sees is not visited,
 and what every row sees takes a path without masks. Whoever wants something of them is a `Taker`.
 """
 

@@ -1,7 +1,7 @@
 """What the rows of a softmax are like, on a vector CPU: log-sum-exp, entropy, the largest weights.
 
-A task is one tile of query rows of one head, and no more than its scratch is held of the scores. `statistics_sweep`
-goes over the keys as attention does, once, and `statistics_rows` gathers what goes by; this file deals the tasks out
+A task is one tile of query rows of one head, and no more than its scratch is held of the scores. `score_loop`
+goes over the keys as attention does, once, and `row_stats` gathers what goes by; this file deals the tasks out
 and says where everything lies.
 """
 

@@ -7,7 +7,7 @@
     Y = O / l, and zeros where nothing was visible (l = 0)
 
 Half a warp has some rows: each of its lanes every 16th key of a tile for S, and every 16th chunk of four columns for O.
-P goes through shared memory, where only that half looks at it. As in `attention_tile`, K of tile j + `stages` is copied
+P goes through shared memory, where only that half looks at it. As in `block_mma`, K of tile j + `stages` is copied
 while tile j becomes weights, and V of tile j + `stages` - 1 from before its scores are computed.
 """
 

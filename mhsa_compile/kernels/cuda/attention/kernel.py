@@ -1,7 +1,7 @@
 """Attention of 16-bit types on the tensor cores of NVIDIA GPUs from sm_80 on, by mma.sync.
 
-A block of four warps is one tile of query rows of one head. `attention_tile` holds its arithmetic, and its docstring
-the algorithm; `attention_launch` deals the blocks out and says where each operand lies.
+A block of four warps is one tile of query rows of one head. `block_mma` holds its arithmetic, and its docstring
+the algorithm; `launch` deals the blocks out and says where each operand lies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention of float32 on NVIDIA GPUs, exactly: by the multiply-adds of CUDA cores, since their tensor cores round
 float32 to ten bits.
 
-A block of four warps is one tile of query rows of one head, as in `attention`; `attention_float32_tile` holds its
+A block of four warps is one tile of query rows of one head, as in `attention`; `block_fp32` holds its
 arithmetic.
 """
 

@@ -1,6 +1,6 @@
 """The online softmax: m, l and O of rows, brought up to date tile of keys by tile of keys.
 
-`Softmax` is that of a thread's rows of `attention_tile`. Its m stays as it is while no row of the warp outgrows it by
+`Softmax` is that of a thread's rows of `block_mma`. Its m stays as it is while no row of the warp outgrows it by
 much, so few tiles scale O (FlashAttention-4 does so). `raised` is one row's step where m always follows.
 """
 

@@ -1,7 +1,7 @@
 """Attention of 16-bit types on Hopper: products of whole warpgroups (wgmma) on tiles that the copy engine brings.
 
-A block is one warpgroup that copies and two or three that compute, 64 rows of queries each. `hopper_roles` deals the
-roles out, `hopper_consumer` holds the arithmetic, and its docstring the algorithm; `hopper_schedule` says which block
+A block is one warpgroup that copies and two or three that compute, 64 rows of queries each. `warp_specialized` deals
+the roles out, `consumer` holds the arithmetic, and its docstring the algorithm; `tile_scheduler` says which block
 computes what. This file says what the kernel takes and which sizes fit.
 """
 

@@ -1,4 +1,4 @@
-"""Values that are not finite, where several warpgroups share the tiles: as `attention_finite`, which see, but for who
+"""Values that are not finite, where several warpgroups share the tiles: as in `attention/nonfinite_values`, but for who
 looks, and when. Tiles of which some rows do not see all keys are looked through every time: who copies has gone on.
 """
 

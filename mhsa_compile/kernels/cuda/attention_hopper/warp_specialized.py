@@ -1,5 +1,4 @@
-"""The kernel of `hopper`, put together: what the copy engine is told on the host, the items of a block, and its two
-roles."""
+"""The kernel put together: what the copy engine is told on the host, the items of a block, and its two roles."""
 
 from __future__ import annotations
 

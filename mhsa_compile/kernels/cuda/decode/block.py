@@ -1,7 +1,7 @@
 """One block of decode: a share of all keys, a part of a head after another.
 
     for each part, its K and V copied ahead through a ring of each warp's own:
-        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `attention_softmax`
+        each warp, for every so manieth tile of its keys:   S = Q K^T;  m, l, O as in `online_softmax`
         the warps' results are put together
         a whole head:  Y = O / l, zeros where nothing was visible (l = 0);  else m, l and O go to the workspace
 
@@ -184,7 +184,7 @@ class DecodeBlock:
         return T.address_of(self.pool[word * (WORD // self.element_bytes)])
 
     def _write(self, part: SplitPart) -> None:
-        """Each thread some chunks of the rows: Y, or what `decode_combine` makes Y of."""
+        """Each thread some chunks of the rows: Y, or what `combine` makes Y of."""
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads
         slot = settle(2 * self.share + T.Select(part.begins, T.int32(1), T.int32(0)))

@@ -2,8 +2,8 @@
 memory.
 
 All rows that share a key head, those of its query heads and of all queries, are computed together, so every key and
-value is read once. Blocks fill the GPU once; `decode_shares` deals the keys out to them, `decode_block` is the work of
-one. A second launch, `decode_combine`, puts together what several blocks had of a head.
+value is read once. Blocks fill the GPU once; `split_kv` deals the keys out to them, `block` is the work of
+one. A second launch, `combine`, puts together what several blocks had of a head.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 There is one block for each multiprocessor, which goes from part to part of y: 128 rows and `columns`. One thread asks
 for tiles as far ahead as the ring goes, into the next part too; two warpgroups multiply, 64 rows each
-(`linear_hopper_block`).
+(`hopper_block`).
 Source: the persistent, cooperative kernel of CUTLASS 3 (sm90_gemm_tma_warpspecialized_cooperative.hpp).
 """
 

@@ -1,7 +1,7 @@
 """y = x W^T + b on an NVIDIA GPU from sm_80 on, for one or more W that share x: the projections of an attention layer.
 
-The weights are packed once, at load: those of all projections side by side (`linear_weights`). A block computes a
-part of y (`linear_block`), by tensor cores (`linear_tensor`) or, of float32, by CUDA cores (`linear_float32`). Where
+The weights are packed once, at load: those of all projections side by side (`pack_weights`). A block computes a
+part of y (`block`), by tensor cores (`block_mma`) or, of float32, by CUDA cores (`block_fp32`). Where
 there are few rows, as in decoding, time goes to reading the weights: then blocks are narrow, so that all
 multiprocessors have one, and their warps share the terms of the sums.
 """

@@ -1,7 +1,7 @@
 """What the rows of a softmax are like, on NVIDIA GPUs: log-sum-exp, entropy, the largest weights.
 
-A warp has a few rows of one head, and goes over the keys that they see once: `row_scores` makes the scores, `row_sums`
-and `row_largest` gather what goes by.
+A warp has a few rows of one head, and goes over the keys that they see once: `row_scores` makes the scores, `row_stats`
+and `row_top_k` gather what goes by.
 """
 
 from __future__ import annotations
