@@ -1,4 +1,4 @@
-"""Artifacts that were compiled here, loaded and called on the emulated machine of `arm_machine`."""
+"""Artifacts that were compiled here, loaded and called on the emulated machine of `support.arm.machine`."""
 
 from __future__ import annotations
 

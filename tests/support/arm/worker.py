@@ -1,6 +1,6 @@
 """What runs on the emulated machine: artifacts are loaded and called there, as `arm_runs` asks over a socket.
 
-python arm_worker.py DESCRIPTOR THREADS
+python worker.py DESCRIPTOR THREADS
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What decode's scores are besides products, row by row: the softcap, ALiBi's share of the distance, and the sinks.
 
 As in `attention/score_mods`, the distances of a row are counted from its origin, which begins at its place and moves
-with its maximum: to the very key, once a block of scores is known. So scores wait without their bias until they are weighed.
+with its maximum: to the very key, once a block of scores is known. So scores wait without their bias until they are
+weighed.
 """
 
 from __future__ import annotations
