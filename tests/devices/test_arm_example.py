@@ -41,7 +41,7 @@ def test_sentence_embeddings(record_property) -> None:
     reference = example.load_reference(folder)
     sentences = example.SENTENCES.read_text(encoding="utf-8").splitlines()
     batches = example.padded_batches(example.Tokenizer.from_file(str(folder / "tokenizer.json")), sentences)
-    artifact = mhsa.compile(example.from_bert(reference.encoder.layer[0].attention), f"aarch64-{TARGET}")
+    artifact = mhsa.compile(mhsa.from_bert(reference.encoder.layer[0].attention), f"aarch64-{TARGET}")
     with runs.runs(TARGET) as there:
         load = lambda artifact, weights: LoadedThere(there, artifact, weights)  # noqa: E731
         ours = example.with_compiled_attention(reference, artifact, load)
