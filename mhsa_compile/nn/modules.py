@@ -128,7 +128,7 @@ class MultiHeadAttention(_AttentionModule):
         return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, None if cache is None else (k, v)
 
     def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
-        """The same as ONNX operators; `x` is what the sizes are read from."""
+        """The attention as ONNX operators; `x` is what the sizes are read from."""
         spec = self.spec
         if cache is not None or spec.rope is not None:
             positions, lengths = onnx_symbolic.places(x, None if cache is None else cache[2])

@@ -32,5 +32,5 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def name(self) -> str:
-        """Of what ran them, as far as it is known."""
+        """The name of what ran them, as far as it is known."""
         return self.cpu if self.gpu is None else self.gpu.name

@@ -91,7 +91,7 @@ class KVCache:
 
 
 class DeviceKVCache(KVCache):
-    """The same in a GPU's memory, as tensors of PyTorch's. Both sides count what is valid, so that a call waits for
+    """A cache in a GPU's memory, as tensors of PyTorch's. Both sides count what is valid, so that a call waits for
     nothing; `truncate` and `reset` copy the host's count there."""
 
     def __init__(self, spec: Mapping[str, Any], batch: int, capacity: int, device: str) -> None:

@@ -117,7 +117,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         return 0.1 * math.log(max(self.factor, 1.0)) + 1.0
 
     def resolved(self, head_dim: int) -> Rope:
-        """The same with the dims that turn stated, for heads of `head_dim`. Raises SpecError."""
+        """This embedding with the dims that turn stated, for heads of `head_dim`. Raises SpecError."""
         dims = head_dim if self.rotary_dim is None else self.rotary_dim
         if dims % 2 or dims > head_dim:
             expected = f"an even number of dims, at most head_dim = {head_dim}"
@@ -150,7 +150,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
 
     def _kept_of_yarn(self, rotary_dim: int) -> Table:
-        """The same, falling evenly from the pair that makes beta_fast turns to the one that makes beta_slow."""
+        """What is kept of each pair's frequency, falling evenly from the pair that makes beta_fast turns to the one
+        that makes beta_slow."""
         import numpy as np
 
         assert self.original_max_length and self.beta_fast and self.beta_slow

@@ -63,7 +63,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what generates code here, as records keep them: this library, its commit in a checkout, TVM."""
+    """Versions of what generates code here, as records keep them: this library, its commit in a checkout, TVM."""
     found = {"mhsa-compile": __version__, "source": source()}
     found |= {name: installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
     return {name: number for name, number in found.items() if number is not None}

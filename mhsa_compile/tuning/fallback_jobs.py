@@ -36,7 +36,7 @@ class FallbackTask:
 
 
 def tasks(module: Any, profile: CpuProfile) -> list[FallbackTask]:
-    """Of an imported module: what is left for TVM, equal functions once."""
+    """What an imported module leaves for TVM, equal functions once."""
     found, exact = cpu_schedule.primitives(module, profile), cpu_schedule.primitives(module, profile, arithmetic=False)
     by_key: dict[str, FallbackTask] = {}
     for name, function in found.items():

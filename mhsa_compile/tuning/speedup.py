@@ -55,7 +55,8 @@ def gain(default: Artifact, tuned: Artifact, *, dims: Mapping[str, int], threads
 
 
 def _error_share(artifact: Artifact, inputs: Arrays, outputs: list[Array]) -> float:
-    """Of sampled rows at the sizes that were timed; where more than y is returned, by `verify` at its own."""
+    """The error of sampled rows, as a share of its budget, at the sizes that were timed; where more than y is returned,
+    by `verify` at its own."""
     from mhsa_compile.bench.protocol import accuracy  # PyTorch
 
     if returns_y_alone(artifact):

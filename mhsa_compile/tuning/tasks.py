@@ -152,7 +152,7 @@ def measured_at(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def source_digest(subjects: list[TuningTask]) -> str:
-    """Of everything that a source wants tuned, and at which sizes."""
+    """The digest of everything that a source wants tuned, and at which sizes."""
     return digest([[subject.kind, subject.key, subject.sizes] for subject in subjects])
 
 
@@ -174,7 +174,7 @@ def identity_of(
 
 @cache
 def _kernels() -> str:
-    """Of the sources of the kernels and of TVM's version: with others, what was measured says nothing any more."""
+    """The digest of the kernels' sources, and TVM's version: with others, what was measured says nothing any more."""
     sources = sorted(Path(str(kernels.__file__)).parent.rglob("*.py"))
     whole = sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
     return f"{whole[:16]}, tvm {environment.installed_version('apache-tvm')}"
@@ -200,7 +200,7 @@ def record_of(
     device: Device,
     versions: dict[str, str],
 ) -> Record:
-    """Of an operation that a kernel of ours computes."""
+    """The record of an operation that a kernel of ours computes."""
     what = RecordContext(subject.kind, subject.key, subject.sizes, result.point.kernel, result.point.config)
     return written(what, result.best, profile, threads, device, versions)
 

@@ -88,7 +88,7 @@ class Pairs:
         self._keys = {names.index(name): name for name in top_k_parity.key_outputs(model)}
 
     def run(self, inputs: Arrays) -> list[Array]:
-        """Of copies, since a call may write into a cache."""
+        """The outputs of a call with copies of the inputs, since it may write into a cache."""
         try:
             return self._run({name: array.copy() for name, array in inputs.items()})
         except MhsaError as error:

@@ -81,7 +81,7 @@ _FEWEST = 3
 
 
 def _called(run: Run, inputs: Arrays) -> list[Array]:
-    """Of copies, since a call may write into a cache."""
+    """The outputs of a call with copies of the inputs, since it may write into a cache."""
     return run({name: array.copy() for name, array in inputs.items()})
 
 

@@ -69,8 +69,8 @@ class SelfCheckInputs:
         return tuple(dim if isinstance(dim, str) else "" for dim in info.broadcast or info.dims)
 
     def _sizes(self, batch: int, lengths: Sequence[int]) -> dict[str, int]:
-        """Of every name: `lengths` are for the first and for the other free ones, as far as they are allowed. A cache
-        has room for both."""
+        """The size of every name: `lengths` are for the first and for the other free ones, as far as they are allowed.
+        A cache has room for both."""
         sizes = {symbol: min(self._longest, lengths[min(i, 1)]) for i, symbol in enumerate(self.lengths)}
         if self.cached and "C" in self.free:
             sizes["C"] = min(self._longest, sizes.get("L", self.fixed.get("L", 1)) + lengths[1])
@@ -171,7 +171,8 @@ class SelfCheckInputs:
         return random_inputs(self.manifest, {**sizes, **self.mask_sizes(sizes)}, self.seed)
 
     def mask_sizes(self, sizes: Mapping[str, int], *, narrow: bool = False) -> dict[str, int]:
-        """Of the axes of a mask that broadcasts: all full but the heads', or `narrow`: 1 but for queries and keys."""
+        """Sizes of the axes of a mask that broadcasts: all full but the heads', or `narrow`: 1 but for queries and
+        keys."""
         keys = sizes.get(self.keys, 1)
         batch = 1 if narrow else sizes.get(self.batch, 1)
         named = {"mask_B": batch, "mask_H": 1, "mask_L": sizes.get("L", 1), "mask_S": keys}
@@ -193,7 +194,7 @@ class SelfCheckInputs:
         return {name: self.cut_one(array, name, parts) for name, array in inputs.items()}
 
     def cut_one(self, array: Array, name: str, parts: Mapping[str, slice]) -> Array:
-        """The same for one input or output."""
+        """Cuts one input or output."""
         whole = slice(None)
         named = zip(self.axes[name], array.shape, strict=True)
         cuts = [parts.get(axis, whole) if size > 1 else whole for axis, size in named]

@@ -171,7 +171,7 @@ def _sum_loop(lanes: int, streams: int, count: int) -> Expr:
 
 
 def _sum(tile: RegisterTile, rows: int) -> Expr:
-    """Of all rows, so that none is optimised away."""
+    """Adds up all rows, so that none is optimised away."""
     result = tile.get(0, 0)
     for row in range(1, rows):
         result = result + tile.get(row, 0)

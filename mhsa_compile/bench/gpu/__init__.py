@@ -1,1 +1,1 @@
-"""The same on a GPU, by events, against PyTorch's ways on the same tensors."""
+"""Every candidate on a GPU, timed by events, against PyTorch's ways on the same tensors."""

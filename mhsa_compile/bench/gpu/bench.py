@@ -63,7 +63,8 @@ class Options:
 
 
 def require_gpu(device: str) -> Machine:
-    """Of this machine. Raises InstallationError and DeviceError: no driver, no GPU, a PyTorch that is not for it."""
+    """This machine, which must have a GPU. Raises InstallationError and DeviceError: no driver, no GPU, a PyTorch that
+    is not for it."""
     driver = cuda_devices.driver()
     if not driver.count:
         raise DeviceError("device", "an NVIDIA GPU", "none that this process may use", "Look at CUDA_VISIBLE_DEVICES.")

@@ -52,8 +52,8 @@ class GpuRow:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of the GPU, measured in the same rounds as the candidates: a large product of bfloat16 matrices, and a large
-    copy, bytes read and bytes written both counted."""
+    """What the GPU can do at best, measured in the same rounds as the candidates: a large product of bfloat16 matrices,
+    and a large copy, bytes read and bytes written both counted."""
 
     matrix_tflops: float
     copy_gbs: float

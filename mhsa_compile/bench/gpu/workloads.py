@@ -22,8 +22,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class CallWork:
-    """Of one call: FLOPs of the pairs that are seen, 2 per multiply-add; bytes of inputs, weights and outputs, each
-    once.
+    """What one call takes: FLOPs of the pairs that are seen, 2 per multiply-add; bytes of inputs, weights and outputs,
+    each once.
 
     Biases are left out: they are a few thousandths of the weights.
     """

@@ -1,4 +1,4 @@
-"""The same computation as ONNX graphs that runtimes read who do not know Attention, or know it under another name.
+"""An artifact's computation as ONNX graphs that runtimes read who do not know Attention, or know it under another name.
 
 Inputs are q, k, v, or x and context, and `mask`, which is always what is added to the scores.
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.

@@ -67,7 +67,7 @@ class Problem:
 
     @cached_property
     def spec(self) -> AttentionSpec:
-        """Of what peers are written for. Raises ModelError where it is none, or asks for more."""
+        """The spec, which peers need. Raises ModelError where there is none, or it asks for more than they know."""
         if self.stated is None:
             raise ModelError("peer", "an artifact compiled from a spec", "one of a foreign .onnx, without a spec")
         if beyond := [name for name in _BEYOND_PEERS if getattr(self.stated, name)]:
@@ -92,7 +92,7 @@ class Problem:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The same, as NumPy's."""
+        """The dtype of floats, as NumPy's."""
         return DTYPES[self.float_dtype]
 
     @cached_property

@@ -35,7 +35,7 @@ class Workload:
         return {"B": self.B, "L": self.L, "S": self.S}
 
     def at(self, dtype: str) -> Workload:
-        """The same at another dtype, which its name then says. Raises SpecError for an unknown one."""
+        """This workload at another dtype, which its name then says. Raises SpecError for an unknown one."""
         if dtype == self.spec.dtype:
             return self
         spec = AttentionSpec.from_dict(self.spec.to_dict() | {"dtype": dtype})

@@ -33,7 +33,8 @@ class Analyzer:
     registers: int
 
     def cycles(self, lines: tuple[str, ...]) -> float:
-        """Of one iteration, in the steady state. Raises TargetError where LLVM does not know the code or the CPU."""
+        """How many cycles an iteration takes in the steady state. Raises TargetError where LLVM does not know the code
+        or the CPU."""
         found = re.search(r"Total Cycles:\s+(\d+)", _said(self, lines))
         assert found is not None, "llvm-mca reports it"
         return int(found[1]) / ITERATIONS
@@ -86,7 +87,7 @@ def _version(program: str) -> tuple[int, ...]:
 
 
 def _register_only(multiply: str, total: int, registers: int) -> str:
-    """The same instruction, adding to register `total` the product of two others that nobody writes."""
+    """This instruction, adding to register `total` the product of two others that nobody writes."""
     mnemonic = multiply.split()[0]
     if "%" in multiply:
         size = max(re.findall(r"%([xyz])mm", multiply))

@@ -65,7 +65,7 @@ class KernelReport:
 
     @property
     def share(self) -> float:
-        """Of the slots for multiplications, in the slowest of the main loops."""
+        """The part of the slots for multiplications that is filled, in the slowest of the main loops."""
         return min((loop.share for loop in self.main), default=0.0)
 
 

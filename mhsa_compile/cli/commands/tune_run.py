@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of all cases of a command; see `tuning.Request`."""
+    """What all cases of a command have in common; see `tuning.Request`."""
 
     profile: TargetProfile
     records: Path
@@ -175,7 +175,7 @@ def _gain(case: Case, settings: Settings, default: Artifact, threads: int) -> Ga
 
 
 def _open(artifact: Artifact, sizes: dict[str, int]) -> dict[str, int]:
-    """Of sizes, those of dims that the artifact leaves open."""
+    """Those of the sizes that are of dims that the artifact leaves open."""
     found = {dim for info in artifact.manifest.inputs for dim in info.dims}
     return {symbol: size for symbol, size in sizes.items() if symbol in found}
 

@@ -86,7 +86,7 @@ class CaseOptions:
 
 
 def _beside(case: Case) -> Iterator[Case]:
-    """The same at half the lengths, and at twice them: the buckets beside its own. A single query stays one."""
+    """The case at half the lengths, and at twice them: the buckets beside its own. A single query stays one."""
     lengths = {name: size for name, size in case.dims.items() if name in ("L", "S", "C") and size > 1}
     for words, halves in (("half as long", 1), ("twice as long", 4)):
         other = {name: size * halves // 2 for name, size in lengths.items()}

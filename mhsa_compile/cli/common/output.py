@@ -19,7 +19,7 @@ def line(words: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def text(words: str, style: str = "") -> Any:
-    """The same for a table's cell or title."""
+    """Text for a table's cell or title, in which nothing is markup."""
     from rich.text import Text
 
     return Text(printable(words), style)

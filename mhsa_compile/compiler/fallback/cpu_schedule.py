@@ -194,7 +194,7 @@ def _same(one: Expr, other: Expr) -> bool:
 
 
 def _kinds(block: Any) -> str:
-    """Of a block's axes, in order: S for one of its output, R for one that it sums over, or the like."""
+    """The kinds of a block's axes, in order: S for one of its output, R for one that it sums over, or the like."""
     return "".join("S" if axis.iter_type == tirx.IterVar.DataPar else "R" for axis in block.iter_vars)
 
 

@@ -39,7 +39,7 @@ def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], 
 
 
 def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: RecordSet) -> Choice:
-    """Of kernels that can compute the operation, the one of the best record that fits, else the first."""
+    """The kernel of the best record that fits, else the first of those that can compute the operation."""
     key = key_of(op)
     default = willing[0].default(op, profile)
     if key is None:

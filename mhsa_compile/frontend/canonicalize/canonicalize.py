@@ -78,7 +78,7 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
 
 
 def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
-    """Of the symbols of inputs, as the export found them or was told."""
+    """The largest sizes of the symbols of inputs, as the export found them or was told."""
     said = {entry.key: entry.value for entry in model.metadata_props}
     symbols = {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
     return {symbol: most for symbol, most in json.loads(said.get(LIMITS_KEY, "{}")).items() if symbol in symbols}

@@ -27,7 +27,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Value:
-    """Of query (B, H, L, E), key (B, G, S, E) and value (B, G, S, F), or all of them without B or H; G may be 1.
+    """Attention of query (B, H, L, E), key (B, G, S, E) and value (B, G, S, F), or all of them without B or H; G may be
+    1.
 
     The export is of a module at inference: nothing is dropped. Raises ValueError for what Attention has no words for.
     """

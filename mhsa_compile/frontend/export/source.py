@@ -117,7 +117,7 @@ def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def symbols_of(path: Path) -> set[str]:
-    """Of the inputs of an .onnx file; those without a name get one. Raises ModelError."""
+    """The names of free dims of an .onnx file's inputs; those without a name get one. Raises ModelError."""
     model = named(read_onnx(path))
     constants = {tensor.name for tensor in model.graph.initializer}
     values = (value for value in model.graph.input if value.name not in constants)

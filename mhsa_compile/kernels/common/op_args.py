@@ -35,7 +35,7 @@ def weight_arguments(op: LinearOp) -> tuple[list[Expr], list[Expr | None]]:
 
 
 def packed_arguments(packed: Iterable[tuple[tuple[int, ...], str]]) -> list[Expr]:
-    """Of the shapes and dtypes that `Emitted.packed` has."""
+    """Arguments of the shapes and dtypes that `Emitted.packed` has."""
     return [argument(f"packed{i}", [T.int64(n) for n in shape], dtype) for i, (shape, dtype) in enumerate(packed)]
 
 

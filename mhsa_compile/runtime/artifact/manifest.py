@@ -127,12 +127,13 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 
 
 def _encode(manifest: Manifest) -> bytes:
-    """The same bytes for the same content: fields in their order, keys of dicts sorted."""
+    """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted."""
     return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
 
 
 def read_manifest(raw: bytes, argument: str) -> Manifest:
-    """Of these bytes, checked: format version, fields, hash, and that each file has one. Raises ArtifactError."""
+    """The manifest in these bytes, checked: format version, fields, hash, and that each file has one. Raises
+    ArtifactError."""
     with reading(ArtifactError, argument, f"a manifest of format version {FORMAT_VERSION}", _COPY_AGAIN):
         found = msgspec.json.decode(raw, type=_ManifestVersion).format_version
         if found not in _READ:

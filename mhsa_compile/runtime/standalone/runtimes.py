@@ -66,7 +66,7 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
 
 
 def _glibc(triple: str) -> str:
-    """Of aarch64-linux-gnu.2.17 that is "2.17 or later"."""
+    """The C library that a triple asks for: "2.17 or later" of aarch64-linux-gnu.2.17."""
     number = re.search(r"\.(\d+\.\d+)", triple)
     return f"{number[1]} or later" if number else "as old as that of Zig's default for it"
 

@@ -13,7 +13,8 @@ PROGRAM, MAIN = "attention", "main.cpp"
 
 
 def compiler_words(libraries: Iterable[str]) -> list[str]:
-    """Of a C++ compiler, in the bundle's folder. Nobody refers to the runtime by a symbol, so it is asked for."""
+    """What a C++ compiler is given, in the bundle's folder. Nobody refers to the runtime by a symbol, so it is asked
+    for."""
     files = [f"lib/{name}" for name in sorted(libraries)]
     linking = ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"]
     return ["-std=c++17", "-O2", "-s", "-Iinclude", MAIN, *linking, "-o", PROGRAM]

@@ -71,7 +71,7 @@ def _gpu() -> GpuDevice | None:
 
 
 def seconds(module: Any, calls: int, sets: int, *arguments: Any) -> float:
-    """Of a call of the module's `run`, over `calls` of them that take `sets` sets of arguments in turn."""
+    """Seconds of a call of the module's `run`, over `calls` of them that take `sets` sets of arguments in turn."""
     run, size = module["run"], len(arguments) // sets
     given = [arguments[i * size : (i + 1) * size] for i in range(sets)]
     _wait(arguments[-1].device)

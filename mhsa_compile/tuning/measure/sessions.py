@@ -226,8 +226,8 @@ class RpcSession:
 
 
 def _let_go(error: BaseException) -> None:
-    """Of what the frames of an error hold: the other side serves nobody while this connection is open. From Python 3.12
-    on it would be open until garbage is collected, or until its time is up."""
+    """Lets go of what the frames of an error hold: the other side serves nobody while this connection is open. From
+    Python 3.12 on it would be open until garbage is collected, or until its time is up."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)

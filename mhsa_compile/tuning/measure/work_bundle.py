@@ -267,7 +267,7 @@ def _packed(arrays: Mapping[str, Array]) -> bytes:
 
 
 def encoded(value: Any) -> bytes:
-    """The same bytes for the same content."""
+    """A value as JSON, the same bytes for the same content."""
     return msgspec.json.encode(value, order="deterministic")
 
 

@@ -25,7 +25,7 @@ _KERNEL = "kernel"
 
 
 def ratios(one: Timing, other: Timing) -> list[float]:
-    """Of their times, round by round; of the medians, where a company broke up and they shared no rounds."""
+    """The ratios of their times, round by round; of the medians, where a company broke up and they shared no rounds."""
     if len(one.samples_us) != len(other.samples_us):
         return [median(one.samples_us) / median(other.samples_us)]
     return [a / b for a, b in zip(one.samples_us, other.samples_us, strict=True)]

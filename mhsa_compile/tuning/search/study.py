@@ -74,7 +74,7 @@ class StudyIdentity:
 
 
 def digest(value: Any) -> str:
-    """Of JSON, whatever the order of its keys."""
+    """The digest of a value as JSON, whatever the order of its keys."""
     return sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
 
 
@@ -151,7 +151,7 @@ class Study:
                     return drawn
 
     def proposals(self, count: int) -> list[Point]:
-        """The same for who measures them elsewhere: nothing is written down, and so nobody waits for the outcomes."""
+        """Points to be measured elsewhere: nothing is written down, and so nobody waits for the outcomes."""
         with named(self._url):
             trials = self._all()
         proposed: dict[Point, None] = {}

@@ -67,7 +67,8 @@ def _with_tables(url: str) -> Any:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Of SQLAlchemy's engine. A server may have gone since it was last asked; one behind a firewall never answers."""
+    """Options of SQLAlchemy's engine. A server may have gone since it was last asked; one behind a firewall never
+    answers."""
     if url.startswith("sqlite:"):
         return {"connect_args": {"timeout": 60}}
     is_postgres = url.startswith(("postgresql:", "postgresql+psycopg"))

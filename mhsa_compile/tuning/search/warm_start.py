@@ -28,7 +28,7 @@ def first_guesses(space: Space, records: Iterable[Record]) -> list[Point]:
 
 
 def _is_akin(isa: Isa, own: Isa) -> bool:
-    """Of one architecture, or both for GPUs."""
+    """Whether two machines are of one architecture, or both have GPUs."""
     return bool(isa.gpu and own.gpu) or (isa.gpu == own.gpu and isa.architecture == own.architecture)
 
 
@@ -43,7 +43,7 @@ def _distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, float]:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """Of two buckets; a symbolic length, which has to serve all, is a step from each."""
+    """How far two buckets are apart; a symbolic length, which has to serve all, is a step from each."""
     if one == other:
         return 0.0
     return abs(log2(one / other)) if isinstance(one, int) and isinstance(other, int) else 1.0

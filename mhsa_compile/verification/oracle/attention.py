@@ -39,7 +39,8 @@ class Arithmetic(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Of both operators. Number 9 is of evaluations only: keys (B, H, L, n) int64 whose weights are asked for."""
+    """The inputs of both operators. Number 9 is of evaluations only: keys (B, H, L, n) int64 whose weights are asked
+    for."""
 
     q: Array
     k: Array

@@ -39,7 +39,8 @@ class AttentionOperands:
 def operands(
     rewriter: Rewriter, known: Known, product: onnx.NodeProto, values: str, apart: Dims = ()
 ) -> AttentionOperands:
-    """Of MatMul(queries, transposed keys) and of the values. `apart`: (B, H, L) where those are of B * H matrices.
+    """What MatMul(queries, transposed keys) and the product with the values multiply. `apart`: (B, H, L) where those
+    are of B * H matrices.
 
     Raises NotRecognised.
     """

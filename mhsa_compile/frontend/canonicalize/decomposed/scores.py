@@ -106,7 +106,7 @@ def scores_before(graph: GraphView, known: Known, value: str) -> MatchedScores:
 
 
 def scalar_factor(known: Known, node: onnx.NodeProto) -> tuple[str, float]:
-    """Of a Mul or Div by a constant of one element: (the other operand, the factor). Raises NotRecognised."""
+    """A Mul or Div by a constant of one element, taken apart: (the other operand, the factor). Raises NotRecognised."""
     left, right = (known.scalar(name) for name in node.input)
     if right is not None and right != 0:
         return node.input[0], right if node.op_type == "Mul" else 1 / right

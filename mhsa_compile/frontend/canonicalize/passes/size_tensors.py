@@ -30,7 +30,7 @@ def sizes_as_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _as_tensors(graph: onnx.GraphProto, outside: set[str], sizes_outside: set[str]) -> None:
-    """The same for a graph in place. `outside`: the lists of sizes that it sees around it, and single ones."""
+    """Puts such Casts into a graph. `outside`: the lists of sizes that it sees around it, and single ones."""
     shapes, sizes = set(outside), set(sizes_outside)
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:

@@ -28,7 +28,7 @@ _FOLDABLE = frozenset(
 
 
 def product(entries: Sequence[Entry]) -> int:
-    """Of those that are numbers."""
+    """The product of those that are numbers."""
     return math.prod(entry for entry in entries if isinstance(entry, int))
 
 

@@ -182,7 +182,7 @@ def _symbols(entries: Sequence[Entry]) -> list[str]:
 
 
 def _expand_target(source: Sequence[Entry] | None, wanted: Array | None, _: dict[str, Any]) -> list[int] | None:
-    """The same: an axis that keeps its size is 1 in the target."""
+    """The target of an Expand as constants: an axis that keeps its size is 1 in the target."""
     if source is None or wanted is None or wanted.ndim != 1:
         return None
     aligned = [None] * (len(wanted) - len(source)) + list(source)[-len(wanted) :]

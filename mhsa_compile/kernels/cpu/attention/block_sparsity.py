@@ -74,7 +74,8 @@ def plan(
 
 
 def _kinds(block: NDArray[np.bool_], key_tile: int) -> NDArray[np.int8]:
-    """Of each group of keys: HIDDEN from every row of the block, WHOLE or PARTIAL; one that S cuts is not whole."""
+    """What each group of keys is: HIDDEN from every row of the block, WHOLE or PARTIAL; one that S cuts is not
+    whole."""
     rows, S = block.shape
     groups = -(-S // key_tile)
     padded = np.zeros((rows, groups * key_tile), np.bool_)

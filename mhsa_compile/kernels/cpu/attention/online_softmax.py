@@ -62,7 +62,7 @@ class _Constants:
 
 
 class OnlineSoftmax:
-    """Of `queries` rows and the keys of one block at a time, `key_tile` keys a group.
+    """The softmax of `queries` rows, over the keys of one block at a time, `key_tile` keys a group.
 
     `rescale(factors)` is told the factor of each row whenever what was summed up shrinks.
     """
@@ -161,7 +161,7 @@ class OnlineSoftmax:
                 store(self.group_sum, at, total, lanes)
 
     def _exp2(self, x: Expr, lanes: int, group: Expr | None, number: int) -> Expr:
-        """Of vector `number` of a group."""
+        """2^x of vector `number` of a group."""
         coefficients = self.products.exp2_coefficients
         if self.constants is None:
             return vector_math.exp2(x, lanes, coefficients)

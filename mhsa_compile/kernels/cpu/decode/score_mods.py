@@ -28,7 +28,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
 class RowTerms:
-    """Of the rows of one task. A row is (query, query head within the group)."""
+    """What is added to the scores of the rows of one task. A row is (query, query head within the group)."""
 
     def __init__(self, op: AttentionOp, layout: ScoreLayout, kv_length: Expr, heads: Heads) -> None:
         self.op, self.layout, self.kv_length, self.heads = op, layout, kv_length, heads

@@ -54,7 +54,7 @@ class Product:
         return tile
 
     def unzipped(self, sums: Expr) -> list[Expr]:
-        """Of each row of a line."""
+        """The sums of each row of a line by itself."""
         return self.format.dot.unzipped(sums) if self.format.dot else [sums]
 
     def row(self, line: Expr, number: int) -> Expr:

@@ -38,7 +38,8 @@ class PackedLayout:
 
     @property
     def step_bytes(self) -> int:
-        """Of x, and of one feature of the weights where an instruction takes them as they are stored."""
+        """Bytes of a step of x, and of one feature of the weights where an instruction takes them as they are
+        stored."""
         return DTYPE_BYTES[self.dot.word] if self.dot else 4
 
     @property

@@ -21,7 +21,7 @@ def _at_least(x: Expr, floor: Expr, lanes: int) -> Expr:
 
 
 def maximum(x: Expr, floor: Expr, lanes: int) -> Expr:
-    """The same as one instruction, where there is one: on aarch64."""
+    """The larger of x and floor, as one instruction where there is one: on aarch64."""
     return T.call_llvm_pure_intrin(f"float32x{lanes}" if lanes > 1 else "float32", "llvm.maximum", x, floor)
 
 

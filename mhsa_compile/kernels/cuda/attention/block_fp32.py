@@ -51,7 +51,7 @@ class Fp32BlockShape(TileShape):
 
     @property
     def rows(self) -> int:
-        """Of a thread."""
+        """Rows of queries of a thread."""
         return self.queries * LANES // self.threads
 
     @property
@@ -60,7 +60,7 @@ class Fp32BlockShape(TileShape):
 
     @property
     def chunks(self) -> int:
-        """Of a thread's columns of O."""
+        """Chunks of a thread's columns of O."""
         return -(-self.v_head_dim // (CHUNK * LANES))
 
     @property

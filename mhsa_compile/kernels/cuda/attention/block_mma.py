@@ -59,7 +59,7 @@ class MmaBlockShape(TileShape):
 
     @property
     def row_tiles(self) -> int:
-        """Of a warp."""
+        """Tiles of 16 rows of queries of a warp."""
         return self.queries // WARPS // ROWS
 
     @property

@@ -98,7 +98,7 @@ class BlockNonFiniteRepair:
             self._add_keys(slot, seen, rows, T.int32(first), T.int32(len(tiles) * COLUMNS), sums)
 
     def _add_keys(self, slot: Expr, seen: Expr, rows: int, first: Expr, count: Expr, sums: Expr) -> None:
-        """The same for `count` keys from `first` on, of which row r sees those whose bits are set in seen[r]."""
+        """Adds `count` keys from `first` on, of which row r sees those whose bits are set in seen[r]."""
         value_tiles = padded(self.values.width) // COLUMNS
         with T.serial(count) as key:
             address = self._words_of(slot, key + first)

@@ -28,7 +28,7 @@ types hold as exactly as 1."""
 
 
 class Softmax:
-    """Of `rows` rows, with tiles of so many fragments of scores and of values."""
+    """The softmax of `rows` rows, with tiles of so many fragments of scores and of values."""
 
     def __init__(self, rows: int, key_tiles: int, value_tiles: int, scores: RowScoreMods) -> None:
         self.rows, self.key_tiles, self.value_tiles, self.scores = range(rows), key_tiles, value_tiles, scores

@@ -16,7 +16,7 @@ from mhsa_compile.target.profile import CudaProfile
 
 
 class Sizes(Protocol):
-    """Of a block."""
+    """The sizes of a block."""
 
     @property
     def queries(self) -> int: ...

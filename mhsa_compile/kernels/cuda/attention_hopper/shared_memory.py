@@ -37,7 +37,7 @@ class HopperBlockShape:
 
     @property
     def query_bytes(self) -> int:
-        """Of the queries, whose place the output takes."""
+        """Bytes of the queries, whose place the output takes."""
         return max(tile_bytes(self.queries, self.head_dim), tile_bytes(self.queries, self.v_head_dim))
 
     @property

@@ -90,7 +90,7 @@ class Items:
 
 
 class _NoCells:
-    """Of a thread that computes no scores."""
+    """The cells of a thread that computes no scores: there are none."""
 
     first: Expr = 0
     leads: Expr = False

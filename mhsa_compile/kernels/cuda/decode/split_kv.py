@@ -42,8 +42,8 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class SplitPart:
-    """Of key head `g` of batch entry `b` the pieces from `first` to before `end`. `begins` and `ends` say whether the
-    head's first and last piece are among them."""
+    """What a block takes of key head `g` of batch entry `b`: the pieces from `first` to before `end`. `begins` and
+    `ends` say whether the head's first and last piece are among them."""
 
     b: Expr
     g: Expr

@@ -48,7 +48,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 
 
 class _Cells:
-    """Of tiles of 8 keys one each; two rows are neighbours."""
+    """Cells in tiles of 8 keys, one of each; two rows are neighbours."""
 
     in_pairs = False
 
@@ -114,7 +114,7 @@ class TensorWarp:
             scores.begin(self.largest, self.total, row)
 
     def look(self, slot: Expr) -> None:
-        """Of a tile that hides anything: whether its values are finite, by the pieces that this lane copied."""
+        """Notes whether the values of a tile that hides anything are finite, by the pieces that this lane copied."""
         self.finite.look(slot)
 
     def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: BlockMask, scores: RowScoreMods) -> None:

@@ -66,7 +66,7 @@ class LinearBlockShape:
 
     @property
     def sums(self) -> int:
-        """Of a thread."""
+        """Sums that a thread holds."""
         return self.warp_rows * self.warp_columns // WARP
 
     @property
@@ -75,12 +75,12 @@ class LinearBlockShape:
 
     @property
     def staged_bytes(self) -> int:
-        """Of y, on its way through shared memory."""
+        """Bytes of y, on its way through shared memory."""
         return 0
 
     @property
     def shared_bytes(self) -> int:
-        """Of the ring; and when it is done with, of y and of the sums of all slices but the first."""
+        """Bytes of the ring; and when it is done with, of y and of the sums of all slices but the first."""
         return max(self.stages * self.stage_bytes, self.staged_bytes + 4 * (self.slices - 1) * self.rows * self.columns)
 
     @property
@@ -95,7 +95,7 @@ class LinearBlockShape:
 
     @property
     def read_clocks(self) -> float:
-        """Of shared memory, for a warp's operands of one term."""
+        """Clocks that shared memory takes to read a warp's operands of one term."""
         return (self.warp_rows + self.warp_columns) * self.element / _SHARED_BYTES
 
     @property
@@ -156,7 +156,7 @@ class LinearBlockShape:
 
 @dataclass(frozen=True)
 class TensorShape(LinearBlockShape):
-    """Of 16-bit types, multiplied by tensor cores."""
+    """A block for 16-bit types, multiplied by tensor cores."""
 
     element = 2
     products = 1024
@@ -178,7 +178,7 @@ class TensorShape(LinearBlockShape):
 
 @dataclass(frozen=True)
 class ThreadShape(LinearBlockShape):
-    """Of float32: 4 x 8 threads of a warp with `thread_rows` x `thread_columns` each."""
+    """A block for float32: 4 x 8 threads of a warp with `thread_rows` x `thread_columns` each."""
 
     element = 4
     products = 128

@@ -54,7 +54,7 @@ class HopperShape:
 
     @property
     def tiles_bytes(self) -> int:
-        """Of the ring."""
+        """Bytes of the ring."""
         return self.stages * (tile_bytes(self.rows, self.depth) + tile_bytes(self.columns, self.depth))
 
     @property
@@ -67,7 +67,7 @@ class HopperShape:
         return ALIGNMENT + self.barriers_byte + 2 * BARRIER_BYTES * self.stages
 
     def parts(self, rows: int, columns: int) -> int:
-        """Of y (rows, columns)."""
+        """How many parts y (rows, columns) has."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
     def clocks(self, profile: CudaProfile, rows: int, columns: int, depth: int) -> float:

@@ -52,7 +52,7 @@ _CHUNK = 8  # elements in 16 bytes, of which the copy engine's strides are multi
 
 
 class HopperLinearKernel:
-    """Of 16-bit types, for more rows than few."""
+    """A linear of 16-bit types by wgmma, for more rows than few."""
 
     name = "cuda.linear_hopper"
     op_type = LinearOp

@@ -55,7 +55,7 @@ LENGTHS, BATCHES = (128, 512, 2048, 8192), (32, 64, 128)
 
 
 class Arguments(NamedTuple):
-    """Of a linear, as they are passed; and the number of rows of x, int64."""
+    """The arguments of a linear, as they are passed; and the number of rows of x, int64."""
 
     x: Expr
     weight: Expr
@@ -152,7 +152,7 @@ class _LinearOnGpu:
         return Emitted(self._function(op, profile, self.shape(**config)), pack(op, width), packed(op, width))
 
     def packed_width(self, op: LinearOp) -> int | None:
-        """Of weights that are turned when they are packed."""
+        """The width of weights that are turned when they are packed."""
         return None
 
     def block(
@@ -196,7 +196,7 @@ class _LinearOnGpu:
 
 
 class MmaLinearKernel(_LinearOnGpu):
-    """Of 16-bit types, on tensor cores, with float32 sums."""
+    """A linear of 16-bit types, on tensor cores, with float32 sums."""
 
     name = "cuda.linear"
     dtypes = ("bfloat16", "float16")
@@ -235,7 +235,7 @@ class MmaLinearKernel(_LinearOnGpu):
 
 
 class Float32LinearKernel(_LinearOnGpu):
-    """Of float32, on CUDA cores."""
+    """A linear of float32, on CUDA cores."""
 
     name = "cuda.linear_float32"
     dtypes = ("float32",)

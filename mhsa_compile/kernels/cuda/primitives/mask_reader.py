@@ -58,7 +58,7 @@ class MaskReader:
             load_pair(words, first + i * self.pair_words, T.address_of(self._flat[start + offset]), self.dtype)
 
     def read_each(self, words: Expr, first: int, query: Expr, key: Expr, offsets: Sequence[int]) -> None:
-        """The same one by one, of keys that may have no elements of their own."""
+        """Reads the elements one by one, of keys that may have no elements of their own."""
         start, read = settle(self._row(query), "int64"), registers(2, "uint32")
         for i, offset in enumerate(offsets):
             for e in range(2):

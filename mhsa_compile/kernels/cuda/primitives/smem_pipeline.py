@@ -43,7 +43,7 @@ class SmemTiles(Protocol):
     width: int
 
     def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:
-        """Of an element; what follows of its chunk lies in a row."""
+        """The address of an element; what follows of its chunk lies in a row."""
         ...
 
     def each_chunk(self, thread: Expr, threads: int, body: Callable[[Expr, Expr], None]) -> None:
@@ -70,7 +70,7 @@ class RowFormat:
 
 
 def halves(width: int) -> RowFormat:
-    """Of 16 bits, for ldmatrix."""
+    """Rows of 16-bit elements, for ldmatrix."""
     return RowFormat(width, ELEMENT, padded(width), pitch(width))
 
 
@@ -88,7 +88,8 @@ class SharedTiles:
         self._begin = T.Bind(T.cuda.cvta_generic_to_shared(T.address_of(tiles[0, 0, 0])))
 
     def address(self, slot: Expr, row: Expr, column: Expr) -> Expr:
-        """Of 32 bits, as instructions take it: of pointers not every compiler sees that they differ by constants."""
+        """An address of 32 bits, as instructions take it: of pointers not every compiler sees that they differ by
+        constants."""
         element = (slot * self.rows + row) * self.form.pitch + column
         return self._begin + T.cast(element * self.form.size, "uint32")
 

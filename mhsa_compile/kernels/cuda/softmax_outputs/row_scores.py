@@ -130,7 +130,7 @@ class RowScores:
                 self._score(settle(group * WARP), words)
 
     def _words(self, group: Expr) -> list[Expr]:
-        """Of each row the static mask's bits of a group."""
+        """The static mask's bits of a group, for each row."""
         assert self.bits is not None
         head = T.int64(0) if int(self.bits.shape[0]) == 1 else self._head
         return [settle(self.bits[head, T.cast(row, "int64"), T.cast(group, "int64")], "uint32") for row in self.rows]
