@@ -46,6 +46,8 @@ from mhsa_compile.spec.outputs import together
 from mhsa_compile.spec.position_encoding import TABLES
 from mhsa_compile.target import host
 
+_MISFIT = "match_cast error"
+"""What TVM's VM says where sizes that must agree inside of a model do not."""
 _AGAIN = "Compile it again."
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -178,7 +180,7 @@ class CompiledAttention:
             return self._signature.refused(words, arrays, sizes)
         if (shortage := refusal_of(error)) is not None:
             return shortage
-        if isinstance(error, ValueError):  # of compiled code, about what the signature could not tell
+        if isinstance(error, ValueError) or _MISFIT in str(error):  # about what the signature could not tell
             return InputError("inputs", "sizes that fit each other inside the model", first_line(error))
         return ArtifactError("artifact", "code that fits its manifest", first_line(error), _AGAIN)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
+from mhsa_compile.errors import InputError
 
 INT64, INT32 = np.iinfo(np.int64), np.iinfo(np.int32)
 SLICES = {
@@ -43,3 +45,26 @@ def test_slices_and_expand() -> None:
     for name, part, (_, index) in zip(SLICES, parts, SLICES.values(), strict=True):
         assert np.array_equal(part, x[index]), name
     assert np.array_equal(expanded, np.broadcast_to(x, (5, 2, 3, 7, 10)))
+
+
+def test_a_concat_whose_dims_only_a_call_shows_to_be_equal() -> None:
+    """As in PP-OCR's recogniser, whose images have any height until there is one row left."""
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"]),
+        helper.make_node("Concat", ["x", "rows"], ["both"], axis=3),
+        helper.make_node("Relu", ["both"], ["z"]),
+    ]
+    inputs = [value("x", TensorProto.FLOAT, ("B", 3, 7, 10)), value("rows", TensorProto.FLOAT, ("B", 3, "R", 2))]
+    inputs += [value(name, TensorProto.FLOAT, ("B", 7, 5)) for name in ("cos", "sin")]
+    outputs = [value("y", TensorProto.FLOAT, ("B", 3, 7, 10)), value("z", TensorProto.FLOAT, None)]
+    source = helper.make_model(
+        helper.make_graph(nodes, "g", inputs, outputs), opset_imports=[helper.make_opsetid("", 23)], ir_version=10
+    )
+    function = mhsa.load(mhsa.compile(source))
+    x, rows = np.random.default_rng(0).standard_normal((2, 2, 3, 7, 10), np.float32)
+    tables = np.ones((2, 7, 5), "f4"), np.zeros((2, 7, 5), "f4")
+    _, both = function(x, rows[..., :2], *tables)
+    assert np.array_equal(both, np.concatenate([x, rows[..., :2]], 3).clip(0))
+    with pytest.raises(InputError, match="expected sizes that fit each other inside the model"):
+        function(x, rows[:, :, :5, :2], *tables)

@@ -154,6 +154,23 @@ def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     return bb.normalize(relax.op.broadcast_to(data, relax.ShapeExpr(result)))
 
 
+def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Concat where dims beside its axis only turn out equal, as 1 and (h - 33) // 48 + 1: a call is held to that."""
+    shapes = [value.ty.shape if isinstance(value.ty, relax.TensorType) else None for value in inputs]
+    if not all(isinstance(shape, relax.ShapeExpr) for shape in shapes):
+        return None
+    rank, same = len(shapes[0].values), tvm.sym.Analyzer().can_prove_equal
+    columns = [[shape.values[i] for shape in shapes] for i in range(rank)]
+    stated = [next((dim for dim in column if isinstance(dim, tirx.IntImm)), column[0]) for column in columns]
+    axis, agreed, differ = attributes["axis"] % rank, list(inputs), False
+    for k, shape in enumerate(shapes):
+        dims = [own if i == axis or same(own, stated[i]) else stated[i] for i, own in enumerate(shape.values)]
+        if any(dim is not own for dim, own in zip(dims, shape.values, strict=True)):
+            differ = True
+            agreed[k] = bb.match_cast(bb.normalize(inputs[k]), relax.TensorType(dims, inputs[k].ty.dtype))
+    return bb.normalize(relax.op.concat(relax.Tuple(agreed), axis)) if differ else None
+
+
 def _numbers(constant: Any) -> list[int]:
     return [int(number) for number in constant.value.numpy()]
 
@@ -164,6 +181,7 @@ READ_SIZES = frozenset(("Gather", "Identity", "Range", "Reshape", "Slice", "Unsq
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "Add": of_sizes(lambda one, other: one + other),
     "Cast": cast_of_a_size,
+    "Concat": concat_of_dims_that_must_agree,
     "Div": of_sizes(tirx.truncdiv),
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
