@@ -156,7 +156,7 @@ def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
 
 def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Concat where dims beside its axis only turn out equal, as 1 and (h - 33) // 48 + 1: a call is held to that."""
-    shapes = [value.ty.shape if isinstance(value.ty, relax.TensorType) else None for value in inputs]
+    shapes: list[Any] = [getattr(value.ty, "shape", None) for value in inputs]
     if not all(isinstance(shape, relax.ShapeExpr) for shape in shapes):
         return None
     rank, same = len(shapes[0].values), tvm.sym.Analyzer().can_prove_equal
