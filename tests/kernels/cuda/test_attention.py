@@ -166,7 +166,7 @@ def check_code(profile: Any, op: AttentionOp, config: dict[str, int], folder: Pa
 @pytest.mark.parametrize("name", ["cuda-sm80", "cuda-sm86", "cuda-sm90a"])
 def test_through_the_whole_flow(name):
     """A core of 16-bit types, with a constant mask on one target, whose plan is among the artifact's constants."""
-    fixed = {"static_mask": mhsa.patterns.Longformer(window=16)} if name == "cuda-sm86" else {"causal": True}
+    fixed = {"static_mask": mhsa.masks.Longformer(window=16)} if name == "cuda-sm86" else {"causal": True}
     spec = mhsa.AttentionSpec(embed_dim=128, num_heads=2, dtype="float16", **fixed)
     dims = {"B": 1, "L": 131, "S": 131} if name == "cuda-sm86" else {"B": 2}
     core = mhsa.ScaledDotProductAttention(spec)
