@@ -46,7 +46,7 @@ from mhsa_compile.spec.outputs import together
 from mhsa_compile.spec.position_encoding import TABLES
 from mhsa_compile.target import host
 
-_MISFIT = "match_cast error"
+_MISFIT = "ErrorContext(match_cast"
 """What TVM's VM says where sizes that must agree inside of a model do not."""
 _AGAIN = "Compile it again."
 Weights = Mapping[str, Any] | str | os.PathLike[str]
