@@ -1,1 +1,1 @@
-"""The command `mhsa`. Imports everything, inside of functions, so that `--help` loads nothing."""
+"""The command `mhsa`. Imports all folders; what is heavy inside of functions, so that `--help` answers at once."""

@@ -1,6 +1,6 @@
 """What is fast: all candidates in one process, interleaved, warm, on equal threads, and the machine's limits with them.
 
-How they are timed is in `timing`, whether they were right in `accuracy`, what the machine can do in `limits`.
+How they are timed is in `timing`, whether they were right in `accuracy`, what the machine can do in `roofline`.
 Notation: B batch, L query length, S key length.
 """
 

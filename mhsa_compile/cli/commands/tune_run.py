@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cases of a command have in common; see `tuning.Request`."""
+    """What all cases of a command have in common; see `tuning.tasks.Request`."""
 
     profile: TargetProfile
     records: Path
