@@ -71,3 +71,17 @@ def test_same_padding_is_stated_where_it_does_not_depend_on_sizes(model: onnx.Mo
     (pool,) = (node for node in canonicalize(model).model.graph.node if node.op_type == "MaxPool")
     said = {attribute.name: helper.get_attribute_value(attribute) for attribute in pool.attribute}
     assert said == {"kernel_shape": [2, 2], "pads": [0, 0, 1, 1]}
+
+
+def test_weights_in_constant_nodes_are_weights(model: onnx.ModelProto) -> None:
+    """As paddle2onnx writes them; what a Constant says beside them is no weight."""
+    inside = onnx.ModelProto()
+    inside.CopyFrom(model)
+    del inside.graph.initializer[:]
+    for tensor in model.graph.initializer:
+        inside.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
+    artifact = mhsa.compile(inside)
+    assert artifact.manifest.ops == mhsa.compile(model).manifest.ops
+    assert {info.name for info in artifact.manifest.weights} == {"w", "b", "v"}
+    x = np.random.default_rng(0).standard_normal((2, 6, 5, 13)).astype("f4")
+    assert np.array_equal(mhsa.load(artifact)(x=x), mhsa.load(mhsa.compile(model))(x=x))

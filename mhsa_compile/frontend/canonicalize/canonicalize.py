@@ -1,8 +1,9 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Seven steps, each from a whole model to a whole model: the opset is raised, Einsum becomes MatMul, ends of tables get
-the length of the sequence, convolutions of one pixel become linears and sequences the parts of a Split, what is known
-of shapes becomes constants, Microsoft's operators become standard ones, and decomposed attention becomes one node.
+Eight steps, each from a whole model to a whole model: weights become initializers, the opset is raised, Einsum becomes
+MatMul, ends of tables get the length of the sequence, convolutions of one pixel become linears and sequences the parts
+of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, and decomposed
+attention becomes one node.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
 """
@@ -25,6 +26,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     pointwise_conv,
     sequences,
     trailing_inputs,
+    weight_constants,
 )
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.passes.size_tensors import sizes_as_tensors
@@ -54,7 +56,7 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
     if any(entry.key == SPEC_KEY for entry in model.metadata_props):
         return Canonical(model, _standard(model), {})
     limits = _stated_limits(model)
-    small, tensors = light(model)
+    small, tensors = light(weight_constants.rewrite(model))
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = settle(small, limits)
     small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))

@@ -8,7 +8,7 @@ import onnx
 
 LARGE = 1 << 12  # elements
 _DATA = ("raw_data", "float_data", "int32_data")
-_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 Tensors = dict[str, onnx.TensorProto]
 
@@ -18,7 +18,7 @@ def light(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Tensors]:
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for tensor in result.graph.initializer:
-        if tensor.data_type in _FLOATS and math.prod(tensor.dims) > LARGE:
+        if tensor.data_type in FLOATS and math.prod(tensor.dims) > LARGE:
             for field in _DATA:
                 tensor.ClearField(field)
     return result, {tensor.name: tensor for tensor in model.graph.initializer}
@@ -27,7 +27,7 @@ def light(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Tensors]:
 def whole(model: onnx.ModelProto, tensors: Tensors) -> onnx.ModelProto:
     """The model with the contents of its initializers, of the dims that they have now."""
     for tensor in model.graph.initializer:
-        if tensor.name in tensors and tensor.data_type in _FLOATS and math.prod(tensor.dims) > LARGE:
+        if tensor.name in tensors and tensor.data_type in FLOATS and math.prod(tensor.dims) > LARGE:
             dims = list(tensor.dims)
             tensor.CopyFrom(tensors[tensor.name])
             tensor.dims[:] = dims
