@@ -1,4 +1,4 @@
-# make demo | test | test-parity | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -15,7 +15,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-parity test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -40,17 +40,21 @@ demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, a
 	@$(BIN)/python examples/sentence_embeddings.py
 	@$(BIN)/python examples/generate.py
 
-test: $(STAMP)  ## The suite, two processes, ten to twelve minutes; the last line counts the tests
+test: $(STAMP)  ## The suite, two processes, five minutes; the last lines count the tests, and those left out
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-parity: $(STAMP)  ## What `make test` leaves out of the parity matrix; two minutes
-	@$(BIN)/python -m pytest -m parity -n 2 --dist worksteal
-
-test-arm: $(STAMP)  ## On an emulated ARM machine: the parity matrix, node tests, every target, an example, tuning; about 20 minutes
-	@$(BIN)/python -m pytest -m arm -n 2 --dist worksteal
+test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an example, tuning; what test-all adds are more cases
+	@$(BIN)/python -m pytest -m 'arm and not thorough' -n 2 --dist worksteal
 
 test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
-	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m cuda -n 2 --dist worksteal --durations 20
+	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m 'cuda and not thorough' -n 2 --dist worksteal --durations 20
+
+test-all: $(CUDA)  ## Every test but those for a GPU; most of an hour
+	@$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal --durations 20
+
+choose-tests: $(CUDA)  ## What each test reaches, and again what `make test` leaves out; over an hour
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.choose_tests measure
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.choose_tests choose
 
 cuda-configs: $(CUDA)  ## Every kernel for NVIDIA's GPUs with the configs of its space, to machine code: spills, registers, memory; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.cuda_configs --json build/cuda-configs.json

@@ -4,7 +4,9 @@ sees what whoever runs it has tuned."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from functools import cache
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -13,6 +15,7 @@ import copy
 import gc
 import shutil
 import tempfile
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -57,6 +60,41 @@ def exporter_prepared_once() -> None:
     utils._materialize_cpp_cia_ops = name_new_ones
 
 
+THOROUGH = Path(__file__).with_name("thorough.txt")
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # by marker, how many tests the run leaves out
+MARKERS = ("thorough", "arm", "cuda", "slow", "gpu")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that reach nothing new: `campaigns/choose_tests.py` writes their ids."""
+    thorough = frozenset(THOROUGH.read_text(encoding="utf-8").split("\n"))
+    for item in items:
+        if item.nodeid in thorough:
+            item.add_marker("thorough")
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    marks = (next((mark for mark in MARKERS if item.get_closest_marker(mark)), None) for item in items)
+    count(items[0].config, Counter(mark for mark in marks if mark))
+
+
+def count(config: pytest.Config, left_out: Counter[str]) -> None:
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, Counter()) + left_out
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left_out"] = session.config.stash.get(LEFT_OUT, Counter())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each process of pytest-xdist collects all tests: what the first leaves out, all do."""
+    if LEFT_OUT not in node.config.stash:
+        count(node.config, Counter(getattr(node, "workeroutput", {}).get("left_out", {})))
+
+
 def pytest_collection_finish() -> None:
     """What the imports have left stays: millions of objects that each collection of garbage would go through."""
     gc.collect()
@@ -71,10 +109,13 @@ def cuda_compiler() -> None:
     cuda_compiler.require()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many runs on emulated machines and on GPUs were held against float64, and the worst of them."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What was left out; how many runs on emulated machines and GPUs were held against float64, and the worst."""
     from support import runs_noted
 
+    if left_out := config.stash.get(LEFT_OUT, None):
+        counts = ", ".join(f"{number} {marker}" for marker, number in left_out.items())
+        terminalreporter.write_line(f"Left out: {counts}. `make test-all` runs all but those for a GPU.")
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
     noted = [value for report in reports for name, value in report.user_properties if name == runs_noted.PROPERTY]
     for line in runs_noted.summary(noted):
