@@ -85,7 +85,7 @@ def count(config: pytest.Config, left_out: Counter[str]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:
-        output["left_out"] = session.config.stash.get(LEFT_OUT, Counter())
+        output["left_out"] = dict(session.config.stash.get(LEFT_OUT, {}))
 
 
 @pytest.hookimpl(optionalhook=True)

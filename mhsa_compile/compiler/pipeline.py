@@ -73,6 +73,11 @@ def compile(
 
     The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
     RecordsError, InstallationError and BuildError; warns of a file of records whose last line is torn.
+
+    >>> import mhsa_compile as mhsa
+    >>> artifact = compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4, causal=True), dims={"B": 1})
+    >>> [op.kernel for op in artifact.manifest.ops]
+    ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
     tell = progress or (lambda stage: None)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)

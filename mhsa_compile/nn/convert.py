@@ -25,6 +25,10 @@ def from_torch(
     batch_first is not kept: our edge is (B, L, D).
 
     Raises ModelError for add_bias_kv, add_zero_attn and kdim != vdim, which have no counterpart.
+
+    >>> layer = nn.MultiheadAttention(64, 4, batch_first=True)
+    >>> from_torch(layer, mask="key_padding").spec.mask
+    'key_padding'
     """
     if layer.bias_k is not None or layer.bias_v is not None:
         raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
@@ -58,6 +62,11 @@ def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHea
     cross-attention takes `context`; a causal one becomes causal.
 
     Raises ModelError, among others for a bare BertSelfAttention: the output projection is not in it.
+
+    >>> from transformers.models.bert import modeling_bert
+    >>> config = modeling_bert.BertConfig(hidden_size=64, num_attention_heads=4)
+    >>> from_bert(modeling_bert.BertAttention(config)).spec.head_dim
+    16
     """
     core, output = getattr(layer, "self", None), getattr(layer, "output", None)
     if core is None or output is None:
@@ -92,6 +101,11 @@ def from_llama(
 
     Positions are 0, 1, ... (behind the cache's), as in one sequence without padding. Raises ModelError: projections of
     other names, norms of queries and keys, and scalings of positions but those of `position_encoding.SCALINGS`.
+
+    >>> from transformers.models.llama import modeling_llama
+    >>> config = modeling_llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    >>> from_llama(modeling_llama.LlamaAttention(config, layer_idx=0), kv_cache=True).spec.num_kv_heads
+    2
     """
     named = ((name, getattr(layer, name, None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     parts = {name: part for name, part in named if isinstance(part, nn.Linear)}

@@ -63,6 +63,10 @@ class MultiHeadAttention(_AttentionModule):
 
     Weights carry PyTorch's names and layouts: q_proj.weight (H*E, D), k_proj.weight (G*E, kv_embed_dim),
     v_proj.weight (G*F, kv_embed_dim), out_proj.weight (D, H*F), and their biases; with `spec.sinks`, sinks (H,).
+
+    >>> attention = MultiHeadAttention(AttentionSpec(embed_dim=64, num_heads=4))
+    >>> attention(torch.zeros(2, 7, 64)).shape
+    torch.Size([2, 7, 64])
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -154,6 +158,10 @@ class ScaledDotProductAttention(_AttentionModule):
 
     L and S are free here, also for a spec without kv_embed_dim: its `causal=True` was resolved to "top_left". Raises
     SpecError for `rope` and `kv_cache`, which belong to the block, and for the output "heads", which is y.
+
+    >>> attention = ScaledDotProductAttention(AttentionSpec(embed_dim=64, num_heads=4, num_kv_heads=2))
+    >>> attention(torch.zeros(1, 4, 7, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)).shape
+    torch.Size([1, 4, 7, 16])
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -194,7 +202,12 @@ def _results(
 
 
 def weights(module: nn.Module) -> dict[str, np.ndarray]:
-    """The parameters by their PyTorch names, in PyTorch's layouts."""
+    """The parameters by their PyTorch names, in PyTorch's layouts.
+
+    >>> arrays = weights(MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2, bias=False)))
+    >>> {name: array.shape for name, array in arrays.items()}
+    {'q_proj.weight': (8, 8), 'k_proj.weight': (8, 8), 'v_proj.weight': (8, 8), 'out_proj.weight': (8, 8)}
+    """
     return {name: to_numpy(parameter) for name, parameter in module.named_parameters()}
 
 

@@ -69,6 +69,11 @@ def load(
 
     Raises ArtifactError (damaged, of a newer format, for another CPU or GPU), InputError, InstallationError and
     DeviceError (no GPU, or too little memory on it).
+
+    >>> import mhsa_compile as mhsa, numpy as np
+    >>> attention = load(mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4)))
+    >>> attention(np.zeros((2, 9, 32), np.float32)).shape
+    (2, 9, 32)
     """
     if threads is not None:
         host.thread_count(threads)

@@ -73,6 +73,13 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                             takes L x S memory
 
     Raises SpecError.
+
+    >>> spec = AttentionSpec(embed_dim=256, num_heads=8, num_kv_heads=2, causal=True)
+    >>> spec.head_dim, spec.v_head_dim, spec.causal
+    (32, 32, 'top_left')
+    >>> AttentionSpec(embed_dim=100, num_heads=8)
+    Traceback (most recent call last):
+    mhsa_compile.errors.SpecError: head_dim: expected an explicit value, as num_heads does not divide embed_dim
     """
 
     embed_dim: int

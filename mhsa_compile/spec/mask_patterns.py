@@ -44,6 +44,12 @@ class Longformer(Pattern, frozen=True):
 
     window          w: a query sees w / 2 keys on each side of itself; even
     global_tokens   the first ones see everything and are seen by everyone
+
+    >>> Longformer(window=2, global_tokens=1).array(4, 4).astype(int)
+    array([[1, 1, 1, 1],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1],
+           [1, 0, 1, 1]])
     """
 
     window: int
@@ -69,6 +75,11 @@ class BigBird(Pattern, frozen=True):
                     at the end
     random_blocks   further blocks that each query block sees, drawn among those it does not see yet
     seed            of the draw; the same seed gives the same mask on every machine
+
+    >>> BigBird(block=1, window_blocks=1, global_blocks=1, random_blocks=0).array(3, 3).astype(int)
+    array([[1, 1, 1],
+           [1, 1, 0],
+           [1, 0, 1]])
     """
 
     block: int = 64
@@ -112,6 +123,9 @@ class Strided(Pattern, frozen=True):
     """The nearest `stride` keys and every `stride`-th one (Child et al., 2019, https://arxiv.org/abs/1904.10509).
 
     On both sides of a query; with `causal` in the spec, it is the strided attention of the paper's section 4.3.
+
+    >>> Strided(stride=2).array(1, 6).astype(int)
+    array([[1, 1, 1, 0, 1, 0]])
     """
 
     stride: int
@@ -126,7 +140,13 @@ class Strided(Pattern, frozen=True):
 
 
 class BlockDiagonal(Pattern, frozen=True):
-    """Blocks of `block` positions that see themselves only."""
+    """Blocks of `block` positions that see themselves only.
+
+    >>> BlockDiagonal(block=2).array(3, 3).astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [0, 0, 1]])
+    """
 
     block: int
 
@@ -139,7 +159,13 @@ class BlockDiagonal(Pattern, frozen=True):
 
 
 class Documents(Pattern, frozen=True):
-    """Several documents one after the other, each of which sees itself only; what follows the last one is padding."""
+    """Several documents one after the other, each of which sees itself only; what follows the last one is padding.
+
+    >>> Documents((2, 1)).array(3, 4).astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 0]])
+    """
 
     lengths: tuple[int, ...]
 

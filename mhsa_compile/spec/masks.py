@@ -46,6 +46,10 @@ def causal(L: int, S: int, alignment: str) -> BoolArray:
 
     With "bottom_right" and L > S the first L - S queries see nothing, and their attention is zero.
     Raises InputError for another alignment.
+
+    >>> causal(2, 4, "bottom_right").astype(int)
+    array([[1, 1, 1, 0],
+           [1, 1, 1, 1]])
     """
     return window(L, S, -1, 0, alignment)
 
@@ -54,6 +58,11 @@ def window(L: int, S: int, left: int, right: int, alignment: str = "top_left") -
     """(L, S): the query at place p sees the keys p - left to p + right; -1 is unbounded.
 
     Query i stands at p = i ("top_left") or at p = i + S - L ("bottom_right"). Raises InputError.
+
+    >>> window(3, 3, left=1, right=0).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
     """
     if alignment not in ALIGNMENTS:
         raise InputError("alignment", '"top_left" or "bottom_right"', repr(alignment))
@@ -71,6 +80,10 @@ def key_padding(lengths: Sequence[int] | NDArray[np.integer], S: int) -> BoolArr
     """(B, S): the first lengths[b] keys of batch entry b take part, the rest is padding.
 
     Raises InputError unless `lengths` holds B integers from 0 to S.
+
+    >>> key_padding([3, 1], S=4).astype(int)
+    array([[1, 1, 1, 0],
+           [1, 0, 0, 0]])
     """
     valid = np.asarray(lengths)
     if valid.ndim != 1 or not np.issubdtype(valid.dtype, np.integer):

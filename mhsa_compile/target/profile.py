@@ -215,7 +215,11 @@ def profile_names() -> tuple[str, ...]:
 
 def load_profile(name_or_path: str | Path) -> TargetProfile:
     """A profile by name, with or without its architecture in front (aarch64-cortex-a76 is cortex-a76), by the path of a
-    .toml file, or detected ("native"). Raises TargetError."""
+    .toml file, or detected ("native"). Raises TargetError.
+
+    >>> load_profile("aarch64-cortex-a76").vector_lanes("float32")
+    4
+    """
     if name_or_path == NATIVE:
         return detect()
     path = Path(name_or_path)

@@ -73,6 +73,11 @@ def verify(
     self_checks     whether to run those of `self_checks`, too
 
     Raises ArtifactError, and InputError for a case that leaves a dim open.
+
+    >>> import mhsa_compile as mhsa
+    >>> verdict = verify(mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4)), cases=[{"B": 2, "L": 7}])
+    >>> verdict.ok, verdict.worst.error < verdict.worst.budget
+    (True, True)
     """
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.compiled_attention import load

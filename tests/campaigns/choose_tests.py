@@ -35,7 +35,7 @@ Reached = frozenset[tuple[str, str]]  # (file, line), or (kernel, feature or two
 
 
 @dataclass(frozen=True)
-class Test:
+class MeasuredTest:
     """One case: its id, what it took, what it reached, and the targets of the Makefile that run it beside the suite."""
 
     id: str
@@ -82,7 +82,7 @@ def measure(folder: Path, marker: str) -> int:
     return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
 
 
-def read(folder: Path) -> list[Test]:
+def read(folder: Path) -> list[MeasuredTest]:
     """What `measure` left in a folder."""
     from coverage import CoverageData
 
@@ -96,7 +96,7 @@ def read(folder: Path) -> list[Test]:
                     lines[context.partition("|")[0]].add((name, str(line)))
     rows = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     return [
-        Test(
+        MeasuredTest(
             row["test"],
             row["seconds"],
             frozenset(lines[row["test"]]),
@@ -107,7 +107,7 @@ def read(folder: Path) -> list[Test]:
     ]
 
 
-def choose(tests: Collection[Test]) -> set[str]:
+def choose(tests: Collection[MeasuredTest]) -> set[str]:
     """The ids of the tests that `make test`, `make test-arm` and `make test-cuda` leave out."""
     stay, reached = set[str](), set[tuple[str, str]]()
     for tier in ("", *sorted({test.tier for test in tests} - {""})):
@@ -119,9 +119,9 @@ def choose(tests: Collection[Test]) -> set[str]:
     return {test.id for test in tests} - stay
 
 
-def _quickest_cases(tests: Iterable[Test]) -> Iterator[Test]:
+def _quickest_cases(tests: Iterable[MeasuredTest]) -> Iterator[MeasuredTest]:
     """The quickest case of each test function that is not slow."""
-    functions = defaultdict[str, list[Test]](list)
+    functions = defaultdict[str, list[MeasuredTest]](list)
     for test in tests:
         functions[test.function].append(test)
     for cases in functions.values():
@@ -130,7 +130,7 @@ def _quickest_cases(tests: Iterable[Test]) -> Iterator[Test]:
             yield quickest
 
 
-def _cover(tests: Iterable[Test], reached: set[tuple[str, str]]) -> Iterator[Test]:
+def _cover(tests: Iterable[MeasuredTest], reached: set[tuple[str, str]]) -> Iterator[MeasuredTest]:
     """Tests that together reach all that any of them reaches; adds that to `reached`."""
     # What a test adds only shrinks, so the first of the queue whose figure still stands is the best of all.
     queue = [(-len(test.reached - reached) / test.seconds, test.id, test) for test in tests]
@@ -145,7 +145,7 @@ def _cover(tests: Iterable[Test], reached: set[tuple[str, str]]) -> Iterator[Tes
             yield test
 
 
-def table(tests: Collection[Test], left_out: Collection[str]) -> Table:
+def table(tests: Collection[MeasuredTest], left_out: Collection[str]) -> Table:
     """What each target of the Makefile reaches."""
     result = Table("", "tests", "functions", "lines", "kernel with one or two features", "seconds of one CPU")
     suite = [test for test in tests if not test.tier]

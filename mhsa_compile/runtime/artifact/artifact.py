@@ -39,7 +39,14 @@ _ATTEMPTS = 100
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """An artifact on disk, found whole when it was opened."""
+    """An artifact on disk, found whole when it was opened.
+
+    >>> import mhsa_compile as mhsa
+    >>> artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), target="x86-64-v3")
+    >>> _ = artifact.save("small.mhsa")
+    >>> Artifact.open("small.mhsa").manifest.target.name
+    'x86-64-v3'
+    """
 
     path: Path
     manifest: Manifest = field(repr=False)

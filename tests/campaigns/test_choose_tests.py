@@ -1,0 +1,50 @@
+"""Which tests stay: a set that reaches all, the quickest case of each function, and whatever is quick."""
+
+from __future__ import annotations
+
+import re
+
+from support.kernel_features import features
+
+from campaigns.choose_tests import CHOICE, ROOT, MeasuredTest, choose
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+
+
+def made(id: str, seconds: float, *lines: int, tier: str = "") -> MeasuredTest:
+    return MeasuredTest(id, seconds, frozenset(("file.py", str(line)) for line in lines), frozenset(), tier)
+
+
+def test_what_alone_reaches_something_stays() -> None:
+    tests = [made("a.py::f[1]", 5, 1, 2), made("a.py::f[2]", 6, 2, 3), made("a.py::f[3]", 7, 1, 3)]
+    assert choose(tests) == {"a.py::f[3]"}
+
+
+def test_a_function_that_is_not_slow_keeps_its_quickest_case() -> None:
+    tests = [made("a.py::f[1]", 2, 1), made("a.py::f[2]", 1, 1), made("a.py::g", 2, 1), made("a.py::slow", 9, 1)]
+    assert choose(tests) == {"a.py::f[1]", "a.py::slow"}
+
+
+def test_what_is_quick_stays() -> None:
+    assert choose([made("a.py::f[1]", 0.01, 1), made("a.py::f[2]", 0.02, 1)]) == set()
+
+
+def test_the_suite_counts_on_no_other_target() -> None:
+    tests = [made("a.py::f", 9, 1), made("a.py::g", 4, 1, tier="arm"), made("a.py::h", 4, 1, 2, tier="arm")]
+    assert choose(tests) == {"a.py::g"}
+
+
+def test_features_of_an_operation() -> None:
+    rows = HeadLayout(0, "rows", 64)
+    op = AttentionOp("B", 7, "S", 4, 2, 16, 16, 0.25, WindowSpec(8, 0), None, rows, rows, rows, rows, softcap=5.0)
+    assert features(op) == {
+        "grouped heads", "batch free", "kv_length free", "band", "band.left", "band.right", "band.alignment=top_left",
+        "query.layout=rows", "key.layout=rows", "value.layout=rows", "output.layout=rows", "dtype=float32",
+        "softmax=float32", "softcap",
+    }  # fmt: skip
+
+
+def test_the_list_names_functions_that_are_there() -> None:
+    """Or `make choose-tests` is due."""
+    listed = {tuple(line.partition("[")[0].split("::")) for line in CHOICE.read_text("utf-8").splitlines()}
+    texts = {file: (ROOT / file).read_text("utf-8") for file, _ in listed}
+    assert [name for file, name in listed if not re.search(rf"^def {name}\(", texts[file], re.MULTILINE)] == []
