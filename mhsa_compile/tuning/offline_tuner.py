@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from mhsa_compile.compiler.selection.op_key import elsewhere
+from mhsa_compile.compiler.selection.op_key import elsewhere, measured_at
 from mhsa_compile.errors import BuildError, BundleError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.kernels.interface.ops import Op
@@ -125,7 +125,7 @@ def _places(subject: TuningTask, request: Request) -> list[tuple[str, Mapping[st
     symbolic elsewhere, too."""
 
     def word(sizes: Mapping[str, int]) -> str:
-        own = " ".join(f"{name}={size}" for name, size in tasks.measured_at(subject.op, sizes).items())
+        own = " ".join(f"{name}={size}" for name, size in measured_at(subject.op, sizes).items())
         return f"{subject.kind} {own} ({digest(subject.key)[:8]})"
 
     return [(word(sizes), sizes) for sizes in (request.sizes, *elsewhere(subject.op, request.sizes))]

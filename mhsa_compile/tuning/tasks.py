@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from mhsa_compile import kernels
-from mhsa_compile.compiler.selection.op_key import key_of, kind_of, sized
+from mhsa_compile.compiler.selection.op_key import key_of, measured_at
 from mhsa_compile.errors import InputError
-from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
+from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, as_kept, isa_of
 from mhsa_compile.target import environment
@@ -63,7 +62,7 @@ class TuningTask:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.op)
+        return self.op.kind
 
 
 @dataclass(frozen=True)
@@ -136,19 +135,10 @@ def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningT
                 measured = measured_at(op, sizes)
             except KeyError as missing:
                 raise InputError("dims", f"a size for {missing}", "none", "State it: --dim NAME=N.") from None
-            place = digest([kind_of(op), key, measured])
+            place = digest([op.kind, key, measured])
             names = (*(found[place].names if place in found else ()), name)
             found[place] = TuningTask(names, op, key, measured)
     return list(found.values())
-
-
-def measured_at(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
-    """An operation's own sizes, as its records state them."""
-    if isinstance(op, LinearOp):
-        return {"rows": prod(sized(dim, sizes) for dim in op.rows)}
-    assert isinstance(op, AttentionOp), "only operations with a key are measured"
-    dims = {"B": op.batch, "L": op.q_length, "S": op.kv_length}
-    return {name: sized(dim, sizes) for name, dim in dims.items()}
 
 
 def source_digest(subjects: list[TuningTask]) -> str:
