@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
@@ -22,8 +22,7 @@ from mhsa_compile.target import environment
 from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning.search.sampler import Found, Trial
 from mhsa_compile.tuning.search.search import SearchResult
-from mhsa_compile.tuning.search.space import Space
-from mhsa_compile.tuning.search.study import StudyIdentity, digest
+from mhsa_compile.tuning.search.study import Study, StudyIdentity, digest
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class TuningTask:
         return self.op.kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskResult:
     """What the search of an operation came to.
 
@@ -125,7 +124,7 @@ class TuningReport:
         return sum(len(op.names) * op.best_us for op in self.ops if op.history)
 
 
-def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningTask]:
+def tasks_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningTask]:
     """The operations that have something to tune, equal ones as one. Raises InputError for a symbol without a size."""
     found: dict[str, TuningTask] = {}
     for name, op in ops.items():
@@ -141,25 +140,25 @@ def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningT
     return list(found.values())
 
 
-def source_digest(subjects: list[TuningTask]) -> str:
+def source_digest(tasks: list[TuningTask]) -> str:
     """The digest of everything that a source wants tuned, and at which sizes."""
-    return digest([[subject.kind, subject.key, subject.sizes] for subject in subjects])
+    return digest([[task.kind, task.key, task.sizes] for task in tasks])
 
 
 def identity_of(
-    subject: TuningTask, profile: TargetProfile, threads: int, device: Device | None, name: str | None, source: str
+    task: TuningTask, profile: TargetProfile, *, threads: int, device: Device | None, name: str | None, source: str
 ) -> StudyIdentity:
     """What the study of an operation is about. `device` is None for one that nobody knows yet."""
     about = {
-        "op": subject.kind,
-        "key": subject.key,
-        "sizes": subject.sizes,
+        "op": task.kind,
+        "key": task.key,
+        "sizes": task.sizes,
         "isa": msgspec.to_builtins(isa_of(profile)),
         "threads": threads,
         "device": msgspec.to_builtins(device),
         "kernels": _kernels(),
     }
-    return StudyIdentity(f"{name}.{subject.names[0]}" if name else None, about, source)
+    return StudyIdentity(f"{name}.{task.names[0]}" if name else None, about, source)
 
 
 @cache
@@ -171,60 +170,61 @@ def _kernels() -> str:
 
 
 @dataclass(frozen=True)
-class RecordContext:
-    """What a record is about; the fields as there."""
+class MeasuredOn:
+    """What something was measured on, as its record says."""
 
-    op: str
-    key: dict[str, Any]
-    sizes: dict[str, int]
-    kernel: str
-    config: dict[str, int]
-    trace: str = ""
+    profile: TargetProfile
+    threads: int
+    device: Device
+    versions: dict[str, str] = field(default_factory=environment.versions)
 
 
-def record_of(
-    subject: TuningTask,
-    result: SearchResult,
-    profile: TargetProfile,
-    threads: int,
-    device: Device,
-    versions: dict[str, str],
-) -> Record:
+def record_of(task: TuningTask, result: SearchResult, on: MeasuredOn) -> Record:
     """The record of an operation that a kernel of ours computes."""
-    what = RecordContext(subject.kind, subject.key, subject.sizes, result.point.kernel, result.point.config)
-    return written(what, result.best, profile, threads, device, versions)
+    best = result.point
+    return make_record(
+        result.best, on, op=task.kind, key=task.key, sizes=task.sizes, kernel=best.kernel, config=best.config
+    )
 
 
-def written(
-    what: RecordContext, found: Found, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
+def make_record(
+    found: Found,
+    on: MeasuredOn,
+    *,
+    op: str,
+    key: dict[str, Any],
+    sizes: dict[str, int],
+    kernel: str,
+    config: dict[str, int],
+    trace: str = "",
 ) -> Record:
-    """The record of what was found, as of now."""
-    isa = isa_of(profile)
+    """The record of what was found, as of now; the keywords are fields of it."""
+    isa = isa_of(on.profile)
     return Record(
-        op=what.op,
-        key=what.key,
-        sizes=what.sizes,
-        kernel=what.kernel,
-        config=what.config,
-        trace=what.trace,
+        op=op,
+        key=key,
+        sizes=sizes,
+        kernel=kernel,
+        config=config,
+        trace=trace,
         median_us=found.us,
         spread=found.spread,
         default_us=found.default_us,
         error_share=found.error_share,
-        threads=threads,
+        threads=on.threads,
         isa=isa,
-        device=as_kept(device, isa),
-        versions=versions,
+        device=as_kept(on.device, isa),
+        versions=on.versions,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
 
 
-def tuned(subject: TuningTask, space: Space, study: str, result: SearchResult) -> TaskResult:
+def task_result(task: TuningTask, study: Study, result: SearchResult) -> TaskResult:
     best = result.best
     return TaskResult(
-        names=subject.names,
-        op=subject.kind,
-        sizes=subject.sizes,
+        names=task.names,
+        op=task.kind,
+        sizes=task.sizes,
         kernel=result.point.kernel,
         config=result.point.config,
         default_us=best.default_us,
@@ -233,21 +233,32 @@ def tuned(subject: TuningTask, space: Space, study: str, result: SearchResult) -
         noise=result.noise,
         failures=result.failures,
         stopped=result.stopped,
-        space=len(space.points),
-        study=study,
+        space=len(study.space.points),
+        study=study.name,
         history=history(result.trials),
         error_share=best.error_share,
         found_us=None if result.swept is None else best.default_us * result.swept.score,
     )
 
 
-def untuned(subject: TuningTask, space: Space, study: str, why: str) -> TaskResult:
-    """The default's, with nothing measured that could be compared with."""
-    point = space.default
+def not_measured(task: TuningTask, study: Study, why: str) -> TaskResult:
+    """The default config, with nothing measured that could be compared with it."""
+    default = study.space.default
     return TaskResult(
-        subject.names, subject.kind, subject.sizes, point.kernel, point.config, 0.0, 0.0, 1.0, 0.0, {}, why,
-        len(space.points), study,
-    )  # fmt: skip
+        names=task.names,
+        op=task.kind,
+        sizes=task.sizes,
+        kernel=default.kernel,
+        config=default.config,
+        default_us=0.0,
+        best_us=0.0,
+        speedup=1.0,
+        noise=0.0,
+        failures={},
+        stopped=why,
+        space=len(study.space.points),
+        study=study.name,
+    )
 
 
 def history(trials: tuple[Trial, ...]) -> tuple[float | None, ...]:
