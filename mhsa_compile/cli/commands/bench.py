@@ -44,7 +44,7 @@ class BenchOptions:
     dtype: Annotated[
         str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16. A source states its own.")
     ] = None
-    dims: options.Dims
+    dims: options.StatedDims
     threads: options.Threads = None
     seconds: Annotated[float, typer.Option(min=0.1, help="Time for each candidate.")] = 2.0
     plot: Annotated[
@@ -152,7 +152,7 @@ def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> t
     return tuple(replace(workload, B=B, L=L, S=S) for workload in chosen) if stated else chosen
 
 
-def _of_source(source: Path, dims: options.Dims, stated: dict[str, int]) -> Iterator[_Compiled]:
+def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -> Iterator[_Compiled]:
     """An artifact, or what is compiled for these dims."""
     if source.is_dir():
         from mhsa_compile.runtime.artifact.artifact import Artifact

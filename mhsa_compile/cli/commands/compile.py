@@ -21,7 +21,7 @@ def compile_source(
     out: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The artifact's folder.")],
     target: Annotated[str, typer.Option(help="A name from `mhsa targets`, or a .toml file.")] = "native",
     force: Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")] = False,
-    dims: options.Dims,
+    dims: options.StatedDims,
     weights: Annotated[
         Literal["int8"] | None, typer.Option("--weights", help="Linears compute in eight bits, rounded at load.")
     ] = None,

@@ -21,7 +21,7 @@ def run(
         list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.npz", help="Where outputs go.")] = None,
-    dims: options.Dims,
+    dims: options.StatedDims,
     threads: options.Threads = None,
     seed: options.Seed = 0,
     json: options.Json = False,

@@ -49,7 +49,7 @@ class TuneOptions:
     trials: Annotated[
         int | None, typer.Option(min=1, help="At most so many of each operation, earlier runs' among them.")
     ] = None
-    dims: options.Dims
+    dims: options.StatedDims
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="The sizes are those to measure at; dims stay symbolic.")
     ] = False

@@ -36,7 +36,7 @@ def _dim(symbol: str, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dims:
+class StatedDims:
     """Sizes of dims, as a command line states them."""
 
     batch: Annotated[int | None, _dim("B", "Batch size.")] = None
