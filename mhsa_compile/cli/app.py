@@ -21,6 +21,7 @@ from mhsa_compile.cli.commands import (
     tune,
 )
 from mhsa_compile.cli.common import output
+from mhsa_compile.cli.common.option_groups import ungrouped
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files.foreign_errors import refusal_of
 
@@ -76,10 +77,10 @@ def _root(
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, callback=_root, pretty_exceptions_show_locals=False)
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name)(ungrouped(_command))
 _records = typer.Typer(no_args_is_help=True, help=records.__doc__)
 for _name, _command in records.COMMANDS.items():
-    _records.command(_name)(_command)
+    _records.command(_name)(ungrouped(_command))
 app.add_typer(_records, name="records")
 
 

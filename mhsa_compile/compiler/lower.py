@@ -7,7 +7,6 @@ as `fallback`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,26 +15,13 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
-from mhsa_compile.compiler.fallback import (
-    attention,
-    cpu_schedule,
-    cuda_schedule,
-    linear,
-)
-from mhsa_compile.compiler.op_summary import summary
-from mhsa_compile.compiler.selection.op_key import kind_of
+from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
+from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.selection.select_kernel import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.importer import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    KvScatterOp,
-    LinearOp,
-    Op,
-    ScoresOp,
-)
+from mhsa_compile.kernels.interface.ops import KvScatterOp, Op
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
@@ -63,7 +49,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     written = _written_out(imported.module, plain) if plain else imported.module
     others, reports = _lowered(written, profile, shelf)
     builder = relax.BlockBuilder(others)
-    run = {name: builder.add_func(c.emitted.run, f"{kind_of(c.op)}_{name}") for name, c in choices.items()}
+    run = {name: builder.add_func(c.emitted.run, f"{c.op.kind}_{name}") for name, c in choices.items()}
     main, packed, passed = _rewrite_main(imported, others, choices, run)
     builder.update_func(others.get_global_var(MAIN), main)
     if packed or passed:
@@ -88,25 +74,18 @@ def _choose(name: str, op: Op, profile: TargetProfile, shelf: RecordSet) -> _Cho
     if willing:
         choice = choose(op, profile, willing, shelf)
         return _Chosen(name, op, choice, choice.kernel.emit(op, profile, choice.config))
-    if _plain_form(op) is not None:
+    if plain_form(op) is not None:
         return "; ".join(reasons) or "no kernel is made for it"
-    raise ModelError(f"operation {name}", f"a {kind_of(op)} that a kernel can do", "; ".join(reasons) or "no kernel")
+    raise ModelError(f"operation {name}", f"a {op.kind} that a kernel can do", "; ".join(reasons) or "no kernel")
 
 
 def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:
     if isinstance(chosen, str):
-        note = f"{summary(op)}; written out in TVM's operators: {chosen}"
-        return OpReport(name, kind_of(op), "plain", {}, "fallback", note)
+        note = f"{op.summary()}; written out in TVM's operators: {chosen}"
+        return OpReport(name, op.kind, "plain", {}, "fallback", note)
     choice = chosen.choice
     source: Literal["record", "default"] = "default" if choice.record is None else "record"
-    return OpReport(name, kind_of(op), choice.kernel.name, choice.config, source, summary(op), choice.tuning)
-
-
-def _plain_form(op: Op) -> Callable[[Any, Any, list[Any]], Any] | None:
-    """What writes an operation out in TVM's operators."""
-    if isinstance(op, AttentionOp | ScoresOp | AttentionProbsOp):
-        return None if isinstance(op, AttentionProbsOp) and not op.whole else attention.emit
-    return linear.emit if isinstance(op, LinearOp) and not op.int8_weights else None
+    return OpReport(name, op.kind, choice.kernel.name, choice.config, source, op.summary(), choice.tuning)
 
 
 def _written_out(module: Any, plain: dict[str, Op]) -> Any:
@@ -118,7 +97,7 @@ def _written_out(module: Any, plain: dict[str, Op]) -> Any:
             name = str(call.args[0].global_symbol) if call.op == tvm.ir.Op.get("relax.call_dps_packed") else ""
             if name not in plain:
                 return super().visit_call_(call)
-            form = _plain_form(plain[name])
+            form = plain_form(plain[name])
             assert form is not None  # _choose saw to it
             return form(self.builder_, plain[name], [self.visit_expr(value) for value in call.args[1].fields])
 

@@ -35,7 +35,7 @@ class FallbackTask:
     reason: str = ""
 
 
-def tasks(module: Any, profile: CpuProfile) -> list[FallbackTask]:
+def fallback_tasks(module: Any, profile: CpuProfile) -> list[FallbackTask]:
     """What an imported module leaves for TVM, equal functions once."""
     found, exact = cpu_schedule.primitives(module, profile), cpu_schedule.primitives(module, profile, arithmetic=False)
     by_key: dict[str, FallbackTask] = {}

@@ -1,7 +1,7 @@
 """Tuning what no kernel claims, with TVM's MetaSchedule: it proposes schedules, a session measures them.
 
-    for task in fallback_jobs.tasks(imported.module, profile):
-        tuned = tune(task, profile, session, seconds=10)
+    for task in fallback_jobs.fallback_tasks(imported.module, profile):
+        result = tune_function(task, profile, session, seconds=10)
 
 Of MetaSchedule only the search space and the sampling are used. Building, measuring and judging are those of all tuning
 here, so a candidate may run on any device, and none is timed before it was right; and its database, which ignores the
@@ -27,7 +27,6 @@ import tvm
 from mhsa_compile.compiler.fallback import cpu_schedule, traces
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record
-from mhsa_compile.target import environment
 from mhsa_compile.target.profile import CpuProfile
 from mhsa_compile.tuning.fallback_jobs import FallbackTask, candidate_of, job_of
 from mhsa_compile.tuning.measure.job import (
@@ -44,7 +43,7 @@ from mhsa_compile.tuning.search.search import (
     SECONDS,
     noise_of,
 )
-from mhsa_compile.tuning.tasks import RecordContext, written
+from mhsa_compile.tuning.tasks import MeasuredOn, make_record
 
 SPACE = 1 << 20
 """Samples that MetaSchedule may draw: time or trials end a search before."""
@@ -70,7 +69,7 @@ class ScheduleResult:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-def tune_all(
+def tune_functions(
     found: list[FallbackTask],
     profile: CpuProfile,
     session: Session,
@@ -86,17 +85,17 @@ def tune_all(
     Raises DeviceError, RecordsError, and RuntimeError where a function's default cannot be measured.
     """
     tunable = [task for task in found if not task.reason]
-    every = []
+    results = []
     for task in tunable:
         tell(task.name)
-        tuned = tune(task, profile, session, max(LEAST_SECONDS, seconds / len(tunable)), trials, seed)
-        if tuned.record is not None:
-            record_files.append(records, tuned.record)
-        every.append(tuned)
-    return every
+        result = tune_function(task, profile, session, max(LEAST_SECONDS, seconds / len(tunable)), trials, seed)
+        if result.record is not None:
+            record_files.append(records, result.record)
+        results.append(result)
+    return results
 
 
-def tune(
+def tune_function(
     task: FallbackTask,
     profile: CpuProfile,
     session: Session,
@@ -109,13 +108,13 @@ def tune(
     end = monotonic() + seconds - 4 * LAST
     job = job_of(task, seed)
     default = candidate_of(cpu_schedule.scheduled(task.function, profile.vector_lanes("float32")), profile)
-    tuned = ScheduleResult(task, float("nan"), float("nan"), 0.0)
+    result = ScheduleResult(task, float("nan"), float("nan"), 0.0)
     space = _Space(task, profile, session.threads, seed)
     best: tuple[float, str, Candidate] | None = None
     empty = 0
-    while empty < REFUSED and monotonic() < end and (trials is None or tuned.trials < trials):
-        drawn = space.draw(BATCH if trials is None else min(BATCH, trials - tuned.trials))
-        built = _built(drawn, task, profile, tuned)
+    while empty < REFUSED and monotonic() < end and (trials is None or result.trials < trials):
+        drawn = space.draw(BATCH if trials is None else min(BATCH, trials - result.trials))
+        built = _built(drawn, task, profile, result)
         empty = 0 if built else empty + 1
         if not built:
             continue
@@ -124,32 +123,32 @@ def tune(
             raise RuntimeError(f"the default schedule of {task.name} {first.reason} {first.detail}".strip())
         for (trace, candidate), outcome in zip(built, others, strict=True):
             if not isinstance(outcome, Timing):
-                tuned.failures[outcome.reason] += 1
+                result.failures[outcome.reason] += 1
             elif best is None or Found.of(outcome, first).score < best[0]:
                 best = Found.of(outcome, first).score, trace, candidate
-    return _confirmed(tuned, job, default, best, profile, session)
+    return _confirmed(result, job, default, best, profile, session)
 
 
 def _built(
-    drawn: list[str], task: FallbackTask, profile: CpuProfile, tuned: ScheduleResult
+    drawn: list[str], task: FallbackTask, profile: CpuProfile, result: ScheduleResult
 ) -> list[tuple[str, Candidate]]:
     """Those that can be built as `cpu_schedule` would: from their trace."""
     built = []
     for trace in drawn:
-        tuned.trials += 1
+        result.trials += 1
         function = traces.applied(task.function, trace)
         if isinstance(function, str):  # why the trace does not apply
-            tuned.failures[BUILD] += 1
+            result.failures[BUILD] += 1
             continue
         try:
             built.append((trace, candidate_of(function, profile)))
         except Exception:  # whatever TVM's passes and LLVM trip over
-            tuned.failures[BUILD] += 1
+            result.failures[BUILD] += 1
     return built
 
 
 def _confirmed(
-    tuned: ScheduleResult,
+    result: ScheduleResult,
     job: MeasureJob,
     default: Candidate,
     best: tuple[float, str, Candidate] | None,
@@ -161,17 +160,19 @@ def _confirmed(
     outcomes = session.measure(job, company, LAST)
     first, last = outcomes[0], outcomes[-1]
     if not (isinstance(first, Timing) and isinstance(last, Timing)):
-        raise RuntimeError(f"the default schedule of {tuned.task.name} could not be measured")
-    tuned.noise, tuned.default_us = noise_of(first, last), Found.of(first, first).us
-    tuned.best_us = tuned.default_us
+        raise RuntimeError(f"the default schedule of {result.task.name} could not be measured")
+    result.noise, result.default_us = noise_of(first, last), Found.of(first, first).us
+    result.best_us = result.default_us
     if best is None or not isinstance(outcomes[1], Timing):
-        return tuned
+        return result
     found = Found.of(outcomes[1], first)
-    if found.score < 1 - tuned.noise:
-        tuned.best_us = found.default_us * found.score
-        what = RecordContext(traces.KIND, tuned.task.key, {}, traces.KIND, {}, best[1])
-        tuned.record = written(what, found, profile, session.threads, session.device, environment.versions())
-    return tuned
+    if found.score < 1 - result.noise:
+        result.best_us = found.default_us * found.score
+        on, key = MeasuredOn(profile, session.threads, session.device), result.task.key
+        result.record = make_record(
+            found, on, op=traces.KIND, key=key, sizes={}, kernel=traces.KIND, config={}, trace=best[1]
+        )
+    return result
 
 
 # ---- MetaSchedule

@@ -14,15 +14,14 @@ from typing import Any
 
 import msgspec
 
-from mhsa_compile.compiler.selection.op_key import elsewhere
+from mhsa_compile.compiler.selection.op_key import elsewhere, measured_at
 from mhsa_compile.errors import BuildError, BundleError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.target import environment
 from mhsa_compile.target.profile import TargetProfile
-from mhsa_compile.tuning import op_jobs, tasks
+from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import work_bundle, work_results
 from mhsa_compile.tuning.measure.job import (
     Candidate,
@@ -49,11 +48,17 @@ from mhsa_compile.tuning.search.study import Study, digest
 from mhsa_compile.tuning.search.study_storage import open_storage
 from mhsa_compile.tuning.search.warm_start import first_guesses
 from mhsa_compile.tuning.tasks import (
+    MeasuredOn,
     Request,
     TaskResult,
     TuningReport,
     TuningTask,
-    subjects_of,
+    identity_of,
+    not_measured,
+    record_of,
+    source_digest,
+    task_result,
+    tasks_of,
 )
 from mhsa_compile.tuning.tuner import built
 
@@ -74,23 +79,23 @@ def pack(
 ) -> int:
     """Writes a bundle, and returns how many candidates it holds. `target` is a name for people; `tell` is told what is
     being built. Raises OutputError and what `tune` raises."""
-    subjects = subjects_of(ops, request.sizes)
-    source = tasks.source_digest(subjects)
+    tasks = tasks_of(ops, request.sizes)
+    source = source_digest(tasks)
     storage = open_storage(request.storage)
     order = WorkOrder(
         study=_word(source, request), target=target, isa=isa_of(profile), threads=threads, seconds=SECONDS
     )
     count = 0
     with work_bundle.create(path, order) as add:
-        for subject in subjects:
-            tell(f"build {subject.kind} {subject.sizes}")
-            space = Space.of(subject.op, profile)
-            with _study(storage, subject, space, profile, threads, request, source) as study:
+        for task in tasks:
+            tell(f"build {task.kind} {task.sizes}")
+            space = Space.of(task.op, profile)
+            with _study(storage, task, space, profile, threads, request, source) as study:
                 candidates = _candidates(space, _points(study, request))
             labels = tuple(_label(point) for point in candidates)
             everyone = built(space, space.default), *candidates.values()
-            for place, sizes in _places(subject, request):
-                job = op_jobs.job_of(subject.op, sizes, request.seed)
+            for place, sizes in _places(task, request):
+                job = op_jobs.job_of(task.op, sizes, request.seed)
                 add(BundleTask(place, job, everyone, (labels[0], *labels)))
                 count += len(candidates)
     return count
@@ -102,16 +107,16 @@ def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path
     Raises BundleError for results of another source, target or study, and what `tune` raises.
     """
     began, found = monotonic(), work_results.read(path)
-    subjects = subjects_of(ops, request.sizes)
-    source = tasks.source_digest(subjects)
+    tasks = tasks_of(ops, request.sizes)
+    source = source_digest(tasks)
     _check(found, path, _word(source, request), profile)
     storage = open_storage(request.storage)
     report = []
-    for subject in subjects:
-        space = Space.of(subject.op, profile)
-        with _study(storage, subject, space, profile, found.order.threads, request, source) as study:
-            own = [_of_task(found, place) for place, _ in _places(subject, request)]
-            report.append(_unpacked(subject, study, own, profile, found, request))
+    for task in tasks:
+        space = Space.of(task.op, profile)
+        with _study(storage, task, space, profile, found.order.threads, request, source) as study:
+            own = [_of_task(found, place) for place, _ in _places(task, request)]
+            report.append(_unpacked(task, study, own, profile, found, request))
     return TuningReport(tuple(report), monotonic() - began)
 
 
@@ -120,15 +125,15 @@ def _word(source: str, request: Request) -> str:
     return f"{request.study or 'mhsa'}:{source[:20]}"
 
 
-def _places(subject: TuningTask, request: Request) -> list[tuple[str, Mapping[str, int]]]:
+def _places(task: TuningTask, request: Request) -> list[tuple[str, Mapping[str, int]]]:
     """(a word for the task, sizes of the symbols) of an operation: where it is to be fast, and if its lengths are
     symbolic elsewhere, too."""
 
     def word(sizes: Mapping[str, int]) -> str:
-        own = " ".join(f"{name}={size}" for name, size in tasks.measured_at(subject.op, sizes).items())
-        return f"{subject.kind} {own} ({digest(subject.key)[:8]})"
+        own = " ".join(f"{name}={size}" for name, size in measured_at(task.op, sizes).items())
+        return f"{task.kind} {own} ({digest(task.key)[:8]})"
 
-    return [(word(sizes), sizes) for sizes in (request.sizes, *elsewhere(subject.op, request.sizes))]
+    return [(word(sizes), sizes) for sizes in (request.sizes, *elsewhere(task.op, request.sizes))]
 
 
 def _of_task(found: Results, place: str) -> dict[Point, Measured]:
@@ -141,9 +146,9 @@ def _label(point: Point) -> str:
 
 
 def _study(
-    storage: Any, subject: TuningTask, space: Space, profile: TargetProfile, threads: int, request: Request, source: str
+    storage: Any, task: TuningTask, space: Space, profile: TargetProfile, threads: int, request: Request, source: str
 ) -> Study:
-    identity = tasks.identity_of(subject, profile, threads, None, request.study, source)
+    identity = identity_of(task, profile, threads=threads, device=None, name=request.study, source=source)
     return Study(storage, identity, space, seed=request.seed)
 
 
@@ -183,7 +188,7 @@ def _check(found: Results, path: Path, word: str, profile: TargetProfile) -> Non
 
 
 def _unpacked(
-    subject: TuningTask,
+    task: TuningTask,
     study: Study,
     own: list[dict[Point, Measured]],
     profile: TargetProfile,
@@ -198,13 +203,12 @@ def _unpacked(
     default = pairs.get(space.default)
     if default is None or (both := _both(default)) is None:
         why = "it was not measured" if default is None else _why(default.outcome)
-        return tasks.untuned(subject, space, study.name, f"the default config: {why}")
+        return not_measured(task, study, f"the default config: {why}")
     lasting = {point: measured for point, measured in pairs.items() if all(_lasts(point, one) for one in others)}
     result = _best(space, *both, lasting, study)
-    versions = environment.versions()
-    record = tasks.record_of(subject, result, profile, found.order.threads, found.device, versions)
-    record_files.append(request.records, record)
-    return tasks.tuned(subject, space, study.name, result)
+    on = MeasuredOn(profile, found.order.threads, found.device)
+    record_files.append(request.records, record_of(task, result, on))
+    return task_result(task, study, result)
 
 
 def _both(measured: Measured) -> tuple[Timing, Timing] | None:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from mhsa_compile import kernels
-from mhsa_compile.compiler.selection.op_key import key_of, kind_of, sized
+from mhsa_compile.compiler.selection.op_key import key_of, measured_at
 from mhsa_compile.errors import InputError
-from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
+from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, as_kept, isa_of
 from mhsa_compile.target import environment
 from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning.search.sampler import Found, Trial
 from mhsa_compile.tuning.search.search import SearchResult
-from mhsa_compile.tuning.search.space import Space
-from mhsa_compile.tuning.search.study import StudyIdentity, digest
+from mhsa_compile.tuning.search.study import Study, StudyIdentity, digest
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,10 @@ class TuningTask:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.op)
+        return self.op.kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskResult:
     """What the search of an operation came to.
 
@@ -126,7 +124,7 @@ class TuningReport:
         return sum(len(op.names) * op.best_us for op in self.ops if op.history)
 
 
-def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningTask]:
+def tasks_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningTask]:
     """The operations that have something to tune, equal ones as one. Raises InputError for a symbol without a size."""
     found: dict[str, TuningTask] = {}
     for name, op in ops.items():
@@ -136,40 +134,31 @@ def subjects_of(ops: Mapping[str, Op], sizes: Mapping[str, int]) -> list[TuningT
                 measured = measured_at(op, sizes)
             except KeyError as missing:
                 raise InputError("dims", f"a size for {missing}", "none", "State it: --dim NAME=N.") from None
-            place = digest([kind_of(op), key, measured])
+            place = digest([op.kind, key, measured])
             names = (*(found[place].names if place in found else ()), name)
             found[place] = TuningTask(names, op, key, measured)
     return list(found.values())
 
 
-def measured_at(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
-    """An operation's own sizes, as its records state them."""
-    if isinstance(op, LinearOp):
-        return {"rows": prod(sized(dim, sizes) for dim in op.rows)}
-    assert isinstance(op, AttentionOp), "only operations with a key are measured"
-    dims = {"B": op.batch, "L": op.q_length, "S": op.kv_length}
-    return {name: sized(dim, sizes) for name, dim in dims.items()}
-
-
-def source_digest(subjects: list[TuningTask]) -> str:
+def source_digest(tasks: list[TuningTask]) -> str:
     """The digest of everything that a source wants tuned, and at which sizes."""
-    return digest([[subject.kind, subject.key, subject.sizes] for subject in subjects])
+    return digest([[task.kind, task.key, task.sizes] for task in tasks])
 
 
 def identity_of(
-    subject: TuningTask, profile: TargetProfile, threads: int, device: Device | None, name: str | None, source: str
+    task: TuningTask, profile: TargetProfile, *, threads: int, device: Device | None, name: str | None, source: str
 ) -> StudyIdentity:
     """What the study of an operation is about. `device` is None for one that nobody knows yet."""
     about = {
-        "op": subject.kind,
-        "key": subject.key,
-        "sizes": subject.sizes,
+        "op": task.kind,
+        "key": task.key,
+        "sizes": task.sizes,
         "isa": msgspec.to_builtins(isa_of(profile)),
         "threads": threads,
         "device": msgspec.to_builtins(device),
         "kernels": _kernels(),
     }
-    return StudyIdentity(f"{name}.{subject.names[0]}" if name else None, about, source)
+    return StudyIdentity(f"{name}.{task.names[0]}" if name else None, about, source)
 
 
 @cache
@@ -181,60 +170,61 @@ def _kernels() -> str:
 
 
 @dataclass(frozen=True)
-class RecordContext:
-    """What a record is about; the fields as there."""
+class MeasuredOn:
+    """What something was measured on, as its record says."""
 
-    op: str
-    key: dict[str, Any]
-    sizes: dict[str, int]
-    kernel: str
-    config: dict[str, int]
-    trace: str = ""
+    profile: TargetProfile
+    threads: int
+    device: Device
+    versions: dict[str, str] = field(default_factory=environment.versions)
 
 
-def record_of(
-    subject: TuningTask,
-    result: SearchResult,
-    profile: TargetProfile,
-    threads: int,
-    device: Device,
-    versions: dict[str, str],
-) -> Record:
+def record_of(task: TuningTask, result: SearchResult, on: MeasuredOn) -> Record:
     """The record of an operation that a kernel of ours computes."""
-    what = RecordContext(subject.kind, subject.key, subject.sizes, result.point.kernel, result.point.config)
-    return written(what, result.best, profile, threads, device, versions)
+    best = result.point
+    return make_record(
+        result.best, on, op=task.kind, key=task.key, sizes=task.sizes, kernel=best.kernel, config=best.config
+    )
 
 
-def written(
-    what: RecordContext, found: Found, profile: TargetProfile, threads: int, device: Device, versions: dict[str, str]
+def make_record(
+    found: Found,
+    on: MeasuredOn,
+    *,
+    op: str,
+    key: dict[str, Any],
+    sizes: dict[str, int],
+    kernel: str,
+    config: dict[str, int],
+    trace: str = "",
 ) -> Record:
-    """The record of what was found, as of now."""
-    isa = isa_of(profile)
+    """The record of what was found, as of now; the keywords are fields of it."""
+    isa = isa_of(on.profile)
     return Record(
-        op=what.op,
-        key=what.key,
-        sizes=what.sizes,
-        kernel=what.kernel,
-        config=what.config,
-        trace=what.trace,
+        op=op,
+        key=key,
+        sizes=sizes,
+        kernel=kernel,
+        config=config,
+        trace=trace,
         median_us=found.us,
         spread=found.spread,
         default_us=found.default_us,
         error_share=found.error_share,
-        threads=threads,
+        threads=on.threads,
         isa=isa,
-        device=as_kept(device, isa),
-        versions=versions,
+        device=as_kept(on.device, isa),
+        versions=on.versions,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
 
 
-def tuned(subject: TuningTask, space: Space, study: str, result: SearchResult) -> TaskResult:
+def task_result(task: TuningTask, study: Study, result: SearchResult) -> TaskResult:
     best = result.best
     return TaskResult(
-        names=subject.names,
-        op=subject.kind,
-        sizes=subject.sizes,
+        names=task.names,
+        op=task.kind,
+        sizes=task.sizes,
         kernel=result.point.kernel,
         config=result.point.config,
         default_us=best.default_us,
@@ -243,21 +233,32 @@ def tuned(subject: TuningTask, space: Space, study: str, result: SearchResult) -
         noise=result.noise,
         failures=result.failures,
         stopped=result.stopped,
-        space=len(space.points),
-        study=study,
+        space=len(study.space.points),
+        study=study.name,
         history=history(result.trials),
         error_share=best.error_share,
         found_us=None if result.swept is None else best.default_us * result.swept.score,
     )
 
 
-def untuned(subject: TuningTask, space: Space, study: str, why: str) -> TaskResult:
-    """The default's, with nothing measured that could be compared with."""
-    point = space.default
+def not_measured(task: TuningTask, study: Study, why: str) -> TaskResult:
+    """The default config, with nothing measured that could be compared with it."""
+    default = study.space.default
     return TaskResult(
-        subject.names, subject.kind, subject.sizes, point.kernel, point.config, 0.0, 0.0, 1.0, 0.0, {}, why,
-        len(space.points), study,
-    )  # fmt: skip
+        names=task.names,
+        op=task.kind,
+        sizes=task.sizes,
+        kernel=default.kernel,
+        config=default.config,
+        default_us=0.0,
+        best_us=0.0,
+        speedup=1.0,
+        noise=0.0,
+        failures={},
+        stopped=why,
+        space=len(study.space.points),
+        study=study.name,
+    )
 
 
 def history(trials: tuple[Trial, ...]) -> tuple[float | None, ...]:

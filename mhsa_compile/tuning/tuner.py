@@ -22,7 +22,7 @@ from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
 from mhsa_compile.target import environment
 from mhsa_compile.target.profile import TargetProfile
-from mhsa_compile.tuning import op_jobs, tasks
+from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import sessions
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.measure.sessions import Session
@@ -38,11 +38,17 @@ from mhsa_compile.tuning.search.study import Study
 from mhsa_compile.tuning.search.study_storage import open_storage
 from mhsa_compile.tuning.search.warm_start import first_guesses
 from mhsa_compile.tuning.tasks import (
+    MeasuredOn,
     Request,
     TaskResult,
     TuningReport,
     TuningTask,
-    subjects_of,
+    identity_of,
+    not_measured,
+    record_of,
+    source_digest,
+    task_result,
+    tasks_of,
 )
 
 LEAST_SHARE = 0.1
@@ -58,10 +64,10 @@ class State:
     """An operation while it is tuned, for who watches. `phase` is "waiting", "searching", "sweeping", "confirming" or
     "done"."""
 
-    subject: TuningTask
+    task: TuningTask
     phase: str = "waiting"
     progress: Progress | None = None
-    tuned: TaskResult | None = None
+    result: TaskResult | None = None
 
 
 Watch = Callable[[list[State], float | None], None]
@@ -80,7 +86,7 @@ def tune(
     """Raises InputError, OutputError, RecordsError and InstallationError, and DeviceError for a device that is of
     another architecture, or stays away."""
     sessions.require(session.device, isa_of(profile))
-    return _Tuning(profile, session, request, watch, build or built).run(subjects_of(ops, request.sizes))
+    return _Tuning(profile, session, request, watch, build or built).run(tasks_of(ops, request.sizes))
 
 
 def built(space: Space, point: Point) -> Candidate:
@@ -100,10 +106,10 @@ class _Tuning:
     started: float = field(default_factory=monotonic)
     versions: dict[str, str] = field(default_factory=environment.versions)
 
-    def run(self, subjects: list[TuningTask]) -> TuningReport:
+    def run(self, tasks: list[TuningTask]) -> TuningReport:
         storage = open_storage(self.request.storage)
-        self.source = tasks.source_digest(subjects)
-        self.states = [State(subject) for subject in subjects]
+        self.source = source_digest(tasks)
+        self.states = [State(task) for task in tasks]
         searches: list[tuple[State, Search]] = []
         with ExitStack() as studies:
             for state in self.states:
@@ -113,19 +119,21 @@ class _Tuning:
                 try:
                     search.begin()
                 except Unmeasurable as error:
-                    self._done(state, tasks.untuned(state.subject, search.space, search.study.name, str(error)))
+                    self._done(state, not_measured(state.task, search.study, str(error)))
                 else:
                     searches.append((state, search))
             searches.sort(key=lambda pair: _weight(*pair))
             for place, (state, search) in enumerate(searches):
                 self._tune(state, search, self._end(searches[place:]))
-        return TuningReport(tuple(s.tuned for s in self.states if s.tuned is not None), monotonic() - self.started)
+        return TuningReport(tuple(s.result for s in self.states if s.result is not None), monotonic() - self.started)
 
     def _prepared(self, storage: Any, state: State) -> Search:
-        subject = state.subject
-        space = Space.of(subject.op, self.profile)
+        task = state.task
+        space = Space.of(task.op, self.profile)
         threads, device = self.session.threads, self.session.device
-        identity = tasks.identity_of(subject, self.profile, threads, device, self.request.study, self.source)
+        identity = identity_of(
+            task, self.profile, threads=threads, device=device, name=self.request.study, source=self.source
+        )
         study = Study(storage, identity, space, seed=self.request.seed)
 
         def tell(progress: Progress) -> None:
@@ -133,10 +141,10 @@ class _Tuning:
             self._say()
 
         def job(sizes: Mapping[str, int]) -> MeasureJob:
-            return op_jobs.job_of(subject.op, sizes, self.request.seed)
+            return op_jobs.job_of(task.op, sizes, self.request.seed)
 
         here = self.request.sizes
-        others = cache(lambda: [job(sizes) for sizes in elsewhere(subject.op, here)])
+        others = cache(lambda: [job(sizes) for sizes in elsewhere(task.op, here)])
         return Search(space, job(here), study, self.session, lambda point: self.build(space, point), tell, others)
 
     def _end(self, waiting: list[tuple[State, Search]]) -> float:
@@ -162,13 +170,12 @@ class _Tuning:
         state.phase = "confirming"
         self._say()
         result = search.confirm(stopped, before)
-        threads, device = self.session.threads, self.session.device
-        record = tasks.record_of(state.subject, result, self.profile, threads, device, self.versions)
-        record_files.append(request.records, record)
-        self._done(state, tasks.tuned(state.subject, search.space, search.study.name, result))
+        on = MeasuredOn(self.profile, self.session.threads, self.session.device, self.versions)
+        record_files.append(request.records, record_of(state.task, result, on))
+        self._done(state, task_result(state.task, search.study, result))
 
-    def _done(self, state: State, tuned: TaskResult) -> None:
-        state.phase, state.tuned = "done", tuned
+    def _done(self, state: State, result: TaskResult) -> None:
+        state.phase, state.result = "done", result
         self._say()
 
     def _say(self) -> None:
@@ -181,4 +188,4 @@ class _Tuning:
 
 def _weight(state: State, search: Search) -> float:
     """Microseconds of a call that this operation takes."""
-    return search.default_us * len(state.subject.names)
+    return search.default_us * len(state.task.names)

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import onnx
@@ -22,10 +24,13 @@ from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
 from mhsa_compile.cli.commands import doctor
 from mhsa_compile.cli.common import arrays
+from mhsa_compile.cli.common.spec_flags import SpecFlags
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.runtime.artifact.manifest import TensorInfo
+from mhsa_compile.spec import checks
+from mhsa_compile.spec.attention_spec import MASKS, AttentionSpec
 from mhsa_compile.target import environment, host, profile
 
 COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "records list", "records merge",
@@ -54,6 +59,27 @@ def test_every_command_explains_itself_and_speaks_json(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "--json" in result.stdout
+
+
+def test_every_field_of_a_spec_has_a_flag_that_knows_its_choices() -> None:
+    assert {flag.name for flag in fields(SpecFlags)} == set(AttentionSpec.__struct_fields__)
+    types = get_type_hints(SpecFlags)
+    choices = {name: get_args(get_args(types[name])[0]) for name in ("causal", "mask", "dtype")}
+    assert choices == {"causal": ("true", *checks.ALIGNMENTS), "mask": MASKS, "dtype": checks.DTYPES}
+
+
+def test_flags_become_what_a_spec_takes() -> None:
+    flags = SpecFlags(embed_dim=64, bias=False, causal="true", window="5,-1", rope="theta=500", outputs="y,top_k:5")
+    stated = flags.stated()
+    assert stated.pop("rope").theta == 500
+    assert stated == {
+        "embed_dim": 64,
+        "bias": False,
+        "causal": True,
+        "window": [5, -1],
+        "outputs": ["y", "top_k:5"],
+    }
+    assert SpecFlags(window="").stated() == {"window": ""}
 
 
 def test_the_module_is_the_command() -> None:

@@ -10,7 +10,6 @@ import pytest
 from mhsa_compile.compiler.selection.op_key import (
     bucket,
     key_of,
-    kind_of,
     symbols,
 )
 from mhsa_compile.compiler.selection.select_kernel import choose, willing_kernels
@@ -40,7 +39,7 @@ def attention(L=5, S=37, dtype="float32", band=None, **fields) -> AttentionOp:
 
 def record(op, kernel: str, config: dict[str, int], profile: TargetProfile, **fields) -> Record:
     stated = {
-        "op": kind_of(op), "key": key_of(op), "sizes": {"L": 37}, "kernel": kernel, "config": config, "median_us": 10.0,
+        "op": op.kind, "key": key_of(op), "sizes": {"L": 37}, "kernel": kernel, "config": config, "median_us": 10.0,
         "spread": 0.01, "default_us": 12.0, "error_share": 0.3, "threads": 2, "isa": isa_of(profile),
         "device": Device(cpu="made up", cores=2, architecture="x86_64"), "versions": {}, "date": "2026-11-21",
     }  # fmt: skip

@@ -46,12 +46,12 @@ def session() -> Iterator[sessions.Session]:
 
 
 @pytest.fixture(scope="module")
-def tuned(profile: TargetProfile, session: sessions.Session) -> metaschedule.ScheduleResult:
+def result(profile: TargetProfile, session: sessions.Session) -> metaschedule.ScheduleResult:
     """A search of two trials, to which whatever is right is an improvement."""
-    (task,) = fallback_jobs.tasks(norms(53), profile)
+    (task,) = fallback_jobs.fallback_tasks(norms(53), profile)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metaschedule, "noise_of", lambda first, last: -1e9)
-        return metaschedule.tune(task, profile, session, seconds=30, trials=2)
+        return metaschedule.tune_function(task, profile, session, seconds=30, trials=2)
 
 
 def run(module: Any, *inputs: np.ndarray) -> np.ndarray:
@@ -60,9 +60,9 @@ def run(module: Any, *inputs: np.ndarray) -> np.ndarray:
     return relax.VirtualMachine(built, tvm.cpu())["main"](*map(tvm.runtime.tensor, inputs)).numpy()
 
 
-def test_a_search_makes_a_record_that_compiles(tuned: metaschedule.ScheduleResult, profile: TargetProfile) -> None:
-    assert tuned.trials == 2
-    record = tuned.record
+def test_a_search_makes_a_record_that_compiles(result: metaschedule.ScheduleResult, profile: TargetProfile) -> None:
+    assert result.trials == 2
+    record = result.record
     assert record is not None
     assert 0 < record.error_share <= 1
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
@@ -71,7 +71,7 @@ def test_a_search_makes_a_record_that_compiles(tuned: metaschedule.ScheduleResul
     assert (row.source, row.kernel, row.op) == ("record", "tvm", "tvm")
     assert "times as fast as the default" in row.tuning
     assert msgspec.json.decode(msgspec.json.encode(row), type=OpReport) == row
-    job = fallback_jobs.job_of(tuned.task, seed=7)
+    job = fallback_jobs.job_of(result.task, seed=7)
     assert job.error_share(run(lowered.module, *job.inputs)) <= 1
 
 
@@ -79,13 +79,13 @@ def test_what_is_wrong_makes_no_record(
     profile: TargetProfile, session: sessions.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Schedules that leave out the last column."""
-    (task,) = fallback_jobs.tasks(norms(53), profile)
+    (task,) = fallback_jobs.fallback_tasks(norms(53), profile)
     whole, short = (f"T.grid(T.int64(53), T.int64({width}))" for width in (37, 36))
     assert whole in task.function.script()
     missing = tvm.script.from_source(task.function.script().replace(whole, short))
     monkeypatch.setattr(traces, "applied", lambda function, trace: missing)
     monkeypatch.setattr(metaschedule, "noise_of", lambda first, last: -1e9)
-    found = metaschedule.tune(task, profile, session, seconds=30, trials=2)
+    found = metaschedule.tune_function(task, profile, session, seconds=30, trials=2)
     assert found.failures == {WRONG: 2}
     assert found.record is None
     assert found.best_us == found.default_us
@@ -100,20 +100,20 @@ def test_what_is_wrong_makes_no_record(
     ],
 )
 def test_a_record_that_does_not_fit_is_a_reason(
-    tuned: metaschedule.ScheduleResult, profile: TargetProfile, changes: dict[str, Any], reason: str
+    result: metaschedule.ScheduleResult, profile: TargetProfile, changes: dict[str, Any], reason: str
 ) -> None:
-    foreign = msgspec.structs.replace(tuned.record, **changes)
+    foreign = msgspec.structs.replace(result.record, **changes)
     (row,) = cpu_schedule.lower(norms(53), profile, RecordSet([foreign], profile)).reports
     assert row.source == "fallback"
     assert reason in row.tuning
 
 
-def test_other_functions_have_no_row(tuned: metaschedule.ScheduleResult, profile: TargetProfile) -> None:
-    assert tuned.record is not None
+def test_other_functions_have_no_row(result: metaschedule.ScheduleResult, profile: TargetProfile) -> None:
+    assert result.record is not None
     for module in (norms(59), norms(53, width=41), norms(te.var("n", "int64"))):
-        assert cpu_schedule.lower(module, profile, RecordSet([tuned.record, made()], profile)).reports == []
+        assert cpu_schedule.lower(module, profile, RecordSet([result.record, made()], profile)).reports == []
 
 
 def test_what_cannot_be_tuned_says_why(profile: TargetProfile) -> None:
-    (task,) = fallback_jobs.tasks(norms(te.var("n", "int64")), profile)
+    (task,) = fallback_jobs.fallback_tasks(norms(te.var("n", "int64")), profile)
     assert "lengths are symbols" in task.reason

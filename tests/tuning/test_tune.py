@@ -39,7 +39,7 @@ from mhsa_compile.tuning.tasks import (
     Request,
     TaskResult,
     TuningReport,
-    subjects_of,
+    tasks_of,
 )
 from mhsa_compile.tuning.tuner import tune
 
@@ -291,7 +291,22 @@ def test_a_device_of_another_architecture_is_refused(request_: Request):
 
 def test_pictures_of_a_search_and_of_a_crossover(tmp_path: Path):
     history = (1.0, None, 1.7, 9.0, 0.8)
-    op = TaskResult(("a",), "linear", {"rows": 3}, "k", {}, 10.0, 8.0, 1.25, 0.01, {CRASH: 1}, "time", 99, "s", history)
+    op = TaskResult(
+        names=("a",),
+        op="linear",
+        sizes={"rows": 3},
+        kernel="k",
+        config={},
+        default_us=10.0,
+        best_us=8.0,
+        speedup=1.25,
+        noise=0.01,
+        failures={CRASH: 1},
+        stopped="time",
+        space=99,
+        study="s",
+        history=history,
+    )
     plots.searches({"tiny": TuningReport((op,), 1.0)}, tmp_path / "search.svg")
     drawn = (tmp_path / "search.svg").read_text()
     assert "linear rows=3: 10 to 8 µs, 1 failed (x)" in drawn and "the default" in drawn
@@ -302,8 +317,8 @@ def test_pictures_of_a_search_and_of_a_crossover(tmp_path: Path):
 
 def test_the_sizes_of_symbols_are_those_asked_for():
     op = replace(OP, rows=("B", "L"))
-    (subject,) = subjects_of({"a": op}, {"B": 2, "L": 7})
-    assert (subject.key["rows"], subject.sizes) == ("any", {"rows": 14})
+    (task,) = tasks_of({"a": op}, {"B": 2, "L": 7})
+    assert (task.key["rows"], task.sizes) == ("any", {"rows": 14})
 
 
 def test_planted_kernels_never_enter_the_records(request_: Request):

@@ -17,7 +17,6 @@ from mhsa_compile.bench.static import llvm_mca
 from mhsa_compile.bench.static.assembly_loops import Loop, inner_loops
 from mhsa_compile.bench.static.llvm_mca import Analyzer
 from mhsa_compile.compiler.codegen.build import pass_context
-from mhsa_compile.compiler.selection.op_key import kind_of
 from mhsa_compile.compiler.selection.select_kernel import choose, willing_kernels
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
@@ -89,7 +88,7 @@ def predict(ops: Mapping[str, Op], profile: CpuProfile) -> Prediction:
             continue
         choice = choose(op, profile, willing, shelf)
         loops = _loops(choice.kernel.emit(op, profile, choice.config), profile, analyzer)
-        report = KernelReport((name,), kind_of(op), choice.kernel.name, choice.config, loops)
+        report = KernelReport((name,), op.kind, choice.kernel.name, choice.config, loops)
         alike = next((other for other in kernels if replace(other, ops=report.ops) == report), None)
         if alike is not None:
             kernels[kernels.index(alike)] = replace(alike, ops=(*alike.ops, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,8 +22,44 @@ if TYPE_CHECKING:
     from mhsa_compile.bench.protocol.workloads import Workload
     from mhsa_compile.runtime.artifact.artifact import Artifact
 
+    _Compiled = tuple[str, Artifact, dict[str, int]]
+    """(name, artifact, sizes of its dims)."""
+
 _DEFAULT_WORKLOAD = "base128"
 _DEFAULT_DIMS = {"B": 1, "L": 128}  # S is L unless given
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead of a source: tiny, base128, ...; a group: blocks, tails, cores, decode, sparse, growth, "
+            "windows; or all. Repeat it for more."
+        ),
+    ] = None
+    against: Annotated[str, typer.Option(help="Peers, separated by commas, or all; an empty text is none.")] = (
+        "torch,onnxruntime"
+    )
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16. A source states its own.")
+    ] = None
+    dims: options.StatedDims
+    threads: options.Threads = None
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time for each candidate.")] = 2.0
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the shares of the limit: .svg, .png or .pdf.")
+    ] = None
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Run nothing: LLVM's model of the target's CPU on the inner loops.")
+    ] = False
+    target: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="With --predict: a target's name, or a .toml file of your own.")
+    ] = None
+    weights: Annotated[
+        Literal["int8"] | None, typer.Option("--weights", help="With --predict: as of `mhsa compile`.")
+    ] = None
+    json: options.Json = False
 
 
 def bench(
@@ -31,39 +68,7 @@ def bench(
         typer.Argument(metavar="DIR_OR_SOURCE", help="An artifact, an .onnx file or a spec .toml."),
     ] = None,
     *,
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Instead of a source: tiny, base128, ...; a group: blocks, tails, cores, decode, sparse, growth, "
-            "windows; or all. Repeat it for more."
-        ),
-    ] = None,
-    against: Annotated[
-        str, typer.Option(help="Peers, separated by commas, or all; an empty text is none.")
-    ] = "torch,onnxruntime",
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the workloads: float32, bfloat16 or float16. A source states its own.")
-    ] = None,
-    batch: options.Batch = None,
-    length: options.Length = None,
-    kv_length: options.KvLength = None,
-    capacity: options.Capacity = None,
-    dim: options.OtherDims = None,
-    threads: options.Threads = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time for each candidate.")] = 2.0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the shares of the limit: .svg, .png or .pdf.")
-    ] = None,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="Run nothing: LLVM's model of the target's CPU on the inner loops.")
-    ] = False,
-    target: Annotated[
-        str | None, typer.Option(metavar="TARGET", help="With --predict: a target's name, or a .toml file of your own.")
-    ] = None,
-    weights: Annotated[
-        Literal["int8"] | None, typer.Option("--weights", help="With --predict: as of `mhsa compile`.")
-    ] = None,
-    json: options.Json = False,
+    given: BenchOptions,
 ) -> None:
     """Time a compiled attention against other runtimes: medians, ratios, and the share of this machine's limit.
 
@@ -73,47 +78,67 @@ def bench(
     compiled yet is compiled for these sizes.
     Exit code 1 where our own output is over its error budget. With --predict nothing runs, so any target will do.
     """
-    stated = options.stated_dims(batch, length, kv_length, capacity, dim)
-    if predict:
-        words = workload or ([_DEFAULT_WORKLOAD] if source is None else [])
-        given = CaseOptions(source, words, dtype, stated, symbolic=False, around=False, weights=weights, seed=0)
-        return predicting.predict(given, target or data_paths.NATIVE, json)
-    if target is not None or weights is not None:
-        option = "--target" if target is not None else "--weights"
-        hint = "What runs here is compiled for this machine; an artifact says the rest."
-        raise InputError(option, "it with --predict", "it alone", hint)
-    host.thread_count(threads)
-    peers = options.peers(against)
-    _check_combination(source, workload, dtype, stated)
-    if plot is not None:
-        figure.check_path(plot)
-    chosen = None if source is not None else _workloads(workload or [_DEFAULT_WORKLOAD], dtype, stated)
+    stated = given.dims.stated()
+    if given.predict:
+        return _predict(source, given, stated)
+    peers = _checked(source, given, stated)
+    attentions = _of_workloads(given, stated) if source is None else _of_source(source, given.dims, stated)
     sources.require_compiler()
-    from mhsa_compile.bench.cpu.bench import bench as measure
-
-    reports: dict[str, BenchReport] = {}
-    for name, artifact, dims in _given(source, stated, dim) if source is not None else _compiled(chosen or ()):
-        with output.stages() as stage:
-            stage(f"time {name}")
-            reports[name] = measure(artifact, against=peers, dims=dims, threads=threads, seconds=seconds)
-        if not json:
-            _show(name, reports[name])
-    if json:
+    reports = _timed(attentions, peers, given)
+    if given.json:
         output.print_json(reports)
-    if plot is not None:
-        bench_plots.shares(reports, plot)
+    if given.plot is not None:
+        bench_plots.shares(reports, given.plot)
     if not all(report.ok for report in reports.values()):
         raise typer.Exit(1)
 
 
-def _check_combination(
-    source: Path | None, workload: list[str] | None, dtype: str | None, stated: dict[str, int]
-) -> None:
-    if workload and (source is not None or stated):
+def _predict(source: Path | None, given: BenchOptions, stated: dict[str, int]) -> None:
+    words = given.workload or ([_DEFAULT_WORKLOAD] if source is None else [])
+    cases = CaseOptions(
+        source=source,
+        workloads=words,
+        dtype=given.dtype,
+        stated=stated,
+        symbolic=False,
+        around=False,
+        weights=given.weights,
+        seed=0,
+    )
+    predicting.predict(cases, given.target or data_paths.NATIVE, given.json)
+
+
+def _checked(source: Path | None, given: BenchOptions, stated: dict[str, int]) -> tuple[str, ...]:
+    """The peers. Raises InputError and OutputError for what is wrong or does not go together, before the work."""
+    if given.target is not None or given.weights is not None:
+        option = "--target" if given.target is not None else "--weights"
+        hint = "What runs here is compiled for this machine; an artifact says the rest."
+        raise InputError(option, "it with --predict", "it alone", hint)
+    host.thread_count(given.threads)
+    peers = options.peers(given.against)
+    if given.workload and (source is not None or stated):
         hint = "A workload brings its own spec and dims."
         raise InputError("--workload", "it alone", "a source or dims beside it", hint)
-    if dtype is not None and source is not None:
-        raise InputError("--dtype", "it without a source", f"{dtype!r} beside one", "A source states its own dtype.")
+    if given.dtype is not None and source is not None:
+        hint = "A source states its own dtype."
+        raise InputError("--dtype", "it without a source", f"{given.dtype!r} beside one", hint)
+    if given.plot is not None:
+        figure.check_path(given.plot)
+    return peers
+
+
+def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], given: BenchOptions) -> dict[str, BenchReport]:
+    """A report of each, shown as soon as it is there."""
+    from mhsa_compile.bench.cpu.bench import bench as measure
+
+    reports: dict[str, BenchReport] = {}
+    for name, artifact, dims in attentions:
+        with output.stages() as stage:
+            stage(f"time {name}")
+            reports[name] = measure(artifact, against=peers, dims=dims, threads=given.threads, seconds=given.seconds)
+        if not given.json:
+            _show(name, reports[name])
+    return reports
 
 
 def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> tuple[Workload, ...]:
@@ -127,25 +152,23 @@ def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> t
     return tuple(replace(workload, B=B, L=L, S=S) for workload in chosen) if stated else chosen
 
 
-def _given(
-    source: Path, stated: dict[str, int], others: list[str] | None
-) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
-    """(name, artifact, dims) of an artifact, or of what is compiled for these dims."""
+def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -> Iterator[_Compiled]:
+    """An artifact, or what is compiled for these dims."""
     if source.is_dir():
         from mhsa_compile.runtime.artifact.artifact import Artifact
 
         artifact = Artifact.open(source)
-        options.check_symbols(others, artifact.manifest.inputs)
+        dims.check_symbols(artifact.manifest.inputs)
         symbols = {dim for info in artifact.manifest.inputs for dim in info.dims if isinstance(dim, str)}
         yield str(source), artifact, _sizes_of(symbols, stated) | stated
     else:
         from mhsa_compile.frontend.export.source import symbols_of
 
         resolved = sources.resolve(source, {})
-        dims = _with_defaults(stated)
+        sizes = _with_defaults(stated)
         if isinstance(resolved, Path):
-            dims = _sizes_of(symbols_of(resolved), stated) | stated
-        yield str(source), sources.compile_with_progress(source, {}, "native", dims=dims, seed=0), dims
+            sizes = _sizes_of(symbols_of(resolved), stated) | stated
+        yield str(source), sources.compile_with_progress(source, {}, "native", dims=sizes, seed=0), sizes
 
 
 def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
@@ -158,8 +181,12 @@ def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _compiled(workloads: Iterable[Workload]) -> Iterator[tuple[str, Artifact, dict[str, int]]]:
-    """(name, artifact, dims), compiled one at a time."""
+def _of_workloads(given: BenchOptions, stated: dict[str, int]) -> Iterator[_Compiled]:
+    return _compiled(_workloads(given.workload or [_DEFAULT_WORKLOAD], given.dtype, stated))
+
+
+def _compiled(workloads: Iterable[Workload]) -> Iterator[_Compiled]:
+    """One at a time."""
     from mhsa_compile.bench.cpu.bench import compile_workload
 
     for workload in workloads:

@@ -15,7 +15,7 @@ from mhsa_compile.errors import RecordsError
 if TYPE_CHECKING:
     from mhsa_compile.records.record import Record
 
-_BUCKETS = ("rows", "batch", "q_length", "kv_length")  # the keys of op_keys that are lengths
+_BUCKETS = ("rows", "batch", "q_length", "kv_length")  # the keys of op_key that are lengths
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of records.")]
 
 

@@ -21,11 +21,7 @@ def run(
         list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.npz", help="Where outputs go.")] = None,
-    batch: options.Batch = None,
-    length: options.Length = None,
-    kv_length: options.KvLength = None,
-    capacity: options.Capacity = None,
-    dim: options.OtherDims = None,
+    dims: options.StatedDims,
     threads: options.Threads = None,
     seed: options.Seed = 0,
     json: options.Json = False,
@@ -38,9 +34,9 @@ def run(
     if out is not None:
         check_file(out, "--output")  # before the work, not after it
     given = arrays.read(inputs or ())
-    stated = options.stated_dims(batch, length, kv_length, capacity, dim)
+    stated = dims.stated()
     attention = load(artifact, threads=threads)
-    options.check_symbols(dim, attention.inputs)
+    dims.check_symbols(attention.inputs)
     arguments = arrays.complete(given, attention.inputs, stated, seed)
     started = time.perf_counter()
     result = attention.from_host(**arguments)

@@ -103,16 +103,22 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
     if not isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
         with tune_view.live(case.name, settings.seconds, peers) as watch:
             return Outcome(tune(imported.ops, profile, session, request, watch=watch), None, peers)
-    left = fallback_jobs.tasks(imported.module, profile)
+    left = fallback_jobs.fallback_tasks(imported.module, profile)
     for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in left) else 0.0
     request = replace(request, seconds=settings.seconds - for_rest)
     with tune_view.live(case.name, settings.seconds - for_rest, peers) as watch:
         report = tune(imported.ops, profile, session, request, watch=watch)
     with output.stages() as stage:
-        rest = metaschedule.tune_all(
-            left, profile, session, for_rest, settings.records,
-            trials=settings.trials, seed=settings.seed, tell=lambda name: stage(f"tune {name} with MetaSchedule"),
-        )  # fmt: skip
+        rest = metaschedule.tune_functions(
+            left,
+            profile,
+            session,
+            for_rest,
+            settings.records,
+            trials=settings.trials,
+            seed=settings.seed,
+            tell=lambda name: stage(f"tune {name} with MetaSchedule"),
+        )
     return Outcome(report, None, peers, left, rest)
 
 

@@ -39,20 +39,20 @@ def _lines(name: str) -> Watch:
 
     def watch(states: list[State], left: float | None) -> None:
         for state in states:
-            if state.tuned is not None and state.subject.names not in said:
-                said.add(state.subject.names)
-                output.line(f"{name}: {_title(state)}: {_told(state.tuned)}", err=True)
+            if state.result is not None and state.task.names not in said:
+                said.add(state.task.names)
+                output.line(f"{name}: {_title(state)}: {_result_text(state.result)}", err=True)
 
     return watch
 
 
-def _told(tuned: TaskResult) -> str:
-    failures = f", {_failures(tuned.failures)}" if tuned.failures else ""
-    return f"{tuned.trials} trials{failures}, {tuned.speedup:.2f} times as fast as the default ({tuned.stopped})"
+def _result_text(result: TaskResult) -> str:
+    failures = f", {_failures(result.failures)}" if result.failures else ""
+    return f"{result.trials} trials{failures}, {result.speedup:.2f} times as fast as the default ({result.stopped})"
 
 
 def _title(state: State) -> str:
-    return f"{state.subject.kind} {output.assignments(state.subject.sizes)}"
+    return f"{state.task.kind} {output.assignments(state.task.sizes)}"
 
 
 def _failures(failures: Mapping[str, int]) -> str:
@@ -77,20 +77,20 @@ def _table(name: str, states: list[State], seconds: float, left: float | None, p
 
 
 def _live_cells(state: State) -> tuple[str, ...]:
-    times, progress, tuned = _times(state), state.progress, state.tuned
+    times, progress, result = _times(state), state.progress, state.result
     if times is None:
         return (_title(state), state.phase, "", "", "", "", "", "")
-    trials = tuned.trials if tuned else progress.trials if progress else 0
-    failures = tuned.failures if tuned else progress.failures if progress else {}
-    noise = tuned.noise if tuned else progress.noise if progress else 0.0
+    trials = result.trials if result else progress.trials if progress else 0
+    failures = result.failures if result else progress.failures if progress else {}
+    noise = result.noise if result else progress.noise if progress else 0.0
     cells = (f"{times[0]:,.1f}", f"{times[1]:,.1f}", f"{times[0] / times[1]:.2f}", f"±{noise:.1%}", str(trials))
     return (_title(state), state.phase, *cells, _failures(failures))
 
 
 def _times(state: State) -> tuple[float, float] | None:
     """(default, best so far) in microseconds of a call of the operation."""
-    if state.tuned is not None:
-        return state.tuned.default_us, state.tuned.best_us
+    if state.result is not None:
+        return state.result.default_us, state.result.best_us
     if state.progress is not None:
         return state.progress.default_us, state.progress.default_us * state.progress.best
     return None
@@ -98,7 +98,7 @@ def _times(state: State) -> tuple[float, float] | None:
 
 def _overall(states: list[State], peers: Mapping[str, float]) -> str:
     """The gain of all operations so far, and beside it that of the fastest peer, both against the default."""
-    known = [(len(state.subject.names), *times) for state in states if (times := _times(state)) is not None]
+    known = [(len(state.task.names), *times) for state in states if (times := _times(state)) is not None]
     default, best = (sum(count * pair[i] for count, *pair in known) for i in (0, 1))
     said = f": {default / best:.2f} times as fast as the default so far" if best else ""
     if peers:
@@ -131,9 +131,9 @@ def show(name: str, report: TuningReport, gain: Gain | None, peers: Mapping[str,
             output.line(f"  {gain.speedup * ratio:.2f} times as fast as {peer}")
 
 
-def show_rest(left: Sequence[FallbackTask], tuned: Sequence[ScheduleResult]) -> None:
+def show_rest(left: Sequence[FallbackTask], results: Sequence[ScheduleResult]) -> None:
     """What no kernel claims, on stdout: what MetaSchedule found, and why it was not asked about the others."""
-    for one in tuned:
+    for one in results:
         found = f"{one.best_us:,.1f} µs" if one.record is not None else "nothing faster beyond the noise"
         output.line(
             f"{one.task.name}, of no kernel: {one.default_us:,.1f} µs by default, MetaSchedule found {found} "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,18 +21,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ArtifactFolder = Annotated[
     Path, typer.Argument(metavar="DIR", help="An artifact: the folder that `mhsa compile` wrote.")
 ]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, max=LARGEST, metavar="B", help="Batch size.")]
-Length = Annotated[int | None, typer.Option("--length", min=1, max=LARGEST, metavar="L", help="Query length.")]
-Capacity = Annotated[
-    int | None, typer.Option("--capacity", min=1, max=LARGEST, metavar="C", help="Positions of a cache.")
-]
-KvLength = Annotated[
-    int | None, typer.Option("--kv-length", min=1, max=LARGEST, metavar="S", help="Key and value length.")
-]
-OtherDims = Annotated[
-    list[str] | None,
-    typer.Option("--dim", metavar="NAME=N", help="Size of any other symbol, as the model names it. Repeat it."),
-]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; by default the CPUs this process may use.")
 ]
@@ -42,32 +31,44 @@ Records = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, max=_LARGEST_SEED, help="Seed of whatever is random.")]
 
 
-def stated_dims(
-    batch: int | None,
-    length: int | None,
-    kv_length: int | None,
-    capacity: int | None = None,
-    others: Iterable[str] | None = None,
-) -> dict[str, int]:
-    """The dims that were given, by symbol. Raises InputError."""
-    given = {"B": batch, "L": length, "S": kv_length, "C": capacity}
-    stated = {symbol: size for symbol, size in given.items() if size is not None}
-    for assignment in others or ():
-        symbol, _, size = assignment.rpartition("=")
-        if not (symbol and size.isascii() and size.isdigit() and int(size)):
-            raise InputError("--dim", "NAME=N with N of at least 1, such as seq=128", repr(assignment))
-        if stated.setdefault(symbol, int(size)) != int(size):
-            raise InputError("--dim", f"one size for {symbol!r}", f"{stated[symbol]} and {size}")
-    return stated
+def _dim(symbol: str, help: str) -> Any:
+    return typer.Option(min=1, max=LARGEST, metavar=symbol, help=help)
 
 
-def check_symbols(others: Iterable[str] | None, inputs: Iterable[TensorInfo]) -> None:
-    """Whether --dim names symbols of an artifact's inputs. Raises InputError."""
-    symbols = list(dict.fromkeys(dim for info in inputs for dim in info.dims if isinstance(dim, str)))
-    for assignment in others or ():
-        name = assignment.rpartition("=")[0]
-        if name not in symbols:
-            raise InputError("--dim", f"a symbol of the inputs: {', '.join(symbols) or 'all are fixed'}", repr(name))
+@dataclass(frozen=True, kw_only=True)
+class StatedDims:
+    """Sizes of dims, as a command line states them."""
+
+    batch: Annotated[int | None, _dim("B", "Batch size.")] = None
+    length: Annotated[int | None, _dim("L", "Query length.")] = None
+    kv_length: Annotated[int | None, _dim("S", "Key and value length.")] = None
+    capacity: Annotated[int | None, _dim("C", "Positions of a cache.")] = None
+    dim: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="Size of any other symbol, as the model names it. Repeat it."),
+    ] = None
+
+    def stated(self) -> dict[str, int]:
+        """Those that were given, by symbol. Raises InputError."""
+        given = {"B": self.batch, "L": self.length, "S": self.kv_length, "C": self.capacity}
+        stated = {symbol: size for symbol, size in given.items() if size is not None}
+        for assignment in self.dim or ():
+            symbol, _, size = assignment.rpartition("=")
+            if not (symbol and size.isascii() and size.isdigit() and int(size)):
+                raise InputError("--dim", "NAME=N with N of at least 1, such as seq=128", repr(assignment))
+            if stated.setdefault(symbol, int(size)) != int(size):
+                raise InputError("--dim", f"one size for {symbol!r}", f"{stated[symbol]} and {size}")
+        return stated
+
+    def check_symbols(self, inputs: Iterable[TensorInfo]) -> None:
+        """Whether --dim names symbols of an artifact's inputs. Raises InputError."""
+        symbols = list(dict.fromkeys(dim for info in inputs for dim in info.dims if isinstance(dim, str)))
+        for assignment in self.dim or ():
+            name = assignment.rpartition("=")[0]
+            if name not in symbols:
+                raise InputError(
+                    "--dim", f"a symbol of the inputs: {', '.join(symbols) or 'all are fixed'}", repr(name)
+                )
 
 
 def peers(against: str) -> tuple[str, ...]:

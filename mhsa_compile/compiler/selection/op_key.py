@@ -6,23 +6,18 @@ share a record; what a model fixes (heads, widths) is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from typing import Any
 
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
-    AttentionProbsOp,
     Dim,
     HeadLayout,
-    KvConcatOp,
-    KvScatterOp,
     LinearOp,
     Op,
-    RotaryOp,
-    ScoresOp,
-    SoftmaxStatsOp,
     WindowSpec,
 )
 
@@ -32,16 +27,6 @@ APART, FARTHEST = 4, 2048
 """How many times shorter and longer the lengths are at which a record for every length is tried as well; no longer ones
 than the second number, which would take longer than the search."""
 Bucket = int | str
-_KINDS = {
-    LinearOp: "linear",
-    AttentionOp: "attention",
-    ScoresOp: "scores",
-    SoftmaxStatsOp: "statistics",
-    AttentionProbsOp: "weights",
-    RotaryOp: "rope",
-    KvScatterOp: "scatter",
-    KvConcatOp: "present",
-}
 
 
 def bucket(dim: Dim) -> Bucket:
@@ -49,36 +34,27 @@ def bucket(dim: Dim) -> Bucket:
     return ANY if isinstance(dim, str) else 1 << max(0, dim - 1).bit_length()
 
 
-def kind_of(op: Op) -> str:
-    """The word for an operation, in reports and records."""
-    return _KINDS[type(op)]
-
-
 def key_of(op: Op) -> dict[str, Any] | None:
     """The key of an operation, or None where its kernels have nothing to tune."""
-    if isinstance(op, LinearOp):
-        return _linear(op)
-    return _attention(op) if isinstance(op, AttentionOp) else None
+    tunable = _TUNABLE.get(type(op))
+    return None if tunable is None else tunable.key(op)
 
 
 def symbols(op: Op) -> frozenset[str]:
     """The symbolic dims of an operation that has a key."""
-    dims: tuple[Dim, ...] = ()
-    if isinstance(op, LinearOp):
-        dims = op.rows
-    elif isinstance(op, AttentionOp):
-        dims = (op.batch, op.q_length, op.kv_length, *(op.mask.dims if op.mask else ()))
-    return frozenset(dim for dim in dims if isinstance(dim, str))
+    tunable = _TUNABLE.get(type(op))
+    return frozenset() if tunable is None else frozenset(_symbolic(tunable.dims(op)))
+
+
+def measured_at(op: Op, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of an operation that has a key, as its records state them. A symbol without one raises KeyError."""
+    return _TUNABLE[type(op)].measured_at(op, sizes)
 
 
 def elsewhere(op: Op, sizes: Mapping[str, int]) -> list[dict[str, int]]:
     """Sizes of the symbols, shorter and longer than these, for which a record of this operation would be used as well:
     none where its lengths are fixed."""
-    if isinstance(op, LinearOp):
-        lengths = [dim for dim in op.rows if isinstance(dim, str)][-1:]
-    else:
-        assert isinstance(op, AttentionOp), "only operations with a key have records"
-        lengths = [dim for dim in (op.q_length, op.kv_length) if isinstance(dim, str)]
+    lengths = _TUNABLE[type(op)].lengths(op)
     others = {dim: sizes[dim] // APART for dim in lengths}, {dim: sizes[dim] * APART for dim in lengths}
     return [{**sizes, **own} for own in others if own and min(own.values()) > 0 and max(own.values()) <= FARTHEST]
 
@@ -88,7 +64,26 @@ def sized(dim: Dim, sizes: Mapping[str, int]) -> int:
     return dim if isinstance(dim, int) else sizes[dim]
 
 
-def _linear(op: LinearOp) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Tunable:
+    """What a tuner asks of the operations of one type.
+
+    dims         those whose symbols need a size
+    lengths      the symbols that a record for every length is for
+    measured_at  its sizes at the sizes of the symbols, by the names that records give them
+    """
+
+    key: Callable[[Any], dict[str, Any]]
+    dims: Callable[[Any], tuple[Dim, ...]]
+    lengths: Callable[[Any], list[str]]
+    measured_at: Callable[[Any, Mapping[str, int]], dict[str, int]]
+
+
+def _symbolic(dims: tuple[Dim, ...]) -> list[str]:
+    return [dim for dim in dims if isinstance(dim, str)]
+
+
+def _linear_key(op: LinearOp) -> dict[str, Any]:
     fixed = [dim for dim in op.rows if isinstance(dim, int)]
     return {
         "rows": bucket(prod(fixed)) if len(fixed) == len(op.rows) else ANY,
@@ -100,7 +95,7 @@ def _linear(op: LinearOp) -> dict[str, Any]:
     }
 
 
-def _attention(op: AttentionOp) -> dict[str, Any]:
+def _attention_key(op: AttentionOp) -> dict[str, Any]:
     places = {"query": op.query, "key": op.key, "value": op.value, "output": op.output}
     visible = None if op.static_mask is None else op.static_mask.visible
     return {
@@ -127,3 +122,29 @@ def _band(band: WindowSpec | None) -> list[Any] | None:
 def _place(place: HeadLayout) -> list[Any]:
     """Heads that lie together are near each other whatever the width; rows are a width apart."""
     return [place.layout, place.width if place.layout == "rows" else 0]
+
+
+def _attention_dims(op: AttentionOp) -> tuple[Dim, ...]:
+    return (op.batch, op.q_length, op.kv_length, *(op.mask.dims if op.mask else ()))
+
+
+def _attention_sizes(op: AttentionOp, sizes: Mapping[str, int]) -> dict[str, int]:
+    dims = {"B": op.batch, "L": op.q_length, "S": op.kv_length}
+    return {name: sized(dim, sizes) for name, dim in dims.items()}
+
+
+_TUNABLE: dict[type[Op], _Tunable] = {
+    LinearOp: _Tunable(
+        key=_linear_key,
+        dims=lambda op: op.rows,
+        lengths=lambda op: _symbolic(op.rows)[-1:],
+        measured_at=lambda op, sizes: {"rows": prod(sized(dim, sizes) for dim in op.rows)},
+    ),
+    AttentionOp: _Tunable(
+        key=_attention_key,
+        dims=_attention_dims,
+        lengths=lambda op: _symbolic((op.q_length, op.kv_length)),
+        measured_at=_attention_sizes,
+    ),
+}
+"""The types of operations that have something to tune."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mhsa_compile.compiler.selection.op_key import key_of, kind_of
+from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.kernels.registry import KERNELS
@@ -52,7 +52,7 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: Re
             return f"no kernel {record.kernel} takes it"
         return kernel.unfit(op, profile, record.config) or kernel
 
-    found = shelf.first(kind_of(op), key, use)
+    found = shelf.first(op.kind, key, use)
     if isinstance(found, str):
         return Choice(willing[0], default, None, found)
     record, kernel = found

@@ -1,7 +1,12 @@
-"""The operations that kernels may claim: what to compute, in dims and placements, never how."""
+"""The operations that kernels may claim: what to compute, in dims and placements, never how.
+
+Each has a `kind`, its word in reports, records and manifests, and a `summary`: what there is to compute, in one line,
+without its lengths.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, ClassVar, Literal
@@ -24,6 +29,8 @@ class LinearOp:
     nobody writes or reads.
     """
 
+    kind: ClassVar[str] = "linear"
+
     rows: tuple[Dim, ...]
     in_features: int
     widths: tuple[int, ...]
@@ -41,6 +48,9 @@ class LinearOp:
     @property
     def out_features(self) -> int:
         return sum(self.widths)
+
+    def summary(self) -> str:
+        return f"{self.in_features} -> {' + '.join(map(str, self.widths))}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,11 @@ class WindowSpec:
     right: int | None
     alignment: Literal["top_left", "bottom_right"] = "top_left"
 
+    def summary(self) -> str:
+        if self.left is None and self.right == 0:
+            return f"{self.alignment} causal"
+        return f"window {self.left}, {self.right}, {self.alignment}"
+
 
 @dataclass(frozen=True, eq=False)
 class StaticMask:
@@ -101,6 +116,8 @@ class AttentionOp:
     Inputs come in this order: those of Q, K and V, then mask, lengths, sinks, slopes.
     """
 
+    kind: ClassVar[str] = "attention"
+
     batch: Dim
     q_length: Dim
     kv_length: Dim
@@ -122,6 +139,17 @@ class AttentionOp:
     sinks: bool = False
     slopes: bool = False
     softmax: Literal["float32", "float64"] = "float32"
+
+    def summary(self) -> str:
+        grouped = "" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}"
+        words = {
+            "" if self.band is None else self.band.summary(): self.band,
+            "lengths": self.lengths,
+            "sinks": self.sinks,
+            "ALiBi": self.slopes,
+            f"softcap {self.softcap:g}": self.softcap,
+        }
+        return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *_words_that_hold(words)])
 
     def semantics(self, name: str) -> Semantics:
         """What this attention means, resolved."""
@@ -148,6 +176,11 @@ class AttentionOp:
         )
 
 
+def _words_that_hold(words: Mapping[str, object]) -> list[str]:
+    """The words whose value is true, or there."""
+    return [word for word, present in words.items() if present]
+
+
 def _described(mask: StaticMask) -> str:
     visible = mask.visible
     return f"bool {list(visible.shape)}, {visible.mean():.1%} visible, sha256 {sha256(visible.tobytes()).hexdigest()}"
@@ -171,6 +204,8 @@ class RotaryOp:
     Inputs: x, cos, sin, positions. Roformer, eq. 34; https://arxiv.org/abs/2104.09864
     """
 
+    kind: ClassVar[str] = "rope"
+
     batch: Dim
     length: Dim
     num_heads: int
@@ -184,6 +219,10 @@ class RotaryOp:
     shared_angles: bool = False
     whole_angles: bool = False
     positions_name: str = "position_ids"
+
+    def summary(self) -> str:
+        pairs = "interleaved" if self.interleaved else "in halves"
+        return f"{self.num_heads} heads of {self.head_dim}, {self.rotary_dim} turned, {pairs}"
 
 
 @dataclass(frozen=True)
@@ -203,6 +242,8 @@ class KvScatterOp:
     `dtype` is any of whole bytes: elements are copied as they are. Inputs: cache, update, indices.
     """
 
+    kind: ClassVar[str] = "scatter"
+
     cache: tuple[Dim, ...]
     axis: int
     length: Dim
@@ -214,6 +255,11 @@ class KvScatterOp:
     indices_name: str = "write_indices"
     update_name: str = "update"
 
+    def summary(self) -> str:
+        mode = "circular" if self.circular else "linear"
+        place = "in place" if self.in_place else "into a copy"
+        return f"axis {self.axis} of {list(self.cache)}, {mode}, {place}"
+
 
 @dataclass(frozen=True)
 class ScoresOp:
@@ -223,12 +269,17 @@ class ScoresOp:
     Takes the attention's inputs.
     """
 
+    kind: ClassVar[str] = "scores"
+
     attention: AttentionOp
     stage: int
 
     @property
     def dtype(self) -> DType:
         return self.attention.dtype
+
+    def summary(self) -> str:
+        return f"qk_matmul_output_mode {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -239,6 +290,8 @@ class KvConcatOp:
     new   where the new rows lie, in input 0; the past is input 1, (B, G, P, E)
     """
 
+    kind: ClassVar[str] = "present"
+
     batch: Dim
     past: Dim | None
     length: Dim
@@ -246,6 +299,9 @@ class KvConcatOp:
     head_dim: int
     new: HeadLayout
     dtype: DType = "float32"
+
+    def summary(self) -> str:
+        return f"{self.num_heads} heads of {self.head_dim}" + ("" if self.past is None else ", behind the past")
 
 
 @dataclass(frozen=True)
@@ -259,11 +315,17 @@ class SoftmaxStatsOp:
              first key first; 0 and -1 beyond the keys that are seen
     """
 
+    kind: ClassVar[str] = "statistics"
+    dtype: ClassVar[DType] = "float32"
+
     attention: AttentionOp
     lse: bool = False
     entropy: bool = False
     top_k: int = 0
-    dtype: ClassVar[DType] = "float32"
+
+    def summary(self) -> str:
+        words = {"lse": self.lse, "entropy": self.entropy, f"top_k {self.top_k}": self.top_k > 0}
+        return ", ".join(_words_that_hold(words))
 
 
 @dataclass(frozen=True)
@@ -271,6 +333,8 @@ class AttentionProbsOp:
     """Rows of the softmax of `attention` themselves, (B, heads, rows, S) of its dtype, from the same inputs (V's are
     not read): of the chosen `heads` and query `rows`, None is all. A row may count from the end, -1 is the last; one
     that is not there is zeros, as is one that sees nothing."""
+
+    kind: ClassVar[str] = "weights"
 
     attention: AttentionOp
     heads: tuple[int, ...] | None = None
@@ -284,6 +348,10 @@ class AttentionProbsOp:
     def whole(self) -> bool:
         """Whether it is all heads and rows."""
         return self.heads is None and self.rows is None
+
+    def summary(self) -> str:
+        chosen = {"head": self.heads, "row": self.rows}
+        return ", ".join(f"{axis}s {list(n)}" if n is not None else f"every {axis}" for axis, n in chosen.items())
 
 
 Op = LinearOp | AttentionOp | ScoresOp | SoftmaxStatsOp | AttentionProbsOp | KvConcatOp | RotaryOp | KvScatterOp

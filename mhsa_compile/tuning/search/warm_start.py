@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import log2
 from typing import Any
 
-from mhsa_compile.compiler.selection.op_key import key_of, kind_of
+from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records.record import Isa, Record, isa_of
 from mhsa_compile.tuning.search.space import Point, Space
@@ -33,7 +33,7 @@ def _is_akin(isa: Isa, own: Isa) -> bool:
 
 
 def _is_alike(record: Record, op: Op) -> bool:
-    return record.op == kind_of(op) and record.key.get("dtype") == (key_of(op) or {}).get("dtype")
+    return record.op == op.kind and record.key.get("dtype") == (key_of(op) or {}).get("dtype")
 
 
 def _distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, float]:
