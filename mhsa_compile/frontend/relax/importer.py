@@ -21,17 +21,14 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 from tvm_ffi import structural_equal
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.fusion.attention_pattern import ATTENTION
 from mhsa_compile.frontend.fusion.fuse import fuse
-from mhsa_compile.frontend.fusion.linear_pattern import LINEAR
-from mhsa_compile.frontend.fusion.rotary_pattern import ROTARY
-from mhsa_compile.frontend.fusion.scatter_pattern import SCATTER, declared_in_place
+from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention, FusedLinear, FusedRotary, FusedScatter
+from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
 from mhsa_compile.frontend.onnx_graph import inner_nodes, reads
 from mhsa_compile.frontend.relax.attention import (
     AttentionImport,
     Broadcast,
     stated,
-    text,
 )
 from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, is_sum_with_a_size, size_as_tensor
@@ -92,6 +89,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         self.result = ImportedModule(module=None)
         self._computed: list[tuple[Any, str]] = []  # sizes that are computed, and their names
         self._int8_weights = int8_weights
+        self._ours = {
+            FusedLinear.op_type: self._linear,
+            FusedAttention.op_type: self._attention,
+            FusedRotary.op_type: self._rotary,
+            FusedScatter.op_type: self._scatter,
+        }
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         used = {name for node in graph.node for name in reads(node)}
@@ -110,7 +113,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         convertible = {*_get_convert_map(), "If", "Constant"} - {"Attention"}  # TVM's means something else
-        unknown = {node.op_type for node in graph.node} - convertible - {LINEAR, ATTENTION, ROTARY, SCATTER}
+        unknown = {node.op_type for node in graph.node} - convertible - self._ours.keys()
         if unknown:
             raise ModelError("model", "operators that can be compiled", ", ".join(sorted(unknown)))
         inner = {inside.op_type for node in graph.node for inside in inner_nodes(node)}
@@ -134,9 +137,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return relax.SeqExpr([block], made[0] if len(made) == 1 else relax.Tuple(made))
 
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
-        ours = {LINEAR: self._linear, ATTENTION: self._attention, ROTARY: self._rotary, SCATTER: self._scatter}
-        if op_name in ours:
-            return ours[op_name](list(inputs), attrs)
+        if op_name in self._ours:
+            return self._ours[op_name](list(inputs), attrs)
         for i, value in enumerate(inputs):
             if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
                 inputs[i] = self.bb.emit(value)
@@ -149,7 +151,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                     inputs[i] = size_as_tensor(self.bb, value) if tvm.ir.is_prim_expr(value) else value
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
-            what = f"{op_name} node {text(attrs['tvm_custom']['name'])!r}"
+            what = f"{op_name} node {_name(attrs)!r}"
             raise ModelError(what, "a form that TVM converts", f"{type(error).__name__}: {error}") from error
 
     def _bound(self, value: Any) -> Any:
@@ -157,62 +159,62 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return self.bb.emit(value) if isinstance(value, relax.Call) else value
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        rows = dims(inputs[0])
+        fused, rows = FusedLinear.from_attributes(attrs), dims(inputs[0])
         op = LinearOp(
             rows=tuple(self.dim(d) for d in rows[:-1]),
             in_features=int(rows[-1]),
-            widths=tuple(attrs["widths"]),
-            biased=tuple(map(bool, attrs["biased"])),
-            transposed=tuple(map(bool, attrs["transposed"])),
+            widths=fused.widths,
+            biased=fused.biased,
+            transposed=fused.transposed,
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
             int8_weights=self._int8_weights,
-            padding=attrs["padding"],
+            padding=fused.padding,
         )
         return self.call(op, inputs, [*rows[:-1], op.pitch])
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        return AttentionImport(self, inputs, attrs).results()
+        return AttentionImport(self, _name(attrs), FusedAttention.from_attributes(attrs), inputs).results()
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        x, (heads, head_dim) = dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
-        layout, output_layout = text(attrs["layout"]), text(attrs["output_layout"])
-        length = x[1 if layout == "rows" else 2]
+        fused, x = FusedRotary.from_attributes(attrs), dims(inputs[0])
+        heads, head_dim = fused.num_heads, fused.head_dim
+        length = x[1 if fused.x.layout == "rows" else 2]
         for i in (1, 2):
-            if (
-                len(table := dims(inputs[i])) == 4
-            ):  # (B or 1, 1, L, R), as they are broadcast over the heads, or L first
+            table = dims(inputs[i])
+            if len(table) == 4:  # (B or 1, 1, L, R), as they are broadcast over the heads, or L first
                 inputs[i] = self.bb.emit(relax.op.reshape(inputs[i], relax.ShapeExpr([table[0], length, table[3]])))
         op = RotaryOp(
             batch=self.dim(x[0]),
             length=self.dim(length),
             num_heads=heads,
             head_dim=head_dim,
-            rotary_dim=attrs["rotary_dim"],
-            interleaved=bool(attrs["interleaved"]),
+            rotary_dim=fused.rotary_dim,
+            interleaved=fused.interleaved,
             max_positions=self.dim(dims(inputs[1])[0]) if len(inputs) > 3 else None,
-            x=HeadLayout(0, layout, attrs["width"], attrs["offset"]),
-            output=HeadLayout(0, output_layout, heads * head_dim),
+            x=fused.x,
+            output=HeadLayout(0, fused.output_layout, heads * head_dim),
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
-            shared_angles=bool(attrs["shared_angles"]),
-            whole_angles=bool(attrs.get("whole_angles")),
-            positions_name=text(attrs.get("positions_name", "")),
+            shared_angles=fused.shared_angles,
+            whole_angles=fused.whole_angles,
+            positions_name=fused.positions_name,
         )
-        shape = [x[0], length, heads * head_dim] if output_layout == "rows" else [x[0], heads, length, head_dim]
+        shape = [x[0], length, heads * head_dim] if fused.output_layout == "rows" else [x[0], heads, length, head_dim]
         return self.call(op, inputs, shape)
 
     def _scatter(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        cache, update, axis = dims(inputs[0]), dims(inputs[1]), attrs["axis"]
+        fused = FusedScatter.from_attributes(attrs)
+        cache, update = dims(inputs[0]), dims(inputs[1])
         op = KvScatterOp(
             cache=tuple(map(self.dim, cache)),
-            axis=axis,
-            length=self.dim(update[1] if attrs["rows"] else update[axis]),
-            update=HeadLayout(1, "rows", attrs["width"], attrs["offset"]) if attrs["rows"] else None,
-            circular=bool(attrs["circular"]),
+            axis=fused.axis,
+            length=self.dim(update[fused.axis if fused.update is None else 1]),
+            update=fused.update,
+            circular=fused.circular,
             indexed=len(inputs) > 2,
-            in_place=bool(attrs["in_place"]),
+            in_place=fused.in_place,
             dtype=str(inputs[0].ty.dtype),
-            indices_name=text(attrs["indices_name"]),
-            update_name=text(attrs["update_name"]),
+            indices_name=fused.indices_name,
+            update_name=fused.update_name,
         )
         return self.call(op, inputs, cache)
 
@@ -249,6 +251,11 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
         made = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
         return [made] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(made, i)) for i in range(len(types))]
+
+
+def _name(attrs: dict[str, Any]) -> str:
+    """The node's, which TVM puts beside its attributes."""
+    return str(attrs["tvm_custom"]["name"])
 
 
 def _constant(array: Any) -> Any:
