@@ -26,7 +26,7 @@ from mhsa_compile.compiler.op_summary import summary
 from mhsa_compile.compiler.selection.op_key import kind_of
 from mhsa_compile.compiler.selection.select_kernel import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.relax.importer import ImportedModule
+from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,

@@ -143,9 +143,9 @@ class AttentionPattern:
     def fused_node(self) -> onnx.NodeProto:
         asked, (q, k, v) = self.asked, self.operands
         past_key, past_value = asked.past or ("", "")
-        operands = (q.source, k.source, v.source)
         others = (self.mask, self.lengths, asked.sinks, asked.slopes, past_key, past_value)
-        inputs = {name: number for number, name in enumerate(dict.fromkeys(filter(None, (*operands, *others))))}
+        names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
+        inputs = {name: number for number, name in enumerate(names)}
         outputs = {**asked.outputs, "y": self.output}
         fused = FusedAttention(
             num_heads=q.heads,

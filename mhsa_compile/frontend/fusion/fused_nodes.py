@@ -93,7 +93,7 @@ class FusedScatter(FusedNode):
     update: HeadLayout | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FusedAttention(FusedNode):
     """AttentionOp, and what else the node gives.
 

@@ -5,16 +5,16 @@ Notation: B batch, L query length, S key length, H heads, F value head dim.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-import tvm
 from tvm import relax
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.relax import masks as attention_masks
+from mhsa_compile.frontend.relax.import_context import ImportContext
+from mhsa_compile.frontend.relax.imported_module import Broadcast, stated
 from mhsa_compile.frontend.relax.masks import (
     Size,
     Value,
@@ -25,11 +25,9 @@ from mhsa_compile.frontend.relax.masks import (
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
-    Dim,
     HeadLayout,
     KvConcatOp,
     MaskInput,
-    Op,
     ScoresOp,
     SoftmaxStatsOp,
     StaticMask,
@@ -41,39 +39,11 @@ WEIGHTS = 3
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
 
 
-@dataclass(frozen=True)
-class Broadcast:
-    """What a mask of the call must broadcast to, (B, H, L, S), and whether it may end early, hiding the other keys."""
-
-    full: tuple[Dim, ...]
-    pads: bool
-
-
-class ImportContext(Protocol):
-    """The graph that is being imported."""
-
-    bb: relax.BlockBuilder
-    masks: dict[str, Broadcast]  # what an input must broadcast to
-    limits: dict[str, Dim]  # the largest number that an input of integers may hold
-
-    def dim(self, size: Size) -> Dim:
-        """A fixed size, or the name under which a kernel binds the size it finds."""
-        ...
-
-    def call(self, op: Op, inputs: list[Value], shape: list[Size]) -> Value: ...
-
-    def call_for_several(self, op: Op, inputs: list[Value], types: list[Any]) -> list[Value]: ...
-
-    def input_name(self, value: Value) -> str | None:
-        """The input of the graph that `value` is."""
-        ...
-
-
 class AttentionImport:
     """A fused node with the values of its inputs; `name` is what it is called where it is refused."""
 
-    def __init__(self, graph: ImportContext, name: str, fused: FusedAttention, inputs: list[Value]) -> None:
-        self.graph, self.bb = graph, graph.bb
+    def __init__(self, context: ImportContext, name: str, fused: FusedAttention, inputs: list[Value]) -> None:
+        self.context, self.bb = context, context.bb
         self.node = f"Attention node {name!r}"
         self.fused, self.inputs = fused, inputs
         self.places = {"q": fused.query, "k": fused.key, "v": fused.value}
@@ -96,11 +66,11 @@ class AttentionImport:
             shape = [full[0], full[2], op.output.width]
         else:
             shape = [full[0], heads, full[2], op.v_head_dim]
-        made["y"] = self.graph.call(op, inputs, shape)
+        made["y"] = self.context.call(op, inputs, shape)
         if "scores" in self.fused.gives:
             stage = self.fused.stage
             asked = AttentionProbsOp(op) if stage == WEIGHTS else ScoresOp(op, stage)
-            made["scores"] = self.graph.call(asked, inputs, full)
+            made["scores"] = self.context.call(asked, inputs, full)
         made |= self._inside(op, inputs, full)
         results = [made[role] for role in self.fused.gives]
         return results[0] if len(results) == 1 else relax.Tuple(results)
@@ -115,14 +85,13 @@ class AttentionImport:
         made: dict[str, Value] = {}
         if types:
             statistics = SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k)
-            made = dict(zip(types, self.graph.call_for_several(statistics, inputs, list(types.values())), strict=True))
+            values = self.context.call_for_several(statistics, inputs, list(types.values()))
+            made = dict(zip(types, values, strict=True))
         if wanted.weights:
-            counts = [
-                size if chosen is None else len(chosen)
-                for size, chosen in zip(full[1:3], (wanted.heads, wanted.rows), strict=True)
-            ]
-            chosen_op = AttentionProbsOp(op, wanted.heads, wanted.rows)
-            made["weights"] = self.graph.call(chosen_op, inputs, [full[0], *counts, full[3]])
+            heads = full[1] if wanted.heads is None else len(wanted.heads)
+            queries = full[2] if wanted.rows is None else len(wanted.rows)
+            probs = AttentionProbsOp(op, wanted.heads, wanted.rows)
+            made["weights"] = self.context.call(probs, inputs, [full[0], heads, queries, full[3]])
         return made
 
     def _presents(self) -> dict[str, Value]:
@@ -143,16 +112,16 @@ class AttentionImport:
         new, length, heads = self.operands[role], self._length(role), self.fused.num_kv_heads
         batch, before = dims(new)[0], None if past is None else dims(past)[2]
         op = KvConcatOp(
-            batch=self.graph.dim(batch),
-            past=None if before is None else self.graph.dim(before),
-            length=self.graph.dim(length),
+            batch=self.context.dim(batch),
+            past=None if before is None else self.context.dim(before),
+            length=self.context.dim(length),
             num_heads=heads,
             head_dim=size,
             new=replace(self.places[role], buffer=0),
             dtype=str(new.ty.dtype),  # type: ignore[arg-type]
         )
         inputs = [new] if past is None else [new, past]
-        return self.graph.call(op, inputs, [batch, heads, length if before is None else before + length, size])
+        return self.context.call(op, inputs, [batch, heads, length if before is None else before + length, size])
 
     def _buffers(self) -> list[Value]:
         """The distinct operands, numbered in the placements."""
@@ -168,12 +137,12 @@ class AttentionImport:
 
     def _operation(self, full: list[Size], inputs: list[Value]) -> AttentionOp:
         """The operation; what it takes besides Q, K and V joins `inputs`."""
-        fused, dim = self.fused, self.graph.dim
+        fused, dim = self.fused, self.context.dim
         mask = self._mask(full)
         band, mask = self._band(full, mask)
         lengths, sinks, slopes = map(self._input, (fused.lengths, fused.sinks, fused.slopes))
-        if lengths is not None and (name := self.graph.input_name(lengths)) is not None:
-            self.graph.limits[name] = stated(full[3])
+        if lengths is not None and (name := self.context.input_name(lengths)) is not None:
+            self.context.result.limits[name] = stated(full[3])
         if band is None and slopes is not None:  # which count from the queries' places
             band = WindowSpec(None, None, fused.alignment)
         inputs += [value for value in (mask, lengths, sinks, slopes) if value is not None]
@@ -206,11 +175,11 @@ class AttentionImport:
         mask = self._input(self.fused.mask)
         if mask is None:
             return None
-        name, key_mask, pads = self.graph.input_name(mask), self.fused.key_mask, self.fused.pads_mask
+        name, key_mask, pads = self.context.input_name(mask), self.fused.key_mask, self.fused.pads_mask
         mask = attention_masks.four_axes(self.bb, mask, key_mask, self.node)
         if name is not None and not key_mask:  # one flag a key has its exact shape, (B, S)
             wanted = Broadcast(tuple(map(stated, full)), pads)
-            if self.graph.masks.setdefault(name, wanted) != wanted:
+            if self.context.result.masks.setdefault(name, wanted) != wanted:
                 raise ModelError(f"input {name!r}", "a mask of attentions of one size", f"{wanted.full} as well")
         length, reach = full[3], dims(mask)[3]
         known = name is not None or isinstance(difference(length, reach), int)
@@ -227,10 +196,3 @@ class AttentionImport:
         if band != attention_masks.UNKNOWN:
             return band, mask
         return None, attention_masks.banded(self.bb, mask, *window, **sizes)
-
-
-def stated(size: Size) -> Dim:
-    """A size as a signature states it: a number, or an expression of its symbols."""
-    if isinstance(size, int | tvm.tirx.IntImm):
-        return int(size)
-    return re.sub(r"T\.int64\((\d+)\)", r"\1", str(size))
