@@ -19,7 +19,7 @@ from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.selection.select_kernel import Choice, choose, willing_kernels
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.relax.importer import ImportedModule
+from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import KvScatterOp, Op
 from mhsa_compile.records.record import RecordSet

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mhsa_compile.frontend.canonicalize.canonicalize import Canonical
-    from mhsa_compile.frontend.relax.importer import ImportedModule
+    from mhsa_compile.frontend.relax.imported_module import ImportedModule
     from mhsa_compile.kernels.interface.ops import Op
     from mhsa_compile.spec.attention_spec import AttentionSpec
 

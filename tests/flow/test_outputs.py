@@ -147,13 +147,18 @@ def test_onnx_runtime_runs_the_exported_file():
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "expected"), [("top_k", 0, "top_k of 1 or more"), ("weights_heads", [7], "from 0 to 3")]
+    ("attribute", "value", "expected"),
+    [
+        ("top_k", 0, "top_k of 1 or more"),
+        ("weights_heads", [7], "from 0 to 3"),
+        ("weights_heads", [], "weights_heads of one number or more"),
+    ],
 )
 def test_a_node_that_contradicts_itself_is_refused(attribute, value, expected):
     model = export(mhsa.MultiHeadAttention(spec_of(("y", "top_k:3", "weights:heads=1"))))
     (node,) = (node for node in model.graph.node if node.op_type == "Attention")
     (old,) = (said for said in node.attribute if said.name == attribute)
-    old.CopyFrom(onnx.helper.make_attribute(attribute, value))
+    old.CopyFrom(onnx.helper.make_attribute(attribute, value, attr_type=old.type))
     with pytest.raises(ModelError, match=expected):
         mhsa.compile(model)
 

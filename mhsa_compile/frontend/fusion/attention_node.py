@@ -119,6 +119,9 @@ def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> SoftmaxOu
         raise refusal(node, "top_k of 1 or more, the number of keys", f"top_k={said.get('top_k', 0)}")
     if any(not 0 <= head < heads for head in wanted.heads or ()):
         raise refusal(node, f"weights_heads from 0 to {heads - 1}", str(list(wanted.heads or ())))
+    for name, chosen in (("weights_heads", wanted.heads), ("weights_rows", wanted.rows)):
+        if chosen == ():
+            raise refusal(node, f"{name} of one number or more", "[]")
     return wanted
 
 

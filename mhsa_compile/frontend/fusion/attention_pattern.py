@@ -5,19 +5,16 @@ What the node itself asks for is read in `attention_node`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from mhsa_compile.frontend.fusion import attention_node
+from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
-from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.spec.attention_spec import DOMAIN, SPEC_KEY
-
-ATTENTION = "MhsaAttention"
+from mhsa_compile.spec.attention_spec import SPEC_KEY
 
 
 class AttentionPattern:
@@ -59,7 +56,7 @@ class AttentionPattern:
             return split[0]
         return Operand(name, "heads", heads, head_dim)
 
-    def _find_output(self) -> tuple[str, str]:
+    def _find_output(self) -> tuple[str, Literal["rows", "heads"]]:
         """The value to write: Y itself, or what the Transpose and Reshape that join the heads again make of it."""
         y = self.node.output[0]
         if self.asked.heads is not None:
@@ -75,7 +72,7 @@ class AttentionPattern:
                 return join.output[0], "rows"
         return y, "heads"
 
-    def _find_lengths(self) -> tuple[str, str]:
+    def _find_lengths(self) -> tuple[str, Literal["top_left", "bottom_right"]]:
         """(the tensor of the keys' numbers, how queries and keys are aligned); no tensor where all keys count."""
         if not (name := self.asked.lengths):
             return "", "top_left"
@@ -144,48 +141,41 @@ class AttentionPattern:
                 raise self.asked.refusal(f"an attn_mask that broadcasts to {wanted}", str(shape))
 
     def fused_node(self) -> onnx.NodeProto:
-        asked, (q, _, v) = self.asked, self.operands
-        buffers = list(dict.fromkeys(operand.source for operand in self.operands))
-        placements = {
-            f"{role}_{key}": value
-            for role, operand in zip("qkv", self.operands, strict=True)
-            for key, value in {
-                "buffer": buffers.index(operand.source),
-                "layout": operand.layout,
-                "width": operand.width,
-                "offset": operand.offset,
-            }.items()
-        }
-        past = dict(zip(("past_key", "past_value"), asked.past, strict=False))
-        extras = {"mask": self.mask, "lengths": self.lengths, "sinks": asked.sinks, "slopes": asked.slopes, **past}
-        extras = {role: name for role, name in extras.items() if name}
+        asked, (q, k, v) = self.asked, self.operands
+        past_key, past_value = asked.past or ("", "")
+        others = (self.mask, self.lengths, asked.sinks, asked.slopes, past_key, past_value)
+        names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
+        inputs = {name: number for number, name in enumerate(names)}
         outputs = {**asked.outputs, "y": self.output}
-        return onnx.helper.make_node(
-            ATTENTION,
-            [*buffers, *extras.values()],
-            list(outputs.values()),
-            name=self.node.name or self.node.output[0],
-            domain=DOMAIN,
+        fused = FusedAttention(
             num_heads=q.heads,
             num_kv_heads=v.heads,
             head_dim=q.head_dim,
             v_head_dim=v.head_dim,
+            query=q.as_input(inputs[q.source]),
+            key=k.as_input(inputs[k.source]),
+            value=v.as_input(inputs[v.source]),
+            output_layout=self.output_layout,
+            gives=tuple(outputs),
+            wanted=asked.wanted,
             left=asked.left,
             right=asked.right,
             alignment=self.alignment,
             softcap=asked.softcap,
             softmax=asked.softmax,
             stage=asked.stage,
-            **({"extras": list(extras)} if extras else {}),
-            gives=list(outputs),
-            **mhsa_operator.attributes_of(asked.wanted),
-            key_mask=int(self.key_mask),
-            pads_mask=int(self._pads_mask),
-            output_layout=self.output_layout,
-            **({} if asked.scale is None else {"scale": asked.scale}),
-            **({} if self.static_mask is None else {"static_mask": numpy_helper.from_array(self.static_mask)}),
-            **placements,
+            key_mask=self.key_mask,
+            pads_mask=self._pads_mask,
+            mask=inputs.get(self.mask),
+            lengths=inputs.get(self.lengths),
+            sinks=inputs.get(asked.sinks),
+            slopes=inputs.get(asked.slopes),
+            past_key=inputs.get(past_key),
+            past_value=inputs.get(past_value),
+            scale=asked.scale,
+            static_mask=self.static_mask,
         )
+        return fused.to_node(self.node, list(inputs), list(outputs.values()))
 
 
 def _fixed(dim: Dim) -> int:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import onnx
 
+from mhsa_compile.frontend.fusion.fused_nodes import FusedRotary
 from mhsa_compile.frontend.fusion.head_layout import (
     Operand,
     keeps_rows,
@@ -33,7 +34,6 @@ from mhsa_compile.frontend.fusion.rotary_halves import (
     part,
     source,
 )
-from mhsa_compile.frontend.fusion.rotary_pattern import rotary_node
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
@@ -86,16 +86,17 @@ class DecomposedRotaryPattern:
 
     def fused_node(self) -> onnx.NodeProto:
         turning, shared = (self.graph.shape(name) or (None,) for name in (self.terms.x, self.terms.cos))
-        return rotary_node(
-            self.node,
-            self.operand,
-            [self.terms.cos, self.terms.sin],
-            rotary_dim=turning[-1],
-            interleaved=int(self.terms.interleaved),
-            whole_angles=int(self.terms.whole),
-            shared_angles=int(shared[0] == 1 != turning[0]),
+        fused = FusedRotary(
+            x=self.operand.as_input(0),
             output_layout="heads",
+            num_heads=self.operand.heads,
+            head_dim=self.operand.head_dim,
+            rotary_dim=int(turning[-1] or 0),
+            interleaved=self.terms.interleaved,
+            shared_angles=shared[0] == 1 != turning[0],
+            whole_angles=self.terms.whole,
         )
+        return fused.to_node(self.node, [self.operand.source, self.terms.cos, self.terms.sin], [self.node.output[0]])
 
 
 _HEADS, _ROWS = (2, 1), (1, 2)  # the axes of length and heads

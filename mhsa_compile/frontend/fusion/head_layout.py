@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import onnx
 
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.kernels.interface.ops import HeadLayout
 
 
 @dataclass
@@ -19,11 +20,15 @@ class Operand:
     """`heads` heads of `head_dim`, in tensor `source`, laid out as "rows" or as "heads"."""
 
     source: str
-    layout: str
+    layout: Literal["rows", "heads"]
     heads: int
     head_dim: int
     offset: int = 0
     width: int = 0
+
+    def as_input(self, number: int) -> HeadLayout:
+        """Where the heads lie for a node whose input of this number `source` is."""
+        return HeadLayout(number, self.layout, self.width, self.offset)
 
 
 class NodePattern(Protocol):

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
+from mhsa_compile.frontend.fusion.fused_nodes import FusedLinear
 from mhsa_compile.frontend.fusion.head_layout import NodePattern
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE
-from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.checks import DTYPES
-
-LINEAR = "MhsaLinear"
 
 
 @dataclass
@@ -137,14 +135,10 @@ def linear_node(linear: Linear) -> onnx.NodeProto:
     """A linear, with those that were merged into it, as one node."""
     members = linear.group or [linear]
     inputs = [linear.x, *(m.weight for m in members), *(m.bias for m in members if m.bias is not None)]
-    return onnx.helper.make_node(
-        LINEAR,
-        inputs,
-        [linear.output],
-        name=linear.nodes[0].name,
-        domain=DOMAIN,
-        widths=[m.width for m in members],
-        biased=[int(m.bias is not None) for m in members],
-        transposed=[int(m.transposed) for m in members],
+    fused = FusedLinear(
+        widths=tuple(m.width for m in members),
+        biased=tuple(m.bias is not None for m in members),
+        transposed=tuple(m.transposed for m in members),
         padding=linear.padding or 0,
     )
+    return fused.to_node(linear.nodes[0], inputs, [linear.output])

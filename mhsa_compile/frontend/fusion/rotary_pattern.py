@@ -7,11 +7,10 @@ Notation: B batch, L length, H heads, E head dim, R the elements of a head that 
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.fusion.fused_nodes import FusedRotary
 from mhsa_compile.frontend.fusion.head_layout import (
     Operand,
     contradict,
@@ -19,10 +18,7 @@ from mhsa_compile.frontend.fusion.head_layout import (
     spoken,
 )
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
-from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.checks import DTYPES
-
-ROTARY = "MhsaRotary"
 
 
 class RotaryPattern:
@@ -106,31 +102,15 @@ class RotaryPattern:
         return shape
 
     def fused_node(self) -> onnx.NodeProto:
-        angles = [self.cos, self.sin, *([self.positions] if self.positions else [])]
-        return rotary_node(
-            self.node,
-            self.operand,
-            angles,
-            rotary_dim=self.rotary_dim,
-            interleaved=self.attributes.get("interleaved", 0),
-            shared_angles=int(self.shared_angles),
+        fused = FusedRotary(
+            x=self.operand.as_input(0),
             output_layout="rows" if len(self.graph.shape(self.x) or ()) == 3 else "heads",
+            num_heads=self.operand.heads,
+            head_dim=self.operand.head_dim,
+            rotary_dim=self.rotary_dim,
+            interleaved=self.attributes.get("interleaved") == 1,
+            shared_angles=self.shared_angles,
             positions_name=spoken(self.graph, self.positions, "position_ids", self.node) if self.positions else "",
         )
-
-
-def rotary_node(node: onnx.NodeProto, x: Operand, angles: list[str], **said: Any) -> onnx.NodeProto:
-    """What takes the place of `node`; `said` are fields of RotaryOp, and the layout of the output."""
-    return onnx.helper.make_node(
-        ROTARY,
-        [x.source, *angles],
-        [node.output[0]],
-        name=node.name or node.output[0],
-        domain=DOMAIN,
-        heads=x.heads,
-        head_dim=x.head_dim,
-        layout=x.layout,
-        width=x.width,
-        offset=x.offset,
-        **said,
-    )
+        angles = [self.cos, self.sin, *([self.positions] if self.positions else [])]
+        return fused.to_node(self.node, [self.operand.source, *angles], [self.node.output[0]])

@@ -15,6 +15,7 @@ import onnx
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.frontend.fusion.fused_nodes import FusedScatter
 from mhsa_compile.frontend.fusion.head_layout import (
     Operand,
     contradict,
@@ -22,9 +23,7 @@ from mhsa_compile.frontend.fusion.head_layout import (
     spoken,
 )
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
-from mhsa_compile.spec.attention_spec import DOMAIN, IN_PLACE_KEY
-
-SCATTER = "MhsaScatter"
+from mhsa_compile.spec.attention_spec import IN_PLACE_KEY
 
 
 class ScatterPattern:
@@ -96,22 +95,16 @@ class ScatterPattern:
 
     def fused_node(self) -> onnx.NodeProto:
         rows = self.operand
-        place = {} if rows is None else {"width": rows.width, "offset": rows.offset}
-        inputs = [self.cache, self.update if rows is None else rows.source, *([self.indices] if self.indices else [])]
-        return onnx.helper.make_node(
-            SCATTER,
-            inputs,
-            list(self.node.output),
-            name=self.node.name or self.node.output[0],
-            domain=DOMAIN,
+        fused = FusedScatter(
             axis=self.axis,
-            circular=int(self.circular),
-            in_place=int(self.in_place),
-            rows=int(rows is not None),
+            circular=self.circular,
+            in_place=self.in_place,
+            update=None if rows is None else rows.as_input(1),
             indices_name=spoken(self.graph, self.indices, "write_indices", self.node),
             update_name=spoken(self.graph, self.update, "update", self.node),
-            **place,
         )
+        inputs = [self.cache, self.update if rows is None else rows.source, *([self.indices] if self.indices else [])]
+        return fused.to_node(self.node, inputs, self.node.output)
 
 
 def in_place(graph: GraphView) -> dict[str, str]:

@@ -1,21 +1,20 @@
-"""One MhsaAttention node -> operations: the attention; present keys and values, and scores, where they are asked for.
+"""One FusedAttention -> operations: the attention; present keys and values, and scores, where they are asked for.
 
 Notation: B batch, L query length, S key length, H heads, F value head dim.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-import tvm
-from onnx import numpy_helper
 from tvm import relax
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.relax import masks as attention_masks
+from mhsa_compile.frontend.relax.import_context import ImportContext
+from mhsa_compile.frontend.relax.imported_module import Broadcast, stated
 from mhsa_compile.frontend.relax.masks import (
     Size,
     Value,
@@ -26,11 +25,9 @@ from mhsa_compile.frontend.relax.masks import (
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
-    Dim,
     HeadLayout,
     KvConcatOp,
     MaskInput,
-    Op,
     ScoresOp,
     SoftmaxStatsOp,
     StaticMask,
@@ -39,55 +36,21 @@ from mhsa_compile.kernels.interface.ops import (
 
 WEIGHTS = 3
 """The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""
-_CHOSEN = ("weights_heads", "weights_rows")
 _LENGTH_AXIS = {"rows": 1, "heads": 2}
 
 
-@dataclass(frozen=True)
-class Broadcast:
-    """What a mask of the call must broadcast to, (B, H, L, S), and whether it may end early, hiding the other keys."""
-
-    full: tuple[Dim, ...]
-    pads: bool
-
-
-class ImportContext(Protocol):
-    """The graph that is being imported."""
-
-    bb: relax.BlockBuilder
-    masks: dict[str, Broadcast]  # what an input must broadcast to
-    limits: dict[str, Dim]  # the largest number that an input of integers may hold
-
-    def dim(self, size: Size) -> Dim:
-        """A fixed size, or the name under which a kernel binds the size it finds."""
-        ...
-
-    def call(self, op: Op, inputs: list[Value], shape: list[Size]) -> Value: ...
-
-    def call_for_several(self, op: Op, inputs: list[Value], types: list[Any]) -> list[Value]: ...
-
-    def input_name(self, value: Value) -> str | None:
-        """The input of the graph that `value` is."""
-        ...
-
-
 class AttentionImport:
-    """A node with its inputs. What `attention_pattern` wrote into it is read here."""
+    """A fused node with the values of its inputs; `name` is what it is called where it is refused."""
 
-    def __init__(self, graph: ImportContext, inputs: list[Value], attrs: Mapping[str, Any]) -> None:
-        self.graph, self.bb = graph, graph.bb
-        self.said = {name: text(value) for name, value in attrs.items()}
-        self.node = f"Attention node {text(attrs['tvm_custom']['name'])!r}"
-        names = self._texts("extras")
-        self.extras = dict(zip(names, inputs[len(inputs) - len(names) :], strict=True))
-        self.places = {
-            role: HeadLayout(*(self.said[f"{role}_{key}"] for key in ("buffer", "layout", "width", "offset")))
-            for role in "qkv"
-        }
+    def __init__(self, context: ImportContext, name: str, fused: FusedAttention, inputs: list[Value]) -> None:
+        self.context, self.bb = context, context.bb
+        self.node = f"Attention node {name!r}"
+        self.fused, self.inputs = fused, inputs
+        self.places = {"q": fused.query, "k": fused.key, "v": fused.value}
         self.operands = {role: inputs[place.buffer] for role, place in self.places.items()}
 
-    def _texts(self, name: str) -> list[str]:
-        return [text(value) for value in self.said.get(name, ())]
+    def _input(self, number: int | None) -> Value | None:
+        return None if number is None else self.inputs[number]
 
     def results(self) -> Any:
         """What the node gives: Y, or a tuple of it and present keys and values, scores, and what these are like.
@@ -96,67 +59,69 @@ class AttentionImport:
         """
         made = self._presents()
         inputs = self._buffers()
-        q, heads = self.operands["q"], self.said["num_heads"]
+        q, heads = self.operands["q"], self.fused.num_heads
         full = [dims(q)[0], heads, self._length("q"), self._length("k")]
         op = self._operation(full, inputs)
         if op.output.layout == "rows":
             shape = [full[0], full[2], op.output.width]
         else:
             shape = [full[0], heads, full[2], op.v_head_dim]
-        made["y"] = self.graph.call(op, inputs, shape)
-        if "scores" in self._texts("gives"):
-            stage = self.said["stage"]
+        made["y"] = self.context.call(op, inputs, shape)
+        if "scores" in self.fused.gives:
+            stage = self.fused.stage
             asked = AttentionProbsOp(op) if stage == WEIGHTS else ScoresOp(op, stage)
-            made["scores"] = self.graph.call(asked, inputs, full)
+            made["scores"] = self.context.call(asked, inputs, full)
         made |= self._inside(op, inputs, full)
-        results = [made[role] for role in self._texts("gives")]
+        results = [made[role] for role in self.fused.gives]
         return results[0] if len(results) == 1 else relax.Tuple(results)
 
     def _inside(self, op: AttentionOp, inputs: list[Value], full: list[Size]) -> dict[str, Value]:
         """What the rows of the softmax are like, as far as it is asked for."""
-        gives, k = self._texts("gives"), self.said.get("top_k", 0)
-        rows = relax.TensorType(full[:3], "float32")
-        types: dict[str, Any] = {name: rows for name in ("lse", "entropy") if name in gives}
-        if "top_k_weights" in gives or "top_k_keys" in gives:
-            types["top_k_weights"] = relax.TensorType([*full[:3], k], "float32")
-            types["top_k_keys"] = relax.TensorType([*full[:3], k], "int64")
+        wanted = self.fused.wanted
+        rows, best = full[:3], [*full[:3], wanted.top_k]
+        shapes = {"lse": (rows, "float32"), "entropy": (rows, "float32")}
+        shapes |= {"top_k_weights": (best, "float32"), "top_k_keys": (best, "int64")}
+        types = {name: relax.TensorType(*shapes[name]) for name in wanted.names if name in shapes}
         made: dict[str, Value] = {}
         if types:
-            statistics = SoftmaxStatsOp(op, "lse" in types, "entropy" in types, k if "top_k_keys" in types else 0)
-            made = dict(zip(types, self.graph.call_for_several(statistics, inputs, list(types.values())), strict=True))
-        if "weights" in gives:
-            chosen = [tuple(self.said[name]) if name in self.said else None for name in _CHOSEN]
-            counts = [
-                size if numbers is None else len(numbers) for size, numbers in zip(full[1:3], chosen, strict=True)
-            ]
-            made["weights"] = self.graph.call(AttentionProbsOp(op, *chosen), inputs, [full[0], *counts, full[3]])
+            statistics = SoftmaxStatsOp(op, wanted.lse, wanted.entropy, wanted.top_k)
+            values = self.context.call_for_several(statistics, inputs, list(types.values()))
+            made = dict(zip(types, values, strict=True))
+        if wanted.weights:
+            heads = full[1] if wanted.heads is None else len(wanted.heads)
+            queries = full[2] if wanted.rows is None else len(wanted.rows)
+            probs = AttentionProbsOp(op, wanted.heads, wanted.rows)
+            made["weights"] = self.context.call(probs, inputs, [full[0], heads, queries, full[3]])
         return made
 
     def _presents(self) -> dict[str, Value]:
         """present_key and present_value, where they are asked for; with a past, attention reads those."""
-        made = {}
-        for role, name, size in (("k", "key", "head_dim"), ("v", "value", "v_head_dim")):
-            past = self.extras.get(f"past_{name}")
-            if past is not None or f"present_{name}" in self._texts("gives"):
-                made[f"present_{name}"] = value = self._present(role, past, self.said[size])
+        fused, made = self.fused, {}
+        for role, result, past_number, size in (
+            ("k", "present_key", fused.past_key, fused.head_dim),
+            ("v", "present_value", fused.past_value, fused.v_head_dim),
+        ):
+            past = self._input(past_number)
+            if past is not None or result in fused.gives:
+                made[result] = value = self._present(role, past, size)
                 if past is not None:
                     self.operands[role], self.places[role] = value, HeadLayout(0, "heads", 0)
         return made
 
     def _present(self, role: str, past: Value | None, size: int) -> Value:
-        new, length, heads = self.operands[role], self._length(role), self.said["num_kv_heads"]
+        new, length, heads = self.operands[role], self._length(role), self.fused.num_kv_heads
         batch, before = dims(new)[0], None if past is None else dims(past)[2]
         op = KvConcatOp(
-            batch=self.graph.dim(batch),
-            past=None if before is None else self.graph.dim(before),
-            length=self.graph.dim(length),
+            batch=self.context.dim(batch),
+            past=None if before is None else self.context.dim(before),
+            length=self.context.dim(length),
             num_heads=heads,
             head_dim=size,
             new=replace(self.places[role], buffer=0),
             dtype=str(new.ty.dtype),  # type: ignore[arg-type]
         )
         inputs = [new] if past is None else [new, past]
-        return self.graph.call(op, inputs, [batch, heads, length if before is None else before + length, size])
+        return self.context.call(op, inputs, [batch, heads, length if before is None else before + length, size])
 
     def _buffers(self) -> list[Value]:
         """The distinct operands, numbered in the placements."""
@@ -172,50 +137,49 @@ class AttentionImport:
 
     def _operation(self, full: list[Size], inputs: list[Value]) -> AttentionOp:
         """The operation; what it takes besides Q, K and V joins `inputs`."""
-        said, dim = self.said, self.graph.dim
+        fused, dim = self.fused, self.context.dim
         mask = self._mask(full)
         band, mask = self._band(full, mask)
-        lengths = self.extras.get("lengths")
-        if lengths is not None and (name := self.graph.input_name(lengths)) is not None:
-            self.graph.limits[name] = stated(full[3])
-        sinks, slopes = self.extras.get("sinks"), self.extras.get("slopes")
+        lengths, sinks, slopes = map(self._input, (fused.lengths, fused.sinks, fused.slopes))
+        if lengths is not None and (name := self.context.input_name(lengths)) is not None:
+            self.context.result.limits[name] = stated(full[3])
         if band is None and slopes is not None:  # which count from the queries' places
-            band = WindowSpec(None, None, said["alignment"])
+            band = WindowSpec(None, None, fused.alignment)
         inputs += [value for value in (mask, lengths, sinks, slopes) if value is not None]
         return AttentionOp(
             batch=dim(full[0]),
             q_length=dim(full[2]),
             kv_length=dim(full[3]),
-            num_heads=said["num_heads"],
-            num_kv_heads=said["num_kv_heads"],
-            head_dim=said["head_dim"],
-            v_head_dim=said["v_head_dim"],
-            scale=said.get("scale", said["head_dim"] ** -0.5),
+            num_heads=fused.num_heads,
+            num_kv_heads=fused.num_kv_heads,
+            head_dim=fused.head_dim,
+            v_head_dim=fused.v_head_dim,
+            scale=fused.head_dim**-0.5 if fused.scale is None else fused.scale,
             band=band,
             mask=None if mask is None else MaskInput(str(mask.ty.dtype), tuple(map(dim, dims(mask)))),  # type: ignore[arg-type]
             query=self.places["q"],
             key=self.places["k"],
             value=self.places["v"],
-            output=HeadLayout(0, said["output_layout"], said["num_heads"] * said["v_head_dim"]),
+            output=HeadLayout(0, fused.output_layout, fused.num_heads * fused.v_head_dim),
             dtype=str(self.operands["q"].ty.dtype),  # type: ignore[arg-type]
-            static_mask=StaticMask(numpy_helper.to_array(said["static_mask"])) if "static_mask" in said else None,
-            softcap=said["softcap"],
+            static_mask=None if fused.static_mask is None else StaticMask(fused.static_mask),
+            softcap=fused.softcap,
             lengths=lengths is not None,
             sinks=sinks is not None,
             slopes=slopes is not None,
-            softmax=said["softmax"],
+            softmax=fused.softmax,
         )
 
     def _mask(self, full: list[Size]) -> Value | None:
         """The mask with four axes. One from the call is checked there; a computed one here, as far as that goes."""
-        mask = self.extras.get("mask")
+        mask = self._input(self.fused.mask)
         if mask is None:
             return None
-        name, key_mask, pads = self.graph.input_name(mask), bool(self.said["key_mask"]), bool(self.said["pads_mask"])
+        name, key_mask, pads = self.context.input_name(mask), self.fused.key_mask, self.fused.pads_mask
         mask = attention_masks.four_axes(self.bb, mask, key_mask, self.node)
         if name is not None and not key_mask:  # one flag a key has its exact shape, (B, S)
             wanted = Broadcast(tuple(map(stated, full)), pads)
-            if self.graph.masks.setdefault(name, wanted) != wanted:
+            if self.context.result.masks.setdefault(name, wanted) != wanted:
                 raise ModelError(f"input {name!r}", "a mask of attentions of one size", f"{wanted.full} as well")
         length, reach = full[3], dims(mask)[3]
         known = name is not None or isinstance(difference(length, reach), int)
@@ -225,21 +189,10 @@ class AttentionImport:
 
     def _band(self, full: list[Size], mask: Value | None) -> tuple[WindowSpec | None, Value | None]:
         """The window with causality in it, as a band, else in the mask."""
-        past = self.extras.get("past_key")
+        past = self._input(self.fused.past_key)
         sizes = {"past": None if past is None else dims(past)[2], "queries": full[2], "keys": full[3]}
-        window = self.said["left"], self.said["right"]
-        band = attention_masks.band_of(*window, self.said["alignment"], **sizes)
+        window = self.fused.left, self.fused.right
+        band = attention_masks.band_of(*window, self.fused.alignment, **sizes)
         if band != attention_masks.UNKNOWN:
             return band, mask
         return None, attention_masks.banded(self.bb, mask, *window, **sizes)
-
-
-def stated(size: Size) -> Dim:
-    """A size as a signature states it: a number, or an expression of its symbols."""
-    if isinstance(size, int | tvm.tirx.IntImm):
-        return int(size)
-    return re.sub(r"T\.int64\((\d+)\)", r"\1", str(size))
-
-
-def text(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else value

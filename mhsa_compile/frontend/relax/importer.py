@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,44 +17,18 @@ import tvm
 from onnx import numpy_helper
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
-from tvm_ffi import structural_equal
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.fusion.attention_pattern import ATTENTION
 from mhsa_compile.frontend.fusion.fuse import fuse
-from mhsa_compile.frontend.fusion.linear_pattern import LINEAR
-from mhsa_compile.frontend.fusion.rotary_pattern import ROTARY
-from mhsa_compile.frontend.fusion.scatter_pattern import SCATTER, declared_in_place
+from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention, FusedLinear, FusedRotary, FusedScatter
+from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
 from mhsa_compile.frontend.onnx_graph import inner_nodes, reads
-from mhsa_compile.frontend.relax.attention import (
-    AttentionImport,
-    Broadcast,
-    stated,
-    text,
-)
+from mhsa_compile.frontend.relax.attention import AttentionImport
+from mhsa_compile.frontend.relax.import_context import ImportContext
+from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
 from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, is_sum_with_a_size, size_as_tensor
-from mhsa_compile.kernels.interface.ops import (
-    Dim,
-    HeadLayout,
-    KvScatterOp,
-    LinearOp,
-    Op,
-    RotaryOp,
-)
-
-
-@dataclass
-class ImportedModule:
-    """A Relax module whose `main` takes the inputs, then the weights, and calls `ops` by name."""
-
-    module: Any
-    ops: dict[str, Op] = field(default_factory=dict)
-    weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
-    masks: dict[str, Broadcast] = field(default_factory=dict)  # by input
-    limits: dict[str, Dim] = field(default_factory=dict)  # input of integers -> the largest that they may be
-    outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred
-    in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
+from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
 
 
 def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> ImportedModule:
@@ -73,7 +46,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
             if isinstance(error, ModelError):
                 raise
             raise ModelError("model", "a graph that TVM's importer can read", str(error)) from error
-    result = importer.result
+    result = importer.context.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
     result.outputs = _output_dims(module["main"])
@@ -89,9 +62,14 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def __init__(self, int8_weights: bool) -> None:
         super().__init__(None, None, keep_params_in_input=True)
-        self.result = ImportedModule(module=None)
-        self._computed: list[tuple[Any, str]] = []  # sizes that are computed, and their names
+        self.context = ImportContext(self.bb, self._inputs)  # TVM's methods fill these two
         self._int8_weights = int8_weights
+        self._ours = {
+            FusedLinear.op_type: self._linear,
+            FusedAttention.op_type: self._attention,
+            FusedRotary.op_type: self._rotary,
+            FusedScatter.op_type: self._scatter,
+        }
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         used = {name for node in graph.node for name in reads(node)}
@@ -100,17 +78,17 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 continue
             array = numpy_helper.to_array(tensor)
             if (array.dtype.kind == "f" or str(array.dtype) == "bfloat16") and array.ndim:
-                parameter = f"weight_{len(self.result.weights)}"
+                parameter = f"weight_{len(self.context.result.weights)}"
                 variable = self._new_var(parameter, shape=array.shape, dtype=str(array.dtype))
                 self._nodes[tensor.name] = variable
                 self._params[parameter] = (variable, tvm.runtime.tensor(np.empty(0)))  # the value is not needed here
-                self.result.weights[parameter] = tensor.name
+                self.context.result.weights[parameter] = tensor.name
             else:
                 self._nodes[tensor.name] = _constant(array)
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         convertible = {*_get_convert_map(), "If", "Constant"} - {"Attention"}  # TVM's means something else
-        unknown = {node.op_type for node in graph.node} - convertible - {LINEAR, ATTENTION, ROTARY, SCATTER}
+        unknown = {node.op_type for node in graph.node} - convertible - self._ours.keys()
         if unknown:
             raise ModelError("model", "operators that can be compiled", ", ".join(sorted(unknown)))
         inner = {inside.op_type for node in graph.node for inside in inner_nodes(node)}
@@ -134,9 +112,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return relax.SeqExpr([block], made[0] if len(made) == 1 else relax.Tuple(made))
 
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
-        ours = {LINEAR: self._linear, ATTENTION: self._attention, ROTARY: self._rotary, SCATTER: self._scatter}
-        if op_name in ours:
-            return ours[op_name](list(inputs), attrs)
+        if op_name in self._ours:
+            return self._ours[op_name](list(inputs), attrs)
         for i, value in enumerate(inputs):
             if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
                 inputs[i] = self.bb.emit(value)
@@ -149,7 +126,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                     inputs[i] = size_as_tensor(self.bb, value) if tvm.ir.is_prim_expr(value) else value
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # whatever TVM's converter trips over
-            what = f"{op_name} node {text(attrs['tvm_custom']['name'])!r}"
+            what = f"{op_name} node {_name(attrs)!r}"
             raise ModelError(what, "a form that TVM converts", f"{type(error).__name__}: {error}") from error
 
     def _bound(self, value: Any) -> Any:
@@ -157,98 +134,69 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return self.bb.emit(value) if isinstance(value, relax.Call) else value
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        rows = dims(inputs[0])
+        fused, rows = FusedLinear.from_attributes(attrs), dims(inputs[0])
         op = LinearOp(
-            rows=tuple(self.dim(d) for d in rows[:-1]),
+            rows=tuple(self.context.dim(d) for d in rows[:-1]),
             in_features=int(rows[-1]),
-            widths=tuple(attrs["widths"]),
-            biased=tuple(map(bool, attrs["biased"])),
-            transposed=tuple(map(bool, attrs["transposed"])),
+            widths=fused.widths,
+            biased=fused.biased,
+            transposed=fused.transposed,
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
             int8_weights=self._int8_weights,
-            padding=attrs["padding"],
+            padding=fused.padding,
         )
-        return self.call(op, inputs, [*rows[:-1], op.pitch])
+        return self.context.call(op, inputs, [*rows[:-1], op.pitch])
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        return AttentionImport(self, inputs, attrs).results()
+        return AttentionImport(self.context, _name(attrs), FusedAttention.from_attributes(attrs), inputs).results()
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        x, (heads, head_dim) = dims(inputs[0]), (attrs["heads"], attrs["head_dim"])
-        layout, output_layout = text(attrs["layout"]), text(attrs["output_layout"])
-        length = x[1 if layout == "rows" else 2]
+        fused, x = FusedRotary.from_attributes(attrs), dims(inputs[0])
+        heads, head_dim = fused.num_heads, fused.head_dim
+        length = x[1 if fused.x.layout == "rows" else 2]
         for i in (1, 2):
-            if (
-                len(table := dims(inputs[i])) == 4
-            ):  # (B or 1, 1, L, R), as they are broadcast over the heads, or L first
+            table = dims(inputs[i])
+            if len(table) == 4:  # (B or 1, 1, L, R), as they are broadcast over the heads, or L first
                 inputs[i] = self.bb.emit(relax.op.reshape(inputs[i], relax.ShapeExpr([table[0], length, table[3]])))
         op = RotaryOp(
-            batch=self.dim(x[0]),
-            length=self.dim(length),
+            batch=self.context.dim(x[0]),
+            length=self.context.dim(length),
             num_heads=heads,
             head_dim=head_dim,
-            rotary_dim=attrs["rotary_dim"],
-            interleaved=bool(attrs["interleaved"]),
-            max_positions=self.dim(dims(inputs[1])[0]) if len(inputs) > 3 else None,
-            x=HeadLayout(0, layout, attrs["width"], attrs["offset"]),
-            output=HeadLayout(0, output_layout, heads * head_dim),
+            rotary_dim=fused.rotary_dim,
+            interleaved=fused.interleaved,
+            max_positions=self.context.dim(dims(inputs[1])[0]) if len(inputs) > 3 else None,
+            x=fused.x,
+            output=HeadLayout(0, fused.output_layout, heads * head_dim),
             dtype=str(inputs[0].ty.dtype),  # type: ignore[arg-type]
-            shared_angles=bool(attrs["shared_angles"]),
-            whole_angles=bool(attrs.get("whole_angles")),
-            positions_name=text(attrs.get("positions_name", "")),
+            shared_angles=fused.shared_angles,
+            whole_angles=fused.whole_angles,
+            positions_name=fused.positions_name,
         )
-        shape = [x[0], length, heads * head_dim] if output_layout == "rows" else [x[0], heads, length, head_dim]
-        return self.call(op, inputs, shape)
+        shape = [x[0], length, heads * head_dim] if fused.output_layout == "rows" else [x[0], heads, length, head_dim]
+        return self.context.call(op, inputs, shape)
 
     def _scatter(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        cache, update, axis = dims(inputs[0]), dims(inputs[1]), attrs["axis"]
+        fused = FusedScatter.from_attributes(attrs)
+        cache, update = dims(inputs[0]), dims(inputs[1])
         op = KvScatterOp(
-            cache=tuple(map(self.dim, cache)),
-            axis=axis,
-            length=self.dim(update[1] if attrs["rows"] else update[axis]),
-            update=HeadLayout(1, "rows", attrs["width"], attrs["offset"]) if attrs["rows"] else None,
-            circular=bool(attrs["circular"]),
+            cache=tuple(map(self.context.dim, cache)),
+            axis=fused.axis,
+            length=self.context.dim(update[fused.axis if fused.update is None else 1]),
+            update=fused.update,
+            circular=fused.circular,
             indexed=len(inputs) > 2,
-            in_place=bool(attrs["in_place"]),
+            in_place=fused.in_place,
             dtype=str(inputs[0].ty.dtype),
-            indices_name=text(attrs["indices_name"]),
-            update_name=text(attrs["update_name"]),
+            indices_name=fused.indices_name,
+            update_name=fused.update_name,
         )
-        return self.call(op, inputs, cache)
+        return self.context.call(op, inputs, cache)
 
-    @property
-    def masks(self) -> dict[str, Broadcast]:
-        return self.result.masks
 
-    @property
-    def limits(self) -> dict[str, Dim]:
-        return self.result.limits
-
-    def input_name(self, value: Any) -> str | None:
-        return next((name for name, given in self._inputs.items() if given.same_as(value)), None)
-
-    def dim(self, size: Any) -> Dim:
-        """A fixed size, or the name under which a kernel binds the size it finds; what is computed alike has one."""
-        if isinstance(size, int | tvm.tirx.IntImm):
-            return int(size)
-        if isinstance(size, tvm.ir.Var):
-            return str(size.name)
-        found = next((name for known, name in self._computed if structural_equal(known, size)), None)
-        if found is None:
-            found = f"dim_{len(self._computed)}"
-            self._computed.append((size, found))
-        return found
-
-    def call(self, op: Op, inputs: list[Any], shape: list[Any]) -> Any:
-        return self.call_for_several(op, inputs, [relax.TensorType(shape, op.dtype)])[0]
-
-    def call_for_several(self, op: Op, inputs: list[Any], types: list[Any]) -> list[Any]:
-        """An operation with several results, of types of their own."""
-        name = f"op_{len(self.result.ops)}"
-        self.result.ops[name] = op
-        inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
-        made = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
-        return [made] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(made, i)) for i in range(len(types))]
+def _name(attrs: dict[str, Any]) -> str:
+    """The node's, which TVM puts beside its attributes."""
+    return str(attrs["tvm_custom"]["name"])
 
 
 def _constant(array: Any) -> Any:

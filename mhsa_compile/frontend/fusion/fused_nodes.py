@@ -1,0 +1,138 @@
+"""The ONNX nodes of the domain `mhsa` that fusion writes and the importer reads: a dataclass for each.
+
+The fields of one are the attributes of its node: numbers and arrays as such, all else as JSON; what is None is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Self, get_type_hints
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from mhsa_compile.kernels.interface.ops import HeadLayout
+from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.outputs import SoftmaxOutputs
+
+
+@dataclass(frozen=True)
+class FusedNode:
+    """What a node says, beside the names of its tensors."""
+
+    op_type: ClassVar[str]
+
+    def to_node(self, replaced: onnx.NodeProto, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.NodeProto:
+        """The node, named as the one that it takes the place of."""
+        attributes = {field.name: _attribute(getattr(self, field.name)) for field in fields(self)}
+        name = replaced.name or replaced.output[0]
+        return onnx.helper.make_node(self.op_type, inputs, outputs, name=name, domain=DOMAIN, **attributes)
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> Self:
+        """Of a node that `to_node` made; `attributes` may hold others, which are ignored."""
+        kinds = get_type_hints(cls)
+        names = [field.name for field in fields(cls) if field.name in attributes]
+        return cls(**{name: _value(attributes[name], kinds[name]) for name in names})
+
+
+def _attribute(value: Any) -> Any:
+    if value is None or isinstance(value, int | float):
+        return value
+    return numpy_helper.from_array(value) if isinstance(value, np.ndarray) else msgspec.json.encode(value)
+
+
+def _value(attribute: Any, kind: Any) -> Any:
+    if isinstance(attribute, bytes):
+        return msgspec.json.decode(attribute, type=kind)
+    if isinstance(attribute, onnx.TensorProto):
+        return numpy_helper.to_array(attribute)
+    return bool(attribute) if kind is bool else attribute
+
+
+@dataclass(frozen=True)
+class FusedLinear(FusedNode):
+    """LinearOp. Inputs: x, the weights, then the biases of those that have one."""
+
+    op_type = "MhsaLinear"
+    widths: tuple[int, ...]
+    biased: tuple[bool, ...]
+    transposed: tuple[bool, ...]
+    padding: int
+
+
+@dataclass(frozen=True)
+class FusedRotary(FusedNode):
+    """RotaryOp, which says what the fields mean. Inputs: x, cos, sin, then the positions, if there are any."""
+
+    op_type = "MhsaRotary"
+    x: HeadLayout
+    output_layout: Literal["rows", "heads"]
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    shared_angles: bool
+    whole_angles: bool = False
+    positions_name: str = ""
+
+
+@dataclass(frozen=True)
+class FusedScatter(FusedNode):
+    """KvScatterOp, which says what the fields mean. Inputs: cache, update, then the indices, if there are any."""
+
+    op_type = "MhsaScatter"
+    axis: int
+    circular: bool
+    in_place: bool
+    indices_name: str
+    update_name: str
+    update: HeadLayout | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FusedAttention(FusedNode):
+    """AttentionOp, and what else the node gives.
+
+    query, key, value   where their heads lie; `buffer` is the number of the node's input
+    gives               which of `attention_node.OUTPUTS` each output is
+    wanted              those of the softmax's rows among them
+    left, right         the window, -1 unbounded, with causality in it
+    stage               the qk_matmul_output_mode of "scores"
+    key_mask            whether the mask is (B, S): one flag a key
+    pads_mask           whether a mask over fewer keys than there are hides the rest
+    mask to past_value  the numbers of these inputs; None of those that are not there
+    scale               None is 1 / sqrt(E)
+    static_mask         bool (1 or H, L, S)
+    """
+
+    op_type = "MhsaAttention"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    query: HeadLayout
+    key: HeadLayout
+    value: HeadLayout
+    output_layout: Literal["rows", "heads"]
+    gives: tuple[str, ...]
+    wanted: SoftmaxOutputs
+    left: int
+    right: int
+    alignment: Literal["top_left", "bottom_right"]
+    softcap: float
+    softmax: Literal["float32", "float64"]
+    stage: int
+    key_mask: bool
+    pads_mask: bool
+    mask: int | None = None
+    lengths: int | None = None
+    sinks: int | None = None
+    slopes: int | None = None
+    past_key: int | None = None
+    past_value: int | None = None
+    scale: float | None = None
+    static_mask: np.ndarray[Any, Any] | None = None

@@ -1,0 +1,52 @@
+"""The graph that is being imported, as the conversion of each node sees it and adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm_ffi import structural_equal
+
+from mhsa_compile.frontend.relax.imported_module import ImportedModule
+from mhsa_compile.frontend.relax.masks import Size, Value
+from mhsa_compile.kernels.interface.ops import Dim, Op
+
+
+class ImportContext:
+    """Where Relax is written, the operations and demands that are known so far, and the names of sizes and inputs."""
+
+    def __init__(self, bb: relax.BlockBuilder, inputs: Mapping[str, Value]) -> None:
+        self.bb = bb
+        self.result = ImportedModule(module=None)
+        self._inputs = inputs
+        self._computed: list[tuple[Size, str]] = []  # sizes that are computed, and their names
+
+    def input_name(self, value: Value) -> str | None:
+        """The input of the graph that `value` is."""
+        return next((name for name, given in self._inputs.items() if given.same_as(value)), None)
+
+    def dim(self, size: Size) -> Dim:
+        """A fixed size, or the name under which a kernel binds the size it finds; what is computed alike has one."""
+        if isinstance(size, int | tvm.tirx.IntImm):
+            return int(size)
+        if isinstance(size, tvm.ir.Var):
+            return str(size.name)
+        found = next((name for known, name in self._computed if structural_equal(known, size)), None)
+        if found is None:
+            found = f"dim_{len(self._computed)}"
+            self._computed.append((size, found))
+        return found
+
+    def call(self, op: Op, inputs: list[Value], shape: list[Size]) -> Value:
+        """An operation with one result, of its dtype."""
+        return self.call_for_several(op, inputs, [relax.TensorType(shape, op.dtype)])[0]
+
+    def call_for_several(self, op: Op, inputs: list[Value], types: list[Any]) -> list[Value]:
+        """An operation with several results, of types of their own."""
+        name = f"op_{len(self.result.ops)}"
+        self.result.ops[name] = op
+        inputs = [self.bb.emit(value) if not isinstance(value, relax.Var) else value for value in inputs]
+        made = self.bb.emit(relax.op.call_dps_packed(name, inputs, types))
+        return [made] if len(types) == 1 else [self.bb.emit(relax.TupleGetItem(made, i)) for i in range(len(types))]

@@ -1,0 +1,40 @@
+"""What the frontend makes of a model: a Relax module, the operations that it calls, and what a call is held to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+
+from mhsa_compile.frontend.relax.masks import Size
+from mhsa_compile.kernels.interface.ops import Dim, Op
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What a mask of the call must broadcast to, (B, H, L, S), and whether it may end early, hiding the other keys."""
+
+    full: tuple[Dim, ...]
+    pads: bool
+
+
+@dataclass
+class ImportedModule:
+    """A Relax module whose `main` takes the inputs, then the weights, and calls `ops` by name."""
+
+    module: Any
+    ops: dict[str, Op] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
+    masks: dict[str, Broadcast] = field(default_factory=dict)  # by input
+    limits: dict[str, Dim] = field(default_factory=dict)  # input of integers -> the largest that they may be
+    outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred
+    in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
+
+
+def stated(size: Size) -> Dim:
+    """A size as a signature states it: a number, or an expression of its symbols."""
+    if isinstance(size, int | tvm.tirx.IntImm):
+        return int(size)
+    return re.sub(r"T\.int64\((\d+)\)", r"\1", str(size))
