@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -15,7 +15,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -48,6 +48,9 @@ test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an e
 
 test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
 	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m 'cuda and not thorough' -n 2 --dist worksteal --durations 20
+
+test-thorough: $(STAMP)  ## What `make test` leaves out of the suite: cases that reach nothing new; seven minutes
+	@$(BIN)/python -m pytest -m 'thorough and not arm and not cuda and not slow' -n 2 --dist worksteal
 
 test-all: $(CUDA)  ## Every test but those for a GPU; most of an hour
 	@$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal --durations 20

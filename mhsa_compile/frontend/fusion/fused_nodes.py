@@ -33,7 +33,7 @@ class FusedNode:
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Self:
-        """Of a node that `to_node` made; `attributes` may hold others, which are ignored."""
+        """Reads back what `to_node` wrote; `attributes` may hold others, which are ignored."""
         kinds = get_type_hints(cls)
         names = [field.name for field in fields(cls) if field.name in attributes]
         return cls(**{name: _value(attributes[name], kinds[name]) for name in names})
