@@ -23,11 +23,12 @@ from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_
 from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mmla
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
+from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts, words_fit
-from mhsa_compile.kernels.cpu.attention.tile import AttentionTile, Runs
+from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available, matrix
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
 from mhsa_compile.kernels.interface.kernel import (

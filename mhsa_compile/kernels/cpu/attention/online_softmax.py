@@ -15,6 +15,7 @@ from operator import add
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
@@ -111,17 +112,17 @@ class OnlineSoftmax:
             for r in range(self.key_tile):
                 store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
 
-    def add_group(self, base: Expr, keys: list[Expr], columns: list[Chunk], first_key: Expr | None = None) -> None:
-        """Scores of `key_tile` keys, number `base` of the block on, and meanwhile the weights of those before.
+    def add_group(self, group: KeyGroup) -> None:
+        """Scores of a group, and meanwhile the weights of the one before.
 
-        Multiplications of one group and exponentials of the other do not wait for each other. Where some keys are
-        hidden, `first_key` is the number of the first.
+        Multiplications of one group and exponentials of the other do not wait for each other.
         """
+        base, keys, columns = group.base, group.rows, group.columns
         tile = RegisterTile(self.key_tile, columns)
         self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
         self.scores.cap(tile)
-        if first_key is not None:
-            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
+        if group.hides:
+            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, group.first_key + r, columns[c]))
         self.scores.add_bias(tile, keys[0])
         self._raise_where_exceeded(base, columns, tile, keys[0])
         for r in range(self.key_tile):

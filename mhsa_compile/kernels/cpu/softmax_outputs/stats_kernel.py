@@ -21,10 +21,10 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
     planned_apart,
     tile_and_runs,
 )
+from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
-from mhsa_compile.kernels.cpu.attention.tile import Runs
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
