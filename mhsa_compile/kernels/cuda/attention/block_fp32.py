@@ -19,7 +19,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import AttentionBlock, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
@@ -97,7 +97,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         shape: Fp32BlockShape,
         place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: BlockMask,
+        visibility: ScoreMask,
         scores: RowScoreMods,
     ) -> None:
         super().__init__(op, shape, place, operands, visibility, scores)
@@ -108,7 +108,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, F, "float32", shape.value_form)
         self.weights = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.weight_form)
         self.first_row, self.lane = _rows_and_lane(shape, place)
-        self.order = KeyTiles(op, visibility, shape.keys)
+        self.order = KeyTiles(op, visibility.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
         self.scored = registers(rows * shape.keys_of_lane)
         self.summed, self.added = registers(rows * columns), registers(rows * columns)
@@ -117,17 +117,15 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.right = registers(CHUNK * max(shape.chunks, 1))
 
     @staticmethod
-    def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
+    def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
         row, lane = _rows_and_lane(shape, place)
         base = settle(first + row)
-        return BlockRows(first, shape.queries, tuple(base + i for i in range(shape.rows))), StridedCells(
-            lane, LANES, lane == 0
-        )
+        return tuple(base + i for i in range(shape.rows)), StridedCells(lane, LANES, lane == 0)
 
     def emit(self) -> None:
         # 1. Q, and the ring full but for the last V.
-        rows = self.visibility.rows
-        self._copy(self.queries, T.int32(0), self.operands[0], rows.first, self.visibility.q_length)
+        rows = self.visibility.key_range
+        self._copy(self.queries, T.int32(0), self.operands[0], rows.first_row, rows.q_length)
         for turn in range(self.shape.stages):
             self._copy_tile(self.keys, self.operands[1], T.int32(turn))
             if turn + 1 < self.shape.stages:
@@ -248,13 +246,13 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
             store(self.weights.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [weight])
 
     def _write(self) -> None:
-        for row, number in enumerate(self.visibility.rows.numbers):
+        for row, number in enumerate(self.visibility.numbers):
             over_warp(self.total, row, lambda a, b: a + b, end=LANES)
             total = self.total[row]
             part = settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")
             for chunk in range(self.shape.chunks):
                 column = self._column(chunk)
-                there = T.And(number < self.visibility.q_length, column < self.shape.v_head_dim)
+                there = T.And(number < self.visibility.key_range.q_length, column < self.shape.v_head_dim)
                 with T.If(there), T.Then():
                     first = (row * self.shape.chunks + chunk) * CHUNK
                     values = [self.summed[first + i] * part for i in range(CHUNK)]

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, AttentionBlock, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows, rows_of
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
 from mhsa_compile.kernels.cuda.attention.nonfinite_values import BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
@@ -96,11 +96,11 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         shape: MmaBlockShape,
         place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: BlockMask,
+        visibility: ScoreMask,
         scores: RowScoreMods,
     ) -> None:
         super().__init__(op, shape, place, operands, visibility, scores)
-        self.order = KeyTiles(op, visibility, shape.keys)
+        self.order = KeyTiles(op, visibility.key_range, shape.keys)
         E, F = shape.head_dim, shape.v_head_dim
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
         pool = T.alloc_buffer((shape.shared_bytes // smem_pipeline.ELEMENT,), op.dtype, scope="shared.dyn")
@@ -120,12 +120,13 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.weight_words, self.words = registers(words, "uint32"), registers(4, "uint32")
 
     @staticmethod
-    def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
+    def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
         return rows_of(place, first, shape.queries, WARPS), QuadFragment(place)
 
     def emit(self) -> None:
         # 1. Q.
-        self._copy(self.queries, T.int32(0), self.operands[0], self.visibility.rows.first, self.visibility.q_length)
+        rows = self.visibility.key_range
+        self._copy(self.queries, T.int32(0), self.operands[0], rows.first_row, rows.q_length)
         # 2. One tile after the other, and once more if need be.
         if self.hides_values:
             put(self.attempts, 0, T.int32(0))
@@ -261,10 +262,10 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 column = 2 * self.place.q + n * COLUMNS
                 store(self.output.address(T.int32(0), number, column), [self.words[0]])
         warp_barrier()
-        rows = self.visibility.rows.first + first
+        rows = self.visibility.key_range.first_row + first
 
         def write(row: Expr, column: Expr) -> None:
-            is_there = rows + row < self.visibility.q_length
+            is_there = rows + row < self.visibility.key_range.q_length
             if padded(self.shape.v_head_dim) > self.shape.v_head_dim:
                 is_there = T.And(is_there, column < self.shape.v_head_dim)
             with T.If(is_there), T.Then():

@@ -19,7 +19,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedFinite
@@ -78,8 +78,8 @@ class AttentionConsumer:
         with T.If(self.group == 0), T.Then():
             self._take_token()
 
-    def item(self, visibility: BlockMask, scores: RowScoreMods, b: Expr, h: Expr) -> None:
-        tiles = KeyTiles(self.op, visibility, self.shape.keys)
+    def item(self, visibility: ScoreMask, scores: RowScoreMods, b: Expr, h: Expr) -> None:
+        tiles = KeyTiles(self.op, visibility.key_range, self.shape.keys)
         before, item = settle(self.tiles[0]), settle(self.items[0])
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
         self.scored, self.summed = self.softmax.scored, self.softmax.summed
@@ -106,7 +106,7 @@ class AttentionConsumer:
             self._multiply_values(last)
             self._wait_values(last)
         # 4. O / l.
-        self._write(visibility.rows.first, b, h)
+        self._write(visibility.key_range.first_row, b, h)
         put(self.tiles, 0, before + tiles.count)
         put(self.items, 0, item + 1)
 
@@ -166,7 +166,7 @@ class AttentionConsumer:
     # The softmax.
 
     def _tile(
-        self, tiles: KeyTiles, visibility: BlockMask, scores: RowScoreMods, turn: Expr, use: Expr, values: Expr | None
+        self, tiles: KeyTiles, visibility: ScoreMask, scores: RowScoreMods, turn: Expr, use: Expr, values: Expr | None
     ) -> None:
         """Scores become weights; `values` is what O is waited for, if it is under way."""
         first_key = tiles.first_key(turn)
@@ -194,7 +194,7 @@ class AttentionConsumer:
             with T.If(hides), T.Then():
                 self._look_after_values(visibility, first_key, bits_row, use)
 
-    def _look_after_values(self, visibility: BlockMask, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
+    def _look_after_values(self, visibility: ScoreMask, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
         values, threads = self.memory.values, self.shape.consumer_threads
         finite, slot = SharedFinite(values.tiles, self.place.thread, threads, _ALL, self.op.dtype), values.slot(use)
 

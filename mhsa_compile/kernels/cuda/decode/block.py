@@ -17,7 +17,8 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
+from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import WORD, DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
@@ -102,7 +103,7 @@ class DecodeBlock:
         # 2. One tile of the warp's after the other.
         with T.serial(count) as turn:
             slot, first_key = self._slot(turn), settle(self._first_key(part, turn))
-            hides = settle(T.Not(visibility.seen_by_all(first_key, shape.keys)), "bool")
+            hides = settle(T.Not(visibility.key_range.seen_by_all(first_key, shape.keys)), "bool")
             smem_pipeline.wait(shape.stages - 2)
             if shape.hides_values:
                 with T.If(hides), T.Then():
@@ -117,21 +118,18 @@ class DecodeBlock:
         self._write(part)
         barrier()
 
-    def _semantics(self, part: SplitPart) -> tuple[BlockMask, RowScoreMods]:
+    def _semantics(self, part: SplitPart) -> tuple[ScoreMask, RowScoreMods]:
         """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
         assert isinstance(self.op.q_length, int)
         L, extras, mask = self.op.q_length, self.arrays.given.extras, self.arrays.given.mask
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
         b = T.cast(part.b, "int64")
-        visibility = BlockMask(
-            self.op,
-            self.warp.cells(T.And(self.place.warp == 0, part.begins)),
-            BlockRows(T.int32(0), L, queries),
-            q_length=T.int32(L),
-            kv_length=part.entry.kv_length,
-            mask=None if mask is None else tuple(MaskReader(mask, b, head) for head in heads),
-            visits=None,
+        cells = self.warp.cells(T.And(self.place.warp == 0, part.begins))
+        readers = None if mask is None else tuple(MaskReader(mask, b, head) for head in heads)
+        key_range = BlockKeyRange(
+            self.op, T.int32(0), L, q_length=T.int32(L), kv_length=part.entry.kv_length, visits=None
         )
+        visibility = ScoreMask(key_range, cells, queries, readers)
         sinks = tuple(extras.sink(head) for head in heads) if self.op.sinks else None
         slopes = tuple(extras.slope(head) for head in heads) if self.op.slopes else None
         return visibility, RowScoreMods(self.op, visibility, sinks, slopes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.cuda.attention.masking import span
+from mhsa_compile.kernels.cuda.attention.key_range import span
 from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,

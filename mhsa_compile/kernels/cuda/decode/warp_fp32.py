@@ -11,7 +11,7 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
@@ -80,7 +80,7 @@ class SimtWarp:
     def look(self, slot: Expr) -> None:
         """Hidden values are left out where they are read."""
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: BlockMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
         # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.

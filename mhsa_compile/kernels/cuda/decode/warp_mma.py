@@ -15,7 +15,7 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
@@ -117,7 +117,7 @@ class TensorWarp:
         """Notes whether the values of a tile that hides anything are finite, by the pieces that this lane copied."""
         self.finite.look(slot)
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: BlockMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
         # 1. S^T = K Q^T.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
