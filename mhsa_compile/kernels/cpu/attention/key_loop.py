@@ -122,6 +122,7 @@ class KeyLoop:
 
     def _visit(self, first_key: Expr, count: Expr) -> None:
         """One block, by all but the bits of a static mask."""
+        # A way over the same keys before this one may have left bits.
         self.visibility.bits = None
         self.visibility.read_block(first_key, count)
         groups = self._groups(count)
@@ -143,6 +144,7 @@ class KeyLoop:
 
     def _bounds(self, first_key: Expr, groups: Expr) -> tuple[Expr, Expr]:
         """(first, end): every row sees all of the groups between them."""
+        # Both rounded inwards: a group of which some is hidden takes the masks.
         from_key, to_key = self.visibility.seen_by_all()
         first = settle(T.max(T.int64(0), T.min(groups, ceil_div(from_key - first_key, self.key_tile))))
         return first, settle(T.max(first, T.min(groups, T.truncdiv(to_key - first_key, T.int64(self.key_tile)))))

@@ -139,6 +139,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self._write()
 
     def _visit(self, turn: Expr) -> None:
+        # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         slot = settle(T.truncmod(turn, T.int32(stages)))
         first_key = self.order.first_key(turn)
@@ -160,6 +161,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
             self.visibility.hide(self.scored, tiles, first_key, bits_row)
         for row in range(self.shape.rows):
             self._weigh(row, hides)
+        # P is read by the half warp that wrote it, so the block need not wait.
         warp_barrier()
         # 5. O = 2^(m - m') O + P V.
         self._add_values(slot, hides)
@@ -174,6 +176,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         with T.serial(T.int32(self.shape.head_dim // CHUNK)) as chunk:
             column = chunk * CHUNK
             for row in range(rows):
+                # The same address for all 16 lanes of a row: one read serves them.
                 load(self.left, row * CHUNK, CHUNK, self.queries.address(T.int32(0), self.first_row + row, column))
             for key in range(keys):
                 load(self.right, 0, CHUNK, self.keys.address(slot, self.lane + key * LANES, column))
@@ -185,6 +188,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
         for at in range(rows * columns):
             put(self.added, at, T.float32(0))
+        # Two copies of the loop, since the one with care has a select for each multiply-add.
         if not self.hides_values:
             self._multiply_values(slot, hides=False)
         else:
@@ -205,6 +209,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                 load(self.left, row * CHUNK, CHUNK, self.weights.address(T.int32(0), self.first_row + row, first))
             for key in range(CHUNK):
                 for chunk in range(self.shape.chunks):
+                    # A lane without such columns reads others, and writes nothing.
                     column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
                     load(self.right, chunk * CHUNK, CHUNK, self.values.address(slot, first + key, column))
                 for row in range(rows):
@@ -234,6 +239,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         put(new, 0, T.float32(-math.inf))
         for at in cells:
             put(new, 0, T.max(new[0], self.scored[at]))
+        # Each half of the warp by itself: the other one has other rows.
         over_warp(new, 0, T.max, end=LANES)
         origin = raised(new[0] * factor, self.largest, self.total, self.shrink, row)
         for key, at in enumerate(cells):

@@ -24,6 +24,7 @@ def span(band: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr,
     if band.left is not None:
         first = settle(T.max(first, T.min(first_row + shift - min(band.left, FAR), kv_length)))
     if band.right is not None:
+        # Of the rows that there are: the last block may have fewer than `queries`.
         last = T.min(first_row + queries, q_length) - 1
         end = settle(T.max(first, T.min(end, last + shift + (min(band.right, FAR) + 1))))
     return first, end

@@ -18,6 +18,7 @@ class KeyTiles:
             self.count = self.visits.count
             return
         first, end = key_range.seen_by_any()
+        # Tiles are counted from key 0, wherever a window begins.
         self._first = settle(T.truncdiv(first, T.int32(keys)))
         self.count = settle(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
 
@@ -31,6 +32,7 @@ class KeyTiles:
         if self.visits is None:
             return None, settle(T.Not(seen), "bool")
         bits_row = self.visits.bits_row(turn)
+        # The plan knows neither lengths nor what is counted from them.
         late = self.op.lengths or self.op.band is not None
         return bits_row, settle(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
 

@@ -88,6 +88,7 @@ class AttentionBlock(ABC, Generic[Shape]):
             slot = T.truncmod(turn, T.int32(self.shape.stages))
             first = self.order.first_key(turn)
             self._copy(tiles, slot, source, first, self.visibility.key_range.kv_length)
+        # Outside of the branch: an empty group counts too, so `wait` means the same in every turn.
         smem_pipeline.commit()
 
 

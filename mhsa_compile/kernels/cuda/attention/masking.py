@@ -60,9 +60,11 @@ class ScoreMask:
 
     def _add_mask(self, scores: Expr, tiles: int, first_key: Expr) -> None:
         """Two rows at a time, so that enough is under way at once, and not more than there are registers for."""
+        # Every other offset: the one behind it is the other half of a pair.
         base, offsets = settle(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
         readers = [of_row(self.mask, row) for row in range(len(self.numbers))]
         assert readers[0] is not None
+        # One branch for all rows: it depends on the mask's width and on these keys alone.
         has_pairs = settle(readers[0].has_pairs(first_key + tiles * COLUMNS), "bool")
         for first in range(0, len(readers), 2):
             rows = [(row, reader) for row, reader in enumerate(readers[first : first + 2], first) if reader is not None]
@@ -88,6 +90,7 @@ class ScoreMask:
         base = settle(first_key + self.cells.first)
         offsets, left = self.cells.offsets(tiles), self.key_range.left
         for row, number in enumerate(self.numbers):
+            # A thread's words are shifted to its first key, so that offsets are constant bits of them.
             words = None if bits_row is None else self._bits(number, bits_row, offsets[-1], first_word)
             end = settle(self.key_range.end_of(number) - base)
             first = None if left is None else settle(number + self.key_range.shift - left - base)
@@ -120,6 +123,7 @@ class ScoreMask:
         reader = of_row(self.mask, row)
         if reader is None or self.op.mask is None:
             return score
+        # Beyond the last key the last one's element is read; the number hides it.
         last_key = T.max(T.int32(0), self.key_range.kv_length - 1)
         element = reader(T.min(self.numbers[row], self.key_range.q_length - 1), T.min(key, last_key))
         return self._with_mask(score, element)
@@ -129,6 +133,7 @@ class ScoreMask:
         if self.op.mask is not None and self.op.mask.dtype == "bool":
             return _select(element, score)
         bias = settle(wide(element), "float32")
+        # What overflows to -inf in units of log2 hides as -inf does, whatever the score.
         return T.Select(bias < T.float32(-LARGEST / LOG2_E), T.float32(-math.inf), score + bias * T.float32(LOG2_E))
 
 

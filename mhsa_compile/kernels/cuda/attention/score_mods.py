@@ -62,6 +62,7 @@ class RowScoreMods:
             place = self.visibility.numbers[row] + self.visibility.key_range.shift
             sink = sink - of_row(self.slope, row) * T.cast(self._origins[row] - place, "float32")
         put(largest, row, sink)
+        # Sums of the threads that share a row are added up in the end: one of them counts the sink.
         counts = T.And(self.visibility.cells.leads, T.Not(largest[row] == T.float32(-math.inf)))
         put(total, row, T.Select(counts, T.float32(1), T.float32(0)))
 
@@ -88,6 +89,7 @@ class RowScoreMods:
         if self.op.dtype == "float32" or self.op.softcap > QUICK_SOFTCAP:
             return T.tanh(scores[at] * T.float32(inner)) * T.float32(outer)
         part = registers(1)
+        # Infinite for large scores, whose reciprocal is 0, and 0 for small ones: both ends come out right.
         exp2(part, 0, scores[at] * T.float32(2 * LOG2_E * inner))
         reciprocal(part, 0, part[0] + T.float32(1))
         return part[0] * T.float32(-2 * outer) + T.float32(outer)

@@ -70,6 +70,7 @@ class AttentionConsumer:
     def begin(self) -> None:
         put(self.items, 0, T.int32(0))
         put(self.tiles, 0, T.int32(0))
+        # As if the last one had just had its turn: the first may begin.
         with T.If(self.group == self.shape.consumers - 1), T.Then():
             self._pass_token()
 
@@ -99,6 +100,7 @@ class AttentionConsumer:
                 self._multiply_keys(before + turn)
                 self._multiply_values(before + number)
                 self._pass_token()
+                # All but the group begun last, that of the values.
                 self._wait_keys(1, before + turn)
                 self._tile(tiles, visibility, scores, turn, before + turn, before + number)
             # 3. The last values.
@@ -115,6 +117,7 @@ class AttentionConsumer:
     def _take_token(self) -> None:
         if self.shape.head_dim > _WIDEST_IN_TURN:
             return
+        # One warpgroup waits here and the one before announces: together they are two.
         words.meet(T.cast(self.group + _TOKEN, "uint32"), 2 * words.WARPGROUP)
 
     def _pass_token(self) -> None:
@@ -143,6 +146,7 @@ class AttentionConsumer:
         values = self.memory.values
         right = values.tiles.by_columns(values.slot(use))
         self._pin_sums()
+        # P must be complete in its registers before the tensor cores read them.
         words.pin(self.weights, self.shape.keys // 4, "uint32")
         words.products_begin()
         for step in range(self.shape.keys // DEPTH):
@@ -208,6 +212,7 @@ class AttentionConsumer:
         """The rows of O, each divided by its sum, by way of the queries' place in shared memory."""
         words.meet(T.cast(self.group + _GROUP, "uint32"), words.WARPGROUP)  # all are done with their queries
         first = settle(self.place.warp * ROWS)
+        # The addresses below are computed anew for each item: kept, they would take registers that O needs.
         g, q = words.fresh(self.place.g), words.fresh(self.place.q)
         tiles = self.memory.output
         for row in range(2):
@@ -218,9 +223,11 @@ class AttentionConsumer:
                 low, high = (self.summed[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
                 store(start + tiles.chunk_in_row(n, g), [self.words[0]])
+        # First each lane's own writes, then all of the warp's: one lane stores for all.
         words.written_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             tiles.store(first, self.output, first_row + first, h, b)
             words.boxes_stored()
+        # By lane 0, which has waited for the store: the place takes the next queries.
         self.memory.queries.release(self.items[0], self.place.lane)

@@ -111,6 +111,7 @@ def attention(
             # 1. The operands as the copy engine sees them.
             *loaded, output = _tensors(shape, given, given.output())
             tiles = ceil_div(q_length, shape.queries)
+            # One a multiprocessor, which goes from item to item.
             blocks = T.min(batch * T.int64(op.num_heads) * tiles, T.int64(multiprocessors))
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
@@ -122,14 +123,17 @@ def attention(
                 with T.If(thread == 0), T.Then():
                     memory.begin()
                     words.barriers_begun()
+                # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
                 schedule = scheduled(op, sizes, shape.queries, multiprocessors)
                 items = Items(op, shape, given, views, schedule, settle(T.cast(block, "int32")))
                 # 3. The roles.
+                # The thread that copies needs few registers; those that compute take the rest.
                 few, many = REGISTERS[shape.consumers]
                 with T.If(thread < words.WARPGROUP):
                     with T.Then():
                         words.give_registers(few)
+                        # One thread asks for whole boxes; the other 127 of its warpgroup are done.
                         with T.If(thread == 0), T.Then():
                             _copy(items, memory, loaded)
                     with T.Else():
@@ -183,6 +187,7 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
         load(memory.queries, settle(before[0]), query, rows.first, h, b)
         with T.serial(tiles.count) as turn:
             use, first_key = settle(tiles_before[0] + turn), tiles.first_key(turn)
+            # Each has a barrier of its own: products with K begin while V is on its way.
             load(memory.keys, use, key, first_key, g, b)
             load(memory.values, use, value, first_key, g, b)
         put(before, 0, before[0] + 1)

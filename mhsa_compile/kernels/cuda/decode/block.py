@@ -104,6 +104,7 @@ class DecodeBlock:
         with T.serial(count) as turn:
             slot, first_key = self._slot(turn), settle(self._first_key(part, turn))
             hides = settle(T.Not(visibility.key_range.seen_by_all(first_key, shape.keys)), "bool")
+            # One group of copies a turn; those of the tiles behind this one may still be under way.
             smem_pipeline.wait(shape.stages - 2)
             if shape.hides_values:
                 with T.If(hides), T.Then():
@@ -113,6 +114,7 @@ class DecodeBlock:
             self.warp.visit(slot, first_key, hides, visibility, scores)
         # 3. The results of all warps, where their tiles were.
         barrier()
+        # Behind a barrier: the results take the place of tiles that other warps may still read.
         self.warp.hand_over(self.area)
         barrier()
         self._write(part)
@@ -173,6 +175,7 @@ class DecodeBlock:
             slot, first = self._slot(turn), settle(self._first_key(part, turn))
             for tiles, source in zip((self.keys, self.values), sources, strict=True):
                 tiles.copy(slot, source, first, part.entry.end_key, self.place.lane, 32)
+        # Outside of the branch: an empty group counts too, so `wait` means the same in every turn.
         smem_pipeline.commit()
 
     # Results.
@@ -185,6 +188,7 @@ class DecodeBlock:
         """Each thread some chunks of the rows: Y, or what `combine` makes Y of."""
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads
+        # Two results of a share at most: of a head that another one began, and of one that it begins.
         slot = settle(2 * self.share + T.Select(part.begins, T.int32(1), T.int32(0)))
         whole = settle(T.And(part.begins, part.ends), "bool")
         with T.serial(T.int32(-(-total // threads))) as turn:
