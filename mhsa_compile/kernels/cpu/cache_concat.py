@@ -76,6 +76,7 @@ def _present(op: KvConcatOp, lanes: int) -> Expr:
                     )
 
             if past is not None:
+                # A stretch may begin in the past and end in the new rows; what is empty copies nothing.
                 copy(first, settle(T.min(end, past_rows)), past, lambda row, e: [b, h, row, e])
             copy(settle(T.max(first, past_rows)), end, fresh.buffer, lambda row, e: fresh.at(row - past_rows, e))
 

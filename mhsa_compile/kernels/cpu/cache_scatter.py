@@ -95,6 +95,7 @@ class _CpuScatter:
             place = settle(self._start(b) + j)
             if self.op.circular:
                 rows = self.cache.shape[2]
+                # One turn is enough: a cache has at least as many rows as the update.
                 place = settle(T.Select(place >= rows, place - rows, place))
             self._write_new(b, h, j, place)
 
@@ -107,6 +108,7 @@ class _CpuScatter:
             b, h, place = self._place(task, rows)
             j = settle(place - self._start(b))
             if self.op.circular:
+                # Which of the new rows would come here, counted around the end.
                 j = settle(T.Select(j < 0, j + rows, j))
             with T.If(T.And(j >= 0, j < new)):
                 with T.Then():

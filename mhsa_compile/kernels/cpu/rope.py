@@ -58,6 +58,7 @@ class _CpuAngles:
         if self.positions is None:
             return
         entries, length = self.positions.shape
+        # Before the parallel loop: no row is written where the call is refused.
         wrong = T.alloc_buffer((1,), "int32")
         store(wrong, [T.int64(0)], T.int32(0), 1)
         with T.serial(entries) as b, T.serial(length) as i:
@@ -127,6 +128,7 @@ def _turn(angles: _CpuAngles, place: list[Expr], i: Expr, x: HeadView, y: HeadVi
 
     def copy(first: Expr, n: int) -> None:
         column = op.rotary_dim + first
+        # As they are, without widening: NaN keeps its bits.
         store(y.buffer, y.at(i, column), load(x.buffer, x.at(i, column), n), n)
 
     each_vector(half, lanes, turn)

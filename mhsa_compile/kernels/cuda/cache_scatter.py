@@ -87,6 +87,7 @@ class _CudaScatter:
             first, fits = self._start(b)
             place = settle(first + j, "int64")
             if self.op.circular:
+                # One turn is enough: a cache has at least as many rows as the update.
                 place = settle(T.Select(place >= self.rows, place - self.rows, place), "int64")
             with T.If(fits), T.Then():
                 copy_piece(self.result, [b, h, place, column], self.update, self._new_at(b, h, j, column), self.count)

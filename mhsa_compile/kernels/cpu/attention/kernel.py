@@ -23,11 +23,12 @@ from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_
 from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mmla
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
+from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts, words_fit
-from mhsa_compile.kernels.cpu.attention.tile import AttentionTile, Runs
+from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available, matrix
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
 from mhsa_compile.kernels.interface.kernel import (
@@ -75,6 +76,7 @@ class CpuAttentionKernel:
         if (dot := _instruction(op, profile, key_tile)) and dot.rows > 1:
             columns = 6  # two keys' rows of K are joined on their way, which costs less the more queries they meet
         queries = columns * profile.vector_lanes("float32")
+        # P^T in float32 and V widened: a row of each for every key.
         room = profile.hardware.l1d_kib * 1024 * 2 // 3 // (4 * (queries + op.v_head_dim))
         keys = min(512, max(32, room)) // key_tile * key_tile
         return {"queries": queries, "key_tile": key_tile, "keys": keys}
@@ -115,6 +117,7 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
                     return b, h, settle(tile_index * queries), runs
 
                 b, h, first_query, runs = task(index)
+                # As a rule the same thread's next task: its rows of Q are asked for meanwhile.
                 next_b, next_h, next_first, _ = task(settle(T.min(index + 1, total - 1)))
                 g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
                 q = inputs[op.query.buffer]
@@ -176,6 +179,7 @@ def tile_and_runs(
         # Short and long causal rows in turn: equal shares of the tasks are then equal work.
         return turn if op.band is None else _in_turn(turn, tiles), None
     order, index, runs, bits = views
+    # One plan for all heads, where the mask is the same for all.
     head = T.int64(0) if int(order.shape[0]) == 1 else h
     tile = settle(T.cast(order[head, turn], "int64"))
     entry = settle(head * tiles + tile)
@@ -186,6 +190,7 @@ def tile_and_runs(
 def _by_width(op: AttentionOp, lanes: int, queries: int, rows: Expr, tile: Callable[[int], None]) -> None:
     """The tile of `queries` rows, and for a last tile with half as many rows, or a quarter, one of its own."""
     half = queries // 2
+    # Where a known length never leaves half a tile or less, the code for it would be dead.
     fits = isinstance(op.q_length, int) and not 0 < op.q_length % queries <= half
     if half < lanes or half % lanes or fits:
         return tile(queries)

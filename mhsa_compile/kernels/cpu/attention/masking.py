@@ -79,6 +79,7 @@ class TileMask:
         if self.leftmost is not None:
             first = settle(T.max(first, T.min(self.leftmost, self.kv_length)))
         if self.rightmost is not None:
+            # What the last lane sees: it is `queries` - 1 further than lane 0, and the end is one behind.
             end = settle(T.max(first, T.min(end, self.rightmost + self.queries)))
         return first, end
 
@@ -107,6 +108,7 @@ class TileMask:
         if self._bias is None:
             return
         assert self.mask is not None
+        # Row by row, as the mask lies in memory; stored with the queries along the lanes, as scores are.
         with T.serial(T.int64(self.queries)) as i:
             query = settle(T.min(self.first_query + i, self.q_length - 1))
             with T.serial(count) as j:
@@ -128,13 +130,16 @@ class TileMask:
                 bias = bind(load(self._bias, [row, T.int64(first)], lanes))
             else:
                 bias = splat(bind(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
+            # Not the sum alone: NaN - infinity would be NaN, where the score is hidden.
             score = T.Select(bias == hidden, hidden, score + bias)
+        # One subtraction a key in int64, then int32, whose vectors have as many lanes as the scores'.
         if self.rightmost is not None:  # lane i sees it if it is at most rightmost + i
             frontier = T.cast(settle(key - self.rightmost - first), "int32")
             score = T.Select(splat(frontier, lanes) <= lane, score, hidden)
         if self.leftmost is not None:
             frontier = T.cast(settle(key - self.leftmost - first), "int32")
             score = T.Select(splat(frontier, lanes) >= lane, score, hidden)
+        # Beyond the last key its row was read again; the number tells.
         return T.Select(splat(key < self.kv_length, lanes), score, hidden)
 
     def sees(self, lane: Expr, row: Expr, key: Expr) -> Expr:

@@ -160,6 +160,7 @@ class Float32Products:
         op = operands.op
         self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
         self.queries = queries
+        # The rows in front take the weights of the group before a block's first, which nobody reads.
         self.weights = scratch((key_tile + keys, queries))
         shapes = [(op.head_dim, queries), (key_tile, op.head_dim), (keys, op.v_head_dim)]
         self.wide_keys: Expr | None = None
@@ -181,6 +182,7 @@ class Float32Products:
     def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
         key, head_dim = self.operands.key, self.operands.op.head_dim
         self.operands.prefetch(keys)
+        # Once for the whole head: in the loop below each element would be widened by itself.
         if self.wide_keys is not None:
             for r, row in enumerate(keys):
                 for first, lanes in vectors.chunks(head_dim, self.lanes):
@@ -201,6 +203,7 @@ class Float32Products:
                     lambda c: load(self.q_t, [e + i, T.int64(tile.columns[c][0])], tile.columns[c][1]),
                 )
 
+        # One part for each step of weights: exponentials come between, and fill the gaps of the products.
         for i, (first, end) in enumerate(parts(head_dim, len(keys), self.run)):
             vectors.each_run(T.int64(first), T.int64(end), self.run, multiply)
             between(i)

@@ -31,6 +31,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 
 # Two vectors of float32 become one of int32: the first in the lower halves, the second in the upper ones.
 _INTERLEAVE = ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32))
+# The instruction's second operand becomes the lower half of its result.
 _PAIR = f"""
 declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
 define <16 x i32> @mhsa_pair_bfloat16_16(<16 x float> %low, <16 x float> %high) alwaysinline nounwind memory(none) {{
@@ -99,6 +100,7 @@ class PairedProducts:
                     self.dot.accumulate,
                 )
             between(i)
+        # Here, in float32; Q itself stays as it was given.
         tile.each(lambda r, c: tile.get(r, c) * constant(score_factor(op), tile.columns[c][1]))
 
     def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
@@ -125,6 +127,7 @@ class PairedProducts:
         with T.serial(T.truncdiv(count, T.int64(2))) as pair:
             self._take_pair(pair, first_key + pair * 2, True)
         with T.If(T.truncmod(count, T.int64(2)) == 1), T.Then():
+            # A neighbour of zeros: what an earlier block left there might be NaN, and 0 * NaN is.
             self._take_pair(T.truncdiv(count, T.int64(2)), first_key + (count - 1), False)
 
     def _take_pair(self, pair: Expr, key: Expr, both: bool) -> None:
@@ -156,5 +159,6 @@ def _words(pairs: Expr, count: int) -> Expr:
 
 def _half(words: Expr, side: int, lanes: int) -> Expr:
     """The lower (0) or upper (1) bfloat16 of each word, as float32."""
+    # -65536 is 0xFFFF0000.
     shifted = words << splat(T.int32(16), lanes) if side == 0 else words & splat(T.int32(-65536), lanes)
     return T.reinterpret(vector_type("float32", lanes), shifted)

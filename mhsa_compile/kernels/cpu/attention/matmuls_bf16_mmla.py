@@ -103,6 +103,7 @@ class MatrixProducts:
                 )
 
         for i, (first, end) in enumerate(parts(op.head_dim // WORD, len(keys) // WORD)):
+            # Two words of a key are one load of 16 bytes; an odd last one comes by itself.
             twice = (end - first) // 2
             with T.serial(T.int64(twice)) as turn:
                 add(settle(first + turn * 2), 2)
@@ -169,8 +170,10 @@ class MatrixProducts:
             halves = []
             for row, there in rows:
                 half = T.reinterpret(f"uint16x{lanes}", load(view.buffer, view.at(row, T.int64(first)), lanes))
+                # A row that is not there was read as the last one; its elements must not be NaN.
                 zeros = splat(T.uint16(0), lanes)
                 halves.append(half if there is None else T.Select(splat(there, lanes), half, zeros))
+            # In two rounds: pairs of rows first, then pairs of pairs.
             low, high = (_interleaved(halves[i], halves[i + 1], "int32", lanes) for i in (0, 2))
             store(self.values, [j, T.int64(first)], _interleaved(low, high, "int64", lanes), lanes)
 

@@ -15,6 +15,7 @@ from operator import add
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
@@ -47,6 +48,7 @@ class _Constants:
 
     def __init__(self, coefficients: Sequence[float], vectors_a_group: int, lanes: int) -> None:
         self.values = [*coefficients, vector_math.EXP2_SHIFT, vector_math.EXP2_FLOOR]
+        # A power of two, so that a row is found by a mask, without a division.
         self.rows, self.lanes = 1 << (vectors_a_group - 1).bit_length(), lanes
         self.table = scratch((self.rows, len(self.values) * lanes))
 
@@ -111,27 +113,31 @@ class OnlineSoftmax:
             for r in range(self.key_tile):
                 store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
 
-    def add_group(self, base: Expr, keys: list[Expr], columns: list[Chunk], first_key: Expr | None = None) -> None:
-        """Scores of `key_tile` keys, number `base` of the block on, and meanwhile the weights of those before.
+    def add_group(self, group: KeyGroup) -> None:
+        """Scores of a group, and meanwhile the weights of the one before.
 
-        Multiplications of one group and exponentials of the other do not wait for each other. Where some keys are
-        hidden, `first_key` is the number of the first.
+        Multiplications of one group and exponentials of the other do not wait for each other.
         """
+        base, keys, columns = group.base, group.rows, group.columns
         tile = RegisterTile(self.key_tile, columns)
+        # At a block's first group what is pending are scores of -inf; their weights, zeros, go in front of the block.
         self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
         self.scores.cap(tile)
-        if first_key is not None:
-            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, first_key + r, columns[c]))
+        if group.hides:
+            tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, group.first_key + r, columns[c]))
+        # After hiding, so that the tile which is kept for `renew_bias` has -inf where it is hidden.
         self.scores.add_bias(tile, keys[0])
         self._raise_where_exceeded(base, columns, tile, keys[0])
         for r in range(self.key_tile):
             for lane, lanes in self.query_columns:
                 seen = [c for c, column in enumerate(columns) if column[0] == lane]
+                # Columns that were left out see nothing of this group.
                 score = tile.get(r, seen[0]) if seen else constant(-math.inf, lanes)
                 store(self.pending, [T.int64(r), T.int64(lane)], score, lanes)
 
     def end_block(self, groups: Expr) -> None:
         """The weights of the last group, and the block's sum of weights."""
+        # Nothing is multiplied meanwhile: there is no group after it.
         for step in range(self.key_tile // self.products.keys_a_step):
             self._weigh_pending(settle((groups - 1) * self.key_tile), step)
         for lane, lanes in self.query_columns:
@@ -145,6 +151,7 @@ class OnlineSoftmax:
         """
         taken = self.products.keys_a_step
         first, last = step == 0, (step + 1) * taken == self.key_tile
+        # One more than the group's number, which is -1 for what is pending at first.
         group = None if self.constants is None else settle(T.truncdiv(base, T.int64(self.key_tile)) + 1)
         for c, (lane, lanes) in enumerate(self.query_columns):
             at = [T.int64(lane)]
@@ -181,12 +188,14 @@ class OnlineSoftmax:
         for (lane, lanes), top in zip(columns, largest, strict=True):
             beyond = top > load(self.limit, [T.int64(lane)], lanes)
             exceeded = beyond if exceeded is None else T.Or(exceeded, beyond)
+        # One branch for all rows, which is hardly ever taken.
         with T.If(any_lane(exceeded, columns[0][1])), T.Then():
             for lane, lanes in self.query_columns:
                 store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
             for (lane, lanes), top in zip(columns, largest, strict=True):
                 self._raise_column((lane, lanes), top, key)
             self.scores.renew_bias(tile, key)
+            # The block's weights so far wait for P V, which comes at the block's end.
             self.products.rescale_weights(base, self.factors)
             self._rescale(self.factors)
 
@@ -203,5 +212,6 @@ class OnlineSoftmax:
         fall = old - reference if lost is None else old - reference - lost
         factor = settle(vector_math.exp2(fall, lanes), "float32", lanes)
         store(self.factors, at, factor, lanes)
+        # `group_sum` is not among them: the group before is in `block_sum` by now.
         for total in (self.row_sum, self.block_sum):
             store(total, at, load(total, at, lanes) * factor, lanes)

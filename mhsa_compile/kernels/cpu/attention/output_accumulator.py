@@ -66,6 +66,7 @@ class Accumulator:
         for group in groups:
             with T.serial(T.int64(self.queries // rows)) as row_group:
                 base = settle(row_group * rows)
+                # Keys that none of these rows sees have weights of 0, and are left out.
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
                 tile.fill(0.0)
@@ -73,10 +74,12 @@ class Accumulator:
                 for r in range(rows):
                     for c, (column, lanes) in enumerate(group):
                         at = [base + r, T.int64(column)]
+                        # The block's sum by itself first: no chain of additions is longer than a block.
                         store(self.accumulator, at, load(self.accumulator, at, lanes) + tile.get(r, c), lanes)
 
     def add_past_hidden(self, first_key: Expr, count: Expr, hides: Expr) -> None:
         """P V of a block that hides keys from some rows, if `hides`: what they hold must not matter, NaN included."""
+        # A weight of 0 leaves out what is finite: the care is for NaN and infinity alone.
         with T.If(T.And(hides, self._holds_non_finite_values(first_key, count))):
             with T.Then():
                 self._add_selected(first_key, count)

@@ -51,6 +51,7 @@ class ScoreMods:
             return
         for r in range(tile.rows):
             for c, (first, lanes) in enumerate(tile.columns):
+                # Kept, since the bias depends on origins that these very scores may move.
                 store(self.unbiased, [T.int64(r), T.int64(first)], tile.get(r, c), lanes)
         self.renew_bias(tile, first_key)
 
@@ -59,6 +60,7 @@ class ScoreMods:
         if self.unbiased is None:
             return
         unbiased = self.unbiased
+        # A key's number is exact in float32 up to 2^24.
         numbers = [settle(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
 
         def biased(r: int, c: int) -> Expr:

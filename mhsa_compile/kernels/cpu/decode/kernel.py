@@ -148,6 +148,7 @@ class _Decode:
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = rows_of_key_head(op)
+        # Rows of all parts; one that no part fills is never touched.
         self.sums = T.alloc_buffer((parts, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
         # The maximum, the sum and, with slopes, the origin of each row's distances.
         self.statistics = T.alloc_buffer((parts, T.int64(3 if op.slopes else 2), T.int64(self.rows)), "float32")
@@ -233,6 +234,7 @@ class _Decode:
         if not self.op.slopes:
             with T.serial(count) as s:
                 T.buffer_store(largest, T.max(largest[0], maximum(first + s)), zero)
+            # Where no part saw anything all maxima are -inf, and -inf - -inf is not a number.
             top = bind(finite(largest[0], 1))
             return lambda part: maximum(part) - top
 

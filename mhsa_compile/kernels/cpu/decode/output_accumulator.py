@@ -57,6 +57,7 @@ class ValueSums:
             self._accumulate_masked(begin, count)
             return
         with T.serial(T.int64(self.rows)) as row:
+            # Brings the sums to the new maximum before the block's are added.
             self.each_vector(lambda at, n: self._add(row, at, n, constant(0.0, n)))
         self._accumulate(begin, count, self.accumulator)
 
@@ -120,6 +121,7 @@ class ValueSums:
 
         Where it does, a sum of the block is not finite: then all are made again, leaving masked keys out.
         """
+        # Apart from what was summed before: that is not to be spoilt by a NaN which is thrown away.
         sums = self.block_sums
         self._clear(sums)
         self._accumulate(begin, count, sums)
@@ -157,6 +159,7 @@ class ValueSums:
             self.each_vector(lambda at, n: self._add(row, at, n, constant(0.0, n)))
             with T.serial(count) as j:
                 weight = bind(self.weights[self.layout.place(j, 0) + row])
+                # By its bits: as numbers -0.0 and 0.0 are equal.
                 with T.If(T.reinterpret("int32", weight) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
                     self.each_vector(lambda at, n: add(row, begin + j, weight, at, n))
 

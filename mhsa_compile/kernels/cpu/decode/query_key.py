@@ -72,6 +72,7 @@ class ScoreLayout:
 
     def over_keys(self, vector: Expr, combine: object) -> Expr:
         """Combines (T.max, sum) the lanes of each row over the keys of the vector; every lane gets its row's result."""
+        # Rotations by half the vector, a quarter, ...: in the end all lanes of a row agree.
         step = self.lanes // 2
         while step >= self.padded_rows:
             turned = T.Shuffle([vector], [T.int32((lane + step) % self.lanes) for lane in range(self.lanes)])
@@ -103,6 +104,7 @@ class PackedQueries:
         tile.fill(0.0)
 
         def add_products(offset: Expr, width: int, packed: Expr) -> None:
+            # Bound before the keys: each is loaded once for all keys of the group.
             queries = [bind(load(self.buffer, [T.int64(row), packed], lanes)) for row in rows]
             for i, row in enumerate(keys):
                 values = bind(_padded(load_wide(key.buffer, key.at(row, offset), width), width, lanes))
@@ -117,6 +119,7 @@ class PackedQueries:
 
         zero = constant(0.0, lanes)
         width = min(lanes, layout.padded_rows)
+        # Rows of padding are vectors of zeros: every vector of scores is whole.
         padded = [
             tile.get(i * len(rows) + r, 0) if r < len(rows) else zero for i in range(len(keys)) for r in range(width)
         ]

@@ -51,6 +51,7 @@ class RowTerms:
         with T.serial(T.int64(self.layout.rows)) as row:
             place = settle(first_place + T.cast(T.truncdiv(row, T.int64(self.ratio)), "int32"), "int32")
             slope = self.heads.slope(self._head(row))
+            # The distance of a vector's lanes differs by their own key's place in it.
             for key in range(self.layout.keys_per_vector):
                 at = [row + key * self.layout.padded_rows]
                 T.buffer_store(self.slopes, slope, at)

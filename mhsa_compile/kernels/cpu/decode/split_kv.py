@@ -36,11 +36,13 @@ class SplitKv:
         self.kv_length, self.span = kv_length, span_of(op, op.q_length, kv_length)
         self.heads = settle(batch * op.num_kv_heads)
         wanted = T.int64(cores)
+        # Divisors ascend, so the largest one that divides the heads has the last word.
         for divisor in (d for d in range(2, cores + 1) if cores % d == 0):
             wanted = T.Select(T.truncmod(self.heads, T.int64(divisor)) == 0, T.int64(cores // divisor), wanted)
         keys = settle(T.max(T.int64(0), self.span.stop - self.span.start))
         most = T.max(T.int64(1), T.truncdiv(keys, T.int64(least_keys)))
         self.count = settle(T.min(settle(wanted), most))
+        # Whole groups, so that all parts but the last may take the path without masks.
         self.size = settle(ceil_div(ceil_div(keys, self.count), group) * group)
         self.tasks = self.heads * self.count
         # The size of a buffer must be an expression of the arguments; what is not used is never touched.
@@ -57,6 +59,7 @@ class SplitKv:
 
     def each_divided(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
         """body(head, number of its first part, parts)"""
+        # A head of one part was written by its task.
         with T.If(self.count > 1), T.Then(), T.serial(self.heads) as head:
             body(head, settle(head * self.count), self.count)
 
@@ -81,11 +84,13 @@ class SplitKvByLength:
     def __init__(self, given: AttentionArguments[CpuExtraInputs], *, least_keys: int, group: int, cores: int) -> None:
         self.op, self.batch, self.kv_length, self.extras = given.op, given.batch, given.kv_length, given.extras
         self.piece = T.int64(-(-least_keys // group) * group)
+        # All pieces are counted first: a share is a part of that number.
         total = T.alloc_buffer((1,), "int64")
         T.buffer_store(total, T.int64(0), [T.int64(0)])
         self._each_entry(lambda entry: T.buffer_store(total, self._end(entry), [T.int64(0)]))
         self.total = settle(total[0])
         self.tasks = T.int64(cores)
+        # Numbers are head + share, so there are fewer than heads + cores of them.
         self.parts = self.batch * self.op.num_kv_heads + cores
 
     def each_part(self, share: Expr, body: Callable[[KeyRange], None]) -> None:

@@ -55,6 +55,7 @@ class DecodeTask:
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = op.q_length * self.ratio
         self.layout = layout = ScoreLayout(self.rows, lanes, registers)
+        # Whole groups, so that only the last block of a part can need clamps.
         self.keys = -(-config["keys"] // layout.group) * layout.group
 
         self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
@@ -91,12 +92,14 @@ class DecodeTask:
                 self._visit(begin, count, masked=True)
             else:
                 whole = T.And(begin >= low, begin + count <= high)
+                # Without masks no row is clamped either: a last group that is not whole would read too far.
                 grouped = T.truncmod(count, T.int64(self.layout.group)) == 0
                 with T.If(T.And(whole, grouped)):
                     with T.Then():
                         self._visit(begin, count, masked=False)
                     with T.Else():
                         self._visit(begin, count, masked=True)
+        # Until now each lane summed its own keys; from here on all lanes of a row have its sum.
         for vector in range(self.layout.row_vectors):
             at = [T.int64(vector * self.lanes)]
             store(self.row_sum, at, self.layout.over_keys(load(self.row_sum, at, self.lanes), operator.add), self.lanes)
@@ -122,6 +125,7 @@ class DecodeTask:
         size = self.layout.padded_rows * self.layout.keys_per_vector
         self.bounds = (T.alloc_buffer((size,), "int32"), T.alloc_buffer((size,), "int32"))
         for lane in range(size):
+            # Rows of padding repeat the last query's bounds.
             query = min(lane % self.layout.padded_rows // self.ratio, len(self.span.low) - 1)
             for buffer, ends in zip(self.bounds, (self.span.low, self.span.high), strict=True):
                 T.buffer_store(buffer, T.cast(ends[query], "int32"), [T.int64(lane)])
@@ -198,8 +202,10 @@ class DecodeTask:
             largest = bind(T.max(old, top) if lost is None else T.Select(top > old, top - lost, old))
             store(self.row_max, at, largest, lanes)
             if masked:
+                # Without masks every row has seen a key.
                 largest = bind(finite(largest, lanes))
             factor = bind(vector_math.exp2(old - largest if lost is None else old - largest - lost, lanes))
+            # In the place of the block's maxima, which are of no more use.
             store(self.rescale, at, factor, lanes)
             store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
             groups = settle(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))
@@ -219,6 +225,7 @@ class DecodeTask:
         score = bind(load(self.scores, place, lanes))
         weight = vector_math.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
         if masked:
+            # By the score: a weight of 0 may also be one that underflowed, whose NaN counts.
             weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
         weight = bind(weight)
         store(self.scores, place, weight, lanes)

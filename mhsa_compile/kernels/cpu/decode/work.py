@@ -44,6 +44,7 @@ def span_of(op: AttentionOp, q_length: int, kv_length: Expr) -> Span:
     places = [settle(offset + i) for i in range(q_length)]
     low = [zero if left is None else settle(T.max(zero, p - left)) for p in places]
     high = [kv_length if right is None else settle(T.max(zero, T.min(kv_length, p + (right + 1)))) for p in places]
+    # A band without ends hides nothing: one interval for all queries.
     if left is None and right is None:
         return Span((zero,), (kv_length,))
     return Span(tuple(low), tuple(high))

@@ -80,6 +80,7 @@ def prepared(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
 
         def copy(k: Expr, n: int) -> None:
             narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if format.dot else None
+            # For an instruction the bits as they are; else float32.
             store(rows.data, rows.at(row, k), load_wide(x, [source, k], n) if narrow is None else narrow, n)
 
         each_vector(op.in_features, format.lanes, copy)
@@ -118,6 +119,7 @@ def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> Packed
                 value = T.cast(whole, vector_type("float32", n))
             else:
                 shifted = whole + splat(T.int32(128), n) if format.offset else whole
+                # Masked first: the cast is then of a number that a byte holds.
                 value = T.cast(shifted & splat(T.int32(255), n), vector_type("uint8", n))
             store(rows.data, rows.at(row, k), value, n)
 

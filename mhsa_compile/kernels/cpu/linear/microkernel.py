@@ -104,10 +104,12 @@ def tasks(task: Product, cores: int, config: Config) -> None:
     rest = settle(T.truncmod(task.lines, T.int64(rows)))
     tiles = settle(T.truncdiv(task.lines, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
     has_half = settle(T.Select(T.And(rest > 0, rest <= rows // 2), T.int64(1), T.int64(0)))
+    # With a multiple of so many blocks, blocks * panels is a multiple of the cores.
     fair = cores // gcd(cores, task.format.panels)
     wanted = settle(ceil_div(ceil_div(tiles, config["block"]), fair) * fair)
     blocks = settle(T.max(T.int64(1), T.min(tiles, wanted)))
     with T.parallel(blocks * panels) as index:
+        # Panel after panel: a thread goes on with the same rows of x, which its cache still has.
         p = settle(T.truncmod(index, panels))
         block = settle(T.truncdiv(index, panels))
         first = settle(T.truncdiv(block * tiles, blocks))
@@ -120,6 +122,7 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
     """Tiles first .. end of x, and the half tile after them if there is one, times panel p."""
     rows, group, steps = config["rows"] // task.format.joined, config["group"], task.format.steps
     parts = -(-steps // config["depth"])
+    # Parts of one size, rounded up to whole runs.
     depth = -(-steps // parts // task.format.run) * task.format.run
     shape = (group * rows + rows // 2, task.format.joined * task.format.panel)
     sums = _scratch(shape, task.format.accumulator) if parts > 1 else None
@@ -134,9 +137,11 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
 
             def tiles(part: _Part) -> None:
                 with T.serial(full) as i:
+                    # A tile asks for lines of its own, so that together they ask for the panel once.
                     task.prefetch(p, settle((begin - first) * parts + number * full + i))
                     _tile(task, part, p, settle((begin + i) * rows), rows, settle(i * rows))
                 if rows > 1:
+                    # Only behind the last group of tiles.
                     with T.If(T.And(half > 0, begin + full == end)), T.Then():
                         _tile(task, part, p, settle(end * rows), rows // 2, settle(full * rows))
 
@@ -216,6 +221,7 @@ def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, pla
     if part.sums is None:
         _finish(task, tile, p, at)
         return
+    # The first part finds what the task before left there.
     with T.If(part.number > 0), T.Then():
         tile.each(lambda row, c: tile.get(row, c) + load(part.sums, _at(place, row, columns[c]), columns[c][1]))
     with T.If(part.number < part.count - 1):
@@ -236,6 +242,7 @@ def _finish(task: Product, tile: RegisterTile, p: Expr, at: list[Expr]) -> None:
     columns, panel = task.columns, task.format.panel
     whole, rest = divmod(task.format.op.out_features, panel)
     rows = [[task.row(line, number) for number in range(task.format.joined)] for line in at]
+    # Before the branch: inside, the arithmetic would stand there twice.
     values = [
         (row, c, bind(task.result(sums, row, p, c)))
         for line, c in product(range(len(at)), range(len(columns)))

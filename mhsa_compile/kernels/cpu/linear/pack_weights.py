@@ -111,6 +111,7 @@ def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
         word = T.cast(T.int32(0), format.weight)
         for j in range(format.terms):
             k = settle(step * format.terms + j)
+            # Not a select: of what lies beyond K nothing may be read.
             term = T.if_then_else(k < format.op.in_features, bits(k), T.int32(0))
             word = word | (T.cast(term, format.weight) << T.cast(T.int32(size * j), format.weight))
         place.store_step(step, word)
@@ -140,9 +141,11 @@ def _write_int8(place: _Place, feature: _Feature) -> None:
         with T.serial(T.int64(format.steps)) as k:
             place.store_step(k, T.cast(whole(k), "int8"))
         return
+    # The sign bits of a byte would spill into its neighbours.
     _write_steps(place, lambda k: whole(k) & T.int32(255))
     if not format.offset:
         return
+    # x goes in as x + 128; what that adds to the feature's sums is taken off again.
     total = T.alloc_buffer((1,), "int32")
     store(total, [0], T.int32(0), 1)
     with T.serial(T.int64(format.op.in_features)) as k:

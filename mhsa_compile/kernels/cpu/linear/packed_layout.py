@@ -82,6 +82,7 @@ class PackedLayout:
 def format_of(op: LinearOp, profile: CpuProfile, columns: int) -> PackedLayout:
     """The format with the fastest instruction that the target has for this operation."""
     dtype = "int8" if op.int8_weights else op.dtype
+    # A matrix product does twice the work of a dot product.
     instruction = dot.matrix(profile, dtype) or dot.available(profile, dtype)
     if instruction is None:
         return PackedLayout(op, None, profile.vector_lanes("float32"), columns, profile.elements_at_once("float32"))

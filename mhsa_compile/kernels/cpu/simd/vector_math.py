@@ -106,6 +106,7 @@ def tanh(x: Expr, lanes: int) -> Expr:
     fraction = settle(y - (T.reinterpret(real, bits) - shift), "float32", lanes)
     part = settle(_polynomial(EXP2M1_COEFFICIENTS, fraction, lanes) * fraction, "float32", lanes)
     power = settle(T.reinterpret(real, bits << splat(T.int32(23), lanes)), "float32", lanes)
+    # Not (1 + part) * power - 1, which would lose the digits of a small e.
     e = settle(part * power + (power - one), "float32", lanes)
     ratio = settle(T.Select(e > two, two, e) / (e + two), "float32", lanes)
     return T.call_llvm_pure_intrin(real, "llvm.copysign", T.Select(e > two, one - ratio, ratio), x)
@@ -118,6 +119,7 @@ def natural_log(x: Expr, lanes: int) -> Expr:
     """
     integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
     least = splat(T.int32(0x3F3504F3), lanes)  # the bits of sqrt(1/2)
+    # Counted from sqrt(1/2), so that the exponent steps there and m lies around 1.
     bits = settle(T.reinterpret(integer, x) - least, "int32", lanes)
     exponent = T.cast(bits >> splat(T.int32(23), lanes), real)
     m = T.reinterpret(real, (bits & splat(T.int32(0x007FFFFF), lanes)) + least)
@@ -126,7 +128,9 @@ def natural_log(x: Expr, lanes: int) -> Expr:
     t = settle((m - one) / (m + one), "float32", lanes)
     square = settle(t * t, "float32", lanes)
     series = constant(2.0 / 9.0, lanes)
+    # Odd powers only, up to the ninth.
     for n in (7, 5, 3, 1):
         series = series * square + constant(2.0 / n, lanes)
     value = exponent * constant(math.log(2.0), lanes) + series * t
+    # The bits of a NaN were taken for a number.
     return T.Select(T.isnan(x), x, value)

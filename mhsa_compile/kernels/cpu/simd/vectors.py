@@ -123,6 +123,7 @@ REGISTER_BYTES = 1024
 
 def scratch(shape: Sequence[int], dtype: str = "float32") -> Expr:
     """A buffer that stays in memory: what lives through an inner loop in registers takes them from it."""
+    # As many rows as make it larger than what TVM puts on the stack.
     rest = math.prod(shape[1:]) * DTYPE_BYTES[dtype]
     return T.alloc_buffer((max(shape[0], REGISTER_BYTES // rest + 1), *shape[1:]), dtype)
 
@@ -179,6 +180,7 @@ class RegisterTile:
     ) -> None:
         """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here. Where an instruction does
         more than that it is `multiply_add(tile[r, c], scalars(r), vectors(c))`."""
+        # All vectors, then one scalar at a time: so many registers `register_tile` counts.
         operands = [bind(vectors(column)) for column in range(len(self.columns))]
         for row in range(self.rows):
             scalar = bind(scalars(row))

@@ -22,10 +22,10 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
     planned_apart,
     tile_and_runs,
 )
+from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
-from mhsa_compile.kernels.cpu.attention.tile import Runs
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle, store
 from mhsa_compile.kernels.cpu.softmax_outputs.call import (
     Call,
@@ -120,6 +120,7 @@ def _chosen_weights(op: AttentionProbsOp, profile: CpuProfile, config: Config) -
 
     def body() -> None:
         call = call_arguments(replace(attention, mask=op.attention.mask), profile, config)
+        # The arguments were the call's own; from here on the static mask's row stands for its mask.
         call = replace(call, op=attention)
         count = attention.num_heads if op.heads is None else len(op.heads)
         heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")
@@ -162,6 +163,7 @@ def _write_weights(
     sweep.prepare()
     sums.clear()
     sweep.over([sums])
+    # Of a static mask's runs nobody knows here where they end: then all keys get zeros first.
     first, end = sweep.ends()
     writer.clear(T.int64(0), first)
     writer.clear(end, call.kv_length)

@@ -34,6 +34,7 @@ class WeightsWriter:
         self, sums: TileRowStats, output: HeadView, rows: Expr, *, queries: int, keys: int, lanes: int
     ) -> None:
         self.sums, self.output, self.rows, self.lanes = sums, output, rows, lanes
+        # A vector of keys more: the last square of the block is turned whole.
         self.block = scratch((keys + lanes, queries))
         self.turned = scratch((queries, keys + lanes))
 
@@ -66,6 +67,7 @@ class WeightsWriter:
 
     def _turn(self, count: Expr) -> None:
         """turned[i, j] = block[j, i], a square at a time; the last one reaches beyond the block."""
+        # Squares of a column of queries each.
         for first, lanes in self.sums.columns:
             with T.serial(settle(ceil_div(count, lanes))) as square:
                 base = settle(square * lanes)

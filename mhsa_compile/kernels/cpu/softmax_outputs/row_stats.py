@@ -99,6 +99,7 @@ class TileRowStats:
             weights, moments = [], []
             for r in range(self.key_tile):
                 distance = settle(scores.get(r, c) - reference, "float32", lanes)
+                # The distance on the false side: a comparison with NaN is false, and NaN must come through.
                 least = constant(LEAST, lanes)
                 distance = settle(T.Select(distance < least, least, distance), "float32", lanes)
                 weights.append(bind(vector_math.exp2(distance, lanes)))
@@ -142,6 +143,7 @@ class TileRowStats:
         factor = settle(vector_math.exp2(fall, lanes), "float32", lanes)
         shift = settle(T.Select(old == nothing, zero, fall), "float32", lanes)
         for total, moment in ((self.total, self.moment), (self.block_total, self.block_moment)):
+            # Before it shrinks: the moment takes Z by the old reference.
             sum_so_far = settle(load(total, at, lanes), "float32", lanes)
             if moment is not None:
                 store(moment, at, (load(moment, at, lanes) + shift * sum_so_far) * factor, lanes)
@@ -217,6 +219,7 @@ class Candidates:
     def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
         for c, (first, lanes) in enumerate(self.columns):
             least = load(self.scores, [T.int64(self.k - 1), T.int64(first)], lanes)
+            # Few groups have any, once the largest so far are large.
             with T.If(any_lane(largest_of(scores, c, self.key_tile) > least, lanes)), T.Then():
                 for r in range(self.key_tile):
                     self._insert((first, lanes), scores.get(r, c), first_key + r)
@@ -226,6 +229,7 @@ class Candidates:
         the first stays first."""
         first, lanes = column
         at = [T.int64(first)]
+        # Through memory, since what is carried changes from place to place.
         store(self._score, at, score, lanes)
         store(self._key, at, splat(T.cast(key, "int32"), lanes), lanes)
         with T.serial(T.int64(self.k)) as i:

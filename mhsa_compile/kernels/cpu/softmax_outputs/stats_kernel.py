@@ -21,10 +21,10 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
     planned_apart,
     tile_and_runs,
 )
+from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
-from mhsa_compile.kernels.cpu.attention.tile import Runs
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
@@ -115,6 +115,7 @@ class _Gathered:
         self.rows = settle(T.min(T.int64(self.queries), call.q_length - self.first_query))
         self.sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
         self.largest = Candidates(op.top_k, self.queries, self.key_tile, lanes) if op.top_k else None
+        # Where origins move, the candidates' scores move with them.
         lower = self.largest.lower if self.largest is not None else None
         self.sums = TileRowStats(
             self.sweep.scores, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower
@@ -129,6 +130,7 @@ class _Gathered:
 
     def write_rows(self, buffer: Expr, at: list[Expr], value: Callable[[vectors.Chunk], Expr]) -> None:
         """One number for each row."""
+        # Whole vectors here; of the last tile only the rows that there are go out.
         ready = scratch((self.queries,))
         for first, lanes in self.columns:
             store(ready, [T.int64(first)], value((first, lanes)), lanes)

@@ -19,7 +19,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import AttentionBlock, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
@@ -97,7 +97,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         shape: Fp32BlockShape,
         place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: BlockMask,
+        visibility: ScoreMask,
         scores: RowScoreMods,
     ) -> None:
         super().__init__(op, shape, place, operands, visibility, scores)
@@ -108,7 +108,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, F, "float32", shape.value_form)
         self.weights = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.weight_form)
         self.first_row, self.lane = _rows_and_lane(shape, place)
-        self.order = KeyTiles(op, visibility, shape.keys)
+        self.order = KeyTiles(op, visibility.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
         self.scored = registers(rows * shape.keys_of_lane)
         self.summed, self.added = registers(rows * columns), registers(rows * columns)
@@ -117,17 +117,15 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.right = registers(CHUNK * max(shape.chunks, 1))
 
     @staticmethod
-    def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
+    def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
         row, lane = _rows_and_lane(shape, place)
         base = settle(first + row)
-        return BlockRows(first, shape.queries, tuple(base + i for i in range(shape.rows))), StridedCells(
-            lane, LANES, lane == 0
-        )
+        return tuple(base + i for i in range(shape.rows)), StridedCells(lane, LANES, lane == 0)
 
     def emit(self) -> None:
         # 1. Q, and the ring full but for the last V.
-        rows = self.visibility.rows
-        self._copy(self.queries, T.int32(0), self.operands[0], rows.first, self.visibility.q_length)
+        rows = self.visibility.key_range
+        self._copy(self.queries, T.int32(0), self.operands[0], rows.first_row, rows.q_length)
         for turn in range(self.shape.stages):
             self._copy_tile(self.keys, self.operands[1], T.int32(turn))
             if turn + 1 < self.shape.stages:
@@ -141,6 +139,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self._write()
 
     def _visit(self, turn: Expr) -> None:
+        # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         slot = settle(T.truncmod(turn, T.int32(stages)))
         first_key = self.order.first_key(turn)
@@ -162,6 +161,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
             self.visibility.hide(self.scored, tiles, first_key, bits_row)
         for row in range(self.shape.rows):
             self._weigh(row, hides)
+        # P is read by the half warp that wrote it, so the block need not wait.
         warp_barrier()
         # 5. O = 2^(m - m') O + P V.
         self._add_values(slot, hides)
@@ -176,6 +176,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         with T.serial(T.int32(self.shape.head_dim // CHUNK)) as chunk:
             column = chunk * CHUNK
             for row in range(rows):
+                # The same address for all 16 lanes of a row: one read serves them.
                 load(self.left, row * CHUNK, CHUNK, self.queries.address(T.int32(0), self.first_row + row, column))
             for key in range(keys):
                 load(self.right, 0, CHUNK, self.keys.address(slot, self.lane + key * LANES, column))
@@ -187,6 +188,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
         for at in range(rows * columns):
             put(self.added, at, T.float32(0))
+        # Two copies of the loop, since the one with care has a select for each multiply-add.
         if not self.hides_values:
             self._multiply_values(slot, hides=False)
         else:
@@ -207,6 +209,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                 load(self.left, row * CHUNK, CHUNK, self.weights.address(T.int32(0), self.first_row + row, first))
             for key in range(CHUNK):
                 for chunk in range(self.shape.chunks):
+                    # A lane without such columns reads others, and writes nothing.
                     column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
                     load(self.right, chunk * CHUNK, CHUNK, self.values.address(slot, first + key, column))
                 for row in range(rows):
@@ -236,6 +239,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         put(new, 0, T.float32(-math.inf))
         for at in cells:
             put(new, 0, T.max(new[0], self.scored[at]))
+        # Each half of the warp by itself: the other one has other rows.
         over_warp(new, 0, T.max, end=LANES)
         origin = raised(new[0] * factor, self.largest, self.total, self.shrink, row)
         for key, at in enumerate(cells):
@@ -248,13 +252,13 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
             store(self.weights.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [weight])
 
     def _write(self) -> None:
-        for row, number in enumerate(self.visibility.rows.numbers):
+        for row, number in enumerate(self.visibility.numbers):
             over_warp(self.total, row, lambda a, b: a + b, end=LANES)
             total = self.total[row]
             part = settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")
             for chunk in range(self.shape.chunks):
                 column = self._column(chunk)
-                there = T.And(number < self.visibility.q_length, column < self.shape.v_head_dim)
+                there = T.And(number < self.visibility.key_range.q_length, column < self.shape.v_head_dim)
                 with T.If(there), T.Then():
                     first = (row * self.shape.chunks + chunk) * CHUNK
                     values = [self.summed[first + i] * part for i in range(CHUNK)]

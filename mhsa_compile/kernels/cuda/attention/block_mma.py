@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, AttentionBlock, TileShape
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows, rows_of
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
 from mhsa_compile.kernels.cuda.attention.nonfinite_values import BlockNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
@@ -96,17 +96,18 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         shape: MmaBlockShape,
         place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: BlockMask,
+        visibility: ScoreMask,
         scores: RowScoreMods,
     ) -> None:
         super().__init__(op, shape, place, operands, visibility, scores)
-        self.order = KeyTiles(op, visibility, shape.keys)
+        self.order = KeyTiles(op, visibility.key_range, shape.keys)
         E, F = shape.head_dim, shape.v_head_dim
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
         pool = T.alloc_buffer((shape.shared_bytes // smem_pipeline.ELEMENT,), op.dtype, scope="shared.dyn")
         self.queries = SharedTiles(pool, 0, 1, shape.queries, E, op.dtype)
         self.keys = SharedTiles(pool, self.queries.end, shape.stages, shape.keys, E, op.dtype)
         self.values = SharedTiles(pool, self.keys.end, shape.stages, shape.keys, F, op.dtype)
+        # In the place of Q, K and V, when they are done with.
         self.output = SharedTiles(pool, 0, 1, shape.queries, F, op.dtype)
         flag = T.address_of(pool[shape.flag_byte // smem_pipeline.ELEMENT])
         self.finite = BlockNonFiniteRepair(self.values, flag, place, shape.threads, op.dtype)
@@ -120,17 +121,19 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.weight_words, self.words = registers(words, "uint32"), registers(4, "uint32")
 
     @staticmethod
-    def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
+    def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
         return rows_of(place, first, shape.queries, WARPS), QuadFragment(place)
 
     def emit(self) -> None:
         # 1. Q.
-        self._copy(self.queries, T.int32(0), self.operands[0], self.visibility.rows.first, self.visibility.q_length)
+        rows = self.visibility.key_range
+        self._copy(self.queries, T.int32(0), self.operands[0], rows.first_row, rows.q_length)
         # 2. One tile after the other, and once more if need be.
         if self.hides_values:
             put(self.attempts, 0, T.int32(0))
             with T.While(self.attempts[0] < 2):
                 self._sweep()
+                # `attempts` is the same in all threads, so all come to the barrier in `any_of_block`, or none.
                 begins_anew = T.And(self.attempts[0] == 0, any_of_block(self.softmax.is_spoilt()))
                 put(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
         else:
@@ -151,7 +154,9 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         smem_pipeline.wait(0)
 
     def _visit(self, turn: Expr) -> None:
+        # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
+        # A constant where there is one slot: all its addresses are then base and constant.
         slot = settle(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
         first_key = self.order.first_key(turn)
         bits_row, hides = self.order.hides(turn, first_key)
@@ -160,6 +165,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         barrier()
         self._copy_values(turn + (stages - 1))
         # 2. S = Q K^T.
+        # Not before the loop: Q comes in one group of copies with the first K.
         if self.shape.holds_queries:
             with T.If(turn == 0), T.Then():
                 for step in range(self.depth_steps):
@@ -177,6 +183,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         with T.If(self.softmax.raise_maxima()), T.Then():
             self.softmax.scale_sums()
         sizes = self.shape.row_tiles, self.shape.keys
+        # Before scores become weights: what is hidden is still told by its -inf.
         self._with_care(hides, lambda: self.finite.resolve(slot, turn, self.scored, self.summed, *sizes))
         self.softmax.weigh()
         # 5. O = O + P V.
@@ -214,6 +221,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
 
     def _multiply_keys(self, slot: Expr) -> None:
         lane = self.place.lane
+        # Of the four matrices two lie along the head, for one fragment; the next two are eight keys further.
         row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
         column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
         for at in range(2 * self.shape.row_tiles * self.key_tiles * 2):
@@ -235,11 +243,13 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8
         for step in range(self.key_steps):
             for m in range(self.shape.row_tiles):
+                # Two neighbouring tiles of C are the four words of an A.
                 for i in range(4):
                     at = 4 * (m * self.key_tiles + 2 * step + i // 2) + 2 * (i % 2)
                     pack(self.weight_words, 4 * m + i, self.scored[at], self.scored[at + 1], self.op.dtype)
             for pair in range(self.value_tiles // 2):
                 address = self.values.address(slot, row + step * DEPTH, column + pair * 2 * COLUMNS)
+                # V lies key by key; the right operand wants a column's keys side by side.
                 load_matrices(self.words, 0, address, transposed=True)
                 for m in range(self.shape.row_tiles):
                     for half in range(2):
@@ -261,10 +271,11 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 column = 2 * self.place.q + n * COLUMNS
                 store(self.output.address(T.int32(0), number, column), [self.words[0]])
         warp_barrier()
-        rows = self.visibility.rows.first + first
+        rows = self.visibility.key_range.first_row + first
 
         def write(row: Expr, column: Expr) -> None:
-            is_there = rows + row < self.visibility.q_length
+            is_there = rows + row < self.visibility.key_range.q_length
+            # Columns of padding are in shared memory only.
             if padded(self.shape.v_head_dim) > self.shape.v_head_dim:
                 is_there = T.And(is_there, column < self.shape.v_head_dim)
             with T.If(is_there), T.Then():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -12,12 +12,13 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 class KeyTiles:
     """Those of a plan, or all from the first to the last that some row sees. `count` is how many there are."""
 
-    def __init__(self, op: AttentionOp, visibility: BlockMask, keys: int) -> None:
-        self.op, self.visibility, self.keys, self.visits = op, visibility, keys, visibility.visits
+    def __init__(self, op: AttentionOp, key_range: BlockKeyRange, keys: int) -> None:
+        self.op, self.key_range, self.keys, self.visits = op, key_range, keys, key_range.visits
         if self.visits is not None:
             self.count = self.visits.count
             return
-        first, end = visibility.seen_by_any()
+        first, end = key_range.seen_by_any()
+        # Tiles are counted from key 0, wherever a window begins.
         self._first = settle(T.truncdiv(first, T.int32(keys)))
         self.count = settle(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
 
@@ -27,10 +28,11 @@ class KeyTiles:
 
     def hides(self, turn: Expr, first_key: Expr) -> tuple[Expr | None, Expr]:
         """(the tile's row of bits, whether anything of it is hidden from any row)."""
-        seen = self.visibility.seen_by_all(first_key, self.keys)
+        seen = self.key_range.seen_by_all(first_key, self.keys)
         if self.visits is None:
             return None, settle(T.Not(seen), "bool")
         bits_row = self.visits.bits_row(turn)
+        # The plan knows neither lengths nor what is counted from them.
         late = self.op.lengths or self.op.band is not None
         return bits_row, settle(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
 

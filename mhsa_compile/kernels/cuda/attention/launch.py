@@ -12,8 +12,9 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, plan_arguments, visits_of
+from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
@@ -62,7 +63,7 @@ class AttentionBlock(ABC, Generic[Shape]):
         shape: Shape,
         place: ThreadIndex,
         operands: tuple[Element, Element, Element, Element],
-        visibility: BlockMask,
+        visibility: ScoreMask,
         scores: RowScoreMods,
     ) -> None:
         self.op, self.shape, self.place, self.operands = op, shape, place, operands
@@ -71,8 +72,8 @@ class AttentionBlock(ABC, Generic[Shape]):
 
     @staticmethod
     @abstractmethod
-    def layout(shape: Shape, place: ThreadIndex, first: Expr) -> tuple[BlockRows, Fragment]:
-        """Which of the rows from `first` on a thread has, and which of a tile's keys."""
+    def layout(shape: Shape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
+        """The numbers of the rows that a thread has, of those from `first` on, and which of a tile's keys."""
 
     @abstractmethod
     def emit(self) -> None:
@@ -86,7 +87,8 @@ class AttentionBlock(ABC, Generic[Shape]):
         with T.If(turn < self.order.count), T.Then():
             slot = T.truncmod(turn, T.int32(self.shape.stages))
             first = self.order.first_key(turn)
-            self._copy(tiles, slot, source, first, self.visibility.kv_length)
+            self._copy(tiles, slot, source, first, self.visibility.key_range.kv_length)
+        # Outside of the branch: an empty group counts too, so `wait` means the same in every turn.
         smem_pipeline.commit()
 
 
@@ -122,17 +124,15 @@ def attention(
                 elif op.band is not None:
                     turn = settle(tiles - 1 - turn, "int64")  # long rows of a causal head first
                 place = ThreadIndex(thread)
-                rows, cells = block_type.layout(shape, place, settle(T.cast(turn * shape.queries, "int32")))
+                first_row = settle(T.cast(turn * shape.queries, "int32"))
+                numbers, cells = block_type.layout(shape, place, first_row)
                 # 2. What they see, and what their scores are.
-                visibility = BlockMask(
-                    op,
-                    cells,
-                    rows,
-                    q_length=settle(T.cast(given.q_length, "int32")),
-                    kv_length=extras.keys(b, given.kv_length),
-                    mask=None if given.mask is None else MaskReader(given.mask, b, h),
-                    visits=visits,
+                q_length, kv_length = settle(T.cast(given.q_length, "int32")), extras.keys(b, given.kv_length)
+                reader = None if given.mask is None else MaskReader(given.mask, b, h)
+                key_range = BlockKeyRange(
+                    op, first_row, shape.queries, q_length=q_length, kv_length=kv_length, visits=visits
                 )
+                visibility = ScoreMask(key_range, cells, numbers, reader)
                 scores = RowScoreMods(op, visibility, extras.sink(h), extras.slope(h))
                 # 3. The block.
                 operands = (

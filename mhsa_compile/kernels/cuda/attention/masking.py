@@ -1,18 +1,18 @@
-"""What the rows of a block see: a band around their place, a number of keys, a mask that the call brings, bits known
+"""What of a thread's scores is hidden: by the place of its rows, by a mask that the call brings, by bits known
 beforehand.
 
-Key and row numbers are int32: lengths are below 2^30. A hidden score becomes -inf by a select, so that NaN cannot pass.
+A hidden score becomes -inf by a select, so that NaN cannot pass.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
-from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD, Visits
+from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
+from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
@@ -25,78 +25,24 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     registers,
     settle,
 )
-from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
-
-FAR = 1 << 30
 
 
-@dataclass(frozen=True)
-class BlockRows:
-    """Rows `first` .. `first` + `queries` of a block, and the `numbers` of this thread's among all queries."""
-
-    first: Expr
-    queries: int
-    numbers: tuple[Expr, ...]
-
-
-def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> BlockRows:
+def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[Expr, ...]:
     """Where each warp has as many of the block's rows as another, and a thread those two of C that it holds of each
     tile of its warp: number 2 m + h is row 16 m + g + 8 h of the warp."""
     share = queries // warps
     base = settle(first + place.warp * share + place.g)
-    return BlockRows(first, queries, tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2)))
+    return tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2))
 
 
-def span(band: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr) -> tuple[Expr, Expr]:
-    """(first, end): of `queries` rows from `first_row` on, as many as there are, none sees a key outside."""
-    first, end = T.int32(0), kv_length
-    if band is None:
-        return first, end
-    shift = kv_length - q_length if band.alignment == "bottom_right" else T.int32(0)
-    if band.left is not None:
-        first = settle(T.max(first, T.min(first_row + shift - min(band.left, FAR), kv_length)))
-    if band.right is not None:
-        last = T.min(first_row + queries, q_length) - 1
-        end = settle(T.max(first, T.min(end, last + shift + (min(band.right, FAR) + 1))))
-    return first, end
-
-
-class BlockMask:
-    """Which keys the rows of one block see. A thread's scores lie in `cells`."""
+class ScoreMask:
+    """Which of a thread's scores are hidden: those in its `cells`, of the rows with these `numbers` among all queries,
+    of a block that sees the keys of `key_range`."""
 
     def __init__(
-        self,
-        op: AttentionOp,
-        cells: Fragment,
-        rows: BlockRows,
-        *,
-        q_length: Expr,
-        kv_length: Expr,
-        mask: OfRows[MaskReader],
-        visits: Visits | None,
+        self, key_range: BlockKeyRange, cells: Fragment, numbers: tuple[Expr, ...], mask: OfRows[MaskReader]
     ) -> None:
-        self.op, self.cells, self.rows, self.mask, self.visits = op, cells, rows, mask, visits
-        self.q_length, self.kv_length = q_length, kv_length
-        late = op.band is not None and op.band.alignment == "bottom_right"
-        self.shift = settle(kv_length - q_length) if late else T.int32(0)  # from a query's number to its place
-        self.left = None if op.band is None or op.band.left is None else min(op.band.left, FAR)
-        self.right = None if op.band is None or op.band.right is None else min(op.band.right, FAR)
-
-    def seen_by_any(self) -> tuple[Expr, Expr]:
-        """(first, end): no row of the block sees a key outside."""
-        return span(self.op.band, self.rows.first, self.rows.queries, self.q_length, self.kv_length)
-
-    def seen_by_all(self, first_key: Expr, count: int) -> Expr:
-        """Whether every row sees these keys, by all but the bits."""
-        return T.bool(False) if self.mask is not None else self._seen_but_for_mask(first_key, count)
-
-    def _seen_but_for_mask(self, first_key: Expr, count: int) -> Expr:
-        seen = first_key + count <= self.kv_length
-        if self.left is not None:
-            seen = T.And(seen, first_key >= self.rows.first + self.shift + (self.rows.queries - 1 - self.left))
-        if self.right is not None:
-            seen = T.And(seen, first_key + count <= self.rows.first + self.shift + (self.right + 1))
-        return seen
+        self.op, self.key_range, self.cells, self.numbers, self.mask = key_range.op, key_range, cells, numbers, mask
 
     def hide(
         self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int = 0
@@ -109,20 +55,22 @@ class BlockMask:
         # 1. What the call brings.
         self._add_mask(scores, tiles, first_key)
         # 2. Edges, where there are any.
-        with T.If(T.Not(self._seen_but_for_mask(first_key, tiles * COLUMNS))), T.Then():
+        with T.If(T.Not(self.key_range.seen_but_for_mask(first_key, tiles * COLUMNS))), T.Then():
             self._hide_by_place(scores, tiles, first_key, None, 0)
 
     def _add_mask(self, scores: Expr, tiles: int, first_key: Expr) -> None:
         """Two rows at a time, so that enough is under way at once, and not more than there are registers for."""
+        # Every other offset: the one behind it is the other half of a pair.
         base, offsets = settle(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
-        readers = [of_row(self.mask, row) for row in range(len(self.rows.numbers))]
+        readers = [of_row(self.mask, row) for row in range(len(self.numbers))]
         assert readers[0] is not None
+        # One branch for all rows: it depends on the mask's width and on these keys alone.
         has_pairs = settle(readers[0].has_pairs(first_key + tiles * COLUMNS), "bool")
         for first in range(0, len(readers), 2):
             rows = [(row, reader) for row, reader in enumerate(readers[first : first + 2], first) if reader is not None]
             count = len(offsets) * readers[0].pair_words
             words = registers(len(rows) * count, "uint32")
-            queries = [T.min(self.rows.numbers[row], self.q_length - 1) for row, _ in rows]
+            queries = [T.min(self.numbers[row], self.key_range.q_length - 1) for row, _ in rows]
             with T.If(has_pairs):
                 with T.Then():
                     for i, (_, reader) in enumerate(rows):
@@ -140,13 +88,12 @@ class BlockMask:
         self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int
     ) -> None:
         base = settle(first_key + self.cells.first)
-        offsets = self.cells.offsets(tiles)
-        for row, number in enumerate(self.rows.numbers):
-            words = (
-                None if bits_row is None else self._bits(number - self.rows.first, bits_row, offsets[-1], first_word)
-            )
-            end = settle(self.end_of(number) - base)
-            first = None if self.left is None else settle(number + self.shift - self.left - base)
+        offsets, left = self.cells.offsets(tiles), self.key_range.left
+        for row, number in enumerate(self.numbers):
+            # A thread's words are shifted to its first key, so that offsets are constant bits of them.
+            words = None if bits_row is None else self._bits(number, bits_row, offsets[-1], first_word)
+            end = settle(self.key_range.end_of(number) - base)
+            first = None if left is None else settle(number + self.key_range.shift - left - base)
             for i, offset in enumerate(offsets):
                 at = self.cells.at(row, tiles, i)
                 score = scores[at] if self.cells.in_pairs else self._masked(scores[at], row, base + offset)
@@ -159,20 +106,15 @@ class BlockMask:
                     score = _select(T.int32(offset) >= first, score)
                 put(scores, at, score)
 
-    def end_of(self, number: Expr) -> Expr:
-        """The first key that a query does not see any more."""
-        if self.right is None:
-            return self.kv_length
-        return T.min(self.kv_length, number + self.shift + (self.right + 1))
-
-    def _bits(self, row: Expr, bits_row: Expr, last: int, first_word: Expr | int) -> Expr:
-        """The words of a row of the block from `first_word` on, its thread's first key in bit 0, up to that at offset
+    def _bits(self, number: Expr, bits_row: Expr, last: int, first_word: Expr | int) -> Expr:
+        """The words of a query from `first_word` on, its thread's first key in bit 0, up to that at offset
         `last`; all ones for a whole tile."""
-        assert self.visits is not None
-        count = last // WORD + 1
+        visits = self.key_range.visits
+        assert visits is not None
+        count, row = last // WORD + 1, number - self.key_range.first_row
         words, shift = registers(count, "uint32"), T.cast(self.cells.first, "uint32")
         for w in range(count):
-            read = self.visits.bits[T.max(bits_row, T.int32(0)) + row, first_word + w]
+            read = visits.bits[T.max(bits_row, T.int32(0)) + row, first_word + w]
             put(words, w, T.if_then_else(bits_row >= 0, read >> shift, T.uint32(0xFFFFFFFF)))
         return words
 
@@ -181,8 +123,9 @@ class BlockMask:
         reader = of_row(self.mask, row)
         if reader is None or self.op.mask is None:
             return score
-        last_key = T.max(T.int32(0), self.kv_length - 1)
-        element = reader(T.min(self.rows.numbers[row], self.q_length - 1), T.min(key, last_key))
+        # Beyond the last key the last one's element is read; the number hides it.
+        last_key = T.max(T.int32(0), self.key_range.kv_length - 1)
+        element = reader(T.min(self.numbers[row], self.key_range.q_length - 1), T.min(key, last_key))
         return self._with_mask(score, element)
 
     def _with_mask(self, score: Expr, element: Expr) -> Expr:
@@ -190,6 +133,7 @@ class BlockMask:
         if self.op.mask is not None and self.op.mask.dtype == "bool":
             return _select(element, score)
         bias = settle(wide(element), "float32")
+        # What overflows to -inf in units of log2 hides as -inf does, whatever the score.
         return T.Select(bias < T.float32(-LARGEST / LOG2_E), T.float32(-math.inf), score + bias * T.float32(LOG2_E))
 
 

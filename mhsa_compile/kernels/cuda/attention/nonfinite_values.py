@@ -38,6 +38,7 @@ class BlockNonFiniteRepair:
     def __init__(self, values: SmemTiles, flag: Expr, place: ThreadIndex, threads: int, dtype: str) -> None:
         self.values, self.flag, self.place, self.threads, self.dtype = values, flag, place, threads, dtype
         exponent = EXPONENT[dtype]
+        # The exponent's lowest bit: added to an exponent of all ones, it carries into the sign's place.
         step = exponent & -exponent
         self._exponents, self._steps = T.uint32(exponent * 0x10001), T.uint32(step * 0x10001)
         self._words, self.found = registers(4, "uint32"), registers(1, "uint32")
@@ -68,6 +69,7 @@ class BlockNonFiniteRepair:
         what is hidden is -inf in `scores`."""
         load(self._words, 0, 1, self.flag)
         with T.If(self._words[0] == T.cast(turn, "uint32")), T.Then():
+            # All have added before anyone clears, and all have cleared before anyone multiplies.
             self._add(slot, scores, sums, row_tiles, keys)
             barrier()
             self.clear(slot, self.place.thread, self.threads)
@@ -82,6 +84,7 @@ class BlockNonFiniteRepair:
         load(self._words, 0, 4, address)
         for i in range(4):
             word = self._words[i]
+            # A bit for each half becomes all bits of it.
             halves = (self._infinite(word) >> T.uint32(15)) * T.uint32(0xFFFF)
             put(self._words, i, word & (halves ^ T.uint32(0xFFFFFFFF)))
         store(address, [self._words[i] for i in range(4)])
@@ -125,6 +128,7 @@ class BlockNonFiniteRepair:
             for e in range(2):
                 bit = T.Select(scores[at + e] == T.float32(-math.inf), T.uint32(0), T.uint32(1 << first + e))
                 put(seen, row, seen[row] | bit)
+        # A lane has two keys of every eight; together the quad's words have all 32.
         put(seen, row, seen[row] << T.cast(2 * self.place.q, "uint32"))
         over_quad(seen, row, lambda a, b: a | b)
 

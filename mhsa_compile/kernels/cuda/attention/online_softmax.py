@@ -53,10 +53,12 @@ class Softmax:
             for a, b in self._pairs(row):  # in pairs, so that fewer wait for the one before
                 put(raised, row, T.max(raised[row], T.max(self.scored[a], self.scored[b])))
             over_quad(raised, row, T.max)
+            # Of plain products: the factor is positive then, so their maximum is that of the scores.
             largest = settle(raised[row] * T.float32(self.scores.factor), "float32")
             outgrown = settle(largest > self.largest[row] + T.float32(GROWTH), "bool")
             put(raised, row, T.Select(outgrown, largest, self.largest[row]))
             grows = T.Or(grows, outgrown)
+        # The warp decides together, so that its lanes stay together for the products.
         some = settle(any_of_warp(grows), "bool")
         with T.If(some), T.Then():
             for row in self.rows:
@@ -78,6 +80,7 @@ class Softmax:
             for pair in self._pairs(row):
                 for at in pair:
                     exp2(self.scored, at, self.scored[at] * T.float32(self.scores.factor) - reference)
+                # Pairs first: half as many additions wait for the one before.
                 put(self.total, row, self.total[row] + (self.scored[pair[0]] + self.scored[pair[1]]))
 
     def is_spoilt(self) -> Expr:
@@ -93,6 +96,7 @@ class Softmax:
 
     def part_of(self, row: int) -> Expr:
         """1 / l at the end, 0 where the row has seen nothing."""
+        # Only now: until the end each lane sums its own columns.
         over_quad(self.total, row, lambda a, b: a + b)
         total = self.total[row]
         return settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")

@@ -16,7 +16,7 @@ import math
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LOG2_E
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
@@ -36,19 +36,19 @@ does."""
 class RowScoreMods:
     """Scale, softcap, ALiBi and sinks of the rows of a thread."""
 
-    def __init__(self, op: AttentionOp, visibility: BlockMask, sink: OfRows[Expr], slope: OfRows[Expr]) -> None:
+    def __init__(self, op: AttentionOp, visibility: ScoreMask, sink: OfRows[Expr], slope: OfRows[Expr]) -> None:
         self.op, self.visibility, self.sink, self.slope = op, visibility, sink, slope
         adds = op.mask is not None and op.mask.dtype != "bool"
         # A maximum of products is one of scores only if the factor is positive.
         self.is_plain = not (op.softcap or op.slopes or adds) and op.scale > 0
         self.factor = op.scale * LOG2_E if self.is_plain else 1.0
-        self._origins = [self._origin(row) for row in range(len(visibility.rows.numbers))] if slope is not None else []
+        self._origins = [self._origin(row) for row in range(len(visibility.numbers))] if slope is not None else []
 
     def _origin(self, row: int) -> Expr:
         """The key that the distances of a row are counted from."""
-        v = self.visibility
-        last = settle(v.end_of(v.rows.numbers[row]) - 1)
-        first = T.int32(0) if v.left is None else T.max(T.int32(0), v.rows.numbers[row] + v.shift - v.left)
+        keys, number = self.visibility.key_range, self.visibility.numbers[row]
+        last = settle(keys.end_of(number) - 1)
+        first = T.int32(0) if keys.left is None else T.max(T.int32(0), number + keys.shift - keys.left)
         return settle(T.Select(of_row(self.slope, row) >= T.float32(0), last, first))
 
     def begin(self, largest: Expr, total: Expr, row: int) -> None:
@@ -59,9 +59,10 @@ class RowScoreMods:
             put(total, row, T.float32(0))
             return
         if self.slope is not None:
-            place = self.visibility.rows.numbers[row] + self.visibility.shift
+            place = self.visibility.numbers[row] + self.visibility.key_range.shift
             sink = sink - of_row(self.slope, row) * T.cast(self._origins[row] - place, "float32")
         put(largest, row, sink)
+        # Sums of the threads that share a row are added up in the end: one of them counts the sink.
         counts = T.And(self.visibility.cells.leads, T.Not(largest[row] == T.float32(-math.inf)))
         put(total, row, T.Select(counts, T.float32(1), T.float32(0)))
 
@@ -70,7 +71,7 @@ class RowScoreMods:
         if self.is_plain:
             return
         cells = self.visibility.cells
-        for row in range(len(self.visibility.rows.numbers)):
+        for row in range(len(self.visibility.numbers)):
             slope, bias = of_row(self.slope, row), None
             if slope is not None:
                 bias = settle(T.cast(first_key + cells.first - self._origins[row], "float32"), "float32")
@@ -88,6 +89,7 @@ class RowScoreMods:
         if self.op.dtype == "float32" or self.op.softcap > QUICK_SOFTCAP:
             return T.tanh(scores[at] * T.float32(inner)) * T.float32(outer)
         part = registers(1)
+        # Infinite for large scores, whose reciprocal is 0, and 0 for small ones: both ends come out right.
         exp2(part, 0, scores[at] * T.float32(2 * LOG2_E * inner))
         reciprocal(part, 0, part[0] + T.float32(1))
         return part[0] * T.float32(-2 * outer) + T.float32(outer)

@@ -19,7 +19,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedFinite
@@ -70,6 +70,7 @@ class AttentionConsumer:
     def begin(self) -> None:
         put(self.items, 0, T.int32(0))
         put(self.tiles, 0, T.int32(0))
+        # As if the last one had just had its turn: the first may begin.
         with T.If(self.group == self.shape.consumers - 1), T.Then():
             self._pass_token()
 
@@ -78,8 +79,8 @@ class AttentionConsumer:
         with T.If(self.group == 0), T.Then():
             self._take_token()
 
-    def item(self, visibility: BlockMask, scores: RowScoreMods, b: Expr, h: Expr) -> None:
-        tiles = KeyTiles(self.op, visibility, self.shape.keys)
+    def item(self, visibility: ScoreMask, scores: RowScoreMods, b: Expr, h: Expr) -> None:
+        tiles = KeyTiles(self.op, visibility.key_range, self.shape.keys)
         before, item = settle(self.tiles[0]), settle(self.items[0])
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
         self.scored, self.summed = self.softmax.scored, self.softmax.summed
@@ -99,6 +100,7 @@ class AttentionConsumer:
                 self._multiply_keys(before + turn)
                 self._multiply_values(before + number)
                 self._pass_token()
+                # All but the group begun last, that of the values.
                 self._wait_keys(1, before + turn)
                 self._tile(tiles, visibility, scores, turn, before + turn, before + number)
             # 3. The last values.
@@ -106,7 +108,7 @@ class AttentionConsumer:
             self._multiply_values(last)
             self._wait_values(last)
         # 4. O / l.
-        self._write(visibility.rows.first, b, h)
+        self._write(visibility.key_range.first_row, b, h)
         put(self.tiles, 0, before + tiles.count)
         put(self.items, 0, item + 1)
 
@@ -115,6 +117,7 @@ class AttentionConsumer:
     def _take_token(self) -> None:
         if self.shape.head_dim > _WIDEST_IN_TURN:
             return
+        # One warpgroup waits here and the one before announces: together they are two.
         words.meet(T.cast(self.group + _TOKEN, "uint32"), 2 * words.WARPGROUP)
 
     def _pass_token(self) -> None:
@@ -143,6 +146,7 @@ class AttentionConsumer:
         values = self.memory.values
         right = values.tiles.by_columns(values.slot(use))
         self._pin_sums()
+        # P must be complete in its registers before the tensor cores read them.
         words.pin(self.weights, self.shape.keys // 4, "uint32")
         words.products_begin()
         for step in range(self.shape.keys // DEPTH):
@@ -166,7 +170,7 @@ class AttentionConsumer:
     # The softmax.
 
     def _tile(
-        self, tiles: KeyTiles, visibility: BlockMask, scores: RowScoreMods, turn: Expr, use: Expr, values: Expr | None
+        self, tiles: KeyTiles, visibility: ScoreMask, scores: RowScoreMods, turn: Expr, use: Expr, values: Expr | None
     ) -> None:
         """Scores become weights; `values` is what O is waited for, if it is under way."""
         first_key = tiles.first_key(turn)
@@ -194,7 +198,7 @@ class AttentionConsumer:
             with T.If(hides), T.Then():
                 self._look_after_values(visibility, first_key, bits_row, use)
 
-    def _look_after_values(self, visibility: BlockMask, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
+    def _look_after_values(self, visibility: ScoreMask, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
         values, threads = self.memory.values, self.shape.consumer_threads
         finite, slot = SharedFinite(values.tiles, self.place.thread, threads, _ALL, self.op.dtype), values.slot(use)
 
@@ -208,6 +212,7 @@ class AttentionConsumer:
         """The rows of O, each divided by its sum, by way of the queries' place in shared memory."""
         words.meet(T.cast(self.group + _GROUP, "uint32"), words.WARPGROUP)  # all are done with their queries
         first = settle(self.place.warp * ROWS)
+        # The addresses below are computed anew for each item: kept, they would take registers that O needs.
         g, q = words.fresh(self.place.g), words.fresh(self.place.q)
         tiles = self.memory.output
         for row in range(2):
@@ -218,9 +223,11 @@ class AttentionConsumer:
                 low, high = (self.summed[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
                 store(start + tiles.chunk_in_row(n, g), [self.words[0]])
+        # First each lane's own writes, then all of the warp's: one lane stores for all.
         words.written_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():
             tiles.store(first, self.output, first_row + first, h, b)
             words.boxes_stored()
+        # By lane 0, which has waited for the store: the place takes the next queries.
         self.memory.queries.release(self.items[0], self.place.lane)

@@ -54,6 +54,7 @@ class SharedFinite(BlockNonFiniteRepair):
                 self._note_seen(seen, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
             first = settle(part * WORD)
             self._add_keys(slot, seen, 2, first, settle(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
+        # All have added before anyone clears; named, since the warpgroup that copies does not come.
         meet(self._barrier, self.threads)
         self.clear(slot, self.place.thread, self.threads)
         written_for_engines()

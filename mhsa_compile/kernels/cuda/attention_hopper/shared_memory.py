@@ -61,8 +61,10 @@ class AttentionSharedMemory:
 
     def __init__(self, shape: HopperBlockShape) -> None:
         pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), "uint16", scope="shared.dyn")
+        # A view: TVM would make the buffer itself as small as what it sees accessed.
         whole = T.decl_buffer((shape.shared_bytes // ELEMENT,), "uint16", data=pool.data, scope="shared.dyn")
         begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
+        # The pool begins anywhere; swizzled tiles begin at multiples of ALIGNMENT, for which it has room to spare.
         first = settle(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
         barriers = first + T.uint32(shape.barriers_byte)
         self.consumer_warps = shape.consumer_threads // WARP

@@ -46,6 +46,7 @@ class Schedule:
         rest = settle(item - section * size)
         first = settle(section * self.section)
         heads = settle(T.min(self.section, self.heads - first))
+        # Heads change fastest: all heads of a section come to their longest tiles first.
         turn = settle(T.truncdiv(rest, heads))
         return settle(first + (rest - turn * heads)), turn
 
@@ -57,6 +58,7 @@ def scheduled(op: AttentionOp, sizes: tuple[Expr, Expr, Expr], queries: int, mul
     heads = batch * T.int64(op.num_heads)
     bytes_of_head = T.max(kv_length, T.int64(1)) * ((op.head_dim + op.v_head_dim) * ELEMENT)
     shared = T.max(T.int64(1), T.truncdiv(T.int64(CACHED_BYTES), bytes_of_head))
+    # Heads that share a key head share its cached bytes.
     section = T.min(shared * (op.num_heads // op.num_kv_heads), heads)
     blocks = T.min(heads * tiles, T.int64(multiprocessors))
     return Schedule(*(settle(T.cast(number, "int32")) for number in (heads, tiles, blocks, section)))

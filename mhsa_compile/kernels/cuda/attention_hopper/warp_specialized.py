@@ -16,14 +16,15 @@ from mhsa_compile.kernels.cuda.attention.block_sparsity import (
     plan_arguments,
     visits_of,
 )
+from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows, rows_of
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, scheduled
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, QuadFragment
+from mhsa_compile.kernels.cuda.primitives.fragments import QuadFragment
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
 from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs
 from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
@@ -42,6 +43,14 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
 @dataclass(frozen=True)
+class ItemRows:
+    """The rows of queries of an item: the first, and the tiles of keys that a constant mask leaves them."""
+
+    first: Expr
+    visits: Visits | None
+
+
+@dataclass(frozen=True)
 class Items:
     """What the items of a block are made of: the arguments of the kernel, and its schedule."""
 
@@ -52,13 +61,13 @@ class Items:
     schedule: Schedule
     block: Expr
 
-    def each(self, place: ThreadIndex | None, body: Callable[[BlockMask, Expr, Expr], None]) -> None:
-        """body(what its rows see, batch entry, head) for each item; `place` is that of a thread which has rows."""
+    def each(self, body: Callable[[ItemRows, Expr, Expr], None]) -> None:
+        """body(its rows, batch entry, head) for each item."""
 
         def item(head: Expr, turn: Expr) -> None:
             b, h = (settle(f(head, T.int32(self.op.num_heads))) for f in (T.truncdiv, T.truncmod))
             tile, visits = self._tile(turn, h)
-            body(self._visibility(place, settle(tile * self.shape.queries), b, h, visits), b, h)
+            body(ItemRows(settle(tile * self.shape.queries), visits), b, h)
 
         self.schedule.each(self.block, item)
 
@@ -70,40 +79,22 @@ class Items:
             return T.cast(tile, "int32"), visits
         return (self.schedule.tiles - 1 - turn if self.op.band is not None else turn), None  # long rows first
 
-    def _visibility(self, place: ThreadIndex | None, first: Expr, b: Expr, h: Expr, visits: Visits | None) -> BlockMask:
+    def key_range(self, rows: ItemRows, b: Expr) -> BlockKeyRange:
+        """Which keys an item's rows see."""
         given = self.given
-        wide = T.cast(b, "int64"), T.cast(h, "int64")
-        rows, cells, reader = BlockRows(first, self.shape.queries, ()), _NO_CELLS, None
-        if place is not None:
-            rows = rows_of(place, first, self.shape.queries, self.shape.consumer_threads // WARP)
-            cells = QuadFragment(place)
-            reader = None if given.mask is None else MaskReader(given.mask, *wide)
-        return BlockMask(
-            self.op,
-            cells,
-            rows,
-            q_length=settle(T.cast(given.q_length, "int32")),
-            kv_length=given.extras.keys(wide[0], given.kv_length),
-            mask=reader,
-            visits=visits,
+        q_length = settle(T.cast(given.q_length, "int32"))
+        kv_length = given.extras.keys(T.cast(b, "int64"), given.kv_length)
+        return BlockKeyRange(
+            self.op, rows.first, self.shape.queries, q_length=q_length, kv_length=kv_length, visits=rows.visits
         )
 
-
-class _NoCells:
-    """The cells of a thread that computes no scores: there are none."""
-
-    first: Expr = 0
-    leads: Expr = False
-    in_pairs = False
-
-    def offsets(self, count: int) -> list[int]:
-        return []
-
-    def at(self, row: int, count: int, number: int) -> int:
-        raise IndexError(number)
-
-
-_NO_CELLS: Fragment = _NoCells()
+    def score_mask(self, rows: ItemRows, place: ThreadIndex, b: Expr, h: Expr) -> ScoreMask:
+        """What is hidden of the scores of the thread at `place`."""
+        mask, warps = self.given.mask, self.shape.consumer_threads // WARP
+        numbers = rows_of(place, rows.first, self.shape.queries, warps)
+        cells = QuadFragment(place)
+        reader = None if mask is None else MaskReader(mask, T.cast(b, "int64"), T.cast(h, "int64"))
+        return ScoreMask(self.key_range(rows, b), cells, numbers, reader)
 
 
 def attention(
@@ -120,6 +111,7 @@ def attention(
             # 1. The operands as the copy engine sees them.
             *loaded, output = _tensors(shape, given, given.output())
             tiles = ceil_div(q_length, shape.queries)
+            # One a multiprocessor, which goes from item to item.
             blocks = T.min(batch * T.int64(op.num_heads) * tiles, T.int64(multiprocessors))
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
@@ -131,14 +123,17 @@ def attention(
                 with T.If(thread == 0), T.Then():
                     memory.begin()
                     words.barriers_begun()
+                # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
                 schedule = scheduled(op, sizes, shape.queries, multiprocessors)
                 items = Items(op, shape, given, views, schedule, settle(T.cast(block, "int32")))
                 # 3. The roles.
+                # The thread that copies needs few registers; those that compute take the rest.
                 few, many = REGISTERS[shape.consumers]
                 with T.If(thread < words.WARPGROUP):
                     with T.Then():
                         words.give_registers(few)
+                        # One thread asks for whole boxes; the other 127 of its warpgroup are done.
                         with T.If(thread == 0), T.Then():
                             _copy(items, memory, loaded)
                     with T.Else():
@@ -185,18 +180,20 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
         words.arrive_expecting(slots.full(slot), slots.tiles.bytes)
         slots.tiles.load(slot, tensor, row, head, b, slots.full(slot))
 
-    def item(visibility: BlockMask, b: Expr, h: Expr) -> None:
+    def item(rows: ItemRows, b: Expr, h: Expr) -> None:
+        key_range = items.key_range(rows, b)
         g = settle(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
-        tiles = KeyTiles(items.op, visibility, items.shape.keys)
-        load(memory.queries, settle(before[0]), query, visibility.rows.first, h, b)
+        tiles = KeyTiles(items.op, key_range, items.shape.keys)
+        load(memory.queries, settle(before[0]), query, rows.first, h, b)
         with T.serial(tiles.count) as turn:
             use, first_key = settle(tiles_before[0] + turn), tiles.first_key(turn)
+            # Each has a barrier of its own: products with K begin while V is on its way.
             load(memory.keys, use, key, first_key, g, b)
             load(memory.values, use, value, first_key, g, b)
         put(before, 0, before[0] + 1)
         put(tiles_before, 0, tiles_before[0] + tiles.count)
 
-    items.each(None, item)
+    items.each(item)
 
 
 def _compute(items: Items, memory: AttentionSharedMemory, place: ThreadIndex, output: Tensor) -> None:
@@ -204,10 +201,11 @@ def _compute(items: Items, memory: AttentionSharedMemory, place: ThreadIndex, ou
     consumer = AttentionConsumer(items.op, items.shape, place, memory, output)
     consumer.begin()
 
-    def item(visibility: BlockMask, b: Expr, h: Expr) -> None:
+    def item(rows: ItemRows, b: Expr, h: Expr) -> None:
+        visibility = items.score_mask(rows, place, b, h)
         head, extras = T.cast(h, "int64"), items.given.extras
         scores = RowScoreMods(items.op, visibility, extras.sink(head), extras.slope(head))
         consumer.item(visibility, scores, b, h)
 
-    items.each(place, item)
+    items.each(item)
     consumer.end()

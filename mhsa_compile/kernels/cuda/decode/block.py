@@ -17,7 +17,8 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask, BlockRows
+from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import WORD, DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
@@ -102,7 +103,8 @@ class DecodeBlock:
         # 2. One tile of the warp's after the other.
         with T.serial(count) as turn:
             slot, first_key = self._slot(turn), settle(self._first_key(part, turn))
-            hides = settle(T.Not(visibility.seen_by_all(first_key, shape.keys)), "bool")
+            hides = settle(T.Not(visibility.key_range.seen_by_all(first_key, shape.keys)), "bool")
+            # One group of copies a turn; those of the tiles behind this one may still be under way.
             smem_pipeline.wait(shape.stages - 2)
             if shape.hides_values:
                 with T.If(hides), T.Then():
@@ -112,26 +114,24 @@ class DecodeBlock:
             self.warp.visit(slot, first_key, hides, visibility, scores)
         # 3. The results of all warps, where their tiles were.
         barrier()
+        # Behind a barrier: the results take the place of tiles that other warps may still read.
         self.warp.hand_over(self.area)
         barrier()
         self._write(part)
         barrier()
 
-    def _semantics(self, part: SplitPart) -> tuple[BlockMask, RowScoreMods]:
+    def _semantics(self, part: SplitPart) -> tuple[ScoreMask, RowScoreMods]:
         """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
         assert isinstance(self.op.q_length, int)
         L, extras, mask = self.op.q_length, self.arrays.given.extras, self.arrays.given.mask
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
         b = T.cast(part.b, "int64")
-        visibility = BlockMask(
-            self.op,
-            self.warp.cells(T.And(self.place.warp == 0, part.begins)),
-            BlockRows(T.int32(0), L, queries),
-            q_length=T.int32(L),
-            kv_length=part.entry.kv_length,
-            mask=None if mask is None else tuple(MaskReader(mask, b, head) for head in heads),
-            visits=None,
+        cells = self.warp.cells(T.And(self.place.warp == 0, part.begins))
+        readers = None if mask is None else tuple(MaskReader(mask, b, head) for head in heads)
+        key_range = BlockKeyRange(
+            self.op, T.int32(0), L, q_length=T.int32(L), kv_length=part.entry.kv_length, visits=None
         )
+        visibility = ScoreMask(key_range, cells, queries, readers)
         sinks = tuple(extras.sink(head) for head in heads) if self.op.sinks else None
         slopes = tuple(extras.slope(head) for head in heads) if self.op.slopes else None
         return visibility, RowScoreMods(self.op, visibility, sinks, slopes)
@@ -175,6 +175,7 @@ class DecodeBlock:
             slot, first = self._slot(turn), settle(self._first_key(part, turn))
             for tiles, source in zip((self.keys, self.values), sources, strict=True):
                 tiles.copy(slot, source, first, part.entry.end_key, self.place.lane, 32)
+        # Outside of the branch: an empty group counts too, so `wait` means the same in every turn.
         smem_pipeline.commit()
 
     # Results.
@@ -187,6 +188,7 @@ class DecodeBlock:
         """Each thread some chunks of the rows: Y, or what `combine` makes Y of."""
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads
+        # Two results of a share at most: of a head that another one began, and of one that it begins.
         slot = settle(2 * self.share + T.Select(part.begins, T.int32(1), T.int32(0)))
         whole = settle(T.And(part.begins, part.ends), "bool")
         with T.serial(T.int32(-(-total // threads))) as turn:

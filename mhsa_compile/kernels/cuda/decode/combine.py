@@ -34,6 +34,7 @@ def combine(
         head, begin = shares.head_of(high - 1)
         b, g = (settle(f(head, T.int32(op.num_kv_heads))) for f in (T.truncdiv, T.truncmod))
         end = settle(begin + shares.entry(b).pieces)
+        # This share begins the head and another one goes on with it: all others have nothing to do here.
         with T.If(T.And(begin >= low, end > high)), T.Then():
             last = shares.share_of(end - 1)
             ratio = op.num_heads // op.num_kv_heads
@@ -78,6 +79,7 @@ def _combine_row(
     barrier()
     # 2. All groups'.
     with T.If(group == 0), T.Then():
+        # In a fixed order, so that results are the same every time.
         for other in range(1, groups):
             for i in range(words):
                 load(read, i, 1, T.address_of(left[T.int32(other), chunk, T.int32(i)]))

@@ -45,6 +45,7 @@ class Area:
         """(m, l, `count` columns of O) of a row, of all warps together."""
         joined, found = JoinedResults(count), registers(2)
         sums = registers(count)
+        # In the order of the warps, so that results are the same every time.
         for warp in range(self.shape.warps):
             word = settle(self._word(T.int32(warp), row))
             load(found, 0, 2, self.address(word + self.shape.v_head_dim))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
-from mhsa_compile.kernels.cuda.attention.masking import span
+from mhsa_compile.kernels.cuda.attention.key_range import span
 from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
@@ -76,6 +76,7 @@ class CudaSplitKv:
     def share_of(self, number: Expr) -> Expr:
         """Whose a piece is."""
         long = self.more * (self.least + 1)
+        # Where `least` is 0 all pieces lie before `long`; only the division must not fail.
         after = self.more + T.truncdiv(number - long, T.max(T.int32(1), self.least))
         return settle(T.Select(number < long, T.truncdiv(number, self.least + 1), after))
 
@@ -107,6 +108,7 @@ class CudaSplitKv:
             pieces, end, below = registers(1, "int32"), registers(1, "int32"), registers(2, "int32")
             put(pieces, 0, self._pieces_of(turn * WARP + self.lane))
             put(end, 0, pieces[0])
+            # A running sum over the lanes: 32 batch entries at a time.
             for apart in (1, 2, 4, 8, 16):
                 before = settle(from_below(end[0], apart))
                 put(end, 0, T.Select(self.lane >= apart, end[0] + before, end[0]))

@@ -11,7 +11,7 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
@@ -49,6 +49,7 @@ class SimtWarp:
         self.key = settle(T.truncdiv(place.lane, T.int32(self.lanes)))
         self.part = settle(T.truncmod(place.lane, T.int32(self.lanes)))
         chunks = shape.v_head_dim // CHUNK
+        # Chunks rounded up to a power of two, so that they divide the warp.
         self.sharing = max(1, WARP // (1 << (chunks - 1).bit_length())) if chunks < WARP else 1
         self.sharing = min(self.sharing, shape.keys)
         self.sharers = WARP // self.sharing  # the lanes with different columns
@@ -80,7 +81,7 @@ class SimtWarp:
     def look(self, slot: Expr) -> None:
         """Hidden values are left out where they are read."""
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: BlockMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
         # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
@@ -102,6 +103,7 @@ class SimtWarp:
     def hand_over(self, area: Area) -> None:
         """Writes O, m and l of the rows."""
         for row in range(self.shape.rows):
+            # The lanes of one key have the same sum: only different keys are added up.
             over_warp(self.total, row, lambda a, b: a + b, step=self.lanes)
             area.put_statistics(T.int32(row), self.largest[row], self.total[row])
             for chunk in range(self.chunks):
@@ -158,9 +160,11 @@ class SimtWarp:
         for turn in range(self.shape.keys // self.sharing):
             key = turn * self.sharing + self.turn
             for chunk in range(self.chunks):
+                # A lane without such columns reads others, and writes nothing.
                 column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
                 load(self.read, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
             for row in range(self.shape.rows):
+                # All lanes of a key have its weight; the first one is asked.
                 weight = settle(from_lane(self.scored[row], key * self.lanes), "float32")
                 for i in range(width):
                     term = weight * self.read[i]

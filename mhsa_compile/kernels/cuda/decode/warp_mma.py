@@ -15,7 +15,7 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.masking import BlockMask
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import raised
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
@@ -117,7 +117,7 @@ class TensorWarp:
         """Notes whether the values of a tile that hides anything are finite, by the pieces that this lane copied."""
         self.finite.look(slot)
 
-    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: BlockMask, scores: RowScoreMods) -> None:
+    def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
         # 1. S^T = K Q^T.
         self._multiply_keys(slot)
         # 2. P, l and O by the new maximum.
@@ -138,6 +138,7 @@ class TensorWarp:
     def hand_over(self, area: Area) -> None:
         """Writes O, m and l of the rows."""
         for row, number in enumerate(self.numbers):
+            # Over g: lanes 4 g + q of one q have the same rows.
             over_warp(self.total, row, lambda a, b: a + b, step=4)
             with T.If(number < self.shape.rows), T.Then():
                 area.put_statistics(number, self.largest[row], self.total[row])
@@ -163,6 +164,7 @@ class TensorWarp:
 
     def _share_queries(self, queries: SharedTiles, query: Element) -> None:
         def piece(row: Expr, column: Expr) -> None:
+            # A chunk of padding reads the last one there is, and becomes zeros.
             inside = T.min(column, T.int32(self.shape.head_dim - CHUNK))
             load(self.words, 0, 4, T.address_of(query(self._existing(row), inside)), "global")
             words = [T.Select(column < self.shape.head_dim, self.words[i], T.uint32(0)) for i in range(4)]
@@ -208,6 +210,7 @@ class TensorWarp:
                 for half in range(2):
                     at = 4 * (m * self.row_tiles + tile) + 2 * half
                     pack(self.weights, half, self.scored[at], self.scored[at + 1], self.dtype)
+                    # A word of C has two rows at one key; the right operand wants one row at two keys.
                     transpose(weights, 2 * tile + half, self.weights[half])
             for v in range(self.value_tiles):
                 address = self.values.address(slot, row + m * DEPTH, column + v * ROWS)

@@ -92,12 +92,15 @@ class LinearBlock:
         # 2. One tile of terms after the other.
         with T.serial(T.int32(turns)) as turn:
             smem_pipeline.wait(ahead - 1)
+            # It says both: all copies of this tile have arrived, and all are done with the place that is filled next.
             barrier()
             with T.If(turn + ahead < turns), T.Then():
                 self.copy(turn + ahead, self._slot(turn + ahead))
+            # Outside of the branch: an empty group counts too, so `wait` means the same in every turn.
             smem_pipeline.commit()
             self.multiply(self._slot(turn))
         # 3. All sums at the first slice, which writes.
+        # What comes now takes the place of the ring.
         smem_pipeline.wait(0)
         barrier()
         if self.shape.slices > 1:

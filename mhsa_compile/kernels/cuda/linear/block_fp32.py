@@ -76,6 +76,7 @@ class ThreadBlock(LinearBlock):
                 load(self.left, VECTOR * i, VECTOR, self.x_tiles.address(slot, row, chunk))
             for term in range(VECTOR):
                 self._multiply_term(slot, chunk * VECTOR + term, term)
+        # The tile's own sum is added as a whole: so no chain has more terms than a slice of a tile.
         for at in range(self.shape.sums):
             put(self.sums, at, self.sums[at] + self.partial[at])
 

@@ -62,6 +62,7 @@ class TensorBlock(LinearBlock):
         self._load(slot, first, 0)
         for step in range(steps):
             if step + 1 < steps:
+                # One step ahead, into the registers of the step before.
                 self._load(slot, first + 2 * (step + 1), (step + 1) % 2)
             left, right = self.left[step % 2], self.right[step % 2]
             for m in range(self.row_tiles):

@@ -109,6 +109,7 @@ class LinearSharedMemory:
 
     def __init__(self, shape: HopperShape) -> None:
         pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), "uint16", scope="shared.dyn")
+        # A view: TVM would make the buffer itself as small as what it sees accessed.
         whole = T.decl_buffer((shape.shared_bytes // ELEMENT,), "uint16", data=pool.data, scope="shared.dyn")
         begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
         first = settle(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
@@ -128,6 +129,7 @@ def produce(
         memory.ring.wait_empty(use)
         slot = memory.ring.slot(use)
         there, term = memory.ring.full(slot), settle(turn * PANEL)
+        # Before the copies: their bytes may arrive at once.
         words.arrive_expecting(there, memory.x.bytes + memory.weight.bytes)
         words.load_box(memory.x.start(slot), maps[0], (term, row), there)
         words.load_box(memory.weight.start(slot), maps[1], (term, column), there)
@@ -160,6 +162,7 @@ class LinearConsumer:
                 a, b = left + T.uint64(memory.x.row_step(step)), right + T.uint64(memory.weight.row_step(step))
                 words.multiply_shared(self.sums, self.shape.columns, a, b, True, self.dtype)
             words.products_end()
+            # The products of this tile may run on; those of the tile before are done, so it can be given back.
             words.products_wait(1)
             with T.If(turn > 0), T.Then():
                 ring.release(use - 1, lane)
@@ -175,6 +178,7 @@ class LinearConsumer:
 
     def _write(self, row: Expr, column: Expr) -> None:
         """A warp's rows by themselves, which the copy engine takes while the next part begins."""
+        # The warp's rows of the part before must have left shared memory.
         self.end()
         warp_barrier()
         first = settle(self.place.warp * ROWS)
@@ -190,6 +194,7 @@ class LinearConsumer:
                 at = 4 * n + 2 * half
                 pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.dtype)
                 store(starts[half] + tiles.chunk_in_row(n, g), [self.words[2]])
+        # First each lane's own writes, then all of the warp's: one lane stores for all.
         words.written_for_engines()
         warp_barrier()
         with T.If(self.place.lane == 0), T.Then():

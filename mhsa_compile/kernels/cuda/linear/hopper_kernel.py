@@ -129,6 +129,7 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Argum
         matrix_map("y", given.y[(*nowhere, 0)], (N, rows), op.pitch, (PANEL, ROWS), op.dtype),
     )
     parts = T.truncdiv(rows + (shape.rows - 1), T.int64(shape.rows)) * T.int64(-(-op.out_features // shape.columns))
+    # One a multiprocessor, which goes from part to part.
     blocks = T.min(parts, T.int64(multiprocessors))
     with (
         T.launch_thread("blockIdx.x", blocks) as block,

@@ -79,6 +79,7 @@ class MatrixTiles(LinearTiles):
             inside = settle(column + at < self.matrix.columns, "bool")
         for turn in range(-(-self.rows // stride)):
             number = line + turn * stride
+            # From turn to turn a constant further: one address to compute.
             source = T.address_of(self.matrix.flat[first + T.int64(turn * stride * self.matrix.columns)])
             target = self.address(
                 slot, number, T.truncdiv(at, T.int32(self.chunk)), T.truncmod(at, T.int32(self.chunk))

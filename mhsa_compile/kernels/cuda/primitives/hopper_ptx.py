@@ -114,12 +114,14 @@ def products_wait(pending: int) -> None:
 
 def multiply_shared(c: Expr, columns: int, a: Expr, b: Expr, adds: bool, dtype: str) -> None:
     """C = A B^T, or C += A B^T: A (64, 16) and B (columns, 16) by descriptors, rows of 16 elements in a row."""
+    # Whether C is added to; A and B as they are, not negated; neither is transposed.
     T.evaluate(_product(columns, dtype)(*_all(c, columns // 2), a, b, T.bool(adds), 1, 1, 0, 0))
 
 
 def multiply_held(c: Expr, columns: int, a: Expr, at: int, b: Expr, dtype: str) -> None:
     """C += A B: A (64, 16) in the four words from a[at] on, B (16, columns) by a descriptor, columns in a row."""
     words = [a[at + i] for i in range(4)]
+    # C is added to; A and B as they are, not negated; B is transposed.
     T.evaluate(_product(columns, dtype)(*_all(c, columns // 2), *words, b, T.bool(True), 1, 1, 1))
 
 

@@ -100,6 +100,7 @@ class SwizzledTiles:
         start = self.start(slot)
         if first_row is not None:
             start = start + T.cast(first_row * ROW_BYTES, "uint32")
+        # The leading offset is not looked at here: 16 columns never leave a panel.
         return _descriptor(start, leading=ALIGNMENT, stride=_EIGHT_ROWS)
 
     def row_step(self, step: int) -> int:
@@ -137,6 +138,7 @@ class Tensor:
         batch, length, heads, head_dim = self.sizes
         width = T.int64(self.place.width) if self.by_rows else head_dim
         if self.by_rows:
+            # Heads are an axis of their own, though they lie in a row: a box of one cannot reach into the next.
             dims, strides = (head_dim, heads, length, batch), (head_dim, width, length * width)
         else:
             dims, strides = (head_dim, length, heads, batch), (width, length * width, heads * length * width)

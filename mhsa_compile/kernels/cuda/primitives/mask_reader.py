@@ -34,6 +34,7 @@ class MaskReader:
         self._entry, self._head = settle(T.min(b, last[0]), "int64"), settle(T.min(h, last[1]), "int64")
         self._last_row, self._last_key = (settle(T.cast(size, "int32")) for size in last[2:])
         count = functools.reduce(operator.mul, mask.shape)
+        # Of one axis, so that neighbours differ by a constant.
         self._flat = T.decl_buffer((count,), mask.dtype, data=mask.data)
 
     def __call__(self, query: Expr, key: Expr) -> Expr:

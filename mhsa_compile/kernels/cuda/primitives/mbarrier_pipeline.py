@@ -27,6 +27,7 @@ class Slots:
 
     def begin(self, consumer_warps: int) -> None:
         for slot in range(self.count):
+            # One arrival, of the thread that asks for the copies; their bytes count beside it.
             begin_barrier(self._full + T.uint32(BARRIER_BYTES * slot), 1)
             begin_barrier(self._empty + T.uint32(BARRIER_BYTES * slot), consumer_warps)
 
@@ -41,6 +42,7 @@ class Slots:
         wait(self.full(self.slot(use)), self._phase(use))
 
     def wait_empty(self, use: Expr) -> None:
+        # The other parity: a slot's first use waits for the phase before the first, which is over.
         wait(self._empty_of(use), T.bitwise_xor(self._phase(use), T.int32(1)))
 
     def release(self, use: Expr, lane: Expr) -> None:

@@ -105,6 +105,7 @@ class SharedTiles:
             is_there = T.int32(down) < left
             if right + math.gcd(self.chunks, threads) * self.form.chunk > self.width:
                 is_there = T.And(is_there, column + right < self.width)
+            # Of 0 bytes nothing is read, and 16 zeros are written.
             size = T.Select(is_there, T.uint32(16), T.uint32(0))
             element = T.address_of(source(start + down, column + right))
             T.evaluate(copy(self.address(slot, row + down, column + right), element, 16, size))
@@ -127,6 +128,7 @@ class SharedTiles:
         rows are as far apart as there are chunks: rows begin an odd number of chunks after each other, so eight chunks
         are in different banks.
         """
+        # So many threads side by side divide a row, and all threads: a thread's chunks are constants apart.
         across = math.gcd(self.chunks, threads)
         row = settle(T.truncdiv(thread, T.int32(across)))
         column = settle(T.truncmod(thread, T.int32(across)) * self.form.chunk)

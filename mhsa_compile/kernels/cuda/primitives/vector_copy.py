@@ -32,6 +32,7 @@ def piece_of(dtype: str, *multiples: int) -> int:
     size, count = DTYPE_BYTES[dtype], _BYTES // DTYPE_BYTES[dtype]
     while any(multiple % count for multiple in multiples):
         count //= 2
+    # Less than a word is moved element by element.
     return count if count * size >= _WORD else 1
 
 

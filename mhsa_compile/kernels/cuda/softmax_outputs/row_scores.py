@@ -116,6 +116,7 @@ class RowScores:
                 body(first_key)
                 return
             words = self._words(group)
+            # The words are the warp's, so no lane goes another way.
             with T.If(self._any(words)), T.Then():
                 self._score(first_key, words)
                 body(first_key)
@@ -146,6 +147,7 @@ class RowScores:
 
     def _score(self, first_key: Expr, words: list[Expr]) -> None:
         key = settle(first_key + self.lane)
+        # A lane beyond the last key reads that one; its own number hides it.
         there = settle(T.max(T.int32(0), T.min(key, self.kv_length - 1)))
         self._multiply(T.cast(there, "int64"))
         for r, row in enumerate(self.rows):

@@ -80,6 +80,7 @@ class WarpRowStats:
         shrunk = power(_lowered(gap))
         with T.If(T.Or(is_first, gap > T.float32(0))):
             with T.Then():
+                # Before Z shrinks: U takes the old one.
                 put(self.moment, r, (self.moment[r] - gap * self.total[r]) * shrunk)
                 put(self.total, r, self.total[r] * shrunk + _one_if_finite(base))
                 put(self.largest, r, base)

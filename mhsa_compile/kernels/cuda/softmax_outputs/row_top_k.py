@@ -60,6 +60,7 @@ class Largest:
                 source = settle(T.cuda.ffs_u32(self._pending[0]) - 1)
                 put(self._pending, 0, self._pending[0] & (self._pending[0] - T.uint32(1)))
                 candidate = settle(of_lane(base, source), "float32")
+                # Asked again: what was inserted meanwhile may be larger.
                 with T.If(self._exceeds(r, candidate, first_key + source)), T.Then():
                     self._insert(r, candidate, settle(first_key + source))
 
@@ -75,6 +76,7 @@ class Largest:
             slot = settle((turns - 1 - turn) * WARP + self.scores.lane)
             inside = settle(slot < self.k, "bool")
             own, before = (settle(T.max(T.int32(0), T.min(slot - back, T.int32(self.k - 1)))) for back in (0, 1))
+            # Both are read before anyone writes: lanes move entries that others read.
             there, moved = ((self._base(r, i), self._key(r, i)) for i in (own, before))
             stays = settle(self._is_before(there, base, key), "bool")
             here = settle(T.Or(slot == 0, self._is_before(moved, base, key)), "bool")
@@ -121,5 +123,6 @@ class Largest:
     def _set(self, r: int, slot: Expr, base: Expr, key: Expr) -> None:
         store(self._address(self.weights, r, slot), [base], "global")
         key = settle(key)
+        # An int64 as two words, the upper one full of the sign: -1 is none.
         halves = [T.reinterpret("uint32", half) for half in (key, T.shift_right(key, T.int32(31)))]
         store(self._address(self.keys, r, slot), halves, "global")

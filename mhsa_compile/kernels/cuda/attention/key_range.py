@@ -1,0 +1,74 @@
+"""Which keys the rows of a block see by their place and by how many there are: what chooses the tiles of keys, and all
+that a thread needs to know which only copies them.
+
+Key and row numbers are int32: lengths are below 2^30.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.cuda.attention.block_sparsity import Visits
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+
+FAR = 1 << 30  # beyond every key, and added to a key's number still an int32
+
+
+def span(band: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr) -> tuple[Expr, Expr]:
+    """(first, end): of `queries` rows from `first_row` on, as many as there are, none sees a key outside."""
+    first, end = T.int32(0), kv_length
+    if band is None:
+        return first, end
+    shift = kv_length - q_length if band.alignment == "bottom_right" else T.int32(0)
+    if band.left is not None:
+        first = settle(T.max(first, T.min(first_row + shift - min(band.left, FAR), kv_length)))
+    if band.right is not None:
+        # Of the rows that there are: the last block may have fewer than `queries`.
+        last = T.min(first_row + queries, q_length) - 1
+        end = settle(T.max(first, T.min(end, last + shift + (min(band.right, FAR) + 1))))
+    return first, end
+
+
+class BlockKeyRange:
+    """Of the `queries` rows from `first_row` on; `visits` are the tiles that a constant mask leaves them."""
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        first_row: Expr,
+        queries: int,
+        *,
+        q_length: Expr,
+        kv_length: Expr,
+        visits: Visits | None,
+    ) -> None:
+        self.op, self.first_row, self.queries, self.visits = op, first_row, queries, visits
+        self.q_length, self.kv_length = q_length, kv_length
+        late = op.band is not None and op.band.alignment == "bottom_right"
+        self.shift = settle(kv_length - q_length) if late else T.int32(0)  # from a query's number to its place
+        self.left = None if op.band is None or op.band.left is None else min(op.band.left, FAR)
+        self.right = None if op.band is None or op.band.right is None else min(op.band.right, FAR)
+
+    def seen_by_any(self) -> tuple[Expr, Expr]:
+        """(first, end): no row of the block sees a key outside."""
+        return span(self.op.band, self.first_row, self.queries, self.q_length, self.kv_length)
+
+    def seen_by_all(self, first_key: Expr, count: int) -> Expr:
+        """Whether every row sees these keys, by all but the bits."""
+        return T.bool(False) if self.op.mask is not None else self.seen_but_for_mask(first_key, count)
+
+    def seen_but_for_mask(self, first_key: Expr, count: int) -> Expr:
+        """The same, whatever the mask that the call brings."""
+        seen = first_key + count <= self.kv_length
+        if self.left is not None:
+            seen = T.And(seen, first_key >= self.first_row + self.shift + (self.queries - 1 - self.left))
+        if self.right is not None:
+            seen = T.And(seen, first_key + count <= self.first_row + self.shift + (self.right + 1))
+        return seen
+
+    def end_of(self, number: Expr) -> Expr:
+        """The first key that a query does not see any more."""
+        if self.right is None:
+            return self.kv_length
+        return T.min(self.kv_length, number + self.shift + (self.right + 1))
