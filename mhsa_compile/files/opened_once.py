@@ -6,8 +6,6 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -45,23 +43,24 @@ class OpenFolder:
             return True
 
 
-@contextmanager
-def mappable(data: bytes, name: str) -> Iterator[int]:
+def mappable(data: bytes, name: str) -> int:
     """A descriptor of a file with this content that has no path, to be mapped as code; nobody can change it any more.
 
-    Memory, where the kernel hands that out; else a file that is deleted already, in the temporary folder.
+    Memory, where the kernel hands that out; else a file that is deleted already, in the temporary folder. It is the
+    caller's to close.
     """
     try:
         handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     except OSError:  # forbidden by a sandbox, or vm.memfd_noexec = 2
         with tempfile.TemporaryFile() as file:
-            file.write(data)
-            file.flush()
-            yield file.fileno()
-        return
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
-        yield handle
+            handle, seals = os.dup(file.fileno()), 0
+    try:
+        with os.fdopen(handle, "wb", closefd=False) as writer:
+            writer.write(data)
+        if seals:
+            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle

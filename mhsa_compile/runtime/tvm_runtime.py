@@ -128,14 +128,19 @@ class Runtime:
 
         The dynamic linker knows libraries by the names they were opened with, and descriptors have the same ones again
         and again: an old library would answer to the name. So it spells the digest, in slashes and dots that lead
-        nowhere.
+        nowhere. And the descriptor stays open: the first error that TVM raises opens all libraries by their names, for
+        its backtrace. Whatever file had the number by then would be read as a library, and an empty one is a SIGBUS.
         """
         with self.calls.lock:
             found = self._libraries.get(digest)
             if found is None:
                 spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
-                with mappable(code, "module.so") as handle:
+                handle = mappable(code, "module.so")
+                try:
                     module = self._load(f"/proc/self/fd{spelled}/{handle}", "so")
+                except BaseException:
+                    os.close(handle)
+                    raise
                 found = self._libraries.setdefault(digest, Library(module))
         return found
 

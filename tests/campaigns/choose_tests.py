@@ -27,7 +27,7 @@ from support import kernel_features
 
 ROOT = Path(__file__).parents[2]
 CHOICE = ROOT / "tests" / "thorough.txt"
-QUICK = 0.3  # seconds: such a test stays whatever it reaches
+QUICK = 0.1  # seconds: such a test stays whatever it reaches
 SLOW = 3.0  # seconds: a function whose quickest case takes longer stays only for what it alone reaches
 EVERYTHING = "not gpu"
 

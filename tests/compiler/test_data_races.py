@@ -118,7 +118,10 @@ def test_verify_finds_a_planted_race(monkeypatch: pytest.MonkeyPatch) -> None:
         with planted_races.unrefused():
             attention = compiled()
     monkeypatch.setattr(self_checks, "SECONDS", 5.0)
-    verdict = mhsa.verify(attention, cases=[{}])
-    failed = {check.name: check.note for check in verdict.checks if not check.ok}
+    for _ in range(10):  # on a busy machine the threads of a call may run one after the other
+        verdict = mhsa.verify(attention, cases=[{}])
+        failed = {check.name: check.note for check in verdict.checks if not check.ok}
+        if failed:
+            break
     assert "calls differ" in failed[self_checks.THREADS]
     assert not verdict.ok

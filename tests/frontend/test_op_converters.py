@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
+from mhsa_compile.runtime.artifact.artifact import Artifact
 
 INT64, INT32 = np.iinfo(np.int64), np.iinfo(np.int32)
 SLICES = {
@@ -47,8 +52,10 @@ def test_slices_and_expand() -> None:
     assert np.array_equal(expanded, np.broadcast_to(x, (5, 2, 3, 7, 10)))
 
 
-def test_a_concat_whose_dims_only_a_call_shows_to_be_equal() -> None:
-    """As in PP-OCR's recogniser, whose images have any height until there is one row left."""
+@pytest.fixture(scope="module")
+def agreeing() -> Artifact:
+    """A Concat whose dims only a call shows to be equal, as in PP-OCR's recogniser, whose images have any height until
+    there is one row left."""
     value = helper.make_tensor_value_info
     nodes = [
         helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"]),
@@ -58,13 +65,41 @@ def test_a_concat_whose_dims_only_a_call_shows_to_be_equal() -> None:
     inputs = [value("x", TensorProto.FLOAT, ("B", 3, 7, 10)), value("rows", TensorProto.FLOAT, ("B", 3, "R", 2))]
     inputs += [value(name, TensorProto.FLOAT, ("B", 7, 5)) for name in ("cos", "sin")]
     outputs = [value("y", TensorProto.FLOAT, ("B", 3, 7, 10)), value("z", TensorProto.FLOAT, None)]
-    source = helper.make_model(
-        helper.make_graph(nodes, "g", inputs, outputs), opset_imports=[helper.make_opsetid("", 23)], ir_version=10
-    )
-    function = mhsa.load(mhsa.compile(source))
+    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    return mhsa.compile(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10))
+
+
+def test_a_concat_whose_dims_only_a_call_shows_to_be_equal(agreeing: Artifact) -> None:
+    function = mhsa.load(agreeing)
     x, rows = np.random.default_rng(0).standard_normal((2, 2, 3, 7, 10), np.float32)
     tables = np.ones((2, 7, 5), "f4"), np.zeros((2, 7, 5), "f4")
     _, both = function(x, rows[..., :2], *tables)
     assert np.array_equal(both, np.concatenate([x, rows[..., :2]], 3).clip(0))
     with pytest.raises(InputError, match="expected sizes that fit each other inside the model"):
         function(x, rows[:, :, :5, :2], *tables)
+
+
+AFTER_OTHER_FILES = """
+import os, sys
+import numpy as np
+import mhsa_compile as mhsa
+
+function = mhsa.load(sys.argv[1])
+names = ["empty"] * 30 + ["broken"] * 30
+held = [os.open(name, os.O_RDWR) for name in names]
+x, rows, table = np.ones((2, 3, 7, 10), "f4"), np.ones((2, 3, 5, 2), "f4"), np.ones((2, 7, 5), "f4")
+try:
+    function(x, rows, table, table)
+except mhsa.errors.InputError as error:
+    print(error)
+"""
+
+
+def test_the_first_error_of_a_process_reads_no_file_of_somebody_else(agreeing: Artifact, tmp_path: Path) -> None:
+    """TVM's backtrace opens each library again by its name, which is the number of a descriptor."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "broken").write_bytes(b"\x7fELF\x02\x01\x01" + b"\xff" * 5000)
+    command = [sys.executable, "-c", AFTER_OTHER_FILES, str(agreeing.path)]
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.startswith("inputs: expected sizes that fit each other")

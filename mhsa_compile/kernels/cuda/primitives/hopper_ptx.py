@@ -174,5 +174,5 @@ def take_registers(count: int) -> None:
 
 def same_for_warp(value: Expr) -> Expr:
     """A number that all lanes of a warp have, so that the compiler knows they do: descriptors are of the warp."""
-    shuffle = getattr(T.cuda, "__shfl_sync")  # noqa: B009: in a class, the name would be mangled
+    shuffle = getattr(T.cuda, "__shfl_sync")  # in a class, the name would be mangled
     return shuffle(T.uint32(0xFFFFFFFF), value, T.int32(0), T.int32(32))

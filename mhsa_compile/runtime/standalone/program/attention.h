@@ -15,6 +15,7 @@
 #include <tvm/ffi/extra/module.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -116,9 +117,10 @@ class Attention {
   }
 
   // Mapped from a sealed copy. The dynamic linker knows libraries by the names they were opened with, and numbers of
-  // descriptors come again: so the name spells the hash, in slashes and dots that lead nowhere.
-  static ffi::Any mapped(const std::string& argument, const std::string& bytes) {
-    const Descriptor file = sealed(argument, bytes);
+  // descriptors come again: so the name spells the hash, in slashes and dots that lead nowhere. The copy stays open: the
+  // first error that TVM raises opens the files of all libraries by name, and would read whatever has the number then.
+  ffi::Any mapped(const std::string& argument, const std::string& bytes) {
+    const Descriptor& file = code_.emplace(sealed(argument, bytes));
     std::string path = "/proc/self/fd";
     for (char digit : Sha256::of(bytes).substr(0, 16))
       for (int bit = 8, value = digit > '9' ? digit - 'a' + 10 : digit - '0'; bit; bit >>= 1) path += value & bit ? "/." : "/";
@@ -207,6 +209,7 @@ class Attention {
   Manifest manifest_;
   Signature signature_;
   Sizes sizes_;
+  std::optional<Descriptor> code_;
   ffi::Any machine_;
   ffi::Function main_{nullptr};
   std::vector<ffi::Any> packed_;
