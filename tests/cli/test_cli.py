@@ -133,6 +133,13 @@ def test_doctor_finds_this_machine_well() -> None:
     assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
 
 
+def test_doctor_shows_a_table_and_fails_where_something_must_be_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CHECKS", {"disk": lambda: [doctor.Finding("disk", "fail", "full", "Free some.")]})
+    result = mhsa("doctor")
+    assert result.exit_code == 1
+    assert "Free some." in result.stdout
+
+
 DRIVERS: dict[str, tuple[MadeUp | None, dict[str, tuple[str, str]]]] = {
     "none": (None, {"GPU": ("ok", "none: no library")}),
     "one": (MadeUp([H200]), {"NVIDIA driver": ("ok", "CUDA 13.0"),
@@ -426,6 +433,12 @@ def test_a_bench_reports_every_peer(compiled: Path) -> None:
     assert result.exit_code == 0, result.output
     (report,) = json.loads(result.stdout).values()
     assert len(report["rows"]) == 2
+
+
+def test_a_bench_shows_a_table(compiled: Path) -> None:
+    result = mhsa("bench", compiled, "--against", "torch,openvino", "--length", 16, "--seconds", 0.1, "--dim", "B=2")
+    assert result.exit_code == 0, result.output
+    assert "B=2" in result.stdout and "GFLOP/s" in result.stdout and "mhsa_compile" in result.stdout
 
 
 def test_symbols_of_other_names_have_their_sizes_by_dim(tmp_path: Path) -> None:

@@ -317,6 +317,18 @@ def test_a_model_in_memory_is_checked_as_a_file_is() -> None:
         read_source(away, None, None)
 
 
+def test_weights_beside_a_file_are_read_from_its_folder_alone(tmp_path: Path) -> None:
+    model = attention()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(2, dtype="f4"), "w"))
+    path = tmp_path / "folder" / "model.onnx"
+    path.parent.mkdir()
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    assert onnx.numpy_helper.to_array(read_source(path, None, None).model.graph.initializer[0]).tolist() == [0, 1]
+    (path.parent / "w.bin").rename(tmp_path / "w.bin")
+    with pytest.raises(ModelError, match="external data 'w\\.bin' beside it"):
+        read_source(path, None, None)
+
+
 @pytest.mark.parametrize(
     "url", ["postgresql+psycopg://u:secret@h:z/q", "sqlite:///a\0b", "postgresql+psycopg://u@[::1/q"]
 )
