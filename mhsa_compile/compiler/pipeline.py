@@ -94,6 +94,7 @@ def compile(
         scheduled = lower.schedule(imported, profile, shelf)
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
+    manifest = _manifest(read, canonical, imported, scheduled, profile)
     with _temporary_folder() as owner:
         folder = owner.path
         tell("weights")
@@ -101,7 +102,7 @@ def compile(
         tell("build")
         with reading(BuildError, "model", "code for this target", _REPORT):
             build.build(scheduled, profile, folder / MODULE)
-        return Artifact.assemble(folder, _manifest(read, canonical, imported, scheduled, profile), owner=owner)
+        return Artifact.assemble(folder, manifest, owner=owner)
 
 
 def operations(

@@ -73,16 +73,17 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
     length = dims.get("L", 1)
     known = {"mask_B": dims.get("B", 1), "mask_H": 1, "mask_L": length, "mask_S": dims.get("S", length), **dims}
     inputs: dict[str, Array] = {}
-    below = largest_sizes(source)
-    for name, dtype, shape in _signature(source):
-        sizes = []
-        for dim in shape:
-            if (size := size_of(dim, known)) is None:
-                raise InputError("dims", f"a size for {dim!r}, an axis of {name!r}", str(dict(dims)))
-            sizes.append(size)
+    below, signature, keys = largest_sizes(source), list(_signature(source)), _numbers_of_keys(source)
+    shapes = {name: [size_of(dim, known) for dim in shape] for name, _, shape in signature}
+    most = {name: size_of(dim, known) or 0 for name, dim in keys.items()}
+    for name, dtype, shape in signature:
+        sizes = [size for size in shapes[name] if size is not None]
+        if len(sizes) < len(shape):
+            unknown = shape[shapes[name].index(None)]
+            raise InputError("dims", f"a size for {unknown!r}, an axis of {name!r}", str(dict(dims)))
         inputs[name] = _random_array(rng, name, dtype, sizes, below.get(name))
-    for name, keys in _numbers_of_keys(source).items():
-        inputs[name] = rng.integers(0, 1 + (size_of(keys, known) or 0), inputs[name].shape)
+    for name, size in most.items():
+        inputs[name] = rng.integers(0, 1 + size, inputs[name].shape)
     if {"x", "past_key", "length"} <= inputs.keys():
         room = inputs["past_key"].shape[2] - inputs["x"].shape[1]
         inputs["length"] = rng.integers(0, room + 1, inputs["length"].shape)
