@@ -54,32 +54,39 @@ def as_tvm_strides(array: Any) -> Any:
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
     """Zeros that begin with a cache line."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
-    first = -memory.__array_interface__["data"][0] % ALIGNMENT
-    array: np.ndarray[Any, Any] = memory[first : first + size].view(dtype).reshape(shape)
-    return array
+    return _on_a_cache_line(np.zeros(_bytes(shape, dtype) + ALIGNMENT, np.uint8), shape, dtype)
 
 
 def aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    copy = aligned_zeros(array.shape, array.dtype)
+    memory = np.empty(_bytes(array.shape, array.dtype) + ALIGNMENT, np.uint8)
+    copy = _on_a_cache_line(memory, array.shape, array.dtype)
     copy[...] = array
     return copy
 
 
+def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def _on_a_cache_line(memory: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    first = -memory.__array_interface__["data"][0] % ALIGNMENT
+    array: np.ndarray[Any, Any] = memory[first : first + _bytes(shape, dtype)].view(dtype).reshape(shape)
+    return array
+
+
 def exportable(array: np.ndarray[Any, Any]) -> Any:
-    """An aligned, contiguous array that DLPack can hand over: a copy, unless it is only read-only."""
+    """A contiguous array that DLPack can hand over: a copy on a cache line, unless it is only read-only."""
     if array.flags.carray:
         return array
     if array.flags.c_contiguous and array.flags.aligned:
         try:
             capsule = array.__dlpack__(max_version=(1, 0))  # since this version DLPack can say read-only
         except TypeError:  # NumPy before 2.1
-            return array.copy()
+            return aligned_copy(array)
         import tvm_ffi
 
         return tvm_ffi.from_dlpack(capsule)
-    return np.array(array, order="C")
+    return aligned_copy(array)
 
 
 def to_torch(tensor: Any) -> Any:

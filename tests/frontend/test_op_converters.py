@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tvm import relax
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
+from mhsa_compile.frontend.relax.op_converters import concat_of_dims_that_must_agree
 from mhsa_compile.runtime.artifact.artifact import Artifact
 
 INT64, INT32 = np.iinfo(np.int64), np.iinfo(np.int32)
@@ -77,6 +79,13 @@ def test_a_concat_whose_dims_only_a_call_shows_to_be_equal(agreeing: Artifact) -
     assert np.array_equal(both, np.concatenate([x, rows[..., :2]], 3).clip(0))
     with pytest.raises(InputError, match="expected sizes that fit each other inside the model"):
         function(x, rows[:, :, :5, :2], *tables)
+
+
+def test_a_concat_whose_dims_are_equal_is_left_to_tvm() -> None:
+    """Which makes a shape of constant sizes, as a Reshape behind it needs: view(-1, x.size(-1)) in GPT-2."""
+    one, other = (relax.const(np.array([[number, 5]]), "int64") for number in (-1, 60))
+    for axis in (0, 1, -1):
+        assert concat_of_dims_that_must_agree(relax.BlockBuilder(), [one, other], {"axis": axis}) is None
 
 
 AFTER_OTHER_FILES = """

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import tvm_ffi
 from support.tiny_artifact import (
     MASK,
     X,
@@ -15,9 +16,10 @@ from support.tiny_artifact import (
 )
 
 from mhsa_compile.errors import InputError
+from mhsa_compile.runtime.array_memory import ALIGNMENT, aligned_zeros
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import TensorInfo
-from mhsa_compile.runtime.call_arguments import Signature
+from mhsa_compile.runtime.call_arguments import Argument, Signature
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 
 
@@ -53,6 +55,18 @@ def test_torch_in_torch_out(compiled: CompiledAttention) -> None:
     meta = torch.empty((3, 5, 8), device="meta")
     with pytest.raises(InputError, match=r"input 'x': expected a tensor in CPU memory, got one on meta"):
         compiled(meta, tmask)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_code_of_tvms_reads_lies_on_a_cache_line(dtype: str) -> None:
+    """Also what is copied for its gaps, wherever its first byte was."""
+    taken = Argument(TensorInfo("x", dtype, ("B", 3)), "input", {}, True)
+    whole = aligned_zeros((40, 5), getattr(ml_dtypes, dtype, dtype))
+    for first in range(16):
+        for given in (whole[first:, :3], np.ascontiguousarray(whole[first:, :3]), read_only(whole[first:, :3].copy())):
+            made = tvm_ffi.from_dlpack(taken.ready(given, {}))
+            assert made.data_ptr() % ALIGNMENT == 0
+            assert made.shape == given.shape
 
 
 def test_other_arrays_come_in_through_dlpack(compiled: CompiledAttention) -> None:

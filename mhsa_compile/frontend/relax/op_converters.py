@@ -164,9 +164,10 @@ def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[
     stated = [next((dim for dim in column if isinstance(dim, tirx.IntImm)), column[0]) for column in columns]
     axis, agreed, differ = attributes["axis"] % rank, list(inputs), False
     for k, shape in enumerate(shapes):
-        dims = [own if i == axis or same(own, stated[i]) else stated[i] for i, own in enumerate(shape.values)]
-        if any(dim is not own for dim, own in zip(dims, shape.values, strict=True)):
+        others = [i for i, own in enumerate(shape.values) if i != axis and not same(own, stated[i])]
+        if others:
             differ = True
+            dims = [stated[i] if i in others else own for i, own in enumerate(shape.values)]
             agreed[k] = bb.match_cast(bb.normalize(inputs[k]), relax.TensorType(dims, inputs[k].ty.dtype))
     return bb.normalize(relax.op.concat(relax.Tuple(agreed), axis)) if differ else None
 
