@@ -42,6 +42,7 @@ from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes
 from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight
 from mhsa_compile.runtime.cuda_launch import Launches
 from mhsa_compile.runtime.kv_cache import KVCache
+from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
 from mhsa_compile.spec.outputs import together
 from mhsa_compile.spec.position_encoding import TABLES
 from mhsa_compile.target import host
@@ -59,13 +60,17 @@ def load(
     weights: Weights | None = None,
     device: str | None = None,
     threads: int | None = None,
+    pool: Pool = "auto",
 ) -> CompiledAttention:
     """Checks an artifact, maps its code and packs its weights.
 
     path      the folder, or an Artifact; every byte is checked before any code is mapped
     weights   instead of the artifact's own: arrays by name, such as a state_dict, or a .safetensors file
     device    "cpu", or of an artifact for GPUs "cuda:0", the default, "cuda:1" and so on
-    threads   that a call uses; by default the CPUs that this process may use. On a GPU there are none
+    threads   that a call uses at most; by default the CPUs that this process may use, or as many as PyTorch was told
+              to. On a GPU there are none
+    pool      whose threads: "own", those of one pool for the process; "openmp", those of PyTorch's OpenMP (or another
+              that is loaded); "auto", PyTorch's where they are awake when a call comes, else our own
 
     Raises ArtifactError (damaged, of a newer format, for another CPU or GPU), InputError, InstallationError and
     DeviceError (no GPU, or too little memory on it).
@@ -77,6 +82,7 @@ def load(
     """
     if threads is not None:
         host.thread_count(threads)
+    check_pool(pool)
     with opened(path.path if isinstance(path, Artifact) else path) as held:
         manifest = held.manifest
         stored = held.contents(MODULE, *([WEIGHTS] if _reads_own(manifest, weights) else []))
@@ -99,7 +105,8 @@ def load(
             limits=manifest.limits,
         )
         with reading(ArtifactError, "artifact", "code that `mhsa compile` made", _AGAIN):
-            thread = _Threads(runtime, library, host.thread_count(threads))
+            settings = ThreadSettings(host.thread_count(threads), pool, threads is None)
+            thread = _Threads(runtime, library, settings)
         return CompiledAttention(manifest, signature, thread, arrays)
 
 
@@ -241,6 +248,11 @@ class CompiledAttention:
     def threads(self) -> int:
         return self._thread.count
 
+    @property
+    def pool(self) -> str:
+        """Whose threads this thread's last call ran on: "own", "openmp" (PyTorch's), or "tvm" (an old artifact's)."""
+        return self._thread.pool
+
     def __repr__(self) -> str:
         inputs, outputs = (
             ", ".join(f"{info.name} ({', '.join(map(str, info.dims))})" for info in infos)
@@ -250,15 +262,17 @@ class CompiledAttention:
 
 
 class _Threads(threading.local):
-    """What each calling thread has for itself: a VM and a set of workers. Python initialises it anew in each thread."""
+    """What each calling thread has for itself: a VM, and what it says to the pool. Python makes it anew in each."""
 
-    def __init__(self, runtime: tvm_runtime.Runtime, library: tvm_runtime.Library, count: int) -> None:
-        self.count, self.lock = count, runtime.calls.lock
+    def __init__(self, runtime: tvm_runtime.Runtime, library: tvm_runtime.Library, settings: ThreadSettings) -> None:
+        self.count, self.lock = settings.limit, runtime.calls.lock
         self._runtime = runtime
         self._sizes: Sizes = {}
         with self.lock:
             self._vm = library.new_vm()
-            runtime.use_threads(count)
+            self._call_threads = _call_threads(library, settings)
+            if self._call_threads is None:
+                runtime.use_threads(settings.limit)
 
     def run(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> Any:
         self._prepare(sizes)
@@ -267,8 +281,16 @@ class _Threads(threading.local):
     def on(self, stream: Any) -> AbstractContextManager[None]:
         raise InputError("stream", "None: the artifact was compiled for a CPU", type(stream).__name__)
 
+    @property
+    def pool(self) -> str:
+        """Whose threads ran this thread's last parallel loop."""
+        return "tvm" if self._call_threads is None else self._call_threads.ran_on
+
     def _prepare(self, sizes: Sizes) -> None:
-        self._runtime.ensure_threads(self.count)
+        if self._call_threads is None:
+            self._runtime.ensure_threads(self.count)
+        else:
+            self._call_threads.say()
         if sizes != self._sizes:
             # Buffers of the last sizes would never be used again, nor freed.
             self._runtime.release_memory()
@@ -280,6 +302,14 @@ class _Threads(threading.local):
         if self._vm.bind_weights is None:
             return ()
         return tuple(self._vm.bind_weights(*map(self._runtime.ffi.from_dlpack, weights)))
+
+
+def _call_threads(library: tvm_runtime.Library, settings: ThreadSettings) -> CallThreads | None:
+    """None for an artifact from before artifacts brought a pool. Raises InputError."""
+    if settings.pool == "openmp" and (library.openmp is None or openmp_path(library.openmp) is None):
+        hint = 'Import PyTorch before, or load with pool="auto".' if library.openmp else _AGAIN
+        raise InputError("pool", '"openmp" where an OpenMP runtime is loaded', "none in this process", hint)
+    return None if library.threads is None else CallThreads(library.threads, settings)
 
 
 def _reads_own(manifest: Manifest, weights: Weights | None) -> bool:

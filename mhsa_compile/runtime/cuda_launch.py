@@ -31,7 +31,7 @@ refuses a launch from another thread."""
 class Launches(threading.local):
     """What each calling thread has for itself: a VM on the GPU. Python initialises it anew in each thread."""
 
-    count = 1
+    count, pool = 1, "gpu"
 
     def __init__(self, library: tvm_runtime.Library, manifest: Manifest, signature: DeviceSignature, gpu: Gpu) -> None:
         _refuse_capture()

@@ -56,9 +56,25 @@ class Vm:
 
 @dataclass(frozen=True)
 class Library:
-    """A mapped module.so."""
+    """A mapped module.so. `threads` and `openmp` are of the pool that it brings (`threads/threads.c`); artifacts from
+    before it have none, and run on TVM's."""
 
     module: Any
+
+    @functools.cached_property
+    def threads(self) -> Callable[..., Any] | None:
+        return self._own("mhsa_threads")
+
+    @functools.cached_property
+    def openmp(self) -> Callable[..., Any] | None:
+        return self._own("mhsa_openmp")
+
+    def _own(self, name: str) -> Callable[..., Any] | None:
+        try:
+            function: Callable[..., Any] = self.module.get_function(name, query_imports=True)
+        except AttributeError:
+            return None
+        return function
 
     def new_vm(self, gpu: int | None = None) -> Vm:
         """On the CPU, or on a GPU with the CPU as its host."""

@@ -204,33 +204,6 @@ def in_a_new_thread(work: object) -> object:
         return pool.submit(work).result()
 
 
-def test_thread_counts_alternate_and_the_callers_affinity_stays(artifact: Artifact) -> None:
-    import tvm_ffi
-
-    counts = list(range(1, host.allowed_cpus() + 1))
-    loaded = {count: load(artifact, threads=count) for count in counts}
-
-    def work() -> None:
-        before = os.sched_getaffinity(0)
-        for count in [*counts, *reversed(counts)]:
-            loaded[count](*draw())
-            assert tvm_ffi.get_global_func("runtime.NumThreads")() == count
-        assert os.sched_getaffinity(0) == before
-
-    in_a_new_thread(work)
-
-
-def test_a_pool_that_is_too_small_is_an_error_not_a_slow_call(artifact: Artifact) -> None:
-    many = host.allowed_cpus() + 1
-
-    def work() -> None:
-        load(artifact, threads=1)
-        with pytest.raises(InputError, match=f"threads: expected at most {many - 1} in this thread.* got {many}"):
-            load(artifact, threads=many)
-
-    in_a_new_thread(work)
-
-
 def test_memory_of_earlier_sizes_is_released(compiled: CompiledAttention) -> None:
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -268,30 +241,6 @@ assert isinstance(compiled(torch.from_numpy(x), torch.from_numpy(mask)), torch.T
 import tvm, tvm.relax  # the compiler, beside the runtime that is loaded already
 assert tvm.runtime.tensor(x).shape == (2, 3, 8)
 np.testing.assert_array_equal(load(sys.argv[1])(x, mask), y)
-""",
-        artifact,
-    )
-
-
-def test_a_fork_is_refused_rather_than_left_waiting(artifact: Artifact) -> None:
-    run_fresh(
-        """
-import os, sys
-import numpy as np
-from mhsa_compile.errors import InputError
-from mhsa_compile import load
-x, mask = np.ones((4, 3, 8), np.float32), np.ones((1, 3), bool)
-single, several = load(sys.argv[1], threads=1), load(sys.argv[1], threads=2)
-y = several(x, mask)
-child = os.fork()
-if child == 0:
-    np.testing.assert_array_equal(single(x, mask), y)
-    try:
-        several(x, mask)
-    except InputError as error:
-        os._exit(0 if "a fork" in str(error) else 1)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """,
         artifact,
     )

@@ -6,7 +6,7 @@ Zig's C compiler links for every target from any host, needs no system tool chai
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from mhsa_compile.compiler.codegen import (
 )
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
 from mhsa_compile.files import atomic_write
+from mhsa_compile.runtime import threads
 from mhsa_compile.target import zig
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
 _FLOAT16 = Path(__file__).with_name("float16.c")
+POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined", "-lpthread", "-ldl")
+"""The pool of threads that an artifact for a CPU carries."""
 
 
 def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> None:
@@ -83,7 +86,7 @@ def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
 
 def _export(executable: Any, library: Path, profile: TargetProfile) -> None:
     with atomic_write.temporary() as folder:
-        linker = _linker(profile.link.triple)
+        linker = _linker(profile.link.triple, () if isinstance(profile, CudaProfile) else POOL)
         executable.export_library(str(library), fcompile=linker, workspace_dir=str(folder), **_packing(profile))
 
 
@@ -178,12 +181,12 @@ def _order_shape_arithmetic(module: Any, _: Any) -> Any:
     return module
 
 
-def _linker(triple: str) -> Any:
-    """`fcompile` of export_library: links object files into a stripped shared library."""
+def _linker(triple: str, sources: Sequence[str] = ()) -> Any:
+    """`fcompile` of export_library: links object files, and C sources of ours, into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
         added = [str(_FLOAT16)] if triple.startswith("riscv") else []
-        words = ["-shared", "-fPIC", "-O1", "-s", "-o", output, *objects, *added, *(options or [])]
+        words = ["-shared", "-fPIC", "-O2", "-s", "-o", output, *objects, *sources, *added, *(options or [])]
         zig.run("cc", triple, words, "a shared library")
 
     link.output_format = "so"  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ import struct
 import threading
 from contextlib import suppress
 from ipaddress import ip_address
-from itertools import cycle
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -177,14 +176,14 @@ def _end_with_stdin() -> NoReturn:
 def _load(threads: int, emulated: bool) -> None:
     """TVM's runtime, by itself, and what each fork has to do."""
     os.environ["TVM_USE_RUNTIME_LIB"] = "1"
-    os.environ["TVM_NUM_THREADS"] = str(threads)
+    os.environ["TVM_NUM_THREADS"] = str(threads)  # of our pool, too
     runtime = tvm_runtime.start()
     import multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)  # connections inherit what is registered here
     runtime.ffi.register_global_func(DEVICE, lambda: _said(emulated), override=True)
     runtime.ffi.register_global_func(SECONDS, seconds, override=True)
-    os.register_at_fork(after_in_child=lambda: _prepare_fork(runtime, threads))
+    os.register_at_fork(after_in_child=_prepare_fork)
 
 
 def _said(emulated: bool) -> str:
@@ -199,18 +198,9 @@ def _said(emulated: bool) -> str:
     return msgspec.json.encode(found).decode()
 
 
-def _prepare_fork(runtime: tvm_runtime.Runtime, threads: int) -> None:
-    """It ends with the server, and its pool has one CPU for each thread: some kernels of virtual machines pack threads
-    that wake up often onto one (see `timing.workers_apart`)."""
+def _prepare_fork() -> None:
+    """It ends with the server."""
     ctypes.CDLL(None).prctl(_ENDS_WITH_PARENT, signal.SIGKILL)
     signal.signal(
         signal.SIGSEGV, signal.SIG_DFL
     )  # TVM's handler prints a page; the server says what happened in a line
-    runtime.use_threads(threads)
-    cpus = sorted(os.sched_getaffinity(0))
-    if threads > 1 and len(cpus) > 1:
-        own = threading.get_native_id()
-        workers = sorted(int(task) for task in os.listdir("/proc/self/task") if int(task) != own)
-        os.sched_setaffinity(own, cpus[:1])
-        for worker, cpu in zip(workers, cycle(cpus[1:]), strict=False):
-            os.sched_setaffinity(worker, {cpu})

@@ -15,7 +15,8 @@
 #include <tvm/ffi/extra/module.h>
 
 #include <algorithm>
-#include <optional>
+#include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,8 +37,8 @@ class Attention {
     const std::string module = checked_file(folder, "module.so");
     const Tensors bound = weights_for(folder, weights);
     refusing({}, [&] {
-      use_threads(threads);
       const ffi::Any library = mapped(label(folder, "module.so"), module);
+      use_threads(library, threads);
       machine_ = call(function(library, "vm_load_executable"));
       call(function(machine_, "vm_initialization"), static_cast<int>(kDLCPU), 0, kPooled);
       main_ = function(machine_, "main");
@@ -54,6 +55,7 @@ class Attention {
     arguments.insert(arguments.end(), packed_.begin(), packed_.end());
     ffi::Any result;
     refusing(sizes, [&] {
+      if (told_) *told_ = threads;  // others of the same code may have said another number
       if (sizes != sizes_) call(global("vm.builtin.memory_manager.clear"));  // the pool keeps buffers by their exact size
       sizes_ = sizes;
       result = call_all(main_, arguments);
@@ -116,15 +118,23 @@ class Attention {
     return found->second;
   }
 
-  // Mapped from a sealed copy. The dynamic linker knows libraries by the names they were opened with, and numbers of
-  // descriptors come again: so the name spells the hash, in slashes and dots that lead nowhere. The copy stays open: the
-  // first error that TVM raises opens the files of all libraries by name, and would read whatever has the number then.
-  ffi::Any mapped(const std::string& argument, const std::string& bytes) {
-    const Descriptor& file = code_.emplace(sealed(argument, bytes));
+  // Mapped from a sealed copy, once for all who load these bytes, and for ever: the pool of threads in them may be the
+  // process's. The dynamic linker knows libraries by the names they were opened with, and numbers of descriptors come
+  // again: so the name spells the hash, in slashes and dots that lead nowhere. The copy stays open: the first error that
+  // TVM raises opens the files of all libraries by name, and would read whatever has the number then.
+  static ffi::Any mapped(const std::string& argument, const std::string& bytes) {
+    static std::mutex lock;
+    static auto& libraries = *new std::map<std::string, std::pair<Descriptor, ffi::Any>>;
+    const std::lock_guard<std::mutex> held(lock);
+    const std::string hash = Sha256::of(bytes);
+    if (const auto found = libraries.find(hash); found != libraries.end()) return found->second.second;
+    Descriptor file = sealed(argument, bytes);
     std::string path = "/proc/self/fd";
-    for (char digit : Sha256::of(bytes).substr(0, 16))
+    for (char digit : hash.substr(0, 16))
       for (int bit = 8, value = digit > '9' ? digit - 'a' + 10 : digit - '0'; bit; bit >>= 1) path += value & bit ? "/." : "/";
-    return call(global("ffi.Module.load_from_file.so"), ffi::String(path + "/" + std::to_string(*file)), ffi::String("so"));
+    path += "/" + std::to_string(*file);
+    const ffi::Any library = call(global("ffi.Module.load_from_file.so"), ffi::String(path), ffi::String("so"));
+    return libraries.emplace(hash, std::make_pair(std::move(file), library)).first->second.second;
   }
 
   static ffi::Function function(const ffi::Any& module, const char* name) {
@@ -133,20 +143,26 @@ class Attention {
     return found.cast<ffi::Function>();
   }
 
-  // The pool of the calling thread gets its size when it is first touched; idle workers sleep after about 0.4 ms.
-  void use_threads(int wanted) {
+  // Of the pool that the code brings: workers sleep after 0.2 ms. Artifacts from before it run on TVM's, whose pool of
+  // the calling thread gets its size when it is first touched.
+  void use_threads(const ffi::Any& library, int wanted) {
     if (wanted < 0 || wanted > kMostThreads)
       throw Error("threads", "a number from 1 to " + std::to_string(kMostThreads) + ", or 0 for all CPUs",
                   std::to_string(wanted), "Choose as many as there are CPUs.");
-    setenv("TVM_THREAD_POOL_SPIN_COUNT", "1000", 0);
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
     sched_getaffinity(0, sizeof allowed, &allowed);
+    const int own = CPU_COUNT(&allowed);
+    threads = wanted > 0 ? wanted : own > 0 ? own : 1;
+    const ffi::Any say = call(global("ffi.ModuleGetFunction"), library, ffi::String("mhsa_threads"), true);
+    if (say != nullptr) {
+      told_ = reinterpret_cast<int64_t*>(call(say.cast<ffi::Function>(), int64_t{threads}).cast<int64_t>());
+      return;
+    }
+    setenv("TVM_THREAD_POOL_SPIN_COUNT", "1000", 0);
     ffi::Array<ffi::String> cpus;
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
       if (CPU_ISSET(cpu, &allowed)) cpus.push_back(ffi::String(std::to_string(cpu)));
-    const int own = static_cast<int>(cpus.size());
-    threads = wanted > 0 ? wanted : own > 0 ? own : 1;
     for (int i = 0; own > 0 && static_cast<int>(cpus.size()) < threads; ++i) cpus.push_back(cpus[i % own]);
     call(global("runtime.config_threadpool"), kShareAllCpus, threads, cpus);
   }
@@ -209,7 +225,7 @@ class Attention {
   Manifest manifest_;
   Signature signature_;
   Sizes sizes_;
-  std::optional<Descriptor> code_;
+  int64_t* told_ = nullptr;  // threads of the calling thread's next call
   ffi::Any machine_;
   ffi::Function main_{nullptr};
   std::vector<ffi::Any> packed_;

@@ -1,0 +1,409 @@
+"""How fast attention is inside a program: each candidate in a process of its own, unpinned, asleep while others run.
+
+    python benchmarks/application.py [--workload blocks] [--situation alone torch ...] [--json FILE] [--picture FILE]
+    python benchmarks/application.py --workload tiny --before build/old      # beside artifacts made earlier, by name
+
+A situation is what the program does between two calls, or beside them; see SITUATIONS and CALLERS. Turns of 0.1 s go
+round the candidates, back and forth; a figure is the median over the turns of the median call of a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import mhsa_compile as mhsa
+from mhsa_compile.bench.cpu.bench import compile_workload
+from mhsa_compile.bench.peers.peer import Problem, to_list
+from mhsa_compile.bench.peers.registry import find
+from mhsa_compile.bench.plots.figure import OURS, check_path, figure
+from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.target import host
+from mhsa_compile.target.environment import installed_version
+from mhsa_compile.verification.random_inputs import random_inputs
+
+SITUATIONS = {
+    "alone": "one call after another",
+    "idle": "20 ms of sleep before each call",
+    "busy": "one call after another, while a process of low priority keeps one CPU busy",
+    "openblas": "a product of 256 x 512 by 512 x 512 in NumPy before each call",
+    "torch": "a torch.nn.Linear(512, 2048) on 64 rows before each call",
+    "torch-idle": "the same Linear, then 20 ms of sleep, before each call",
+}
+CALLERS = (1, 2, 4, 8)
+OWN, BEFORE = "mhsa_compile", "before"
+"""Ourselves, and artifacts of an earlier version; `:own`, `:openmp` and `:1` behind them are other ways to load."""
+PEERS = ("torch", "onnxruntime-fused", "openvino")
+IDLE = 0.02
+WARM_UP, LEAST_CALLS = 3, 5
+
+
+class Turn(msgspec.Struct):
+    """What a candidate is asked for: calls for so many seconds."""
+
+    situation: str
+    seconds: float
+    callers: int = 1
+
+
+class Times(msgspec.Struct):
+    """Its answer: the seconds of each call, and of the whole turn."""
+
+    calls: list[float]
+    elapsed: float
+
+
+@dataclass
+class Row:
+    """One workload in one situation: by candidate, a figure for each turn.
+
+    seconds   the median call
+    slowest   the 99th percentile of the calls
+    rate      calls a second, of all callers together
+    """
+
+    workload: str
+    situation: str
+    callers: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    slowest: dict[str, list[float]] = field(default_factory=dict)
+    rate: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, candidate: str, times: Times) -> None:
+        self.seconds.setdefault(candidate, []).append(median(times.calls))
+        self.slowest.setdefault(candidate, []).append(float(np.quantile(times.calls, 0.99)))
+        self.rate.setdefault(candidate, []).append(len(times.calls) / times.elapsed)
+
+    def of(self, candidate: str) -> float:
+        """Seconds of a call."""
+        return median(self.seconds[candidate])
+
+    def best_peer(self) -> str | None:
+        peers = [name for name in self.seconds if not name.startswith((OWN, BEFORE))]
+        return min(peers, key=self.of, default=None)
+
+
+@dataclass
+class Figures:
+    """What a published figure must state beside its numbers."""
+
+    cpu: str
+    versions: dict[str, str | None]
+    date: date
+    threads: int
+    rows: list[Row] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+# The process of one candidate
+
+
+def serve(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -> None:
+    """Answers turns, a line each, until its input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever libraries print
+    with ExitStack() as stack:
+        call = stack.enter_context(_opened(candidate, folder, sizes, threads))
+        answers.write("\n")
+        for line in sys.stdin:
+            turn = msgspec.json.decode(line, type=Turn)
+            answers.write(msgspec.json.encode(_take(turn, call, threads)).decode() + "\n")
+
+
+@contextmanager
+def _opened(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -> Iterator[Callable[[], Any]]:
+    name, _, way = candidate.partition(":")
+    artifact = Artifact.open(folder)
+    sets = [random_inputs(artifact.manifest, sizes, seed) for seed in range(4)]
+    if name in (OWN, BEFORE):
+        pool = {"pool": way} if way in ("own", "openmp") else {}
+        if way == "openmp":
+            import torch  # noqa: F401
+        attention = mhsa.load(artifact, threads=1 if way == "1" else threads, **pool)
+        calls = [lambda arrays=arrays: attention(**arrays) for arrays in sets]
+        yield _in_turn(calls)
+        return
+    problem = Problem(artifact, sets)
+    (peer,) = find([name])
+    with peer.open(problem, threads) as opened:
+        yield _in_turn(opened.calls)
+
+
+def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    endless = itertools.cycle(calls)
+    return lambda: to_list(next(endless)())
+
+
+def _take(turn: Turn, call: Callable[[], Any], threads: int) -> Times:
+    between = _between(turn.situation, threads)
+    if turn.callers == 1:
+        begin = time.perf_counter()
+        calls = _calls(turn.seconds, call, between)
+        return Times(calls, time.perf_counter() - begin)
+    found: list[list[float]] = []
+    barrier = threading.Barrier(turn.callers + 1)
+
+    def caller() -> None:
+        call()
+        barrier.wait()
+        found.append(_calls(turn.seconds, call, between))
+
+    callers = [threading.Thread(target=caller) for _ in range(turn.callers)]
+    for thread in callers:
+        thread.start()
+    barrier.wait()
+    begin = time.perf_counter()
+    for thread in callers:
+        thread.join()
+    return Times([seconds for one in found for seconds in one], time.perf_counter() - begin)
+
+
+def _calls(seconds: float, call: Callable[[], Any], between: Callable[[], Any]) -> list[float]:
+    times: list[float] = []
+    begin = end = time.perf_counter()
+    for i in itertools.count():
+        between()
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        if i >= WARM_UP:
+            times.append(end - start)
+        if end - begin > seconds and len(times) >= LEAST_CALLS:
+            return times
+    raise AssertionError
+
+
+def _between(situation: str, threads: int) -> Callable[[], Any]:
+    """What the program does before each call."""
+    if situation == "idle":
+        return lambda: time.sleep(IDLE)
+    if situation == "openblas":
+        one, other = np.ones((256, 512), "f4"), np.ones((512, 512), "f4")
+        return lambda: one @ other
+    if not situation.startswith("torch"):
+        return lambda: None
+    import torch
+
+    torch.set_num_threads(threads)
+    layer, rows = _layer(torch)
+
+    def run() -> None:
+        with torch.inference_mode():
+            layer(rows)
+        if situation == "torch-idle":
+            time.sleep(IDLE)
+
+    return run
+
+
+def _layer(torch: Any, made: list[Any] = []) -> Any:  # noqa: B006
+    if not made:
+        made.append((torch.nn.Linear(512, 2048), torch.randn(64, 512)))
+    return made[0]
+
+
+# The process that asks
+
+
+class Candidate:
+    """A process, asleep but for its turns."""
+
+    def __init__(self, name: str, folder: Path, sizes: dict[str, int], threads: int) -> None:
+        said = msgspec.json.encode(sizes).decode()
+        command = [sys.executable, __file__, "--serve", name, str(folder), said, str(threads)]
+        self.name = name
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def is_ready(self) -> str | None:
+        """None, or the last words of a process that ended."""
+        assert self._process.stdout is not None
+        if self._process.stdout.readline():
+            return None
+        return (self._process.communicate()[1].strip().splitlines() or ["no words"])[-1][:300]
+
+    def take(self, turn: Turn) -> Times:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(turn).decode() + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{self.name} ended: {self._process.communicate()[1][-300:]}")
+        return msgspec.json.decode(line, type=Times)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+BUSY = "import os, sys\nos.nice(19)\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+
+
+@contextmanager
+def _beside(situation: str) -> Iterator[None]:
+    if situation != "busy":
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", BUSY, str(max(os.sched_getaffinity(0)))])
+    try:
+        time.sleep(0.2)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(
+    workload: Workload, folders: dict[str, Path], jobs: Sequence[tuple[str, int]], turns: int, figures: Figures
+) -> None:
+    """Adds a row for each job, a situation and a number of callers."""
+    with ExitStack() as stack:
+        candidates = []
+        for name, folder in folders.items():
+            candidate = Candidate(name, folder, workload.dims, figures.threads)
+            stack.callback(candidate.stop)
+            if (words := candidate.is_ready()) is None:
+                candidates.append(candidate)
+            else:
+                figures.missing[f"{name}, {workload.name}"] = words
+        for situation, callers in jobs:
+            row = Row(workload.name, situation, callers)
+            with _beside(situation):
+                order = list(candidates)
+                for candidate in order:
+                    candidate.take(Turn(situation, 0.05, callers))
+                for _ in range(turns):
+                    for candidate in order:
+                        row.add(candidate.name, candidate.take(Turn(situation, 0.1 * max(1, callers / 2), callers)))
+                    order.reverse()
+            figures.rows.append(row)
+
+
+def main() -> int:
+    options = _parse()
+    if options.picture:
+        check_path(options.picture, "--picture")
+    figures = msgspec.json.decode(options.read.read_bytes(), type=Figures) if options.read else _measured(options)
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    console.print(table(figures))
+    console.print(callers_table(figures))
+    for what, words in figures.missing.items():
+        console.print(f"{what}: {words}")
+    if options.picture:
+        draw(figures, options.picture)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", default=["blocks", "decode2048"], metavar="NAME")
+    parser.add_argument("--situation", nargs="*", default=list(SITUATIONS), choices=SITUATIONS, metavar="NAME")
+    parser.add_argument("--callers", nargs="*", type=int, default=list(CALLERS))
+    parser.add_argument("--candidate", nargs="+", default=[OWN, *PEERS], metavar="NAME")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="artifacts of another version, by workload")
+    parser.add_argument("--threads", type=int, default=host.allowed_cpus())
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take the figures from this JSON, measure nothing")
+    return parser.parse_args()
+
+
+def _measured(options: argparse.Namespace) -> Figures:
+    packages = ("mhsa-compile", "apache-tvm", "torch", "onnxruntime", "openvino", "numpy")
+    figures = Figures(host.cpu_model(), {p: installed_version(p) for p in packages}, date.today(), options.threads)
+    jobs = [(situation, 1) for situation in options.situation if not situation.startswith("torch")]
+    jobs += [("alone", callers) for callers in options.callers if callers > 1]
+    jobs += [(situation, 1) for situation in options.situation if situation.startswith("torch")]
+    with tempfile.TemporaryDirectory() as place:
+        workloads = choose(options.workload)
+        for workload in track(workloads, console=Console(stderr=True), disable=not sys.stderr.isatty()):
+            folder = Path(place, workload.name)
+            compile_workload(workload, symbolic=False).save(folder)
+            folders = dict.fromkeys(options.candidate, folder)
+            if options.before:
+                folders[BEFORE] = options.before / workload.name
+            measure(workload, folders, jobs, options.turns, figures)
+            print(f"{workload.name} is done", file=sys.stderr)
+            if options.json:
+                options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    return figures
+
+
+def table(figures: Figures) -> Table:
+    """A line for each workload and situation: milliseconds, and ours against the best peer and against ours alone."""
+    rows = [row for row in figures.rows if row.callers == 1]
+    names = list(dict.fromkeys(name for row in rows for name in row.seconds))
+    shown = Table("workload", "situation", *(f"{name}, ms" for name in names), "best peer / ours", "of ours alone")
+    alone = {row.workload: row.of(OWN) for row in rows if row.situation == "alone" and OWN in row.seconds}
+    for row in rows:
+        times = [f"{row.of(name) * 1e3:.4g}" if name in row.seconds else "-" for name in names]
+        best = row.best_peer()
+        ratio = f"{row.of(best) / row.of(OWN):.2f} {best}" if best and OWN in row.seconds else "-"
+        share = f"{row.of(OWN) / alone[row.workload]:.2f}" if row.workload in alone and OWN in row.seconds else "-"
+        shown.add_row(row.workload, row.situation, *times, ratio, share)
+    return shown
+
+
+def callers_table(figures: Figures) -> Table:
+    """A line for each workload and number of callers: calls a second, the median and the 99th percentile."""
+    rows = [row for row in figures.rows if row.situation == "alone"]
+    names = list(dict.fromkeys(name for row in rows for name in row.seconds))
+    shown = Table("workload", "callers", *(f"{name}, calls/s, p50 and p99 ms" for name in names))
+    for row in rows:
+        cells = [
+            f"{median(row.rate[name]):.5g}  {row.of(name) * 1e3:.3g}  {median(row.slowest[name]) * 1e3:.3g}"
+            if name in row.seconds
+            else "-"
+            for name in names
+        ]
+        shown.add_row(row.workload, str(row.callers), *cells)
+    return shown
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Times in each situation as multiples of ours alone, a dot for each candidate."""
+    rows = [row for row in figures.rows if row.callers == 1 and OWN in row.seconds]
+    alone = {row.workload: row.of(OWN) for row in rows if row.situation == "alone"}
+    labels = [f"{row.workload}, {row.situation}" for row in rows]
+    with figure(path, (7.2, 0.6 + 0.19 * len(rows))) as axes:
+        for i, row in enumerate(rows):
+            for name in row.seconds:
+                own = name == OWN
+                axes.plot(
+                    row.of(name) / alone[row.workload], i, "o" if own else "|", color=OURS if own else "#777777",
+                    markersize=5 if own else 7, label=name if i == 0 else None,
+                )  # fmt: skip
+        axes.set_yticks(range(len(rows)), labels, fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.axvline(1, color="#e4e4e4", zorder=0)
+        axes.set_title(f"Time of a call, in multiples of ours alone ({figures.threads} threads)")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        name, folder, sizes, threads = sys.argv[2:]
+        serve(name, Path(folder), msgspec.json.decode(sizes, type=dict[str, int]), int(threads))
+    else:
+        sys.exit(main())

@@ -1,0 +1,256 @@
+/* Our own pool: one for the process, shared by all callers and all artifacts.
+
+   A caller puts its loop where workers look, works itself, and waits for tasks that somebody has begun, not for
+   somebody to come. Workers look for work for a while, then sleep on a futex; who publishes a loop wakes as many as can
+   help. They are made when they are first wanted, and never end.
+
+   Every publication and every going to sleep is sequentially consistent: a worker says that it sleeps, then looks once
+   more; a caller publishes, then counts the sleepers. One of the two sees the other. */
+#pragma once
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "job.h"
+
+#ifndef SYS_futex /* 32-bit machines whose headers know 64-bit times only */
+#define SYS_futex SYS_futex_time64
+#endif
+
+enum {
+  kJobs = 64,                 /* loops at once; who finds no place runs alone */
+  kSearchNanoseconds = 200000, /* from the end of a loop to a worker's sleep: bridges what is serial in a call */
+  kPolitelyAfter = 20000,     /* from then on a worker that searches lets others have the CPU */
+  kPausesAtEnd = 200,         /* a caller's wait for the last tasks: pauses (5 us), then yields, then sleep */
+  kYieldsAtEnd = 40,
+  kKnown = 256,
+};
+
+typedef struct {
+  Job jobs[kJobs];
+  _Alignas(128) _Atomic uint64_t open; /* where workers look: a bit for each job that is published */
+  _Atomic uint64_t taken;              /* a bit for each job that a caller has */
+  _Alignas(128) _Atomic int32_t rings; /* a futex: grows when sleepers are called */
+  _Atomic int32_t asleep, searching, workers, callers, cpus;
+  _Atomic bool has_fork_handler, is_forked;
+  _Atomic int32_t known[kKnown]; /* numbers in the kernel of threads that work for us or call us; the last ones */
+  _Atomic uint32_t known_count;
+} Pool;
+
+/* `mhsa_pool_1` is unique in the process, whatever number of libraries bring it and however they are loaded: so says the
+   type of its symbol to the dynamic linker, which then never unloads the first of them either. Another layout or
+   protocol of what lies in it needs another name. */
+__asm__(".pushsection .bss.mhsa_pool_1,\"aw\",%nobits\n"
+        ".globl mhsa_pool_1\n"
+        ".type mhsa_pool_1, %gnu_unique_object\n"
+        ".size mhsa_pool_1, 32768\n"
+        ".balign 128\n"
+        "mhsa_pool_1: .zero 32768\n"
+        ".popsection\n");
+extern Pool mhsa_pool_1;
+_Static_assert(sizeof(Pool) <= 32768, "as large as it is said to be above");
+static Pool *const pool = &mhsa_pool_1;
+
+static int64_t nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static inline void pause_cpu(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__) || defined(__arm__)
+  __asm__ volatile("yield");
+#else
+  __asm__ volatile("" ::: "memory");
+#endif
+}
+
+static void sleep_unless(_Atomic int32_t *word, int32_t changed_from) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, changed_from, NULL, NULL, 0);
+}
+
+static void wake(_Atomic int32_t *word, int count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
+
+static int cpus_of_this_thread(void) {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+static void make_known(void) {
+  const uint32_t place = atomic_fetch_add(&pool->known_count, 1) % kKnown;
+  atomic_store_explicit(&pool->known[place], (int32_t)syscall(SYS_gettid), memory_order_relaxed);
+}
+
+static bool is_known(int32_t thread) {
+  for (int i = 0; i < kKnown; ++i)
+    if (atomic_load_explicit(&pool->known[i], memory_order_relaxed) == thread) return true;
+  return false;
+}
+
+/* Some kernels of virtual machines put a thread that wakes up on the CPU of whoever woke it, though another one is idle:
+   the two then share it. So a helper that meets the caller there goes elsewhere, and stays away from that CPU. */
+static void leave_cpu(int cpu) {
+  static _Thread_local int left = -1;
+  cpu_set_t allowed;
+  if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getcpu() != cpu || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+  if (left >= 0) CPU_SET(left, &allowed);
+  CPU_CLR(cpu, &allowed);
+  if (CPU_COUNT(&allowed) > 0 && sched_setaffinity(0, sizeof allowed, &allowed) == 0) left = cpu;
+}
+
+/* As a helper of a job: all tasks that this thread gets. */
+static void help(Job *job) {
+  leave_cpu(atomic_load_explicit(&job->cpu, memory_order_relaxed));
+  uint32_t generation;
+  int task = claim_seat(job, &generation), ran = 0;
+  if (task < 0) return;
+  const int tasks = job->tasks;
+  for (; task >= 0; task = claim_back(job, generation), ++ran) run_task(job, task);
+  /* The caller may return, and the place be another loop's, as soon as this is added. A wake too many harms nobody. */
+  if (atomic_fetch_add_explicit(&job->done, ran, memory_order_seq_cst) + ran == tasks &&
+      atomic_load_explicit(&job->awaited, memory_order_seq_cst))
+    wake(&job->done, 1);
+}
+
+/* A job that a helper can join, or NULL. */
+static Job *joinable(void) {
+  for (uint64_t bits = atomic_load_explicit(&pool->open, memory_order_seq_cst); bits; bits &= bits - 1)
+    if (can_be_joined(&pool->jobs[__builtin_ctzll(bits)])) return &pool->jobs[__builtin_ctzll(bits)];
+  return NULL;
+}
+
+/* The next job to help with, searched for a while; NULL if there is none. */
+static Job *searched(void) {
+  Job *found = joinable();
+  if (found) return found;
+  atomic_fetch_add(&pool->searching, 1);
+  const int64_t begin = nanoseconds();
+  for (int64_t waited = 0; found == NULL && waited < kSearchNanoseconds; waited = nanoseconds() - begin) {
+    if (waited > kPolitelyAfter) sched_yield();
+    for (int i = 0; i < 16 && (found = joinable()) == NULL; ++i) pause_cpu();
+  }
+  atomic_fetch_sub(&pool->searching, 1);
+  return found;
+}
+
+static void *worker(void *unused) {
+  (void)unused;
+  inside_of_tasks = 1;
+  make_known();
+  for (;;) {
+    for (Job *job; (job = searched()) != NULL;) help(job);
+    const int32_t rings = atomic_load(&pool->rings);
+    atomic_fetch_add(&pool->asleep, 1);
+    if (joinable() == NULL) sleep_unless(&pool->rings, rings);
+    atomic_fetch_sub(&pool->asleep, 1);
+  }
+}
+
+/* After a fork there is no worker; what other threads were in the middle of is nobody's any more. */
+static void start_anew(void) {
+  for (int i = 0; i < kJobs; ++i) atomic_store(&pool->jobs[i].claims, 0);
+  atomic_store(&pool->open, 0), atomic_store(&pool->taken, 0);
+  atomic_store(&pool->asleep, 0), atomic_store(&pool->searching, 0);
+  atomic_store(&pool->workers, 0), atomic_store(&pool->callers, 0);
+  atomic_store(&pool->is_forked, true);
+}
+
+/* Of a thread that calls; before a fork of it, so that the child knows what it is. */
+static void prepare_pool(void) {
+  atomic_store(&pool->cpus, cpus_of_this_thread());
+  if (!atomic_exchange(&pool->has_fork_handler, true)) pthread_atfork(NULL, NULL, start_anew);
+}
+
+static void make_workers(int wanted) {
+  for (int32_t count = atomic_load(&pool->workers); count < wanted;) {
+    if (!atomic_compare_exchange_strong(&pool->workers, &count, count + 1)) continue;
+    sigset_t all, before; /* signals are for the program's own threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    const int failed = pthread_create(&thread, NULL, worker, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failed) { /* a limit of the system's: with fewer, then */
+      atomic_fetch_sub(&pool->workers, 1);
+      return;
+    }
+    pthread_detach(thread);
+    ++count;
+  }
+}
+
+static Job *take_job(void) {
+  uint64_t taken = atomic_load_explicit(&pool->taken, memory_order_relaxed);
+  while (~taken)
+    if (atomic_compare_exchange_weak_explicit(&pool->taken, &taken, taken | (~taken & (taken + 1)), memory_order_acquire,
+                                              memory_order_relaxed))
+      return &pool->jobs[__builtin_ctzll(~taken)];
+  return NULL;
+}
+
+static int run_serially(Lambda lambda, void *closure) {
+  Env env = {NULL, 1};
+  ++inside_of_tasks;
+  const int result = lambda(0, &env, closure);
+  --inside_of_tasks;
+  return result;
+}
+
+/* Until every task has run: those that are left are in the hands of workers. */
+static void await_helpers(Job *job) {
+  int32_t done;
+  for (int i = 0; (done = atomic_load_explicit(&job->done, memory_order_acquire)) < job->tasks; ++i) {
+    if (i < kPausesAtEnd) {
+      pause_cpu();
+    } else if (i < kPausesAtEnd + kYieldsAtEnd) {
+      sched_yield(); /* the last worker may have been put on this very CPU */
+    } else {
+      atomic_store_explicit(&job->awaited, 1, memory_order_seq_cst);
+      done = atomic_load_explicit(&job->done, memory_order_seq_cst);
+      if (done < job->tasks) sleep_unless(&job->done, done);
+    }
+  }
+}
+
+/* On at most `limit` threads, this one among them; on fewer where others call, too, so that nobody waits for a CPU. */
+static int run_on_pool(Lambda lambda, void *closure, int limit) {
+  const int callers = 1 + atomic_fetch_add(&pool->callers, 1);
+  const int cpus = atomic_load_explicit(&pool->cpus, memory_order_relaxed);
+  const int idle = (cpus > limit ? cpus : limit) - callers; /* more than there are CPUs only where so many are asked for */
+  const int helpers = limit - 1 < idle ? limit - 1 : idle;
+  Job *job = helpers > 0 ? take_job() : NULL;
+  int result;
+  if (job == NULL) {
+    result = run_serially(lambda, closure);
+  } else {
+    const int wanted = (helpers + 1) * kTasksPerThread, tasks = wanted < kMostTasks ? wanted : kMostTasks;
+    const uint64_t bit = (uint64_t)1 << (job - pool->jobs);
+    if (atomic_load_explicit(&pool->workers, memory_order_relaxed) < helpers) make_workers(helpers);
+    atomic_store_explicit(&job->cpu, sched_getcpu(), memory_order_relaxed);
+    open_job(job, lambda, closure, tasks, helpers);
+    atomic_fetch_or(&pool->open, bit);
+    const int missing = helpers - atomic_load(&pool->searching);
+    if (missing > 0 && atomic_load(&pool->asleep) > 0) {
+      atomic_fetch_add(&pool->rings, 1);
+      wake(&pool->rings, missing);
+    }
+    ++inside_of_tasks;
+    int ran = 0;
+    for (int task; (task = claim_front(job)) >= 0; ++ran) run_task(job, task);
+    --inside_of_tasks;
+    atomic_fetch_and(&pool->open, ~bit);
+    atomic_fetch_add_explicit(&job->done, ran, memory_order_acq_rel);
+    await_helpers(job);
+    result = outcome(job);
+    atomic_fetch_and_explicit(&pool->taken, ~bit, memory_order_release);
+  }
+  atomic_fetch_sub(&pool->callers, 1);
+  return result;
+}

@@ -1,0 +1,76 @@
+/* How compiled code runs its parallel loops. Linked into every module.so, so that an artifact needs no pool of anybody's:
+   not TVM's, which belongs to the calling thread and waits for workers that have no CPU, and no native package of ours.
+
+   TVM's code calls through `__TVMBackendParallelLaunch`, a pointer that its loader sets, to TVM's pool, where it finds
+   the symbol. The definition here is linked in its place and is hidden from the loader. */
+#define _GNU_SOURCE
+
+#include "openmp.h"
+#include "pool.h"
+
+static _Thread_local Caller caller;
+
+/* At most 0 if nobody has said: what the environment tells TVM, else all CPUs. */
+static int threads_of_call(Caller *caller) {
+  if (caller->limit > 0) return caller->limit;
+  const char *told = getenv("TVM_NUM_THREADS"); /* as in a server of TVM's RPC, which has no call of ours */
+  const int number = told ? atoi(told) : 0;
+  caller->limit = number > 0 ? number : cpus_of_this_thread();
+  return caller->limit;
+}
+
+static int launch(Lambda lambda, void *closure, int wanted) {
+  Caller *const own = &caller;
+  if (inside_of_tasks) return run_serially(lambda, closure);
+  int limit = wanted > 0 ? wanted : threads_of_call(own);
+  const bool may_be_openmp = (own->choice != kOwn || own->bounded) && find_openmp(own->choice == kOpenMP);
+  if (own->bounded && may_be_openmp) {
+    const int told = openmp.most(); /* torch.set_num_threads */
+    limit = told < limit ? told : limit;
+  }
+  if (limit < 2) return run_serially(lambda, closure);
+  if (!own->is_registered) {
+    own->is_registered = true;
+    make_known();
+    if (atomic_load(&pool->cpus) == 0) prepare_pool();
+  }
+  /* A fork has none of its parent's team, and would wait for it for ever. */
+  const bool goes_there = may_be_openmp && own->choice != kOwn && !atomic_load_explicit(&pool->is_forked, memory_order_relaxed) &&
+                          (own->choice == kOpenMP || team_is_awake(own));
+  own->ran_on = goes_there ? kOpenMP : kOwn;
+  const int result = goes_there ? run_on_openmp(own, lambda, closure, limit) : run_on_pool(lambda, closure, limit);
+  own->ended = nanoseconds();
+  return result;
+}
+
+__attribute__((visibility("hidden"))) int (*__TVMBackendParallelLaunch)(Lambda, void *, int) = launch;
+
+/* TVM's TVMFFIAny, for numbers. */
+typedef struct {
+  int32_t type, padding;
+  union {
+    int64_t number;
+    double real;
+  };
+} Any;
+
+/* mhsa_threads(word) -> the address of what it has set: the first 8 bytes of a Caller, for the calls of this thread from
+   now on. Counts the CPUs that this thread may use. */
+__attribute__((visibility("default"))) int __tvm_ffi_mhsa_threads(void *self, const Any *arguments, int32_t count,
+                                                                  Any *result) {
+  if (count != 1) return TVMFFIErrorSetRaisedFromCStr("TypeError", "mhsa_threads takes one number"), -1;
+  caller.limit = (int32_t)arguments[0].number;
+  caller.choice = (int16_t)(arguments[0].number >> 32);
+  caller.bounded = (int16_t)(arguments[0].number >> 48);
+  prepare_pool();
+  result->type = 1 /* kTVMFFIInt */, result->padding = 0, result->number = (int64_t)(intptr_t)&caller;
+  return 0;
+}
+
+/* mhsa_openmp() -> the address of the path of the OpenMP runtime that is loaded, 0 if there is none. */
+__attribute__((visibility("default"))) int __tvm_ffi_mhsa_openmp(void *self, const Any *arguments, int32_t count,
+                                                                 Any *result) {
+  result->type = 1, result->padding = 0;
+  result->number = find_openmp(true) ? (int64_t)(intptr_t)openmp.path : 0;
+  return 0;
+}

@@ -1,0 +1,324 @@
+"""The pool that artifacts carry: any number of threads and callers, PyTorch's threads, forks, old artifacts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_artifact import draw, make
+
+import mhsa_compile as mhsa
+from mhsa_compile.compiler.codegen import build
+from mhsa_compile.errors import InputError
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.compiled_attention import load
+from mhsa_compile.runtime.threads.call_threads import POOLS
+from mhsa_compile.target import host, zig
+
+STRESS = Path(__file__).parents[1] / "support" / "pool_stress.c"
+SOURCES = Path(mhsa.__file__).parent / "runtime" / "threads"
+X = np.random.default_rng(0).standard_normal((2, 67, 96), np.float32)
+
+
+@pytest.fixture(scope="module")
+def artifact() -> Artifact:
+    return mhsa.compile(mhsa.AttentionSpec(embed_dim=96, num_heads=3))
+
+
+@pytest.fixture(scope="module")
+def alone(artifact: Artifact) -> np.ndarray:
+    return load(artifact, threads=1)(X)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """As artifacts were before they brought a pool."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "POOL", ())
+        return make(tmp_path_factory.mktemp("old") / "old.mhsa")
+
+
+@pytest.fixture
+def team() -> Iterator[None]:
+    """PyTorch may use three threads for a while; the suite lets it use one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_a_new_thread(work: object) -> object:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result()
+
+
+def fresh(code: str, *words: object) -> None:
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_bits_do_not_depend_on_threads_or_pool(artifact: Artifact, alone: np.ndarray, threads: int, pool: str) -> None:
+    attention = load(artifact, threads=threads, pool=pool)
+    assert all(np.array_equal(attention(X), alone) for _ in range(100))
+    assert attention.threads == threads
+    if pool != "auto":
+        assert attention.pool == (pool if threads > 1 else "own")
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_callers_share_the_pool(artifact: Artifact, alone: np.ndarray, pool: str) -> None:
+    attention = load(artifact, threads=3, pool=pool)
+
+    def call(_: int) -> bool:
+        torch.set_num_threads(3)  # of this thread
+        return all(np.array_equal(attention(X), alone) for _ in range(50))
+
+    with ThreadPoolExecutor(8) as executor:
+        assert all(executor.map(call, range(8)))
+
+
+def test_settings_belong_to_the_call(artifact: Artifact, alone: np.ndarray) -> None:
+    """One library, loaded with several settings, called in turn."""
+    ways = [load(artifact, threads=threads, pool=pool) for threads in (1, 3) for pool in POOLS]
+    for _ in range(20):
+        for attention in ways:
+            assert np.array_equal(attention(X), alone)
+
+
+def test_one_pool_for_the_process(artifact: Artifact, tmp_path: Path) -> None:
+    """Whatever number of artifacts and callers: as many workers as the largest call wants beside its caller."""
+    other = tmp_path / "other"
+    mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=2)).save(other)
+    fresh(
+        """
+import sys, os, threading
+import numpy as np
+from mhsa_compile import load
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+before = tasks()
+one, two = load(sys.argv[1], threads=3, pool="own"), load(sys.argv[2], threads=3, pool="own")
+for _ in range(50):
+    one(np.ones((2, 67, 96), np.float32)), two(np.ones((4, 67, 32), np.float32))
+assert tasks() == before + 2, tasks() - before
+thread = threading.Thread(target=lambda: one(np.ones((2, 67, 96), np.float32)))
+thread.start(), thread.join()
+assert tasks() == before + 2
+""",
+        artifact.path,
+        other,
+    )
+
+
+def test_pytorch_imported_after_the_load(artifact: Artifact) -> None:
+    fresh(
+        """
+import os, sys
+os.environ.pop("OMP_NUM_THREADS")
+import numpy as np
+from mhsa_compile import load
+from mhsa_compile.errors import InputError
+
+x = np.random.default_rng(0).standard_normal((2, 67, 96)).astype("f4")
+try:
+    load(sys.argv[1], threads=2, pool="openmp")
+except InputError as error:
+    assert "none in this process. Import PyTorch before" in str(error), error
+else:
+    sys.exit("not refused")
+attention = load(sys.argv[1], threads=2)
+y = attention(x)
+import torch
+torch.set_num_threads(2)
+layer, rows = torch.nn.Linear(512, 2048), torch.randn(64, 512)
+seen = set()
+with torch.inference_mode():
+    for _ in range(200):
+        layer(rows)
+        assert np.array_equal(attention(x), y)
+        seen.add(attention.pool)
+assert seen <= {"own", "openmp"}, seen
+openmp = load(sys.argv[1], threads=2, pool="openmp")
+assert np.array_equal(openmp(x), y) and openmp.pool == "openmp", openmp.pool
+""",
+        artifact.path,
+    )
+
+
+def test_what_pytorch_was_told_bounds_the_default(artifact: Artifact) -> None:
+    """And nothing that was asked for."""
+    fresh(
+        """
+import os, sys
+os.environ.pop("OMP_NUM_THREADS")
+import numpy as np
+import torch
+from mhsa_compile import load
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+x = np.ones((2, 67, 96), np.float32)
+torch.set_num_threads(1)
+before = tasks()
+attention = load(sys.argv[1])
+attention(x), attention(x)
+assert tasks() == before
+load(sys.argv[1], threads=2)(x)
+assert tasks() == before + 1
+""",
+        artifact.path,
+    )
+
+
+@pytest.mark.parametrize("pool", ["auto", "own"])
+def test_a_fork_calls_as_its_parent_does(artifact: Artifact, pool: str) -> None:
+    """Also where its parent's other threads were in the middle of a call."""
+    fresh(
+        """
+import os, sys, threading
+os.environ.pop("OMP_NUM_THREADS")
+import numpy as np
+import torch
+from mhsa_compile import load
+
+x = np.random.default_rng(0).standard_normal((2, 67, 96)).astype("f4")
+attention = load(sys.argv[1], threads=3, pool=sys.argv[2])
+y, ends = attention(x), threading.Event()
+
+def call():
+    while not ends.is_set():
+        attention(x)
+
+threads = [threading.Thread(target=call) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(10):
+    child = os.fork()
+    if child == 0:
+        right = all(np.array_equal(attention(x), y) for _ in range(20))
+        os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert np.array_equal(attention(x), y)
+ends.set()
+for thread in threads:
+    thread.join()
+""",
+        artifact.path,
+        pool,
+    )
+
+
+def test_threads_that_end_leave_the_pool_whole(artifact: Artifact, alone: np.ndarray) -> None:
+    attention = load(artifact, threads=2, pool="own")
+    for _ in range(60):
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda found=found: found.append(np.array_equal(attention(X), alone)))
+        thread.start()
+        thread.join()
+        assert found == [True]
+
+
+def test_where_no_thread_can_be_made_the_caller_does_it_all(artifact: Artifact) -> None:
+    fresh(
+        """
+import resource, sys
+import numpy as np
+from mhsa_compile import load
+
+attention = load(sys.argv[1], threads=2, pool="own")
+x = np.ones((2, 67, 96), np.float32)
+limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+grown = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (grown + (4 << 20), limit))  # a stack takes eight
+y = attention(x)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+assert np.array_equal(attention(x), y)
+""",
+        artifact.path,
+    )
+
+
+def test_other_words_for_a_pool(artifact: Artifact) -> None:
+    with pytest.raises(InputError, match=r'pool: expected "auto" or "own" or "openmp", got \'tbb\''):
+        load(artifact, pool="tbb")
+
+
+def test_an_old_artifact_runs_on_tvms_pool(old: Artifact) -> None:
+    import tvm_ffi
+
+    counts = list(range(1, host.allowed_cpus() + 1))
+    loaded = {count: load(old, threads=count) for count in counts}
+
+    def work() -> None:
+        before = os.sched_getaffinity(0)
+        for count in [*counts, *reversed(counts)]:
+            loaded[count](*draw())
+            assert tvm_ffi.get_global_func("runtime.NumThreads")() == count
+            assert loaded[count].pool == "tvm"
+        assert os.sched_getaffinity(0) == before
+
+    in_a_new_thread(work)
+    with pytest.raises(InputError, match=r"pool: .*none in this process\. Compile it again"):
+        load(old, pool="openmp")
+
+
+def test_an_old_artifact_says_that_tvms_pool_is_too_small(old: Artifact) -> None:
+    many = host.allowed_cpus() + 1
+
+    def work() -> None:
+        load(old, threads=1)
+        with pytest.raises(InputError, match=f"threads: expected at most {many - 1} in this thread.* got {many}"):
+            load(old, threads=many)
+
+    in_a_new_thread(work)
+
+
+def test_a_fork_is_refused_to_an_old_artifact(old: Artifact) -> None:
+    fresh(
+        """
+import os, sys
+import numpy as np
+from mhsa_compile.errors import InputError
+from mhsa_compile import load
+x, mask = np.ones((4, 3, 8), np.float32), np.ones((1, 3), bool)
+single, several = load(sys.argv[1], threads=1), load(sys.argv[1], threads=2)
+y = several(x, mask)
+child = os.fork()
+if child == 0:
+    np.testing.assert_array_equal(single(x, mask), y)
+    try:
+        several(x, mask)
+    except InputError as error:
+        os._exit(0 if "a fork" in str(error) else 1)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+""",
+        old.path,
+    )
+
+
+@pytest.mark.parametrize("sanitizer", [(), ("-fsanitize=thread",)], ids=["plain", "thread sanitizer"])
+def test_the_pool_by_itself(sanitizer: tuple[str, ...], tmp_path: Path) -> None:
+    """Every task of every launch has run once, from several callers, with sleeps, failures and loops in tasks."""
+    program = tmp_path / "pool_stress"
+    words = ["-O1", "-g", "-fno-sanitize=undefined", *sanitizer, f"-I{SOURCES}", STRESS, "-o", program]
+    zig.run("cc", "x86_64-linux-gnu", words, "a test of the pool")
+    for callers, limit, launches, pauses in ((1, 2, 2000, 1), (4, 2, 1000, 1), (8, 8, 400, 0), (64, 3, 20, 1)):
+        command = [program, *map(str, (callers, limit, launches, pauses))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith(f"{callers * launches} launches, 0 wrong, 0 errors left")
