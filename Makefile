@@ -1,4 +1,4 @@
-# make demo | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-app | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -15,7 +15,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-app bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -71,6 +71,9 @@ test-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: 
 sanitize-gpu: $(FOR_GPU)  ## A small part of test-gpu under compute-sanitizer: memory, races, uninitialised reads, barriers
 	@PYTHONPATH=tests $(ON_GPU) -m campaigns.sanitize_gpu
 
+sanitize-threads: $(STAMP)  ## The pool of threads: a million launches, and under ThreadSanitizer; a million calls; loads; minutes
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.threads
+
 test-models: $(STAMP)  ## Other people's models: what is too slow for the suite, then the table of families; a quarter of an hour
 	@$(BIN)/python -m pytest -m slow
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.models
@@ -85,6 +88,9 @@ lint: $(STAMP)  ## Style, format and types
 
 bench: $(STAMP)  ## One block against every peer, interleaved in one process: half a minute
 	@$(BIN)/mhsa bench --against all
+
+bench-app: $(STAMP)  ## Each candidate in a process of its own, as in a program: alone, beside PyTorch, after sleeps, by several callers
+	@$(BIN)/python benchmarks/application.py --json build/application.json --picture build/application.svg
 
 bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build

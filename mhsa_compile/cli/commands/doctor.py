@@ -93,6 +93,9 @@ def _cpu() -> Iterator[Finding]:
     yield Finding("caches", "ok", f"L1d {hardware.l1d_kib} KiB, L2 {hardware.l2_kib} KiB")
     allowed, present = host.allowed_cpus(), os.cpu_count() or 1
     yield Finding("CPUs", "ok", f"{allowed} allowed of {present}: the threads a call gets by default")
+    beside = "on PyTorch's OpenMP where its workers are awake" if environment.installed_version("torch") else ""
+    runs = "their own pool, one for the process" + (f"; {beside} in a program that imports it" if beside else "")
+    yield Finding("threads of calls", "ok", runs)
 
 
 def _gpus() -> Iterator[Finding]:

@@ -27,8 +27,8 @@ from mhsa_compile.target import zig
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
 _FLOAT16 = Path(__file__).with_name("float16.c")
-POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined", "-lpthread", "-ldl")
-"""The pool of threads that an artifact for a CPU carries."""
+POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined", "-lpthread", "-ldl", "-Wl,-z,nodelete")
+"""The pool of threads that an artifact for a CPU carries: its workers never end, so the library never goes."""
 
 
 def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> None:
