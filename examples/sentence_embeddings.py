@@ -11,13 +11,8 @@ Run it with `make demo`, or: pip install -e '.[compile,examples]' && pip install
 
 from __future__ import annotations
 
-import os
-
-# PyTorch's threads spin for milliseconds after each of its operators, and ours then wait for their CPUs. This is read
-# when PyTorch is imported; docs/threads.md has the figures.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-
 import copy
+import os
 import statistics
 import sys
 import time

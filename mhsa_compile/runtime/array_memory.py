@@ -65,7 +65,7 @@ def aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return math.prod(shape) * np.dtype(dtype).itemsize
+    return math.prod(shape) * int(np.dtype(dtype).itemsize)
 
 
 def _on_a_cache_line(memory: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

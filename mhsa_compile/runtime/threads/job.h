@@ -29,7 +29,6 @@ typedef struct {
   Lambda lambda;
   void *closure;
   int32_t tasks;
-  _Atomic int32_t cpu;             /* that the caller was on; also read before a claim */
   _Atomic(void *) error;           /* the first task's that failed: an object of TVM's, ours to hand on */
   _Alignas(64) _Atomic int32_t done; /* tasks that have run; a futex */
   _Atomic int32_t awaited;         /* whether the caller sleeps until all are */

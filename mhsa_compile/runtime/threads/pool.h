@@ -29,6 +29,7 @@ enum {
   kPausesAtEnd = 200,         /* a caller's wait for the last tasks: pauses (5 us), then yields, then sleep */
   kYieldsAtEnd = 40,
   kKnown = 256,
+  kNumbered = 8,
 };
 
 typedef struct {
@@ -40,6 +41,8 @@ typedef struct {
   _Atomic bool has_fork_handler, is_forked;
   _Atomic int32_t known[kKnown]; /* numbers in the kernel of threads that work for us or call us; the last ones */
   _Atomic uint32_t known_count;
+  _Atomic int32_t numbers[kNumbered]; /* in the kernel, of the first workers */
+  _Atomic int32_t kept_off;           /* the CPU that they are kept off, and 1 */
 } Pool;
 
 /* `mhsa_pool_1` is unique in the process, whatever number of libraries bring it and however they are loaded: so says the
@@ -94,20 +97,24 @@ static bool is_known(int32_t thread) {
   return false;
 }
 
-/* Some kernels of virtual machines put a thread that wakes up on the CPU of whoever woke it, though another one is idle:
-   the two then share it. So a helper that meets the caller there goes elsewhere, and stays away from that CPU. */
-static void leave_cpu(int cpu) {
-  static _Thread_local int left = -1;
+/* Some kernels of virtual machines put a thread that wakes up on the CPU of whoever wakes it, though another one is idle:
+   there it waits until the caller has done everything alone. So sleepers are kept off the caller's CPU before they are
+   called. Of a few workers: they are wanted where there are few CPUs. */
+static void keep_workers_off_this_cpu(void) {
+  const int cpu = sched_getcpu();
   cpu_set_t allowed;
-  if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getcpu() != cpu || sched_getaffinity(0, sizeof allowed, &allowed)) return;
-  if (left >= 0) CPU_SET(left, &allowed);
+  if (cpu < 0 || cpu >= CPU_SETSIZE || atomic_exchange_explicit(&pool->kept_off, cpu + 1, memory_order_relaxed) == cpu + 1)
+    return;
+  if (atomic_load(&pool->workers) > kNumbered || sched_getaffinity(0, sizeof allowed, &allowed)) return;
   CPU_CLR(cpu, &allowed);
-  if (CPU_COUNT(&allowed) > 0 && sched_setaffinity(0, sizeof allowed, &allowed) == 0) left = cpu;
+  for (int i = 0; i < kNumbered && CPU_COUNT(&allowed) > 0; ++i) {
+    const int32_t worker = atomic_load_explicit(&pool->numbers[i], memory_order_relaxed);
+    if (worker) sched_setaffinity(worker, sizeof allowed, &allowed);
+  }
 }
 
 /* As a helper of a job: all tasks that this thread gets. */
 static void help(Job *job) {
-  leave_cpu(atomic_load_explicit(&job->cpu, memory_order_relaxed));
   uint32_t generation;
   int task = claim_seat(job, &generation), ran = 0;
   if (task < 0) return;
@@ -140,9 +147,12 @@ static Job *searched(void) {
   return found;
 }
 
-static void *worker(void *unused) {
-  (void)unused;
+static void *worker(void *place) {
   inside_of_tasks = 1;
+  if ((intptr_t)place < kNumbered) {
+    atomic_store_explicit(&pool->numbers[(intptr_t)place], (int32_t)syscall(SYS_gettid), memory_order_relaxed);
+    atomic_store(&pool->kept_off, 0); /* it is kept off nothing yet */
+  }
   make_known();
   for (;;) {
     for (Job *job; (job = searched()) != NULL;) help(job);
@@ -159,6 +169,7 @@ static void start_anew(void) {
   atomic_store(&pool->open, 0), atomic_store(&pool->taken, 0);
   atomic_store(&pool->asleep, 0), atomic_store(&pool->searching, 0);
   atomic_store(&pool->workers, 0), atomic_store(&pool->callers, 0);
+  for (int i = 0; i < kNumbered; ++i) atomic_store(&pool->numbers[i], 0);
   atomic_store(&pool->is_forked, true);
 }
 
@@ -175,7 +186,7 @@ static void make_workers(int wanted) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    const int failed = pthread_create(&thread, NULL, worker, NULL);
+    const int failed = pthread_create(&thread, NULL, worker, (void *)(intptr_t)count);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (failed) { /* a limit of the system's: with fewer, then */
       atomic_fetch_sub(&pool->workers, 1);
@@ -233,11 +244,11 @@ static int run_on_pool(Lambda lambda, void *closure, int limit) {
     const int wanted = (helpers + 1) * kTasksPerThread, tasks = wanted < kMostTasks ? wanted : kMostTasks;
     const uint64_t bit = (uint64_t)1 << (job - pool->jobs);
     if (atomic_load_explicit(&pool->workers, memory_order_relaxed) < helpers) make_workers(helpers);
-    atomic_store_explicit(&job->cpu, sched_getcpu(), memory_order_relaxed);
     open_job(job, lambda, closure, tasks, helpers);
     atomic_fetch_or(&pool->open, bit);
     const int missing = helpers - atomic_load(&pool->searching);
     if (missing > 0 && atomic_load(&pool->asleep) > 0) {
+      keep_workers_off_this_cpu();
       atomic_fetch_add(&pool->rings, 1);
       wake(&pool->rings, missing);
     }
