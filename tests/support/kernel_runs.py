@@ -19,12 +19,14 @@ from mhsa_compile.target.profile import (
     Link,
     TvmTarget,
 )
+from support import this_cpu
 
 
 def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features: tuple[str, ...] = ()) -> CpuProfile:
-    """A made-up machine: LLVM splits vectors that the real one does not have, so any width runs anywhere."""
+    """A made-up machine: LLVM splits vectors that the real one does not have, so any width runs anywhere; what `mcpu`
+    and `features` have beyond this CPU does not (`support.this_cpu`)."""
     hardware = Hardware(vector_bits=bits, vector_registers=registers, features=features)
-    target = TvmTarget(kind="llvm", mtriple="x86_64-linux-gnu", mcpu=mcpu)
+    target = TvmTarget(kind="llvm", mtriple="x86_64-linux-gnu", mcpu=mcpu, mattr=this_cpu.attributes(features))
     return CpuProfile(name="made-up", tvm=target, hardware=hardware, link=Link(triple="x86_64-linux-gnu"))
 
 
