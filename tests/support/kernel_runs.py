@@ -19,22 +19,28 @@ from mhsa_compile.target.profile import (
     Link,
     TvmTarget,
 )
+from support import this_cpu
 
 
 def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features: tuple[str, ...] = ()) -> CpuProfile:
-    """A made-up machine: LLVM splits vectors that the real one does not have, so any width runs anywhere."""
+    """A made-up machine: LLVM splits vectors that the real one does not have, so any width runs anywhere; what `mcpu`
+    and `features` have beyond this CPU does not (`support.this_cpu`)."""
     hardware = Hardware(vector_bits=bits, vector_registers=registers, features=features)
-    target = TvmTarget(kind="llvm", mtriple="x86_64-linux-gnu", mcpu=mcpu)
+    target = TvmTarget(kind="llvm", mtriple="x86_64-linux-gnu", mcpu=mcpu, mattr=this_cpu.attributes(features))
     return CpuProfile(name="made-up", tvm=target, hardware=hardware, link=Link(triple="x86_64-linux-gnu"))
 
 
 def compiled(emitted: Emitted, profile: CpuProfile) -> Any:
+    """To be run here. Raises AssertionError for a machine whose code would kill this process."""
+    why = this_cpu.lacking(profile.tvm_config())
+    assert why is None, why
     functions = {"run": emitted.run, "pack": emitted.pack}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items() if f is not None})
     return _build(module, profile)
 
 
 def assembly(emitted: Emitted, profile: CpuProfile) -> str:
+    """To be read; the machine may be any."""
     module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
     return _build(module, profile).mod.inspect_source("asm")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.this_cpu import CPUINFO
 
 from mhsa_compile.errors import TargetError
 from mhsa_compile.target import data_paths, host, profile
@@ -23,18 +24,6 @@ from mhsa_compile.target.profile import (
 
 FILES = [name for name in profile_names() if isinstance(load_profile(name), CpuProfile) and name != profile.NATIVE]
 GPUS = [name for name in profile_names() if isinstance(load_profile(name), CudaProfile)]
-# LLVM's features of arithmetic and vectors, where /proc/cpuinfo names them otherwise; the rest keep their name.
-CPUINFO = {
-    "amx-bf16": "amx_bf16", "amx-int8": "amx_int8", "amx-tile": "amx_tile", "avx512bf16": "avx512_bf16",
-    "avx512bitalg": "avx512_bitalg", "avx512fp16": "avx512_fp16", "avx512vbmi2": "avx512_vbmi2",
-    "avx512vnni": "avx512_vnni", "avx512vpopcntdq": "avx512_vpopcntdq", "avxvnni": "avx_vnni", "bmi": "bmi1",
-    "lzcnt": "abm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "bf16": "bf16", "dotprod": "asimddp",
-    "fp16fml": "asimdfhm", "fullfp16": "asimdhp", "i8mm": "i8mm", "lse": "atomics", "neon": "asimd", "rdm": "asimdrdm",
-    "fp-armv8": "fp", "sve": "sve", "sve2": "sve2", "sha3": "sha3", "jsconv": "jscvt", "complxnum": "fcma",
-    "rcpc": "lrcpc", "rcpc-immo": "ilrcpc", "lse2": "uscat", "crc": "crc32", "flagm": "flagm",
-} | {same: same for same in ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512ifma", "avx512vbmi",
-     "avx512vl", "bmi2", "cx16", "f16c", "fma", "gfni", "movbe", "popcnt", "sse4a", "ssse3", "xsave")}  # fmt: skip
-
 ARMV7 = {"neon": "neon", "vfp3": "vfpv3", "vfp4": "vfpv4"}
 REGISTERS = {"x86-64-v3": 16, "armv7-generic": 16, "riscv64-generic": 8}  # of 128 bits: 32 floats, there are no vectors
 

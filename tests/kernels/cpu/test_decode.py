@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from support import this_cpu
 from support.kernel_runs import (
     attention,
     call,
@@ -179,7 +180,7 @@ def test_narrow_storage_is_computed_in_float32(dtype):
 
     narrow, digits = (ml_dtypes.bfloat16, 8) if dtype == "bfloat16" else (np.float16, 11)
     op = decode(E=40, F=40, dtype=dtype)
-    profile = vector_machine(512, 32, mcpu="x86-64-v4")
+    profile = vector_machine(512, 32, mcpu=this_cpu.level("x86-64-v4"))
     q, k, v = (t.astype(narrow) for t in operands(op, 2, 197))
     expected = attention(op, *(t.astype(np.float32) for t in (q, k, v)), None)
     y = call(library(op, profile), q, k, v, np.zeros((2, 4, 1, 40), narrow)).astype(np.float64)

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import tvm
+from support import this_cpu
 from support.kernel_runs import vector_machine
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -14,7 +15,6 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd import dot_product, vectors
-from mhsa_compile.target import host
 from mhsa_compile.target.profile import load_profile
 
 INSTRUCTIONS = {  # by the feature, as assembly
@@ -28,19 +28,25 @@ INSTRUCTIONS = {  # by the feature, as assembly
     ("i8mm", 2): r"smmla\s+v\d+\.4s, v\d+\.16b, v\d+\.16b",
 }
 X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
-MACHINES = {  # by the feature: LLVM's triple, CPU
-    "avx512_bf16": (X86, "znver4"),
-    "avx512_vnni": (X86, "znver4"),
-    "avx_vnni": (X86, "alderlake"),
-    "bf16": (ARM, "neoverse-v1"),
-    "asimdfhm": (ARM, "neoverse-v1"),
-    "asimddp": (ARM, "neoverse-n1"),
-    "i8mm": (ARM, "neoverse-v1"),
+MACHINES = {  # by the feature: LLVM's triple, and a CPU without it
+    "avx512_bf16": (X86, "x86-64-v4"),
+    "avx512_vnni": (X86, "x86-64-v4"),
+    "avx_vnni": (X86, "x86-64-v3"),
+    "bf16": (ARM, "generic"),
+    "asimdfhm": (ARM, "generic"),
+    "asimddp": (ARM, "generic"),
+    "i8mm": (ARM, "generic"),
 }
 
 
+def target(feature: str) -> dict[str, object]:
+    triple, mcpu = MACHINES[feature]
+    return {"kind": "llvm", "mtriple": triple, "mcpu": mcpu, "mattr": [*this_cpu.attributes((feature,))]}
+
+
 def runs_here(feature: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(feature not in host.cpu_features(), reason=f"this CPU has no {feature}")
+    why = this_cpu.lacking(target(feature))
+    return pytest.mark.skipif(why is not None, reason=why or "")
 
 
 def name_of(instruction: dot_product.Dot) -> str:
@@ -65,8 +71,7 @@ def accumulating(instruction: dot_product.Dot, name: str) -> object:
 
 def library(instruction: dot_product.Dot, *names: str):
     module = tvm.IRModule({name: accumulating(instruction, name) for name in names})
-    triple, mcpu = MACHINES[instruction.feature]
-    return tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mtriple": triple, "mcpu": mcpu}))
+    return tvm.compile(module, target=tvm.target.Target(target(instruction.feature)))
 
 
 def factors(instruction: dot_product.Dot, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
+from support import this_cpu
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -15,13 +16,15 @@ from mhsa_compile.kernels.cpu.simd import dtypes
 
 NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # its bits; below them lie the finite values, in order
-# The last has no F16C: there float16 goes through functions that TVM adds to the module.
+# The last has no F16C: there float16 goes through functions that TVM adds to the module. Without AVX-512 the first is
+# compiled for this CPU.
 MACHINES = [("x86-64-v4", 16), ("x86-64-v3", 8), ("x86-64-v3", 1), ("x86-64-v3", 32), ("x86-64", 4)]
 
 
 @pytest.fixture(params=MACHINES, ids=str)
 def machine(request):
-    return request.param
+    mcpu, lanes = request.param
+    return this_cpu.level(mcpu), lanes
 
 
 def converted(machine: tuple[str, int], source: str, target: str, values: np.ndarray) -> np.ndarray:

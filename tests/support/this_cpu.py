@@ -1,0 +1,61 @@
+"""Whether this CPU runs code that is compiled for another, and why it does not.
+
+LLVM says what such code may use, `mhsa_compile.target.host` what is here: no list of CPUs to forget one in. `root` is
+the root of the file system, as it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mhsa_compile.target import host
+from mhsa_compile.target.profile import detect
+
+# LLVM's features of arithmetic and vectors, where /proc/cpuinfo names them otherwise; the rest keep their name.
+CPUINFO = {
+    "amx-bf16": "amx_bf16", "amx-int8": "amx_int8", "amx-tile": "amx_tile", "avx512bf16": "avx512_bf16",
+    "avx512bitalg": "avx512_bitalg", "avx512fp16": "avx512_fp16", "avx512vbmi2": "avx512_vbmi2",
+    "avx512vnni": "avx512_vnni", "avx512vpopcntdq": "avx512_vpopcntdq", "avxvnni": "avx_vnni", "bmi": "bmi1",
+    "lzcnt": "abm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "bf16": "bf16", "dotprod": "asimddp",
+    "fp16fml": "asimdfhm", "fullfp16": "asimdhp", "i8mm": "i8mm", "lse": "atomics", "neon": "asimd", "rdm": "asimdrdm",
+    "fp-armv8": "fp", "sve": "sve", "sve2": "sve2", "sha3": "sha3", "jsconv": "jscvt", "complxnum": "fcma",
+    "rcpc": "lrcpc", "rcpc-immo": "ilrcpc", "lse2": "uscat", "crc": "crc32", "flagm": "flagm",
+} | {same: same for same in ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512ifma", "avx512vbmi",
+     "avx512vl", "bmi2", "cx16", "f16c", "fma", "gfni", "movbe", "popcnt", "sse4a", "ssse3", "xsave")}  # fmt: skip
+_LLVM = {name: feature for feature, name in CPUINFO.items()}
+
+
+def attributes(features: tuple[str, ...]) -> tuple[str, ...]:
+    """LLVM's `mattr` of features that /proc/cpuinfo names: what code may use beyond its CPU."""
+    return tuple(f"+{_LLVM[feature]}" for feature in features)
+
+
+def lacking(config: Mapping[str, Any], root: Path = host.ROOT) -> str | None:
+    """Why this CPU cannot run code for a target (the argument of `tvm.target.Target`, with its `mtriple`); None where
+    it can."""
+    from tvm.target import Target, codegen
+
+    architecture = config["mtriple"].partition("-")[0]
+    if architecture != host.architecture():
+        return f"this CPU is no {architecture}"
+    with Target(dict(config)) as target:
+        used = {CPUINFO[feature] for feature in map(str, codegen.llvm_get_cpu_features(target)) if feature in CPUINFO}
+    missing = used - host.cpu_features(root)
+    return f"this CPU lacks {' '.join(sorted(missing))}" if missing else None
+
+
+def require(config: Mapping[str, Any]) -> None:
+    """Skips a test that runs code for a target which this CPU cannot run."""
+    if (why := lacking(config)) is not None:
+        pytest.skip(why)
+
+
+def level(mcpu: str, root: Path = host.ROOT) -> str:
+    """LLVM's CPU of that name, or this one's level where it lacks something of that: LLVM splits the vectors that it
+    does not have, so what a kernel computes at that width is checked all the same."""
+    here = lacking({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu}, root) is None
+    return mcpu if here else detect(root).tvm.mcpu
