@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,11 @@ ALIGNMENT = 64
 
 def is_torch(value: object) -> bool:
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def any_torch(values: Iterable[object]) -> bool:
+    """Whether one of them is a tensor of PyTorch's; quick where all are NumPy's."""
+    return any(type(value) is not np.ndarray and is_torch(value) for value in values)
 
 
 def address(array: Any) -> int:

@@ -20,6 +20,7 @@ from mhsa_compile.runtime.array_memory import (
     ALIGNMENT,
     address,
     aligned_copy,
+    any_torch,
     as_tvm_strides,
     bfloat16_to_numpy,
     exportable,
@@ -32,6 +33,9 @@ from mhsa_compile.runtime.symbolic_dims import is_expression, made_of, size_of
 from mhsa_compile.spec.outputs import together
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
+
+_KNOWN_SHAPES = 64
+"""Shapes of inputs that are remembered as right: more than a program calls with again and again."""
 
 
 class Argument:
@@ -50,6 +54,11 @@ class Argument:
         self._first_seen = first_seen
         self._right_dtypes: set[object] = set()  # as NumPy's and PyTorch's objects, which compare faster than names
 
+    @property
+    def is_told_by_shape(self) -> bool:
+        """Whether an array of NumPy's of a shape and dtype that were right once is right, if it is contiguous."""
+        return self.info.broadcast is None and self.info.most is None and not (self._bfloat16 or self._written)
+
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
         array = value if type(value) is np.ndarray else self._adopt(value)
@@ -61,8 +70,7 @@ class Argument:
             raise self._wrong_shape(array, sizes)
         if self._written:
             self._check_writable(array)
-        if self.info.most is not None:
-            self._check_values(array, size_of(self.info.most, sizes))
+        self.check_values(array, sizes)
         if 0 in array.shape:
             array = as_tvm_strides(array)
         if not isinstance(array, np.ndarray):
@@ -142,7 +150,11 @@ class Argument:
             raise self._wrong_shape(given, sizes)
         return mask
 
-    def _check_values(self, array: Any, most: int | None) -> None:
+    def check_values(self, array: Any, sizes: Sizes) -> None:
+        """Raises InputError for numbers out of the bounds that the manifest states."""
+        if self.info.most is None:
+            return
+        most = size_of(self.info.most, sizes)
         least, largest = (int(array.min()), int(array.max())) if len(array) else (0, 0)
         if least < 0 or (most is not None and largest > most):
             stated = f"0 to {self.info.most}" + ("" if most in (None, self.info.most) else f" = {most}")
@@ -207,6 +219,9 @@ class Signature:
         written = set(self.in_place.values())
         self._apart = [(i, j) for i in written for j in range(len(inputs)) if j > i or (j < i and j not in written)]
         self._arguments = [make(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
+        self._aligned = aligned
+        self._told_by_shapes = not self._apart and all(argument.is_told_by_shape for argument in self._arguments)
+        self._known: dict[tuple[object, ...], Sizes] = {}  # the sizes of shapes and dtypes that were right
         self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
     def values(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Sequence[Any]:
@@ -216,6 +231,9 @@ class Signature:
     def arrays(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[list[Any], Sizes]:
         """Arrays in the order of the inputs, and the sizes of the symbolic dims. Raises InputError."""
         values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
+        key = self._key(values) if self._told_by_shapes else None
+        if key is not None and (known := self._known.get(key)) is not None:
+            return list(values), known
         arrays, sizes = list(values), Sizes()
         for i in self._order:
             arrays[i] = self._arguments[i].ready(values[i], sizes)
@@ -230,7 +248,50 @@ class Signature:
             self._check_apart(arrays)
         for i in self._composed:
             self._arguments[i].check_expressions(arrays[i], sizes)
+        if key is not None and 0 not in sizes.values():
+            if len(self._known) >= _KNOWN_SHAPES:
+                self._known.clear()
+            self._known[key] = sizes
         return arrays, sizes
+
+    def _key(self, values: Sequence[Any]) -> tuple[object, ...] | None:
+        """The shapes and dtypes of values that are read as they are; None where one of them needs more than a look."""
+        key: list[object] = []
+        for value in values:
+            if type(value) is not np.ndarray or not value.flags.carray:
+                return None
+            if self._aligned and address(value) % ALIGNMENT:
+                return None
+            key += (value.shape, value.dtype)
+        return tuple(key)
+
+    def copies(self, values: Sequence[Any], arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """(value, array) where a call reads a copy of a value, since it has gaps or begins off a cache line.
+
+        Raises InputError where what it reads is no array of the same kind, as of bfloat16 in NumPy.
+        """
+        found = []
+        for argument, value, array in zip(self._arguments, values, arrays, strict=True):
+            kinds = [
+                isinstance(one, np.ndarray) if isinstance(value, np.ndarray) else is_torch(one)
+                for one in (value, array)
+            ]
+            if kinds[0] and 0 not in value.shape and address(value) != address(array):
+                if not kinds[1]:
+                    hint = f"Bind a contiguous array that begins at a multiple of {ALIGNMENT} bytes, or call as usual."
+                    raise InputError(argument.label, "memory that is read where it lies", "an array that is not", hint)
+                found.append((value, array))
+        return found
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether numbers in some input must lie in bounds."""
+        return any(argument.info.most is not None for argument in self._arguments)
+
+    def check_values(self, arrays: Sequence[Any], sizes: Sizes) -> None:
+        """Again what a value, not a shape, must be. Raises InputError."""
+        for argument, array in zip(self._arguments, arrays, strict=True):
+            argument.check_values(array, sizes)
 
     def _check_apart(self, arrays: Sequence[Any]) -> None:
         """What is written must share no byte with any other input. Raises InputError."""
@@ -244,7 +305,7 @@ class Signature:
 
         What was written in place is the caller's own value: `values` must then be what the call was given.
         """
-        importers = [to_torch] * len(self._outputs) if any(map(is_torch, values)) else self._to_numpy
+        importers = [to_torch] * len(self._outputs) if any_torch(values) else self._to_numpy
         if len(importers) == 1:
             return importers[0](returned) if not self.in_place else values[self.in_place[0]]
         if not self.in_place:
@@ -267,7 +328,7 @@ class Signature:
         shapes = [[size for size in found if size is not None] for found in sizes_of]
         if shapes != sizes_of or not all(0 in shape for shape in shapes):
             return None
-        of_torch = any(map(is_torch, arrays))
+        of_torch = any_torch(arrays)
         results = [self._empty(shape, info.dtype, of_torch) for shape, info in zip(shapes, self._outputs, strict=True)]
         return results[0] if len(results) == 1 else self._together(results)
 

@@ -38,6 +38,7 @@ from mhsa_compile.runtime.artifact.manifest import (
     TensorInfo,
 )
 from mhsa_compile.runtime.artifact.stored_weights import parsed
+from mhsa_compile.runtime.bound_call import BoundCall
 from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes
 from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight
 from mhsa_compile.runtime.cuda_launch import Launches
@@ -171,20 +172,42 @@ class CompiledAttention:
             return self._called(inputs, by_name)
 
     def _called(self, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
-        signature, thread = self._signature, self._thread
+        signature = self._signature
         try:
             arrays, sizes = signature.arrays(inputs, by_name)
         except MemoryError as error:
             raise refusal_of(error) or error from error
         if 0 in sizes.values() and (results := signature.empty_results(arrays, sizes)) is not None:
             return results
+        return self._run(arrays, sizes, signature.values(inputs, by_name) if signature.in_place else arrays)
+
+    def _run(self, arrays: Sequence[Any], sizes: Sizes, values: Sequence[Any]) -> Any:
+        """`values` are what the caller gave: what is written in place is its own. To be called with the lock."""
         try:
-            returned = thread.run(arrays, sizes, self._packed)
-            return signature.results(returned, signature.values(inputs, by_name) if signature.in_place else arrays)
+            return self._signature.results(self._thread.run(arrays, sizes, self._packed), values)
         except MhsaError:
             raise
         except Exception as error:
             raise self._refusal(error, arrays, sizes) from error
+
+    @bounded
+    def bind(self, /, *inputs: Any, **by_name: Any) -> BoundCall:
+        """A call of these very arrays, for loops that make it again and again: they are checked now, and each run reads
+        what is in them then. Raises InputError, also for a GPU's artifact.
+
+        >>> import mhsa_compile as mhsa, numpy as np
+        >>> attention = load(mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4)))
+        >>> x = np.zeros((2, 9, 32), np.float32)
+        >>> run = attention.bind(x)
+        >>> run().shape
+        (2, 9, 32)
+        """
+        if isinstance(self._signature, DeviceSignature):
+            hint = "Capture the call in a CUDA graph."
+            raise InputError("bind", "an artifact for a CPU", f"one for {self.device}", hint)
+        arrays, sizes = self._signature.arrays(inputs, by_name)
+        values = self._signature.values(inputs, by_name)
+        return BoundCall(self._signature, self._run, lambda: self._thread.lock, values, arrays, sizes)
 
     def _refusal(self, error: Exception, arrays: Sequence[Any], sizes: Sizes) -> MhsaError:
         """What a call of compiled code raised, as an error of ours."""

@@ -38,6 +38,10 @@ class DeviceArgument(Argument):
         super().__init__(*words)
         self._gpu = gpu
 
+    @property
+    def is_told_by_shape(self) -> bool:
+        return False
+
     def ready(self, value: Any, sizes: Sizes) -> Any:
         array = self._adopt(value)
         if array.dtype not in self._right_dtypes:

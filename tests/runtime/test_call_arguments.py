@@ -15,6 +15,7 @@ from support.tiny_artifact import (
     read_only,
 )
 
+import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
 from mhsa_compile.runtime.array_memory import ALIGNMENT, aligned_zeros
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -287,3 +288,56 @@ def test_empty_bfloat16() -> None:
         y = signature.empty_results([x] if isinstance(x, torch.Tensor) else arrays, sizes)
         assert y.dtype == x.dtype
         assert tuple(y.shape) == (0, 3)
+
+
+def test_a_bound_call_reads_what_is_in_its_arrays(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    run = compiled.bind(x, mask=mask)
+    for seed in range(3):
+        x[...] = np.random.default_rng(seed).standard_normal(x.shape)
+        assert_right(run(), x, mask)
+    first = run()
+    x[...] = 0
+    assert np.any(run() != first)  # an output of its own each time
+    tensors = torch.ones(3, 5, 8), torch.from_numpy(mask)
+    assert type(compiled.bind(*tensors)()) is torch.Tensor
+    assert compiled.bind(x[:0], mask[:1])().shape == (0, 5, 8)
+
+
+def test_a_bound_call_copies_anew_what_has_gaps(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    gaps = np.asfortranarray(x)
+    for given, kind in ((gaps, np.asarray), (torch.from_numpy(gaps), torch.as_tensor)):
+        run = compiled.bind(given, kind(mask))
+        for seed in range(2):
+            gaps[...] = np.random.default_rng(seed).standard_normal(x.shape)
+            assert_right(np.asarray(run()), gaps, mask)
+    with pytest.raises(InputError, match=r"input 'x': expected float32"):
+        compiled.bind(x.astype(np.float64), mask)
+
+
+def test_numbers_of_a_bound_call_are_looked_at_in_each_run() -> None:
+    spec = mhsa.AttentionSpec(embed_dim=16, num_heads=2, kv_cache=True, causal=True)
+    attention = mhsa.load(mhsa.compile(spec))
+    x, length = np.ones((2, 1, 16), np.float32), np.zeros(2, np.int64)
+    cache = [np.zeros((2, 2, 8, 8), np.float32) for _ in range(2)]
+    run = attention.bind(x, *cache, length)
+    y, keys, _ = run()
+    assert keys is cache[0]
+    assert y.shape == x.shape
+    length[1] = 8
+    with pytest.raises(InputError, match="length"):
+        run()
+
+
+def test_shapes_that_were_right_are_checked_again_where_they_differ(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    for _ in range(3):
+        assert_right(compiled(x, mask), x, mask)
+        with pytest.raises(InputError):
+            compiled(x.astype(np.float64), mask)
+        with pytest.raises(InputError):
+            compiled(x, mask[:, :-1])
+        read = read_only(x.copy())
+        assert_right(compiled(read, mask), x, mask)
+        assert_right(compiled(np.asfortranarray(x), mask), x, mask)
