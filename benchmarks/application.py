@@ -10,6 +10,7 @@ round the candidates, back and forth; a figure is the median over the turns of t
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import subprocess
@@ -205,7 +206,7 @@ def _between(situation: str, threads: int) -> Callable[[], Any]:
     import torch
 
     torch.set_num_threads(threads)
-    layer, rows = _layer(torch)
+    layer, rows = _layer()
 
     def run() -> None:
         with torch.inference_mode():
@@ -216,10 +217,11 @@ def _between(situation: str, threads: int) -> Callable[[], Any]:
     return run
 
 
-def _layer(torch: Any, made: list[Any] = []) -> Any:  # noqa: B006
-    if not made:
-        made.append((torch.nn.Linear(512, 2048), torch.randn(64, 512)))
-    return made[0]
+@functools.cache
+def _layer() -> tuple[Any, Any]:
+    import torch
+
+    return torch.nn.Linear(512, 2048), torch.randn(64, 512)
 
 
 # The process that asks

@@ -17,9 +17,12 @@ typedef struct {
 typedef int (*Lambda)(int task, Env *env, void *closure);
 
 enum {
-  kTasksPerThread = 4, /* more even out late threads better, each costs some 30 ns; a tiny loop takes 5 us */
   kMostTasks = 4095,
 };
+
+/* Tasks for each thread, by how long the loop took the last time. More of them even out late threads, and shares that
+   do not divide well, better; each costs some 30 ns, and a tiny loop takes 5 us. */
+static int tasks_per_thread(int64_t nanoseconds) { return nanoseconds < 30000 ? 4 : nanoseconds < 300000 ? 8 : 16; }
 
 typedef struct {
   /* generation: 24 bits | seats: 12 | back: 14 | front: 14. Tasks front <= t < back are free. A thread takes a seat with

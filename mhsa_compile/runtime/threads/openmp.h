@@ -15,6 +15,7 @@
 #include "pool.h"
 
 enum {
+  kLoops = 32,
   kLooks = 64,                  /* calls, at most, from one look for the team of a thread to the next */
   kTeamSpinsNanoseconds = 200000, /* for longer than this after a loop (libgomp for 7.6 ms, others for 200) */
   kSameMomentNanoseconds = 10000,
@@ -40,6 +41,10 @@ typedef struct {
   int32_t patience; /* calls until the next look for a team */
   int32_t patience_grown;
   int64_t ended; /* the last loop, in nanoseconds */
+  struct {
+    Lambda lambda;
+    int64_t nanoseconds; /* that it took the last time */
+  } loops[kLoops];       /* by a hash of the lambda */
 } Caller;
 
 enum { kAuto = 0, kOwn = 1, kOpenMP = 2 };
@@ -151,8 +156,8 @@ static void look_for_team(Caller *caller) {
 }
 
 /* Whether this thread's team runs, now. */
-static bool team_is_awake(Caller *caller) {
-  const int64_t since = nanoseconds() - caller->ended;
+static bool team_is_awake(Caller *caller, int64_t now) {
+  const int64_t since = now - caller->ended;
   const bool stays = caller->ran_on == kOpenMP && !caller->is_slow;
   if (since < (stays ? kTeamSpinsNanoseconds : kSameMomentNanoseconds)) return stays;
   if (caller->team == 0) look_for_team(caller);
@@ -181,11 +186,11 @@ static void run_member(void *data) {
 }
 
 /* On this thread's team, or a part of it. */
-static int run_on_openmp(Caller *caller, Lambda lambda, void *closure, int limit) {
+static int run_on_openmp(Caller *caller, Lambda lambda, void *closure, int limit, int per_thread) {
   const int most = openmp.most(), threads = limit < most ? limit : most;
   if (threads < 2) return run_serially(lambda, closure);
   Team team = {.limit = threads};
-  const int wanted = threads * kTasksPerThread;
+  const int wanted = threads * per_thread;
   open_job(&team.job, lambda, closure, wanted < kMostTasks ? wanted : kMostTasks, threads - 1);
   openmp.parallel(run_member, &team, 0, 0);
   const uint64_t word = atomic_load_explicit(&team.job.claims, memory_order_relaxed);

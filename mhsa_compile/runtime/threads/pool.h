@@ -231,7 +231,7 @@ static void await_helpers(Job *job) {
 }
 
 /* On at most `limit` threads, this one among them; on fewer where others call, too, so that nobody waits for a CPU. */
-static int run_on_pool(Lambda lambda, void *closure, int limit) {
+static int run_on_pool(Lambda lambda, void *closure, int limit, int per_thread) {
   const int callers = 1 + atomic_fetch_add(&pool->callers, 1);
   const int cpus = atomic_load_explicit(&pool->cpus, memory_order_relaxed);
   const int idle = (cpus > limit ? cpus : limit) - callers; /* more than there are CPUs only where so many are asked for */
@@ -241,7 +241,7 @@ static int run_on_pool(Lambda lambda, void *closure, int limit) {
   if (job == NULL) {
     result = run_serially(lambda, closure);
   } else {
-    const int wanted = (helpers + 1) * kTasksPerThread, tasks = wanted < kMostTasks ? wanted : kMostTasks;
+    const int wanted = (helpers + 1) * per_thread, tasks = wanted < kMostTasks ? wanted : kMostTasks;
     const uint64_t bit = (uint64_t)1 << (job - pool->jobs);
     if (atomic_load_explicit(&pool->workers, memory_order_relaxed) < helpers) make_workers(helpers);
     open_job(job, lambda, closure, tasks, helpers);

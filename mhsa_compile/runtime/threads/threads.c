@@ -34,12 +34,17 @@ static int launch(Lambda lambda, void *closure, int wanted) {
     make_known();
     if (atomic_load(&pool->cpus) == 0) prepare_pool();
   }
+  const int64_t begin = nanoseconds();
   /* A fork has none of its parent's team, and would wait for it for ever. */
   const bool goes_there = may_be_openmp && own->choice != kOwn && !atomic_load_explicit(&pool->is_forked, memory_order_relaxed) &&
-                          (own->choice == kOpenMP || team_is_awake(own));
+                          (own->choice == kOpenMP || team_is_awake(own, begin));
+  const unsigned place = (unsigned)((uintptr_t)lambda >> 4) % kLoops;
+  const int per_thread = tasks_per_thread(own->loops[place].lambda == lambda ? own->loops[place].nanoseconds : 0);
   own->ran_on = goes_there ? kOpenMP : kOwn;
-  const int result = goes_there ? run_on_openmp(own, lambda, closure, limit) : run_on_pool(lambda, closure, limit);
+  const int result = goes_there ? run_on_openmp(own, lambda, closure, limit, per_thread)
+                                : run_on_pool(lambda, closure, limit, per_thread);
   own->ended = nanoseconds();
+  own->loops[place].lambda = lambda, own->loops[place].nanoseconds = own->ended - begin;
   return result;
 }
 
