@@ -57,6 +57,7 @@ OWN, BEFORE = "mhsa_compile", "before"
 PEERS = ("torch", "onnxruntime-fused", "openvino")
 IDLE = 0.02
 WARM_UP, LEAST_CALLS = 3, 5
+SETS = max(CALLERS)  # of inputs
 
 
 class Turn(msgspec.Struct):
@@ -68,10 +69,10 @@ class Turn(msgspec.Struct):
 
 
 class Times(msgspec.Struct):
-    """Its answer: the seconds of each call, and of the whole turn."""
+    """Its answer: the seconds of each call after the first few, and the calls a second of all."""
 
     calls: list[float]
-    elapsed: float
+    rate: float
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Row:
     def add(self, candidate: str, times: Times) -> None:
         self.seconds.setdefault(candidate, []).append(median(times.calls))
         self.slowest.setdefault(candidate, []).append(float(np.quantile(times.calls, 0.99)))
-        self.rate.setdefault(candidate, []).append(len(times.calls) / times.elapsed)
+        self.rate.setdefault(candidate, []).append(times.rate)
 
     def of(self, candidate: str) -> float:
         """Seconds of a call."""
@@ -124,30 +125,30 @@ def serve(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -> 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print
     with ExitStack() as stack:
-        call = stack.enter_context(_opened(candidate, folder, sizes, threads))
+        calls = stack.enter_context(_opened(candidate, folder, sizes, threads))
         answers.write("\n")
         for line in sys.stdin:
             turn = msgspec.json.decode(line, type=Turn)
-            answers.write(msgspec.json.encode(_take(turn, call, threads)).decode() + "\n")
+            answers.write(msgspec.json.encode(_take(turn, calls, threads)).decode() + "\n")
 
 
 @contextmanager
-def _opened(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -> Iterator[Callable[[], Any]]:
+def _opened(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -> Iterator[Sequence[Callable[[], Any]]]:
+    """A call for each of several sets of inputs."""
     name, _, way = candidate.partition(":")
     artifact = Artifact.open(folder)
-    sets = [random_inputs(artifact.manifest, sizes, seed) for seed in range(4)]
+    sets = [random_inputs(artifact.manifest, sizes, seed) for seed in range(SETS)]
     if name in (OWN, BEFORE):
         pool = {"pool": way} if way in ("own", "openmp") else {}
         if way == "openmp":
             import torch  # noqa: F401
         attention = mhsa.load(artifact, threads=1 if way == "1" else threads, **pool)
-        calls = [lambda arrays=arrays: attention(**arrays) for arrays in sets]
-        yield _in_turn(calls)
+        yield [lambda arrays=arrays: attention(**arrays) for arrays in sets]
         return
     problem = Problem(artifact, sets)
     (peer,) = find([name])
     with peer.open(problem, threads) as opened:
-        yield _in_turn(opened.calls)
+        yield opened.calls
 
 
 def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
@@ -155,28 +156,30 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
     return lambda: to_list(next(endless)())
 
 
-def _take(turn: Turn, call: Callable[[], Any], threads: int) -> Times:
+def _take(turn: Turn, calls: Sequence[Callable[[], Any]], threads: int) -> Times:
     between = _between(turn.situation, threads)
     if turn.callers == 1:
         begin = time.perf_counter()
-        calls = _calls(turn.seconds, call, between)
-        return Times(calls, time.perf_counter() - begin)
+        times = _calls(turn.seconds, _in_turn(calls), between)
+        return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
     found: list[list[float]] = []
     barrier = threading.Barrier(turn.callers + 1)
 
-    def caller() -> None:
+    def caller(number: int) -> None:
+        call = _in_turn(calls[number :: turn.callers])  # its own: some peers keep what a call needs beside its inputs
         call()
         barrier.wait()
         found.append(_calls(turn.seconds, call, between))
 
-    callers = [threading.Thread(target=caller) for _ in range(turn.callers)]
+    callers = [threading.Thread(target=caller, args=(number,)) for number in range(turn.callers)]
     for thread in callers:
         thread.start()
     barrier.wait()
     begin = time.perf_counter()
     for thread in callers:
         thread.join()
-    return Times([seconds for one in found for seconds in one], time.perf_counter() - begin)
+    elapsed = time.perf_counter() - begin
+    return Times([seconds for one in found for seconds in one], sum(len(one) + WARM_UP for one in found) / elapsed)
 
 
 def _calls(seconds: float, call: Callable[[], Any], between: Callable[[], Any]) -> list[float]:
@@ -320,7 +323,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=["blocks", "decode2048"], metavar="NAME")
     parser.add_argument("--situation", nargs="*", default=list(SITUATIONS), choices=SITUATIONS, metavar="NAME")
-    parser.add_argument("--callers", nargs="*", type=int, default=list(CALLERS))
+    parser.add_argument("--callers", nargs="*", type=int, default=list(CALLERS), choices=CALLERS)
     parser.add_argument("--candidate", nargs="+", default=[OWN, *PEERS], metavar="NAME")
     parser.add_argument("--before", type=Path, metavar="DIR", help="artifacts of another version, by workload")
     parser.add_argument("--threads", type=int, default=host.allowed_cpus())
