@@ -2,7 +2,7 @@
 
 What no row of the task's tile sees is never visited; what every row sees takes a path without masks; at the right edge
 of a band, columns of queries that see nothing of a group may be left out. What becomes of a group of keys is the
-visitor's: attention makes weights of it (`tile`), and `softmax_outputs` looks at its scores.
+visitor's: attention makes probs of it (`tile`), and `softmax_outputs` looks at its scores.
 """
 
 from __future__ import annotations

@@ -82,13 +82,13 @@ class TaskOperands:
 
 
 class Products(Protocol):
-    """S^T = K Q^T for a few keys at a time, the weights that come of it, and P V, for one task."""
+    """S^T = K Q^T for a few keys at a time, the probs that come of it, and P V, for one task."""
 
     operands: TaskOperands
     exp2_coefficients: Sequence[float]
-    """As exact as the weights are kept."""
+    """As exact as the probs are kept."""
     keys_a_step: int
-    """Keys whose weights are kept together, and that one step of P V takes."""
+    """Keys whose probs are kept together, and that one step of P V takes."""
     rows_at_once: int
     """Rows that one instruction multiplies."""
 
@@ -103,19 +103,19 @@ class Products(Protocol):
         """
         ...
 
-    def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
-        """Keeps the weights of keys base, base + 1, ... of the block, for the queries of one column.
+    def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
+        """Keeps the probs of keys base, base + 1, ... of the block, for the queries of one column.
 
         `base` may be as low as -key_tile: what is kept there, nobody reads.
         """
         ...
 
-    def weight(self, key: Expr, query: Expr) -> Expr:
-        """One weight that was kept, as float32."""
+    def prob(self, key: Expr, query: Expr) -> Expr:
+        """One prob that was kept, as float32."""
         ...
 
-    def rescale_weights(self, count: Expr, factors: Expr) -> None:
-        """Multiplies the weights of the block's first `count` keys by the factor of each query."""
+    def rescale_probs(self, count: Expr, factors: Expr) -> None:
+        """Multiplies the probs of the block's first `count` keys by the factor of each query."""
         ...
 
     def take_values(self, first_key: Expr, count: Expr) -> None:
@@ -146,8 +146,8 @@ class KeyBlock:
 class Float32Products:
     """Both products in float32. K and V of 16 bits are widened on their way, a few rows at a time, into scratch.
 
-    A `run` of elements of K, and of weights, is loaded at once where a machine multiplies by each of them in place.
-    q_t (E, queries) is Q^T times score_factor; weights (key_tile + keys, queries) is P^T from row key_tile on.
+    A `run` of elements of K, and of probs, is loaded at once where a machine multiplies by each of them in place.
+    q_t (E, queries) is Q^T times score_factor; probs (key_tile + keys, queries) is P^T from row key_tile on.
     """
 
     exp2_coefficients: Sequence[float] = vector_math.EXP2_COEFFICIENTS
@@ -160,8 +160,8 @@ class Float32Products:
         op = operands.op
         self.operands, self.key_tile, self.lanes, self.run = operands, key_tile, lanes, run
         self.queries = queries
-        # The rows in front take the weights of the group before a block's first, which nobody reads.
-        self.weights = scratch((key_tile + keys, queries))
+        # The rows in front take the probs of the group before a block's first, which nobody reads.
+        self.probs = scratch((key_tile + keys, queries))
         shapes = [(op.head_dim, queries), (key_tile, op.head_dim), (keys, op.v_head_dim)]
         self.wide_keys: Expr | None = None
         self.wide_values: Expr | None = None
@@ -203,25 +203,25 @@ class Float32Products:
                     lambda c: load(self.q_t, [e + i, T.int64(tile.columns[c][0])], tile.columns[c][1]),
                 )
 
-        # One part for each step of weights: exponentials come between, and fill the gaps of the products.
+        # One part for each step of probs: exponentials come between, and fill the gaps of the products.
         for i, (first, end) in enumerate(parts(head_dim, len(keys), self.run)):
             vectors.each_run(T.int64(first), T.int64(end), self.run, multiply)
             between(i)
 
-    def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
+    def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
         first, lanes = column
-        for r, weight in enumerate(weights):
-            store(self.weights, [base + (self.key_tile + r), T.int64(first)], weight, lanes)
+        for r, prob in enumerate(probs):
+            store(self.probs, [base + (self.key_tile + r), T.int64(first)], prob, lanes)
 
-    def weight(self, key: Expr, query: Expr) -> Expr:
-        return self.weights[key + self.key_tile, query]
+    def prob(self, key: Expr, query: Expr) -> Expr:
+        return self.probs[key + self.key_tile, query]
 
-    def rescale_weights(self, count: Expr, factors: Expr) -> None:
+    def rescale_probs(self, count: Expr, factors: Expr) -> None:
         with T.serial(count) as j:
             for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [j + self.key_tile, T.int64(first)]
                 factor = load(factors, [T.int64(first)], lanes)
-                store(self.weights, at, load(self.weights, at, lanes) * factor, lanes)
+                store(self.probs, at, load(self.probs, at, lanes) * factor, lanes)
 
     def take_values(self, first_key: Expr, count: Expr) -> None:
         if self.wide_values is None:
@@ -240,12 +240,12 @@ class Float32Products:
 
         def multiply(first: Expr, keys: int) -> None:
             for j in (first + i for i in range(keys)):
-                tile.outer_product(self._row_weights(j, base, tile.rows).__getitem__, lambda c: values(j, c))
+                tile.outer_product(self._row_probs(j, base, tile.rows).__getitem__, lambda c: values(j, c))
 
         vectors.each_run(block.first, block.end, self.run, multiply)
 
-    def _row_weights(self, j: Expr, base: Expr, rows: int) -> list[Expr]:
+    def _row_probs(self, j: Expr, base: Expr, rows: int) -> list[Expr]:
         """P of the block's key j for `rows` queries."""
         if self.run > 1:
-            return elements(load(self.weights, [j + self.key_tile, base], rows), rows)
-        return [self.weights[j + self.key_tile, base + r] for r in range(rows)]
+            return elements(load(self.probs, [j + self.key_tile, base], rows), rows)
+        return [self.probs[j + self.key_tile, base + r] for r in range(rows)]

@@ -65,7 +65,7 @@ class PairedProducts:
     """Both products in pairs of bfloat16, summed in float32.
 
     q_t (E / 2, queries) is Q^T, not scaled, since that would round it once more: the scores are. In pairs of keys,
-    weights ((key_tile + keys) / 2, queries) is P^T from row key_tile / 2 on, and values (keys / 2, F) is V.
+    probs ((key_tile + keys) / 2, queries) is P^T from row key_tile / 2 on, and values (keys / 2, F) is V.
     """
 
     exp2_coefficients: Sequence[float] = vector_math.EXP2_FOR_BFLOAT16
@@ -77,7 +77,7 @@ class PairedProducts:
         self.operands, self.lead, self.dot, self.lanes = operands, key_tile // 2, dot, dot.lanes
         self.queries = queries
         self.q_t = scratch((op.head_dim // 2, queries), "int32")
-        self.weights = scratch((self.lead + keys // 2, queries), "int32")
+        self.probs = scratch((self.lead + keys // 2, queries), "int32")
         self.values = scratch((keys // 2, op.v_head_dim), "int32")
 
     def pack_queries(self) -> None:
@@ -103,24 +103,24 @@ class PairedProducts:
         # Here, in float32; Q itself stays as it was given.
         tile.each(lambda r, c: tile.get(r, c) * constant(score_factor(op), tile.columns[c][1]))
 
-    def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
+    def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
         first, lanes = column
-        words = T.call_pure_extern(f"int32x{lanes}", f"mhsa_pair_bfloat16_{lanes}", *weights)
-        store(self.weights, [T.truncdiv(base + 2 * self.lead, T.int64(2)), T.int64(first)], words, lanes)
+        words = T.call_pure_extern(f"int32x{lanes}", f"mhsa_pair_bfloat16_{lanes}", *probs)
+        store(self.probs, [T.truncdiv(base + 2 * self.lead, T.int64(2)), T.int64(first)], words, lanes)
 
-    def weight(self, key: Expr, query: Expr) -> Expr:
-        word = self.weights[T.truncdiv(key, T.int64(2)) + self.lead, query]
+    def prob(self, key: Expr, query: Expr) -> Expr:
+        word = self.probs[T.truncdiv(key, T.int64(2)) + self.lead, query]
         return T.Select(T.truncmod(key, T.int64(2)) == 0, _half(word, 0, 1), _half(word, 1, 1))
 
-    def rescale_weights(self, count: Expr, factors: Expr) -> None:
+    def rescale_probs(self, count: Expr, factors: Expr) -> None:
         with T.serial(T.truncdiv(count, T.int64(2))) as pair:
             for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [pair + self.lead, T.int64(first)]
-                word = settle(load(self.weights, at, lanes), "int32", lanes)
+                word = settle(load(self.probs, at, lanes), "int32", lanes)
                 factor = load(factors, [T.int64(first)], lanes)
                 low, high = (bfloat16_bits(_half(word, side, lanes) * factor, lanes) for side in (0, 1))
                 both = low | (high << splat(T.uint32(16), lanes))
-                store(self.weights, at, T.reinterpret(f"int32x{lanes}", both), lanes)
+                store(self.probs, at, T.reinterpret(f"int32x{lanes}", both), lanes)
 
     def take_values(self, first_key: Expr, count: Expr) -> None:
         """values[j] = rows 2 j and 2 j + 1 of the block side by side; beyond the block, zeros."""
@@ -144,10 +144,10 @@ class PairedProducts:
             store(self.values, [pair, T.int64(first)], words, lanes)
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
-        """A pair of which these rows see one key is taken whole: the other one's weight is zero."""
+        """A pair of which these rows see one key is taken whole: the other one's prob is zero."""
         with T.serial(T.truncdiv(block.first, T.int64(2)), T.truncdiv(block.end + 1, T.int64(2))) as pair:
             tile.outer_product(
-                lambda r: self.weights[pair + self.lead, base + r],
+                lambda r: self.probs[pair + self.lead, base + r],
                 lambda c: load(self.values, [pair, T.int64(group[c][0])], group[c][1]),
                 self.dot.accumulate,
             )

@@ -53,7 +53,7 @@ class MatrixProducts:
     """Both products in words of four bfloat16, summed in float32.
 
     q_t (E / 4, queries) is Q^T, not scaled, since that would round it once more: the scores are. In words of four keys,
-    weights ((key_tile + keys) / 4, queries) is P^T from row key_tile / 4 on, and values (keys / 4, F) is V.
+    probs ((key_tile + keys) / 4, queries) is P^T from row key_tile / 4 on, and values (keys / 4, F) is V.
     """
 
     exp2_coefficients: Sequence[float] = vector_math.EXP2_FOR_BFLOAT16
@@ -65,7 +65,7 @@ class MatrixProducts:
         self.operands, self.lead, self.dot, self.lanes = operands, key_tile // WORD, dot, dot.lanes
         self.queries = queries
         self.q_t = scratch((op.head_dim // WORD, queries), "int64")
-        self.weights = scratch((self.lead + keys // WORD, queries), "int64")
+        self.probs = scratch((self.lead + keys // WORD, queries), "int64")
         self.values = scratch((keys // WORD, op.v_head_dim), "int64")
 
     def pack_queries(self) -> None:
@@ -133,26 +133,26 @@ class MatrixProducts:
                 for number, part in enumerate(self.dot.unzipped(bind(sums.get(line, c)))):
                     take(2 * line + number, c, part)
 
-    def keep_weights(self, base: Expr, column: Chunk, weights: list[Expr]) -> None:
-        words = T.call_pure_extern(f"int64x{self.lanes}", dot_product_aarch64.WORDS_NAME, *weights)
-        store(self.weights, [T.truncdiv(base, T.int64(WORD)) + self.lead, T.int64(column[0])], words, self.lanes)
+    def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
+        words = T.call_pure_extern(f"int64x{self.lanes}", dot_product_aarch64.WORDS_NAME, *probs)
+        store(self.probs, [T.truncdiv(base, T.int64(WORD)) + self.lead, T.int64(column[0])], words, self.lanes)
 
-    def weight(self, key: Expr, query: Expr) -> Expr:
-        word = self.weights[T.truncdiv(key, T.int64(WORD)) + self.lead, query]
+    def prob(self, key: Expr, query: Expr) -> Expr:
+        word = self.probs[T.truncdiv(key, T.int64(WORD)) + self.lead, query]
         return _element(word, T.truncmod(key, T.int64(WORD)), 1)
 
-    def rescale_weights(self, count: Expr, factors: Expr) -> None:
+    def rescale_probs(self, count: Expr, factors: Expr) -> None:
         with T.serial(T.truncdiv(count, T.int64(WORD))) as j:
             for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [j + self.lead, T.int64(first)]
-                word = settle(load(self.weights, at, lanes), "int64", lanes)
+                word = settle(load(self.probs, at, lanes), "int64", lanes)
                 factor = load(factors, [T.int64(first)], lanes)
                 new = splat(T.int64(0), lanes)
                 for place in range(WORD):
                     bits = bfloat16_bits(_element(word, T.int64(place), lanes) * factor, lanes)
                     wide = T.cast(bits, vector_type("int64", lanes)) << splat(T.int64(16 * place), lanes)
                     new = settle(new | wide, "int64", lanes)
-                store(self.weights, at, new, lanes)
+                store(self.probs, at, new, lanes)
 
     def take_values(self, first_key: Expr, count: Expr) -> None:
         """values[j] = rows 4 j .. 4 j + 3 of the block side by side; beyond the block, zeros."""
@@ -178,12 +178,12 @@ class MatrixProducts:
             store(self.values, [j, T.int64(first)], _interleaved(low, high, "int64", lanes), lanes)
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
-        """A word of which these rows see one key is taken whole: the other ones' weights are zero."""
+        """A word of which these rows see one key is taken whole: the other ones' probs are zero."""
         sums = self._sums(tile)
         with T.serial(T.truncdiv(block.first, T.int64(WORD)), ceil_div(block.end, WORD)) as j:
             self._multiply(
                 sums,
-                lambda line: load(self.weights, [j + self.lead, base + 2 * line], 2),
+                lambda line: load(self.probs, [j + self.lead, base + 2 * line], 2),
                 lambda c: load(self.values, [j, T.int64(group[c][0])], self.lanes),
             )
         self._each_row(sums, lambda r, c, part: tile.set(r, c, tile.get(r, c) + part))

@@ -1,7 +1,7 @@
-"""The weights of one task, P^T = 2^(S^T - m), and the statistics of its rows: an online softmax whose reference m
+"""The probs of one task, P^T = 2^(S^T - m), and the statistics of its rows: an online softmax whose reference m
 hardly ever moves.
 
-m need not be the maximum: a weight of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
+m need not be the maximum: a prob of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
 more does the reference become that score, and what was summed up before shrinks by the power of two between them. With
 it moves the key from which the distances of ALiBi are counted; `score_mods` says why.
 """
@@ -107,20 +107,20 @@ class OnlineSoftmax:
             store(self.row_sum, [T.int64(first)], total, lanes)
 
     def begin_block(self) -> None:
-        """Nothing is pending: scores of -inf, whose weights are zeros."""
+        """Nothing is pending: scores of -inf, whose probs are zeros."""
         for lane, lanes in self.query_columns:
             store(self.block_sum, [T.int64(lane)], constant(0.0, lanes), lanes)
             for r in range(self.key_tile):
                 store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
 
     def add_group(self, group: KeyGroup) -> None:
-        """Scores of a group, and meanwhile the weights of the one before.
+        """Scores of a group, and meanwhile the probs of the one before.
 
         Multiplications of one group and exponentials of the other do not wait for each other.
         """
         base, keys, columns = group.base, group.rows, group.columns
         tile = RegisterTile(self.key_tile, columns)
-        # At a block's first group what is pending are scores of -inf; their weights, zeros, go in front of the block.
+        # At a block's first group what is pending are scores of -inf; their probs, zeros, go in front of the block.
         self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
         self.scores.cap(tile)
         if group.hides:
@@ -136,7 +136,7 @@ class OnlineSoftmax:
                 store(self.pending, [T.int64(r), T.int64(lane)], score, lanes)
 
     def end_block(self, groups: Expr) -> None:
-        """The weights of the last group, and the block's sum of weights."""
+        """The probs of the last group, and the block's sum of probs."""
         # Nothing is multiplied meanwhile: there is no group after it.
         for step in range(self.key_tile // self.products.keys_a_step):
             self._weigh_pending(settle((groups - 1) * self.key_tile), step)
@@ -147,7 +147,7 @@ class OnlineSoftmax:
     def _weigh_pending(self, base: Expr, step: int) -> None:
         """P^T = 2^(S^T - m) for some keys of the group that begins at `base`.
 
-        A group has a sum of its own: of a row of equal weights each addition to a long sum is rounded the same way.
+        A group has a sum of its own: of a row of equal probs each addition to a long sum is rounded the same way.
         """
         taken = self.products.keys_a_step
         first, last = step == 0, (step + 1) * taken == self.key_tile
@@ -156,12 +156,12 @@ class OnlineSoftmax:
         for c, (lane, lanes) in enumerate(self.query_columns):
             at = [T.int64(lane)]
             reference = bind(load(self.reference, at, lanes))
-            weights = []
+            probs = []
             for r in range(step * taken, (step + 1) * taken):
                 score = load(self.pending, [T.int64(r), *at], lanes)
-                weights.append(bind(self._exp2(score - reference, lanes, group, r * len(self.query_columns) + c)))
-            self.products.keep_weights(base + step * taken, (lane, lanes), weights)
-            total = reduce(add, weights if first else [load(self.group_sum, at, lanes), *weights])
+                probs.append(bind(self._exp2(score - reference, lanes, group, r * len(self.query_columns) + c)))
+            self.products.keep_probs(base + step * taken, (lane, lanes), probs)
+            total = reduce(add, probs if first else [load(self.group_sum, at, lanes), *probs])
             if last:
                 store(self.block_sum, at, load(self.block_sum, at, lanes) + total, lanes)
             else:
@@ -195,8 +195,8 @@ class OnlineSoftmax:
             for (lane, lanes), top in zip(columns, largest, strict=True):
                 self._raise_column((lane, lanes), top, key)
             self.scores.renew_bias(tile, key)
-            # The block's weights so far wait for P V, which comes at the block's end.
-            self.products.rescale_weights(base, self.factors)
+            # The block's probs so far wait for P V, which comes at the block's end.
+            self.products.rescale_probs(base, self.factors)
             self._rescale(self.factors)
 
     def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:

@@ -66,7 +66,7 @@ class Accumulator:
         for group in groups:
             with T.serial(T.int64(self.queries // rows)) as row_group:
                 base = settle(row_group * rows)
-                # Keys that none of these rows sees have weights of 0, and are left out.
+                # Keys that none of these rows sees have probs of 0, and are left out.
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
                 tile.fill(0.0)
@@ -79,7 +79,7 @@ class Accumulator:
 
     def add_past_hidden(self, first_key: Expr, count: Expr, hides: Expr) -> None:
         """P V of a block that hides keys from some rows, if `hides`: what they hold must not matter, NaN included."""
-        # A weight of 0 leaves out what is finite: the care is for NaN and infinity alone.
+        # A prob of 0 leaves out what is finite: the care is for NaN and infinity alone.
         with T.If(T.And(hides, self._holds_non_finite_values(first_key, count))):
             with T.Then():
                 self._add_selected(first_key, count)
@@ -126,12 +126,12 @@ class Accumulator:
             first, end = self.visibility.seen_by_rows(i, 1, first_key, count)
             with T.serial(first, end) as j:
                 with T.If(self.visibility.sees(i, j, first_key + j)), T.Then():
-                    weight = bind(self.products.weight(j, i))
+                    prob = bind(self.products.prob(j, i))
                     for column in self.value_columns:
                         at, lanes = [i, T.int64(column[0])], column[1]
                         value = self.products.operands.value_row(first_key + j, column)
                         old = load(self.accumulator, at, lanes)
-                        store(self.accumulator, at, old + splat(weight, lanes) * value, lanes)
+                        store(self.accumulator, at, old + splat(prob, lanes) * value, lanes)
 
     def write(self, output: HeadView, row_sum: Expr) -> None:
         """Y = O / l, and zeros where a row saw nothing."""

@@ -2,7 +2,7 @@
 key.
 
 The softmax does not mind what is added to all scores of a row, so a distance may be counted from any key: from the
-origin of its row. Numbers are small, so exact, where the weights are not, if the origin lies where the scores are
+origin of its row. Numbers are small, so exact, where the probs are not, if the origin lies where the scores are
 largest. That depends on all that hides keys, and on the products; so a row's origin begins at its place, and whenever
 its reference is raised it moves to the keys that raised it.
 """

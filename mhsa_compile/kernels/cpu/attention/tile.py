@@ -2,13 +2,13 @@
 
     for each block of keys, for each group of them:
         S^T = K Q^T;  where some score exceeds its row's reference m by far: m' = the new maximum, and what was summed
-                      up so far (l, O, the block's weights) shrinks by 2^(m - m')
+                      up so far (l, O, the block's probs) shrinks by 2^(m - m')
         P^T = 2^(S^T - m);  l = l + sum P^T
     O = O + P V
     Y = O / l, and zeros where nothing was visible (l = 0)
 
-The reference need not be the maximum: a weight of 2^RISE is as exact as one of 1. So it hardly ever moves, nothing is
-rescaled from block to block, and the weights of one group are computed while the next one's scores are multiplied.
+The reference need not be the maximum: a prob of 2^RISE is as exact as one of 1. So it hardly ever moves, nothing is
+rescaled from block to block, and the probs of one group are computed while the next one's scores are multiplied.
 
 `key_loop` says which keys are visited; P V sums for each few rows only the keys that they see.
 Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling, Dao 2023 (arXiv:2307.08691); rescaling
@@ -43,7 +43,7 @@ class AttentionTile:
     ) -> None:
         self.products, self.output, self.queries = products, output, config["queries"]
         self.sums = Accumulator(products, visibility, self.queries, lanes, registers)
-        self.weights = OnlineSoftmax(
+        self.probs = OnlineSoftmax(
             products, visibility, self.queries, config["key_tile"], lanes, self.sums.rescale, overwrites_summands
         )
         # Backwards where scores fall with the distance, so that the reference need not rise.
@@ -55,20 +55,20 @@ class AttentionTile:
         self.products.pack_queries()
         self.products.operands.prefetch_next(self.queries)
         self.sums.prefetch(self.output)
-        self.weights.clear()
+        self.probs.clear()
         self.sums.clear()
         self.loop.emit()
-        self.sums.write(self.output, self.weights.row_sum)
+        self.sums.write(self.output, self.probs.row_sum)
 
     def begin_block(self) -> None:
-        self.weights.begin_block()
+        self.probs.begin_block()
 
     def add_group(self, group: KeyGroup) -> None:
-        self.weights.add_group(group)
+        self.probs.add_group(group)
 
     def end_block(self, block: VisitedBlock) -> None:
         """O = O + P V."""
-        self.weights.end_block(block.groups)
+        self.probs.end_block(block.groups)
         self.products.take_values(block.first_key, block.count)
         if block.hides is None:
             self.sums.add(block.first_key, block.count)

@@ -21,7 +21,7 @@ from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reade
 from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.split_kv import SplitKv, SplitKvByLength
-from mhsa_compile.kernels.cpu.decode.task import DecodeTask, finite
+from mhsa_compile.kernels.cpu.decode.task import DecodeTask, zero_if_unseen
 from mhsa_compile.kernels.cpu.decode.work import Heads, KeyRange
 from mhsa_compile.kernels.cpu.simd import dot_product, vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
@@ -235,7 +235,7 @@ class _Decode:
             with T.serial(count) as s:
                 T.buffer_store(largest, T.max(largest[0], maximum(first + s)), zero)
             # Where no part saw anything all maxima are -inf, and -inf - -inf is not a number.
-            top = bind(finite(largest[0], 1))
+            top = bind(zero_if_unseen(largest[0], 1))
             return lambda part: maximum(part) - top
 
         def origin(part: Expr) -> Expr:
@@ -251,5 +251,5 @@ class _Decode:
                 T.buffer_store(largest, reach, zero)
                 T.buffer_store(best, first + s, zero)
         chosen = settle(best[0])
-        top, from_key = settle(finite(maximum(chosen), 1), "float32"), settle(origin(chosen), "float32")
+        top, from_key = settle(zero_if_unseen(maximum(chosen), 1), "float32"), settle(origin(chosen), "float32")
         return lambda part: maximum(part) - top + slope * (origin(part) - from_key)

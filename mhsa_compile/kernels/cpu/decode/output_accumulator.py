@@ -30,22 +30,22 @@ from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 MASKED = -0.0
-"""The weight of a masked key: zero as a number, yet told apart from a visible weight that underflowed to +0."""
+"""The prob of a masked key: zero as a number, yet told apart from a visible prob that underflowed to +0."""
 LONGEST_SUM = 64
 """Terms that one float32 sum takes one after another. PyTorch's library sums in parts: 512 terms in a row had more than
 twice its error in one run of ten, and 256 twice its root mean square where a head has one column. 64 cost no time."""
 
 
 class ValueSums:
-    """`accumulator` (rows, F), and the weights and factors that go into it: flat `weights` of a block, `rescale`.
+    """`accumulator` (rows, F), and the probs and factors that go into it: flat `probs` of a block, `rescale`.
 
     What is added to it are sums of at most LONGEST_SUM keys.
     """
 
     def __init__(
-        self, op: AttentionOp, config: Config, layout: ScoreLayout, value: HeadView, weights: Expr, rescale: Expr
+        self, op: AttentionOp, config: Config, layout: ScoreLayout, value: HeadView, probs: Expr, rescale: Expr
     ) -> None:
-        self.layout, self.value, self.weights, self.rescale = layout, value, weights, rescale
+        self.layout, self.value, self.probs, self.rescale = layout, value, probs, rescale
         self.size, self.columns, self.width = config["value_rows"], config["value_columns"], op.v_head_dim
         self.rows, self.lanes, self.registers = layout.rows, layout.lanes, layout.registers
         self.accumulator = T.alloc_buffer((self.rows, self.width), "float32")
@@ -99,13 +99,13 @@ class ValueSums:
             tile.fill(0.0)
             start = settle(part * LONGEST_SUM)
             with T.serial(start, settle(T.min(count, start + LONGEST_SUM))) as j:
-                weight, key = settle(self.layout.place(j, 0) + first), settle(begin + j)
-                weights = [bind(load(self.weights, [weight + r], 1)) for r in range(rows)]
+                prob, key = settle(self.layout.place(j, 0) + first), settle(begin + j)
+                probs = [bind(load(self.probs, [prob + r], 1)) for r in range(rows)]
                 # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
                 for c, (offset, lanes) in enumerate(group):
                     values = bind(load_wide(value.buffer, value.at(key, base + offset), lanes))
                     for r in range(rows):
-                        tile.set(r, c, tile.get(r, c) + splat(weights[r], lanes) * values)
+                        tile.set(r, c, tile.get(r, c) + splat(probs[r], lanes) * values)
             for r in range(rows):
                 for c, (offset, lanes) in enumerate(group):
                     place = [first + r, base + offset]
@@ -151,17 +151,17 @@ class ValueSums:
         """A masked key is left out, not multiplied by zero: rare, so plain rather than fast."""
         value = self.value
 
-        def add(row: Expr, key: Expr, weight: Expr, column: Expr, lanes: int) -> None:
-            term = splat(weight, lanes) * load_wide(value.buffer, value.at(key, column), lanes)
+        def add(row: Expr, key: Expr, prob: Expr, column: Expr, lanes: int) -> None:
+            term = splat(prob, lanes) * load_wide(value.buffer, value.at(key, column), lanes)
             store(self.accumulator, [row, column], load(self.accumulator, [row, column], lanes) + term, lanes)
 
         with T.serial(T.int64(self.rows)) as row:
             self.each_vector(lambda at, n: self._add(row, at, n, constant(0.0, n)))
             with T.serial(count) as j:
-                weight = bind(self.weights[self.layout.place(j, 0) + row])
+                prob = bind(self.probs[self.layout.place(j, 0) + row])
                 # By its bits: as numbers -0.0 and 0.0 are equal.
-                with T.If(T.reinterpret("int32", weight) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
-                    self.each_vector(lambda at, n: add(row, begin + j, weight, at, n))
+                with T.If(T.reinterpret("int32", prob) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
+                    self.each_vector(lambda at, n: add(row, begin + j, prob, at, n))
 
 
 def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> None:

@@ -39,7 +39,7 @@ from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 LONGEST_SUM_OF_WEIGHTS = 16
-"""Vectors of weights that one float32 sum takes one after another. Of a row of equal weights each addition is rounded
+"""Vectors of probs that one float32 sum takes one after another. Of a row of equal probs each addition is rounded
 the same way: of 197 the error of such rows was four times PyTorch's."""
 
 
@@ -60,7 +60,7 @@ class DecodeTask:
 
         self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
         self.terms = RowTerms(op, layout, kv_length, heads)
-        self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the weights
+        self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the probs
         self.bias = None if op.mask is None else T.alloc_buffer((self.keys * layout.padded_rows,), "float32")
         self.row_max = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
@@ -203,7 +203,7 @@ class DecodeTask:
             store(self.row_max, at, largest, lanes)
             if masked:
                 # Without masks every row has seen a key.
-                largest = bind(finite(largest, lanes))
+                largest = bind(zero_if_unseen(largest, lanes))
             factor = bind(vector_math.exp2(old - largest if lost is None else old - largest - lost, lanes))
             # In the place of the block's maxima, which are of no more use.
             store(self.rescale, at, factor, lanes)
@@ -214,24 +214,24 @@ class DecodeTask:
                 total = RegisterTile(1, [(0, lanes)])
                 total.fill(0.0)
                 with T.serial(start, settle(T.min(groups, start + LONGEST_SUM_OF_WEIGHTS))) as index:
-                    total.set(0, 0, total.get(0, 0) + self._weight(begin, index, vector, largest, masked))
+                    total.set(0, 0, total.get(0, 0) + self._prob(begin, index, vector, largest, masked))
                 store(self.row_sum, at, load(self.row_sum, at, lanes) + total.get(0, 0), lanes)
 
-    def _weight(self, begin: Expr, index: Expr, vector: int, largest: Expr, masked: bool) -> Expr:
-        """Vector `index` of the block's scores becomes weights."""
+    def _prob(self, begin: Expr, index: Expr, vector: int, largest: Expr, masked: bool) -> Expr:
+        """Vector `index` of the block's scores becomes probs."""
         layout, lanes = self.layout, self.lanes
         key = index * layout.keys_per_vector
         place = [layout.place(key, vector)]
         score = bind(load(self.scores, place, lanes))
-        weight = vector_math.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
+        prob = vector_math.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
         if masked:
-            # By the score: a weight of 0 may also be one that underflowed, whose NaN counts.
-            weight = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), weight)
-        weight = bind(weight)
-        store(self.scores, place, weight, lanes)
-        return weight
+            # By the score: a prob of 0 may also be one that underflowed, whose NaN counts.
+            prob = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), prob)
+        prob = bind(prob)
+        store(self.scores, place, prob, lanes)
+        return prob
 
 
-def finite(largest: Expr, lanes: int) -> Expr:
+def zero_if_unseen(largest: Expr, lanes: int) -> Expr:
     """The maximum of a row, 0 where it has seen nothing: -inf - -inf is not a number."""
     return T.Select(largest == constant(-math.inf, lanes), constant(0.0, lanes), largest)

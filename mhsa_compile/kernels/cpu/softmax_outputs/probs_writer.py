@@ -52,7 +52,7 @@ class WeightsWriter:
             zero, nothing = constant(0.0, lanes), constant(-math.inf, lanes)
             for r in range(self.sums.key_tile):
                 score = settle(scores.get(r, c), "float32", lanes)
-                weight = T.Select(score == nothing, zero, self.sums.weight((first, lanes), score))
+                weight = T.Select(score == nothing, zero, self.sums.prob((first, lanes), score))
                 store(self.block, [base + r, T.int64(first)], weight, lanes)
 
     def end_block(self, first_key: Expr, count: Expr) -> None:

@@ -156,7 +156,7 @@ class TileRowStats:
         zero = constant(0.0, lanes)
         return T.Select(total == zero, zero, constant(1.0, lanes) / total)
 
-    def weight(self, column: Chunk, score: Expr) -> Expr:
+    def prob(self, column: Chunk, score: Expr) -> Expr:
         """2^(s - m) / Z; NaN in all of a row that sees one."""
         first, lanes = column
         reference = load(self.reference, [T.int64(first)], lanes)

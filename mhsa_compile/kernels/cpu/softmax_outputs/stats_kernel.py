@@ -144,7 +144,7 @@ class _Gathered:
         with T.serial(T.int64(largest.k)) as n:
             for first, lanes in self.columns:
                 score = settle(load(largest.scores, [n, T.int64(first)], lanes), "float32", lanes)
-                store(largest.weights, [n, T.int64(first)], self.sums.weight((first, lanes), score), lanes)
+                store(largest.weights, [n, T.int64(first)], self.sums.prob((first, lanes), score), lanes)
             with T.serial(self.rows) as i:
                 place = [*at, self.first_query + i, n]
                 key = T.Select(largest.is_empty(n, i), T.int64(-1), T.cast(largest.keys[n, i], "int64"))

@@ -8,7 +8,7 @@
 
 Half a warp has some rows: each of its lanes every 16th key of a tile for S, and every 16th chunk of four columns for O.
 P goes through shared memory, where only that half looks at it. As in `block_mma`, K of tile j + `stages` is copied
-while tile j becomes weights, and V of tile j + `stages` - 1 from before its scores are computed.
+while tile j becomes probs, and V of tile j + `stages` - 1 from before its scores are computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 LANES = 16
 """That have the same rows."""
 CHUNK, WORD = 4, 4  # elements of 16 bytes, and bytes of an element
-HIDDEN = -1.0  # instead of a weight: no value, however large, is to be multiplied by it
+HIDDEN = -1.0  # instead of a prob: no value, however large, is to be multiplied by it
 
 
 class Fp32BlockShape(TileShape):
@@ -73,13 +73,13 @@ class Fp32BlockShape(TileShape):
         return RowFormat(self.v_head_dim, WORD, self.v_head_dim, self.v_head_dim)
 
     @property
-    def weight_form(self) -> RowFormat:
+    def prob_form(self) -> RowFormat:
         return RowFormat(self.keys, WORD, self.keys, self.keys + CHUNK)
 
     @property
     def shared_bytes(self) -> int:
         tiles = self.key_form.bytes(self.keys) + self.value_form.bytes(self.keys)
-        return self.key_form.bytes(self.queries) + self.stages * tiles + self.weight_form.bytes(self.queries)
+        return self.key_form.bytes(self.queries) + self.stages * tiles + self.prob_form.bytes(self.queries)
 
     @property
     def tile_registers(self) -> int:
@@ -106,7 +106,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.queries = SharedTiles(pool, 0, 1, shape.queries, E, "float32", shape.key_form)
         self.keys = SharedTiles(pool, self.queries.end, stages, shape.keys, E, "float32", shape.key_form)
         self.values = SharedTiles(pool, self.keys.end, stages, shape.keys, F, "float32", shape.value_form)
-        self.weights = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.weight_form)
+        self.probs = SharedTiles(pool, self.values.end, 1, shape.queries, shape.keys, "float32", shape.prob_form)
         self.first_row, self.lane = _rows_and_lane(shape, place)
         self.order = KeyTiles(op, visibility.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
@@ -206,19 +206,19 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         with T.serial(T.int32(self.shape.keys // CHUNK)) as group:
             first = group * CHUNK
             for row in range(rows):
-                load(self.left, row * CHUNK, CHUNK, self.weights.address(T.int32(0), self.first_row + row, first))
+                load(self.left, row * CHUNK, CHUNK, self.probs.address(T.int32(0), self.first_row + row, first))
             for key in range(CHUNK):
                 for chunk in range(self.shape.chunks):
                     # A lane without such columns reads others, and writes nothing.
                     column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
                     load(self.right, chunk * CHUNK, CHUNK, self.values.address(slot, first + key, column))
                 for row in range(rows):
-                    weight = self.left[row * CHUNK + key]
+                    prob = self.left[row * CHUNK + key]
                     for i in range(columns):
                         at = row * columns + i
-                        term = weight * self.right[i]
+                        term = prob * self.right[i]
                         # 0 * NaN would be NaN.
-                        term = T.Select(weight < T.float32(0), T.float32(0), term) if hides else term
+                        term = T.Select(prob < T.float32(0), T.float32(0), term) if hides else term
                         self._multiply_add(self.added, at, term)
 
     def _multiply_add(self, sums: Expr, at: int, product: Expr) -> None:
@@ -233,7 +233,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
             put(self.summed, at, T.float32(0))
 
     def _weigh(self, row: int, hides: Expr) -> None:
-        """A row's scores become weights, or HIDDEN, in shared memory."""
+        """A row's scores become probs, or HIDDEN, in shared memory."""
         keys, factor, new = self.shape.keys_of_lane, T.float32(self.scores.factor), registers(1)
         cells = range(row * keys, (row + 1) * keys)
         put(new, 0, T.float32(-math.inf))
@@ -246,10 +246,10 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
             hidden = settle(T.And(hides, self.scored[at] == T.float32(-math.inf)), "bool")
             exp2(self.scored, at, self.scored[at] * factor - origin)
             put(self.total, row, self.total[row] + self.scored[at])
-            weight = self.scored[at]
+            prob = self.scored[at]
             if self.hides_values:
-                weight = settle(T.Select(hidden, T.float32(HIDDEN), weight), "float32")
-            store(self.weights.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [weight])
+                prob = settle(T.Select(hidden, T.float32(HIDDEN), prob), "float32")
+            store(self.probs.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [prob])
 
     def _write(self) -> None:
         for row, number in enumerate(self.visibility.numbers):

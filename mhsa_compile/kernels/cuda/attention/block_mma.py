@@ -9,7 +9,7 @@
 A tile that every row sees takes no masks. Copies: K of tile j + `stages` begins when all warps have multiplied by K of
 tile j, V of tile j + `stages` - 1 when all have multiplied by V of tile j - 1; so there are two barriers a tile.
 
-A hidden value that is not finite makes O NaN, by a weight of 0. That shows at the end, and the block begins anew, with
+A hidden value that is not finite makes O NaN, by a prob of 0. That shows at the end, and the block begins anew, with
 care (`BlockNonFiniteRepair`): nothing is lost in a model that is well.
 Sources: FlashAttention-2, Dao 2023 (arXiv:2307.08691); online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867).
 """
@@ -110,7 +110,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         # In the place of Q, K and V, when they are done with.
         self.output = SharedTiles(pool, 0, 1, shape.queries, F, op.dtype)
         flag = T.address_of(pool[shape.flag_byte // smem_pipeline.ELEMENT])
-        self.finite = BlockNonFiniteRepair(self.values, flag, place, shape.threads, op.dtype)
+        self.repair = BlockNonFiniteRepair(self.values, flag, place, shape.threads, op.dtype)
         self.depth_steps, self.key_steps = padded(E) // DEPTH, shape.keys // DEPTH
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(F) // COLUMNS
         self.softmax = Softmax(2 * shape.row_tiles, self.key_tiles, self.value_tiles, scores)
@@ -118,7 +118,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.attempts = registers(1, "int32")
         words = 4 * shape.row_tiles
         self.query_words = registers(words * (self.depth_steps if shape.holds_queries else 1), "uint32")
-        self.weight_words, self.words = registers(words, "uint32"), registers(4, "uint32")
+        self.prob_words, self.words = registers(words, "uint32"), registers(4, "uint32")
 
     @staticmethod
     def layout(shape: MmaBlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
@@ -173,7 +173,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self._multiply_keys(slot)
         # 3. V has arrived; all are done with this K.
         smem_pipeline.wait(pending)
-        self._with_care(hides, lambda: self.finite.look(slot, turn))
+        self._with_care(hides, lambda: self.repair.look(slot, turn))
         barrier()
         self._copy_keys(turn + stages)
         # 4. P, l and O by the new maximum.
@@ -183,8 +183,8 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         with T.If(self.softmax.raise_maxima()), T.Then():
             self.softmax.scale_sums()
         sizes = self.shape.row_tiles, self.shape.keys
-        # Before scores become weights: what is hidden is still told by its -inf.
-        self._with_care(hides, lambda: self.finite.resolve(slot, turn, self.scored, self.summed, *sizes))
+        # Before scores become probs: what is hidden is still told by its -inf.
+        self._with_care(hides, lambda: self.repair.resolve(slot, turn, self.scored, self.summed, *sizes))
         self.softmax.weigh()
         # 5. O = O + P V.
         self._multiply_values(slot)
@@ -246,7 +246,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 # Two neighbouring tiles of C are the four words of an A.
                 for i in range(4):
                     at = 4 * (m * self.key_tiles + 2 * step + i // 2) + 2 * (i % 2)
-                    pack(self.weight_words, 4 * m + i, self.scored[at], self.scored[at + 1], self.op.dtype)
+                    pack(self.prob_words, 4 * m + i, self.scored[at], self.scored[at + 1], self.op.dtype)
             for pair in range(self.value_tiles // 2):
                 address = self.values.address(slot, row + step * DEPTH, column + pair * 2 * COLUMNS)
                 # V lies key by key; the right operand wants a column's keys side by side.
@@ -254,7 +254,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 for m in range(self.shape.row_tiles):
                     for half in range(2):
                         at = 4 * (m * self.value_tiles + 2 * pair + half)
-                        multiply_add(self.summed, at, self.weight_words, 4 * m, self.words, 2 * half, self.op.dtype)
+                        multiply_add(self.summed, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
 
     def _write(self) -> None:
         """The rows of O, each divided by its sum; through shared memory, so that whole chunks of a row go out at

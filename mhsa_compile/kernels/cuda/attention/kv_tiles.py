@@ -38,7 +38,7 @@ class KeyTiles:
 
 
 def hides_values(op: AttentionOp, *, copied_to_length: bool) -> bool:
-    """Whether a value in shared memory may be hidden from a row, so that a weight of 0 meets what may not be finite.
+    """Whether a value in shared memory may be hidden from a row, so that a prob of 0 meets what may not be finite.
 
     `copied_to_length` says who copies: threads stop at the length of the batch entry and write zeros beyond it. The
     copy engine knows only the tensor's own last key: from there on it makes zeros, but keys between an entry's length

@@ -1,4 +1,4 @@
-"""Values that are not finite, in tiles of which some rows do not see all keys: a weight of 0 would make them NaN.
+"""Values that are not finite, in tiles of which some rows do not see all keys: a prob of 0 would make them NaN.
 
 Whoever copied a piece of such a tile looks through it as it arrives, and says so to all. Where there is any, which is
 never in a model that is well, every row adds those that it sees as they are, one key after the other, and the values

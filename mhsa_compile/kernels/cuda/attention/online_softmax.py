@@ -23,7 +23,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 
 GROWTH = 8.0
-"""How much a maximum may grow, in units of log2, before sums are brought to it: weights are up to 2^8 then, which all
+"""How much a maximum may grow, in units of log2, before sums are brought to it: probs are up to 2^8 then, which all
 types hold as exactly as 1."""
 
 
@@ -74,9 +74,9 @@ class Softmax:
                 put(self.summed, at, self.summed[at] * self._shrink[row])
 
     def weigh(self) -> None:
-        """Scores become weights, and are added up."""
+        """Scores become probs, and are added up."""
         for row in self.rows:
-            reference = finite(self.largest[row])
+            reference = zero_if_unseen(self.largest[row])
             for pair in self._pairs(row):
                 for at in pair:
                     exp2(self.scored, at, self.scored[at] * T.float32(self.scores.factor) - reference)
@@ -109,7 +109,7 @@ class Softmax:
         return [cell(row, self.value_tiles, n, e) for n in range(self.value_tiles) for e in range(2)]
 
 
-def finite(largest: Expr) -> Expr:
+def zero_if_unseen(largest: Expr) -> Expr:
     """What scores are counted from: their maximum, 0 where nothing was seen."""
     return settle(_reference(largest), "float32")
 
@@ -118,7 +118,7 @@ def raised(new: Expr, largest: Expr, total: Expr, shrink: Expr, row: int) -> Exp
     """Raises the maximum of a row to that of `new` scores, and brings l to that; O is to become `shrink[row]` times
     what it was. Gives what the new scores are to be counted from."""
     maximum = settle(T.max(largest[row], new), "float32")
-    origin = finite(maximum)
+    origin = zero_if_unseen(maximum)
     exp2(shrink, row, largest[row] - origin)
     put(largest, row, maximum)
     put(total, row, total[row] * shrink[row])
@@ -126,5 +126,5 @@ def raised(new: Expr, largest: Expr, total: Expr, shrink: Expr, row: int) -> Exp
 
 
 def _reference(largest: Expr) -> Expr:
-    """`finite` as an expression, for use in one place."""
+    """`zero_if_unseen` as an expression, for use in one place."""
     return T.Select(largest == T.float32(-math.inf), T.float32(0), largest)

@@ -1,12 +1,12 @@
 """What the scores of a block are besides products: scaled, capped, less for keys further away; and the sinks, scores of
 no key.
 
-Plain products become weights in one multiply-add, 2^(factor s - m). Where something is added to the scores or bends
+Plain products become probs in one multiply-add, 2^(factor s - m). Where something is added to the scores or bends
 them, they are brought to units of log2 first, and the factor is 1.
 
 The softmax does not mind what is added to all scores of a row. So a distance is counted from where it is largest: from
 the last key that the row's band and length leave it, or the first one if the slope is negative. Numbers are small, and
-so exact, where weights are not.
+so exact, where probs are not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 QUICK_SOFTCAP = 256.0
-"""Up to here a quick tanh changes scores by less than 2^-13, so weights by less than half of what rounding to 16 bits
+"""Up to here a quick tanh changes scores by less than 2^-13, so probs by less than half of what rounding to 16 bits
 does."""
 
 

@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.online_softmax import Softmax
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
-from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedFinite
+from mhsa_compile.kernels.cuda.attention_hopper.nonfinite_values import SharedNonFiniteRepair
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
 from mhsa_compile.kernels.cuda.primitives.fragments import cell
@@ -63,7 +63,7 @@ class AttentionConsumer:
         self.op, self.shape, self.place, self.memory, self.output = op, shape, place, memory, output
         self.group = settle(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(shape.v_head_dim) // COLUMNS
-        self.weights = registers(shape.keys // 4, "uint32")  # P in 16 bits: four words for 16 keys
+        self.probs = registers(shape.keys // 4, "uint32")  # P in 16 bits: four words for 16 keys
         self.words = registers(1, "uint32")
         self.items, self.tiles = registers(1, "int32"), registers(1, "int32")  # how many came before
 
@@ -147,11 +147,11 @@ class AttentionConsumer:
         right = values.tiles.by_columns(values.slot(use))
         self._pin_sums()
         # P must be complete in its registers before the tensor cores read them.
-        words.pin(self.weights, self.shape.keys // 4, "uint32")
+        words.pin(self.probs, self.shape.keys // 4, "uint32")
         words.products_begin()
         for step in range(self.shape.keys // DEPTH):
             b = right + T.uint64(values.tiles.column_step(step))
-            words.multiply_held(self.summed, 8 * self.value_tiles, self.weights, 4 * step, b, self.op.dtype)
+            words.multiply_held(self.summed, 8 * self.value_tiles, self.probs, 4 * step, b, self.op.dtype)
         words.products_end()
 
     def _pin_sums(self) -> None:
@@ -172,7 +172,7 @@ class AttentionConsumer:
     def _tile(
         self, tiles: KeyTiles, visibility: ScoreMask, scores: RowScoreMods, turn: Expr, use: Expr, values: Expr | None
     ) -> None:
-        """Scores become weights; `values` is what O is waited for, if it is under way."""
+        """Scores become probs; `values` is what O is waited for, if it is under way."""
         first_key = tiles.first_key(turn)
         bits_row, hides = tiles.hides(turn, first_key)
         # 1. P and l by the new maximum.
@@ -192,21 +192,24 @@ class AttentionConsumer:
         for step in range(self.shape.keys // DEPTH):
             for i in range(4):
                 at = 4 * (2 * step + i // 2) + 2 * (i % 2)
-                pack(self.weights, 4 * step + i, self.scored[at], self.scored[at + 1], self.op.dtype)
-        # 4. A weight of zero makes NaN of what is not finite.
+                pack(self.probs, 4 * step + i, self.scored[at], self.scored[at + 1], self.op.dtype)
+        # 4. A prob of zero makes NaN of what is not finite.
         if hides_values(self.op, copied_to_length=False):
             with T.If(hides), T.Then():
                 self._look_after_values(visibility, first_key, bits_row, use)
 
     def _look_after_values(self, visibility: ScoreMask, first_key: Expr, bits_row: Expr | None, use: Expr) -> None:
         values, threads = self.memory.values, self.shape.consumer_threads
-        finite, slot = SharedFinite(values.tiles, self.place.thread, threads, _ALL, self.op.dtype), values.slot(use)
+        repair, slot = (
+            SharedNonFiniteRepair(values.tiles, self.place.thread, threads, _ALL, self.op.dtype),
+            values.slot(use),
+        )
 
         def hide(scores: Expr, tiles: int, part: Expr) -> None:
             visibility.hide(scores, tiles, settle(first_key + part * WORD), bits_row, part)
 
-        with T.If(finite.look_together(slot)), T.Then():
-            finite.resolve_together(slot, self.summed, self.shape.keys, hide)
+        with T.If(repair.look_together(slot)), T.Then():
+            repair.resolve_together(slot, self.summed, self.shape.keys, hide)
 
     def _write(self, first_row: Expr, b: Expr, h: Expr) -> None:
         """The rows of O, each divided by its sum, by way of the queries' place in shared memory."""

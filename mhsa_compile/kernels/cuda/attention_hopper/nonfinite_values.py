@@ -27,7 +27,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 
 
-class SharedFinite(BlockNonFiniteRepair):
+class SharedNonFiniteRepair(BlockNonFiniteRepair):
     """Looks after the values of tiles that `threads` threads share, which meet at a named barrier; one of them is
     number `thread`. Made where it is needed, so that no address of it is kept in the meantime."""
 

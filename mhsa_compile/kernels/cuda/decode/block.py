@@ -196,18 +196,18 @@ class DecodeBlock:
             with T.If(number < total), T.Then():
                 row = settle(T.truncdiv(number, T.int32(chunks)))
                 column = settle(T.truncmod(number, T.int32(chunks)) * CHUNK)
-                largest, sum_of_weights, sums = self.area.joined(row, column, CHUNK)
+                largest, row_sum, sums = self.area.joined(row, column, CHUNK)
                 with T.If(whole):
                     with T.Then():
                         query, head = self._row(part, row)
-                        write(self.op, self.arrays.y, part.b, head, query, column, sum_of_weights, sums)
+                        write(self.op, self.arrays.y, part.b, head, query, column, row_sum, sums)
                     with T.Else():
                         at = [T.cast(slot, "int64"), T.cast(row, "int64")]
                         place = self.arrays.workspace[(*at, T.cast(column, "int64"))]
                         store(T.address_of(place), sums, "global")
                         with T.If(column == 0), T.Then():
                             place = self.arrays.workspace[(*at, T.int64(self.shape.v_head_dim))]
-                            store(T.address_of(place), [largest, sum_of_weights], "global")
+                            store(T.address_of(place), [largest, row_sum], "global")
 
 
 def write(

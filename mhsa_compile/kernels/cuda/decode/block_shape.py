@@ -88,7 +88,7 @@ class DecodeBlockShape:
 
     @property
     def result_pitch(self) -> int:
-        """Words from a row's result to the next one's: its sums, its maximum, the sum of its weights."""
+        """Words from a row's result to the next one's: its sums, its maximum, the sum of its probs."""
         return self.v_head_dim + 8
 
     @property

@@ -1,9 +1,9 @@
-"""Values that are not finite, in a warp's tiles of which some rows do not see all keys: a weight of 0 would make them
+"""Values that are not finite, in a warp's tiles of which some rows do not see all keys: a prob of 0 would make them
 NaN.
 
 They are looked for as they arrive. Where there are any, which is never in a model that is well, every row adds those
 that it sees, and they become zeros; so the weighted sum of the others follows as ever. An infinite or NaN value times a
-weight is itself.
+prob is itself.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.attention.online_softmax import finite
+from mhsa_compile.kernels.cuda.attention.online_softmax import zero_if_unseen
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
@@ -66,7 +66,7 @@ class JoinedResults:
     def add(self, largest: Expr, total: Expr, sums: Sequence[Expr]) -> None:
         factors, count = registers(2), self.count
         maximum = settle(T.max(self.cells[count], largest), "float32")
-        origin = finite(maximum)
+        origin = zero_if_unseen(maximum)
         exp2(factors, 0, self.cells[count] - origin)
         exp2(factors, 1, largest - origin)
         put(self.cells, count, maximum)

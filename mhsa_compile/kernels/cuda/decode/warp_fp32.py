@@ -34,7 +34,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 
 CHUNK = 4  # elements of 32 bits in 16 bytes
-HIDDEN = -1.0  # instead of a weight: no value, however large, is to be multiplied by it
+HIDDEN = -1.0  # instead of a prob: no value, however large, is to be multiplied by it
 
 
 class SimtWarp:
@@ -141,7 +141,7 @@ class SimtWarp:
             put(self.scored, row, sums)
 
     def _weigh(self, row: int, factor: float, hides: Expr) -> None:
-        """A lane's score of a row becomes its weight, or HIDDEN in a tile that hides anything."""
+        """A lane's score of a row becomes its prob, or HIDDEN in a tile that hides anything."""
         hidden = settle(T.And(hides, self.scored[row] == T.float32(-math.inf)), "bool")
         largest = registers(1)
         put(largest, 0, self.scored[row])
@@ -164,12 +164,12 @@ class SimtWarp:
                 column = T.min(self._column(chunk), T.int32(self.shape.v_head_dim - CHUNK))
                 load(self.read, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
             for row in range(self.shape.rows):
-                # All lanes of a key have its weight; the first one is asked.
-                weight = settle(from_lane(self.scored[row], key * self.lanes), "float32")
+                # All lanes of a key have its prob; the first one is asked.
+                prob = settle(from_lane(self.scored[row], key * self.lanes), "float32")
                 for i in range(width):
-                    term = weight * self.read[i]
+                    term = prob * self.read[i]
                     # 0 * NaN would be NaN.
-                    term = T.Select(weight < T.float32(0), T.float32(0), term) if hides else term
+                    term = T.Select(prob < T.float32(0), T.float32(0), term) if hides else term
                     put(self.added, row * width + i, self.added[row * width + i] + term)
         for row in range(self.shape.rows):
             for at in range(row * width, (row + 1) * width):

@@ -89,8 +89,8 @@ class TensorWarp:
         self.largest, self.total, self.shrink = (registers(self.held) for _ in range(3))
         held_steps = self.depth_steps if queries is None else 2
         self.query_words, self.words = registers(2 * self.row_tiles * held_steps, "uint32"), registers(4, "uint32")
-        self.weights = registers(2, "uint32")
-        self.finite = WarpNonFiniteRepair(values, place, dtype)
+        self.probs = registers(2, "uint32")
+        self.repair = WarpNonFiniteRepair(values, place, dtype)
 
     def cells(self, counts: Expr) -> Fragment:
         """`counts`: whether this warp is the one which has the sinks of the rows."""
@@ -115,7 +115,7 @@ class TensorWarp:
 
     def look(self, slot: Expr) -> None:
         """Notes whether the values of a tile that hides anything are finite, by the pieces that this lane copied."""
-        self.finite.look(slot)
+        self.repair.look(slot)
 
     def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
         # 1. S^T = K Q^T.
@@ -127,7 +127,7 @@ class TensorWarp:
         references = [self._reference(row, scores.factor) for row in range(self.held)]
         if self.shape.hides_values:
             with T.If(hides), T.Then():
-                self.finite.resolve(slot, self.held, self.tiles, self._sees, self._add_value)
+                self.repair.resolve(slot, self.held, self.tiles, self._sees, self._add_value)
         for row in range(self.held):
             for at in self._places(row):
                 exp2(self.scored, at, self.scored[at] * T.float32(scores.factor) - references[row])
@@ -204,20 +204,20 @@ class TensorWarp:
         lane = self.place.lane
         row = T.truncmod(lane, T.int32(8)) + T.truncdiv(lane, T.int32(16)) * 8
         column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
-        weights = registers(2 * self.row_tiles, "uint32")
+        probs = registers(2 * self.row_tiles, "uint32")
         for m in range(self.shape.keys // DEPTH):
             for tile in range(self.row_tiles):
                 for half in range(2):
                     at = 4 * (m * self.row_tiles + tile) + 2 * half
-                    pack(self.weights, half, self.scored[at], self.scored[at + 1], self.dtype)
+                    pack(self.probs, half, self.scored[at], self.scored[at + 1], self.dtype)
                     # A word of C has two rows at one key; the right operand wants one row at two keys.
-                    transpose(weights, 2 * tile + half, self.weights[half])
+                    transpose(probs, 2 * tile + half, self.probs[half])
             for v in range(self.value_tiles):
                 address = self.values.address(slot, row + m * DEPTH, column + v * ROWS)
                 load_matrices(self.words, 0, address, transposed=True)
                 for tile in range(self.row_tiles):
                     at = 4 * (v * self.row_tiles + tile)
-                    multiply_add(self.summed, at, self.words, 0, weights, 2 * tile, self.dtype)
+                    multiply_add(self.summed, at, self.words, 0, probs, 2 * tile, self.dtype)
 
     # The softmax.
 

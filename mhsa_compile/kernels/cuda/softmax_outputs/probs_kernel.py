@@ -111,6 +111,6 @@ def _write(
         for r in range(len(at)):
             base = settle(scores.bases[r], "float32")
             hidden = T.Or(T.Not(exists[r]), base == T.float32(-math.inf))  # also where the row sees a NaN
-            weight = settle(T.Select(hidden, T.float32(0), sums.weight(r, base, key)), "float32")
+            weight = settle(T.Select(hidden, T.float32(0), sums.prob(r, base, key)), "float32")
             with T.If(T.And(written[r], key < count)), T.Then():
                 T.buffer_store(y, narrow(weight, str(y.dtype)), [*at[r], T.cast(key, "int64")])

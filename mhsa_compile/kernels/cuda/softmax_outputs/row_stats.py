@@ -121,7 +121,7 @@ class WarpRowStats:
 
     # From `join` on.
 
-    def weight(self, r: int, base: Expr, key: Expr) -> Expr:
+    def prob(self, r: int, base: Expr, key: Expr) -> Expr:
         """2^(s - m) / Z: 0 of what is hidden; NaN in all of a row that sees one."""
         m = settle(T.Select(self.largest[r] == T.float32(_NOTHING), T.float32(0), self.largest[r]), "float32")
         return settle(power(self.beyond(base, key, m, self.keys[r])) * self.inverse[r], "float32")

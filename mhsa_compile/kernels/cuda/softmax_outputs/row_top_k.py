@@ -97,7 +97,7 @@ class Largest:
 
         def entry(r: int, slot: Expr) -> None:
             base, key = self._base(r, slot), self._key(r, slot)
-            self._set(r, slot, self.sums.weight(r, base, key), key)
+            self._set(r, slot, self.sums.prob(r, base, key), key)
 
         self._each_entry(entry)
 
