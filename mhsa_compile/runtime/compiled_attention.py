@@ -30,7 +30,7 @@ from mhsa_compile.files.foreign_errors import (
 )
 from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
 from mhsa_compile.runtime.artifact.artifact import Artifact, opened
-from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_loops
+from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
 from mhsa_compile.runtime.artifact.manifest import (
     MODULE,
     WEIGHTS,
@@ -98,6 +98,7 @@ def load(
     with runtime.calls.lock:
         arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)
         library = _library(runtime, manifest, stored)
+        check_features(library.cpu_features)
         signature = Signature(
             manifest.inputs,
             manifest.outputs,

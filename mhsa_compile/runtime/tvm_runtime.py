@@ -69,6 +69,12 @@ class Library:
     def openmp(self) -> Callable[..., Any] | None:
         return self._own("mhsa_openmp")
 
+    @property
+    def cpu_features(self) -> set[str]:
+        """That its code needs, as it says itself; none of an artifact from before code said so."""
+        tell = self._own("mhsa_cpu_features")
+        return set() if tell is None else set(ctypes.string_at(int(tell())).decode().split())
+
     def _own(self, name: str) -> Callable[..., Any] | None:
         try:
             function: Callable[..., Any] = self.module.get_function(name, query_imports=True)

@@ -190,6 +190,14 @@ def test_a_manifest_is_typed_behind_its_seal(artifact: Artifact, tmp_path: Path,
         load(resealed(artifact, tmp_path, change))
 
 
+def test_code_for_another_cpu_behind_a_manifest_that_hides_it(tmp_path: Path) -> None:
+    saved = tiny_artifact.make(tmp_path / "a.mhsa", hidden=("telepathy",))
+    with pytest.raises(
+        ArtifactError, match=r"a CPU with .*telepathy.*, got .* without telepathy\. Compile it for this"
+    ):
+        load(saved)
+
+
 @pytest.mark.parametrize("library", [b"no library", b"\x7fELF" + bytes(60)])
 def test_a_library_that_does_not_load(artifact: Artifact, tmp_path: Path, library: bytes) -> None:
     saved = artifact.save(tmp_path / "a.mhsa").path

@@ -178,6 +178,12 @@ def test_manifests_are_read_into_types(
     assert expected in said
 
 
+def test_code_for_another_cpu_behind_a_manifest_that_hides_it(program: Program, tmp_path: Path) -> None:
+    artifact = tiny_artifact.make(tmp_path / "tiny", hidden=("telepathy",))
+    (said,) = program.said(("--artifact", artifact.path))
+    assert "as it was compiled for one" not in said and "got one without telepathy. Compile it for this machine" in said
+
+
 def test_masks_are_held_against_the_call_as_in_python(program: Program, tmp_path: Path) -> None:
     shapes = {(3, 5): True, (1, 5): True, (5,): True, (3, 1): True, (1,): True, (): True}
     shapes |= {(2, 5): False, (3, 4): False, (1, 3, 5): False, (5, 3): False}

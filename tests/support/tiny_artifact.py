@@ -6,6 +6,7 @@ It computes y[b, l] = scale * W x[b, l] where mask[b, l], else 0, with mask (1 o
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -75,12 +76,15 @@ def tiny_module(scale: float) -> object:
     return Module
 
 
-def make(folder: Path, scale: float = 1.0) -> Artifact:
+def make(folder: Path, scale: float = 1.0, hidden: tuple[str, ...] = ()) -> Artifact:
+    """`hidden` are features of a CPU that its code asks for, and its manifest does not."""
     from mhsa_compile.compiler.codegen.build import build
 
     profile = load_profile("native")
+    hardware = msgspec.structs.replace(profile.hardware, features=(*profile.hardware.features, *hidden))
     folder.mkdir()
-    build(SimpleNamespace(module=tiny_module(scale)), profile, folder / "module.so")
+    of_code = msgspec.structs.replace(profile, hardware=hardware)
+    build(SimpleNamespace(module=tiny_module(scale)), of_code, folder / "module.so")
     save_file({"w": W}, folder / "weights.safetensors")
     (folder / "model.onnx").touch()
     manifest = Manifest(

@@ -26,7 +26,7 @@ from mhsa_compile.runtime import threads
 from mhsa_compile.target import zig
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
-_FLOAT16 = Path(__file__).with_name("float16.c")
+_FLOAT16, _CPU_FEATURES = (Path(__file__).with_name(name) for name in ("float16.c", "cpu_features.c"))
 POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined", "-lpthread", "-ldl", "-Wl,-z,nodelete")
 """The pool of threads that an artifact for a CPU carries: its workers never end, so the library never goes."""
 
@@ -86,8 +86,15 @@ def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
 
 def _export(executable: Any, library: Path, profile: TargetProfile) -> None:
     with atomic_write.temporary() as folder:
-        linker = _linker(profile.link.triple, () if isinstance(profile, CudaProfile) else POOL)
+        linker = _linker(profile.link.triple, _sources(profile))
         executable.export_library(str(library), fcompile=linker, workspace_dir=str(folder), **_packing(profile))
+
+
+def _sources(profile: TargetProfile) -> tuple[str, ...]:
+    """What else is linked into the library, in C."""
+    if isinstance(profile, CudaProfile):
+        return ()
+    return (*POOL, str(_CPU_FEATURES), f'-DMHSA_CPU_FEATURES="{" ".join(sorted(profile.hardware.features))}"')
 
 
 def _packing(profile: TargetProfile) -> dict[str, Any]:

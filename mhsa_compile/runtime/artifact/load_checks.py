@@ -39,7 +39,11 @@ def check_cpu(manifest: Manifest) -> None:
     architecture = target.tvm.mtriple.partition("-")[0]
     if architecture != host.architecture():
         raise ArtifactError("artifact", f"a CPU of {architecture}, as it was compiled for one", host.architecture())
-    needed = set(target.hardware.features)
+    check_features(set(target.hardware.features))
+
+
+def check_features(needed: set[str]) -> None:
+    """Raises ArtifactError unless this CPU has them."""
     if missing := needed - host.cpu_features():
         raise ArtifactError(
             "artifact",

@@ -38,6 +38,7 @@ class Attention {
     const Tensors bound = weights_for(folder, weights);
     refusing({}, [&] {
       const ffi::Any library = mapped(label(folder, "module.so"), module);
+      check_code(library);
       use_threads(library, threads);
       machine_ = call(function(library, "vm_load_executable"));
       call(function(machine_, "vm_initialization"), static_cast<int>(kDLCPU), 0, kPooled);
@@ -141,6 +142,13 @@ class Attention {
     const ffi::Any found = call(global("ffi.ModuleGetFunction"), module, ffi::String(name), false);
     if (found == nullptr) throw Error("artifact file 'module.so'", std::string("a function ") + name, "none", kCompileAgain);
     return found.cast<ffi::Function>();
+  }
+
+  // Features of the CPU are in the code, too, since a manifest can be edited. Code from before that has none.
+  static void check_code(const ffi::Any& library) {
+    const ffi::Any say = call(global("ffi.ModuleGetFunction"), library, ffi::String("mhsa_cpu_features"), true);
+    if (say == nullptr) return;
+    Manifest::check_features(reinterpret_cast<const char*>(call(say.cast<ffi::Function>()).cast<int64_t>()));
   }
 
   // Of the pool that the code brings: workers sleep after 0.2 ms. Artifacts from before it run on TVM's, whose pool of

@@ -79,6 +79,18 @@ struct Manifest {
     check_cpu(all["target"]);
   }
 
+  // Refuses code for a CPU with features that this one lacks, words with spaces between.
+  static void check_features(const std::string& needed) {
+    const std::set<std::string> present = cpu_features();
+    std::istringstream words(needed);
+    std::string missing;
+    for (std::string feature; words >> feature;)
+      if (!present.count(feature)) missing += " " + feature;
+    if (!missing.empty())
+      throw Error("artifact", "a CPU with" + needed, "one without" + missing,
+                  "Compile it for this machine: --target, see `mhsa targets`.");
+  }
+
  private:
   static void check_version(const std::string& argument, int64_t found) {
     if (found != kFormat)
@@ -135,14 +147,9 @@ struct Manifest {
     const std::string architecture = triple.substr(0, triple.find('-'));
     if (architecture != kArchitecture)
       throw Error("artifact", "a CPU of " + architecture + ", as it was compiled for one", kArchitecture, hint);
-    const std::set<std::string> present = cpu_features();
-    std::string needed, missing;
-    for (const Json& word : target["hardware"]["features"].list()) {
-      const std::string feature = word.text();
-      needed += " " + feature;
-      if (!present.count(feature)) missing += " " + feature;
-    }
-    if (!missing.empty()) throw Error("artifact", "a CPU with" + needed, "one without" + missing, hint);
+    std::string needed;
+    for (const Json& word : target["hardware"]["features"].list()) needed += " " + word.text();
+    check_features(needed);
   }
 };
 
