@@ -89,6 +89,7 @@ def test_a_layer(batch_first: bool, cross: bool, given: dict[str, Any]) -> None:
     hold(layer(batch_first=batch_first), call)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the encoder as it was
 def test_an_encoder_leaves_the_fast_path_and_nested_tensors() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, 80, batch_first=True), 2).eval()
