@@ -1,5 +1,5 @@
-"""Every snippet of README.md and of docs/usage.md, docs/models.md and docs/cli.md does what it says: the blocks of a page
-run in order, in one folder, as a reader would type them; and what pages name is there."""
+"""Every snippet of README.md and of docs/usage.md, docs/models.md and docs/cli.md does what it says: the blocks of a
+page run in order, in one folder, as a reader would type them; and what pages name is there."""
 
 from __future__ import annotations
 
