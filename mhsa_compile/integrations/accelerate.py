@@ -167,18 +167,26 @@ def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: A
     """The outermost models of transformers: what asks for an attention by name gets ours."""
     for name, found in _outermost(model):
         configs = {id(config): config for part in found.modules() for config in _configs(part)}
-        for config in configs.values():
-            report.undo.append(partial(_set_attention, config, config._attn_implementation_internal))
-        why = ""
-        if not found._can_set_attn_implementation():
-            why = "its layers do not ask transformers' AttentionInterface"
-        else:
+        undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
+        why = _why_not_here(found)
+        if not why:
             transformers_attention.register(profile)
+            report.undo += undo
             try:
                 found.set_attn_implementation(transformers_attention.NAME)
             except ValueError as error:
                 why = first_line(error)
+                for put_back in undo:
+                    put_back()
         report.rows.append(Row(name, type(found).__name__, why))
+
+
+def _why_not_here(model: Any) -> str:
+    """Why a model of transformers keeps its attention; "" if it can have ours."""
+    if places := sorted({str(value.device) for value in model.parameters() if value.device.type != "cpu"}):
+        return f"it has tensors on {', '.join(places)}: compiled attention reads the CPU's memory"
+    asks = model._can_set_attn_implementation()
+    return "" if asks else "its layers do not ask transformers' AttentionInterface"
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -247,3 +247,11 @@ def test_models_that_never_ask_are_kept() -> None:
     (kept,) = mhsa.accelerate(model).kept
     assert "AttentionInterface" in kept.why_kept
     assert model.config._attn_implementation == before
+
+
+def test_a_model_of_transformers_without_weights_is_kept() -> None:
+    with torch.device("meta"):
+        model = decoder("llama")
+    (kept,) = mhsa.accelerate(model).kept
+    assert "tensors on meta" in kept.why_kept
+    assert model.config._attn_implementation != "mhsa"
