@@ -60,10 +60,10 @@ def accelerate(
     """
     _check(model, on_unsupported)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
-    report, artifacts = AccelerationReport(), _Artifacts(profile)
+    report = AccelerationReport()
     try:
         _replace_in_transformers(model, profile, report)
-        _replace_layers(model, artifacts, report)
+        _replace_layers(model, profile, report)
         report.rows += _others(model, report)
         if on_unsupported == "raise" and report.kept:
             row = report.kept[0]
@@ -76,7 +76,15 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> None:
-    """The model as it was before `accelerate`. Raises InputError for one that is not accelerated."""
+    """The model as it was before `accelerate`. Raises InputError for one that is not accelerated.
+
+    >>> import torch
+    >>> layer = torch.nn.MultiheadAttention(32, 4).eval()
+    >>> report = accelerate(layer)
+    >>> restore(layer)
+    >>> "forward" in vars(layer)
+    False
+    """
     report = vars(model).pop(NAME, None)
     if not isinstance(report, AccelerationReport):
         raise InputError(
@@ -104,20 +112,24 @@ def _check(model: nn.Module, on_unsupported: str) -> None:
 
 
 class _Artifacts:
-    """One for each spec, whatever the number of layers."""
+    """One for each spec and target, whatever the number of layers and models; weights are bound at load."""
 
-    def __init__(self, profile: TargetProfile) -> None:
-        self._profile, self._lock = profile, threading.Lock()
-        self._found: dict[AttentionSpec, Artifact] = {}
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, AttentionSpec], Artifact] = {}
 
-    def load(self, module: MultiHeadAttention, weights: Mapping[str, Any]) -> CompiledAttention:
+    def load(self, profile: TargetProfile, module: MultiHeadAttention, weights: Mapping[str, Any]) -> CompiledAttention:
+        key = (profile.to_toml(), module.spec)
         with self._lock:
-            if module.spec not in self._found:
-                self._found[module.spec] = pipeline.compile(module, self._profile)
-        return load(self._found[module.spec], weights=weights)
+            if key not in self._found:
+                self._found[key] = pipeline.compile(module, profile)
+        return load(self._found[key], weights=weights)
 
 
-def _replace_layers(model: nn.Module, artifacts: _Artifacts, report: AccelerationReport) -> None:
+_ARTIFACTS = _Artifacts()
+
+
+def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
     """Every nn.MultiheadAttention; encoders around them call them again, and keep tensors whole."""
     replaced = set()
     for name, layer in model.named_modules():
@@ -127,7 +139,7 @@ def _replace_layers(model: nn.Module, artifacts: _Artifacts, report: Acceleratio
         report.rows.append(Row(name, type(layer).__name__, why))
         if not why:
             replaced.add(layer)
-            forward = LayerForward(layer, artifacts.load, report.count)
+            forward = LayerForward(layer, partial(_ARTIFACTS.load, profile), report.count)
             vars(layer)["forward"] = forward
             report.undo.append(partial(_forget_forward, layer))
             report.on_refresh.append(forward.forget)
@@ -155,18 +167,26 @@ def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: A
     """The outermost models of transformers: what asks for an attention by name gets ours."""
     for name, found in _outermost(model):
         configs = {id(config): config for part in found.modules() for config in _configs(part)}
-        for config in configs.values():
-            report.undo.append(partial(_set_attention, config, config._attn_implementation_internal))
-        why = ""
-        if not found._can_set_attn_implementation():
-            why = "its layers do not ask transformers' AttentionInterface"
-        else:
+        undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
+        why = _why_not_here(found)
+        if not why:
             transformers_attention.register(profile)
+            report.undo += undo
             try:
                 found.set_attn_implementation(transformers_attention.NAME)
             except ValueError as error:
                 why = first_line(error)
+                for put_back in undo:
+                    put_back()
         report.rows.append(Row(name, type(found).__name__, why))
+
+
+def _why_not_here(model: Any) -> str:
+    """Why a model of transformers keeps its attention; "" if it can have ours."""
+    if places := sorted({str(value.device) for value in model.parameters() if value.device.type != "cpu"}):
+        return f"it has tensors on {', '.join(places)}: compiled attention reads the CPU's memory"
+    asks = model._can_set_attn_implementation()
+    return "" if asks else "its layers do not ask transformers' AttentionInterface"
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:

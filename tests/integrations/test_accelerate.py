@@ -89,6 +89,7 @@ def test_a_layer(batch_first: bool, cross: bool, given: dict[str, Any]) -> None:
     hold(layer(batch_first=batch_first), call)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the encoder as it was
 def test_an_encoder_leaves_the_fast_path_and_nested_tensors() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, 80, batch_first=True), 2).eval()
@@ -246,3 +247,11 @@ def test_models_that_never_ask_are_kept() -> None:
     (kept,) = mhsa.accelerate(model).kept
     assert "AttentionInterface" in kept.why_kept
     assert model.config._attn_implementation == before
+
+
+def test_a_model_of_transformers_without_weights_is_kept() -> None:
+    with torch.device("meta"):
+        model = decoder("llama")
+    (kept,) = mhsa.accelerate(model).kept
+    assert "tensors on meta" in kept.why_kept
+    assert model.config._attn_implementation != "mhsa"

@@ -38,7 +38,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16}),
     "gemma2": ("Gemma2", {**MIXED, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3Text", {**MIXED, "query_pre_attn_scalar": 16}),
-    "gpt_oss": ("GptOss", {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (  # its other experts know no float64
+        "GptOss",
+        {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    ),
 }
 CAUSAL_MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
