@@ -1,0 +1,206 @@
+"""A graph that Dynamo captured, as a module of its tensors alone: weights inside, sizes read off the inputs.
+
+Dynamo's graphs take a model's weights as inputs like any others, and sizes that it holds to be symbolic as numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+_STATIC = "_dynamo_static_input_type"
+"""What Dynamo writes into the `tensor_dict` of a placeholder that is a parameter or a buffer."""
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """What `module` and a call need to know.
+
+    graph     as Dynamo gave it
+    weights   by the place among the inputs, the name
+    names     of the other tensors, in order
+    places    of these among the inputs
+    examples  of these
+    sizes     of a placeholder that is a number: the tensor and the dim that it is the size of
+    returned  what the graph gives, in order: an output of the module, an input, or a number as it is
+    """
+
+    graph: fx.GraphModule
+    weights: dict[int, str]
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    examples: tuple[Tensor, ...]
+    sizes: dict[str, tuple[str, int]]
+    returned: tuple[tuple[Literal["output", "input", "constant"], Any], ...]
+
+    @classmethod
+    def read(cls, graph: fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph | str:
+        """Or the reason why it has to stay with PyTorch."""
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
+        if why := _why_not(graph, list(tensors.values())):
+            return why
+        weights = {i: placeholders[i].name for i, value in tensors.items() if _is_weight(placeholders[i], value)}
+        free = {i: value for i, value in tensors.items() if i not in weights}
+        if not free:
+            return "it has no inputs but weights"
+        sizes = {}
+        for node, value in zip(placeholders, inputs, strict=True):
+            if isinstance(value, Tensor):
+                continue
+            if (found := _read_off(value, {placeholders[i].name: tensor for i, tensor in free.items()}, node)) is None:
+                return f"{node.name} is a {type(value).__name__} that is no size of an input"
+            sizes[node.name] = found
+        returned = _returned(graph, placeholders)
+        if isinstance(returned, str):
+            return returned
+        names = tuple(placeholders[i].name for i in free)
+        return cls(graph, weights, names, tuple(free), tuple(free.values()), sizes, returned)
+
+    def module(self, inputs: Sequence[Any]) -> tuple[nn.Module, dict[str, dict[int, str] | None]]:
+        """Of the weights among these inputs; and the dims of its inputs that are symbolic."""
+        graph = copy.deepcopy(self.graph.graph)
+        root = nn.Module()
+        for name, value in self.graph.named_modules():
+            if name and "." not in name:
+                root.add_module(name, value)
+        for name, value in vars(self.graph).items():
+            if isinstance(value, Tensor):
+                root.register_buffer(name, value)
+        nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        for name, node in nodes.items():
+            node.target = name  # what forward calls it
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first):
+            for place, name in self.weights.items():
+                root.register_buffer(f"weight_{name}", inputs[place].detach())
+                _replace(graph, nodes[name], graph.get_attr(f"weight_{name}"))
+            for name, (tensor, dim) in self.sizes.items():
+                size = graph.call_function(torch.ops.aten.sym_size.int, (nodes[tensor], dim))
+                _replace(graph, nodes[name], size)
+        output = graph.output_node()
+        output.args = (tuple(item for item in _distinct(output.args[0])),)
+        graph.lint()
+        return fx.GraphModule(root, graph), self._free_dims()
+
+    def _free_dims(self) -> dict[str, dict[int, str] | None]:
+        free: dict[str, dict[int, str]] = {name: {} for name in self.names}
+        meta = {node.name: node.meta.get("example_value") for node in self.graph.graph.find_nodes(op="placeholder")}
+        for name in self.names:
+            shape: Sequence[Any] = () if meta[name] is None else meta[name].shape
+            free[name] = {i: symbol for i, size in enumerate(shape) if (symbol := _symbol(size)) is not None}
+        return {name: dims or None for name, dims in free.items()}
+
+    def identity(self, inputs: Sequence[Any]) -> tuple[object, ...]:
+        """Of the weights among these inputs: equal as long as they are the same, unchanged."""
+        return tuple(
+            part
+            for place in self.weights
+            for part in (inputs[place].data_ptr(), inputs[place]._version if not inputs[place].is_inference() else 0)
+        )
+
+    def with_numbers(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, sizes as those of the tensors: to look at a symbolic one would fix it."""
+        tensors = dict(zip(self.names, self.examples, strict=True))
+        names = [node.name for node in self.graph.graph.find_nodes(op="placeholder")]
+        sizes = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in self.sizes.items()}
+        return [sizes.get(name, value) for name, value in zip(names, inputs, strict=True)]
+
+    def arguments(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Of the module."""
+        return [inputs[place] for place in self.places]
+
+    def outputs(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """What the graph gives, of what the module gave."""
+        sources: Mapping[str, Sequence[Any]] = {"output": results, "input": inputs}
+        return [value if kind == "constant" else sources[kind][value] for kind, value in self.returned]
+
+
+def _why_not(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> str:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "gradients are wanted; call it under torch.inference_mode()"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if devices := sorted({str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"}):
+        return f"it has tensors on {', '.join(devices)}"
+    if kinds := sorted({type(tensor).__name__ for tensor in tensors if type(tensor) not in (Tensor, nn.Parameter)}):
+        return f"it has tensors of type {', '.join(kinds)}"
+    if names := sorted({str(node.target) for node in graph.graph.nodes if _writes(node)}):
+        return f"it writes into tensors ({', '.join(names)})"
+    return ""
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether it may change a tensor that it is given, as the names of PyTorch's operations say."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.target in vars(operator).values():
+        augmented = hasattr(operator, f"__{name}__") and hasattr(operator, f"__{name[1:]}__")
+        return name == "setitem" or (name.startswith("i") and augmented)
+    return node.op.startswith("call") and (_ends_in_place(name) or "out" in node.kwargs)
+
+
+def _ends_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _is_weight(node: fx.Node, value: Tensor) -> bool:
+    return isinstance(value, nn.Parameter) or _STATIC in (node.meta.get("tensor_dict") or {})
+
+
+def _read_off(value: object, tensors: Mapping[str, Tensor], node: fx.Node) -> tuple[str, int] | None:
+    """The tensor and the dim that a symbolic size belongs to."""
+    if not isinstance(value, torch.SymInt):
+        return None
+    placeholders = node.graph.find_nodes(op="placeholder")
+    for other in placeholders:
+        example = other.meta.get("example_value")
+        if other.name in tensors and isinstance(example, Tensor):
+            for dim, size in enumerate(example.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
+                    return other.name, dim
+    return None
+
+
+def _symbol(size: object) -> str | None:
+    """What a size is called; None of a number, which a symbol may have turned out to be while Dynamo was tracing."""
+    return str(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.free_symbols else None
+
+
+def _distinct(returned: Any) -> list[fx.Node]:
+    """What of it is computed, each once."""
+    nodes = [item for item in returned if isinstance(item, fx.Node) and item.op != "placeholder" and _is_tensor(item)]
+    return list(dict.fromkeys(nodes))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), Tensor)
+
+
+def _returned(
+    graph: fx.GraphModule, placeholders: Sequence[fx.Node]
+) -> tuple[tuple[Literal["output", "input", "constant"], Any], ...] | str:
+    items = graph.graph.output_node().args[0]
+    if not isinstance(items, tuple | list):
+        return "it does not give a list"
+    distinct, found = _distinct(items), list[tuple[Literal["output", "input", "constant"], Any]]()
+    for item in items:
+        if not isinstance(item, fx.Node):
+            found.append(("constant", item))
+        elif item.op == "placeholder":
+            found.append(("input", placeholders.index(item)))
+        elif item in distinct:
+            found.append(("output", distinct.index(item)))
+        else:
+            return f"it gives {item.name}, which is no tensor"
+    return tuple(found) if distinct else "it computes nothing"
+
+
+def _replace(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)

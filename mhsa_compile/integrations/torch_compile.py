@@ -1,0 +1,145 @@
+"""torch.compile(model, backend="mhsa"): graphs that Dynamo captures, as compiled artifacts.
+
+A graph with attention is exported and compiled with its weights; sizes that Dynamo holds to be symbolic stay so. A
+graph stays with PyTorch where it holds no attention, where gradients are wanted, where it writes into tensors, where
+something in it has no code here, and where PyTorch is faster: a warning says which, once for each graph.
+
+    model = torch.compile(model, backend="mhsa")
+    model = torch.compile(model, backend="mhsa", options={"target": "x86-64-v3", "threads": 4})
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import tracing
+
+from mhsa_compile.compiler.pipeline import compile
+from mhsa_compile.errors import InputError, MhsaError
+from mhsa_compile.integrations.captured_graph import CapturedGraph
+from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
+
+_SLOWER = 1.02
+"""Times PyTorch's time that a graph may take; its turns differ by less on a quiet machine."""
+_TURNS, _TURN = 5, 0.02  # of each, and the seconds of one
+_MOST_WEIGHTS = 64
+"""Sets of weights that one graph keeps artifacts for: layers that were compiled one by one share a graph."""
+
+Run = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`options` of torch.compile.
+
+    target     as of `compile`
+    threads    as of `load`
+    is_strict  whether a graph that would stay with PyTorch is an error. "strict" in the options
+    """
+
+    target: str = "native"
+    threads: int | None = None
+    is_strict: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Options:
+        known = {"target": "target", "threads": "threads", "strict": "is_strict"}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise InputError("options", f"any of {', '.join(known)}", ", ".join(unknown))
+        return cls(**{known[name]: value for name, value in given.items()})
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str = "default",
+) -> Run:
+    """The backend: a function of the graph's inputs. Raises InputError for unknown options or a mode, and with
+    `options={"strict": True}` whatever keeps a graph from being compiled."""
+    if mode != "default":
+        raise InputError("mode", 'none: the backend "mhsa" has no modes', repr(mode), "Leave it out, or use options.")
+    read = Options.read(options or {})
+    captured = CapturedGraph.read(graph, example_inputs)
+    if isinstance(captured, str):
+        return _left(graph, captured, read)
+    bound = _Bound(captured, read)
+    try:
+        bound.artifact_of(example_inputs)
+    except MhsaError as error:
+        if read.is_strict:
+            raise
+        return _left(graph, f"{error.argument}: expected {error.expected}, got {error.got}", read)
+    if (ratio := _time_by_eager(graph, bound, captured.with_numbers(example_inputs))) > _SLOWER:
+        return _left(graph, f"it takes {ratio:.2f} of PyTorch's time", read)
+    return bound
+
+
+def _left(graph: fx.GraphModule, why: str, options: Options) -> Run:
+    """The graph as PyTorch runs it, and a word about it."""
+    operations = sum(node.op.startswith("call") for node in graph.graph.nodes)
+    if options.is_strict:
+        raise InputError("graph", "one that compiles, since options say strict", why)
+    warnings.warn(f"torch.compile: a graph of {operations} operations stays with PyTorch: {why}", stacklevel=3)
+    run: Run = graph.forward
+    return run
+
+
+@dataclass
+class _Bound:
+    """A captured graph as artifacts, one for each set of weights that it is called with."""
+
+    captured: CapturedGraph
+    options: Options
+    _made: dict[tuple[object, ...], CompiledAttention] = field(default_factory=dict)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        made = self._made.get(self.captured.identity(inputs)) or self.artifact_of(inputs)
+        results = made(*self.captured.arguments(inputs))
+        return self.captured.outputs(results if isinstance(results, tuple) else (results,), inputs)
+
+    def artifact_of(self, inputs: Sequence[Any]) -> CompiledAttention:
+        """Compiled for the weights among these inputs."""
+        module, shapes = self.captured.module(inputs)
+        # The exporter would add its guards to those of the graph that is being compiled, and they never hold.
+        with tracing(None), torch.inference_mode(False), torch.no_grad():
+            # Copies: the exporter marks its examples, and Dynamo's guards would find that theirs are others.
+            examples = {
+                name: inputs[i].clone() for name, i in zip(self.captured.names, self.captured.places, strict=True)
+            }
+            artifact = compile(module, self.options.target, example_inputs=examples, dynamic_shapes=shapes)
+        if len(self._made) >= _MOST_WEIGHTS:
+            self._made.pop(next(iter(self._made)))
+        made = load(artifact, threads=self.options.threads)
+        self._made[self.captured.identity(inputs)] = made
+        return made
+
+
+def _time_by_eager(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> float:
+    """The time of a call by PyTorch's, in turns."""
+    ours, theirs = list[float](), list[float]()
+    order = [(run, ours), (graph.forward, theirs)]
+    with torch.no_grad():
+        for _ in range(_TURNS):
+            for one, times in order:
+                times.append(_seconds(one, inputs))
+            order.reverse()
+    return median(ours) / median(theirs)
+
+
+def _seconds(run: Run, inputs: Sequence[Any]) -> float:
+    run(*inputs)
+    begin, calls = time.perf_counter(), 0
+    while True:
+        run(*inputs)
+        calls += 1
+        if (taken := time.perf_counter() - begin) > _TURN:
+            return taken / calls

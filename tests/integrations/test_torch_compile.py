@@ -1,0 +1,162 @@
+"""torch.compile(model, backend="mhsa"): graphs of Dynamo's as artifacts, and what stays with PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from mhsa_compile.integrations import torch_compile
+from mhsa_compile.verification.error_budget import budget
+
+BACKEND = torch_compile.compile_graph
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small graphs may be slower than PyTorch; what is compiled here is to be looked at. Dynamo forgets the others."""
+    monkeypatch.setattr(torch_compile, "_time_by_eager", lambda graph, run, inputs: 0.5)
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+class Layer(nn.Module):
+    """A layer that gives what Dynamo's graphs give: tensors, one of them twice, an input, and a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("shift", torch.ones(32))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.attention(x, x, x, need_weights=False)[0]
+        z = self.linear(y + self.shift)
+        return {"z": z, "again": z, "x": x, "length": x.shape[1], "y": y}
+
+
+def assert_right(got: Tensor, layer: nn.Module, x: Tensor, name: str = "z") -> None:
+    with torch.inference_mode():
+        theirs = layer(x)[name]
+        exact = copy.deepcopy(layer).double()(x.double())[name].numpy()
+    error = float(abs(got.numpy() - exact).max())
+    assert error <= budget(exact, theirs.numpy(), "float32"), error
+
+
+def compiled(layer: nn.Module, **words: Any) -> Any:
+    return torch.compile(layer.eval(), backend=BACKEND, dynamic=True, **words)
+
+
+def test_every_length_by_one_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(torch_compile, "compile", lambda *words, **named: made.append(1) or original(*words, **named))
+    layer = Layer()
+    run = compiled(layer)
+    with torch.inference_mode():
+        for size in ((2, 7), (3, 131), (2, 197), (5, 7)):
+            x = torch.randn(*size, 32)
+            found = run(x)
+            assert found["x"] is x and found["length"] == size[1] and found["again"] is found["z"]
+            assert_right(found["z"], layer, x)
+            assert_right(found["y"], layer, x, "y")
+        with ThreadPoolExecutor(3) as threads:
+            x = torch.randn(2, 197, 32)
+            expected = run(x)["z"]
+            assert all(torch.equal(one, expected) for one in threads.map(lambda _: called(run, x), range(100)))
+    assert len(made) == 1
+
+
+original = torch_compile.compile
+
+
+def called(run: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = run(x)["z"]
+        return found
+
+
+def test_weights_that_change_and_layers_of_one_class() -> None:
+    layers, x = [Layer().eval() for _ in range(2)], torch.randn(2, 19, 32)
+    runs = [compiled(layer) for layer in layers]
+    with torch.inference_mode():
+        for layer, run in zip(layers, runs, strict=True):
+            assert_right(run(x)["z"], layer, x)
+    with torch.no_grad():
+        layers[0].linear.weight.mul_(2.0)
+    with torch.inference_mode():
+        assert_right(runs[0](x)["z"], layers[0], x)
+        assert_right(runs[1](x)["z"], layers[1], x)
+
+
+class Writes(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        q.add_(1.0)
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+class Plain(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return torch.tanh(q) * 2.0
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Writes(), r"it writes into tensors \(add_\)"),
+        (Plain(), "model: expected at least one attention, got Constant, Mul, Tanh"),
+    ],
+    ids=["writes", "no attention"],
+)
+def test_what_stays_with_pytorch_is_said(module: nn.Module, why: str) -> None:
+    x = torch.randn(1, 2, 5, 8)
+    with torch.inference_mode():
+        expected = module(x.clone())
+        with pytest.warns(UserWarning, match=f"stays with PyTorch: {why}"):
+            assert torch.equal(compiled(module)(x.clone()), expected)
+
+
+def test_gradients_are_pytorchs() -> None:
+    layer, x = Layer().eval(), torch.randn(2, 7, 32)
+    with pytest.warns(UserWarning, match="gradients are wanted"):
+        compiled(layer)(x)["z"].sum().backward()
+    found = layer.linear.weight.grad.clone()
+    layer.zero_grad()
+    layer(x)["z"].sum().backward()
+    assert torch.equal(found, layer.linear.weight.grad)
+
+
+def test_a_slower_graph_stays_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_compile, "_time_by_eager", lambda graph, run, inputs: 3.0)
+    with torch.inference_mode(), pytest.warns(UserWarning, match="it takes 3.00 of PyTorch's time"):
+        compiled(Layer())(torch.randn(2, 7, 32))
+
+
+def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    graph = torch.fx.symbolic_trace(Plain())
+    ratio = torch_compile._time_by_eager(graph, lambda q: [graph.forward(q), graph.forward(q)], [torch.randn(400, 400)])
+    assert 1.2 < ratio < 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"options": {"strict": True}}, "expected at least one attention"),
+        ({"options": {"traget": "native"}}, "options: expected any of target, threads, strict, got traget"),
+        ({"mode": "max-autotune"}, "has no modes"),
+    ],
+)
+def test_errors(words: dict[str, Any], said: str) -> None:
+    with torch.inference_mode(), pytest.raises(BackendCompilerFailed, match=said):
+        compiled(Plain(), **words)(torch.randn(2, 7, 32))
+
+
+def test_by_its_name() -> None:
+    assert "mhsa" in torch.compiler.list_backends()
