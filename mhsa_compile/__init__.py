@@ -21,6 +21,7 @@ from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
     from mhsa_compile.compiler.pipeline import compile
+    from mhsa_compile.integrations.accelerate import accelerate, restore
     from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
     from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
     from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -37,6 +38,7 @@ __all__ = [
     "ScaledDotProductAttention",
     "TargetProfile",
     "__version__",
+    "accelerate",
     "compile",
     "errors",
     "from_bert",
@@ -44,6 +46,7 @@ __all__ = [
     "from_torch",
     "load",
     "masks",
+    "restore",
     "verify",
     "weights",
 ]
@@ -54,12 +57,14 @@ _PLACES = {
     "MultiHeadAttention": "nn.modules:MultiHeadAttention",
     "ScaledDotProductAttention": "nn.modules:ScaledDotProductAttention",
     "TargetProfile": "target.profile:TargetProfile",
+    "accelerate": "integrations.accelerate:accelerate",
     "compile": "compiler.pipeline:compile",
     "from_bert": "nn.convert:from_bert",
     "from_llama": "nn.convert:from_llama",
     "from_torch": "nn.convert:from_torch",
     "load": "runtime.compiled_attention:load",
     "masks": "spec.masks",
+    "restore": "integrations.accelerate:restore",
     "verify": "verification.verify:verify",
     "weights": "nn.modules:weights",
 }

@@ -1,5 +1,5 @@
-"""Every snippet of README.md, docs/usage.md and docs/cli.md does what it says: the blocks of a page run in order, in
-one folder, as a reader would type them; and what pages name is there."""
+"""Every snippet of README.md and of docs/usage.md, docs/models.md and docs/cli.md does what it says: the blocks of a
+page run in order, in one folder, as a reader would type them; and what pages name is there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 README, USAGE, COMMANDS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "cli.md"
+MODELS = ROOT / "docs" / "models.md"
 PAGES = (README, USAGE, COMMANDS)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -95,6 +96,12 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names["verdict"].ok
     assert names["y"].shape == (1, 50, 256)
     assert names["cache"].length.tolist() == [20, 15]
+
+
+def test_the_snippets_about_models_run() -> None:
+    names = run(list(blocks(MODELS)))
+    assert names["tokens"].shape == (1, 19) and names["y"].shape == (2, 9, 64)
+    assert len(names["report"].replaced) == 2
 
 
 def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

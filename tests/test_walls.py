@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "kernels": {"spec", "target"},
     "frontend": {"kernels.interface", "nn", "runtime", "spec", "verification"},
     "compiler": {"frontend", "kernels", "records", "runtime", "target"},
+    "integrations": {"compiler", "frontend", "nn", "runtime", "spec", "target"},
     "bench": {"compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "target", "verification"},
     "tuning.measure": {"records", "runtime", "target"},
     "tuning": {"bench", "compiler", "frontend", "kernels", "nn", "records", "runtime", "target", "verification"},

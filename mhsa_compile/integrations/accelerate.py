@@ -1,0 +1,226 @@
+"""Attention inside of a model of PyTorch's or transformers', replaced in place by compiled artifacts, and put back.
+
+report = mhsa.accelerate(model)
+print(report)                      # what was replaced, what was kept, and why
+y = model(x)
+mhsa.restore(model)                # the model as it was
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from mhsa_compile.compiler import pipeline
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.files.foreign_errors import first_line
+from mhsa_compile.integrations import torch_attention
+from mhsa_compile.integrations import transformers as transformers_attention
+from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, Row
+from mhsa_compile.integrations.torch_attention import LayerForward
+from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.target.profile import TargetProfile, load_profile
+
+
+def accelerate(
+    model: nn.Module,
+    target: str | TargetProfile = "native",
+    on_unsupported: Literal["keep", "raise"] = "keep",
+) -> AccelerationReport:
+    """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
+
+    Replaced are every nn.MultiheadAttention, also in PyTorch's encoder and decoder layers, with its projections; and
+    in models of transformers the attention of all layers that ask for an implementation by name. Parameters, names
+    and hooks of the model stay. An artifact is compiled when a kind of call is first met.
+
+    target          as in `compile`
+    on_unsupported  what becomes of attention that cannot be replaced: "keep" leaves it, and the report says why;
+                    "raise" is a ModelError
+
+    Raises InputError for a model in training mode or one that is accelerated, ModelError, TargetError; then the model
+    is as it was.
+
+    >>> import torch
+    >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
+    >>> accelerate(model)
+    1 of 1 attentions replaced
+      self_attn    MultiheadAttention  replaced
+    >>> with torch.no_grad():
+    ...     model(torch.zeros(2, 9, 32)).shape
+    torch.Size([2, 9, 32])
+    >>> restore(model)
+    """
+    _check(model, on_unsupported)
+    profile = target if isinstance(target, TargetProfile) else load_profile(target)
+    report = AccelerationReport()
+    try:
+        _replace_in_transformers(model, profile, report)
+        _replace_layers(model, profile, report)
+        report.rows += _others(model, report)
+        if on_unsupported == "raise" and report.kept:
+            row = report.kept[0]
+            raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
+    except BaseException:
+        _undo(report)
+        raise
+    vars(model)[NAME] = report
+    return report
+
+
+def restore(model: nn.Module) -> None:
+    """The model as it was before `accelerate`. Raises InputError for one that is not accelerated.
+
+    >>> import torch
+    >>> layer = torch.nn.MultiheadAttention(32, 4).eval()
+    >>> report = accelerate(layer)
+    >>> restore(layer)
+    >>> "forward" in vars(layer)
+    False
+    """
+    report = vars(model).pop(NAME, None)
+    if not isinstance(report, AccelerationReport):
+        raise InputError(
+            "model", "one that accelerate() was given", f"a {type(model).__name__} that is not accelerated"
+        )
+    _undo(report)
+
+
+def _undo(report: AccelerationReport) -> None:
+    while report.undo:
+        report.undo.pop()()
+
+
+def _check(model: nn.Module, on_unsupported: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError("model", "an nn.Module", type(model).__name__)
+    if on_unsupported not in ("keep", "raise"):
+        raise InputError("on_unsupported", '"keep" or "raise"', repr(on_unsupported))
+    for name, module in model.named_modules():
+        if NAME in vars(module):
+            raise InputError("model", "one that is not accelerated", f"{name or 'it'} is", "Call mhsa.restore first.")
+        if module.training:
+            got = f"{name or type(model).__name__} in training mode"
+            raise InputError("model", "eval mode: compiled attention is for inference", got, "Call model.eval() first.")
+
+
+class _Artifacts:
+    """One for each spec and target, whatever the number of layers and models; weights are bound at load."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, AttentionSpec], Artifact] = {}
+
+    def load(self, profile: TargetProfile, module: MultiHeadAttention, weights: Mapping[str, Any]) -> CompiledAttention:
+        key = (profile.to_toml(), module.spec)
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = pipeline.compile(module, profile)
+        return load(self._found[key], weights=weights)
+
+
+_ARTIFACTS = _Artifacts()
+
+
+def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
+    """Every nn.MultiheadAttention; encoders around them call them again, and keep tensors whole."""
+    replaced = set()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.MultiheadAttention):
+            continue
+        why = torch_attention.why_not(layer)
+        report.rows.append(Row(name, type(layer).__name__, why))
+        if not why:
+            replaced.add(layer)
+            forward = LayerForward(layer, partial(_ARTIFACTS.load, profile), report.count)
+            vars(layer)["forward"] = forward
+            report.undo.append(partial(_forget_forward, layer))
+            report.on_refresh.append(forward.forget)
+            # Where a hook is there, nn.TransformerEncoderLayer calls its parts instead of one operator for all of them.
+            report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
+            report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
+            _set_nested(encoder, False)
+
+
+def _forget_forward(layer: nn.Module) -> None:
+    del vars(layer)["forward"]
+
+
+def _calls_parts(layer: nn.Module, inputs: Any) -> None:
+    """A hook that changes nothing."""
+
+
+def _set_nested(encoder: nn.TransformerEncoder, use: bool) -> None:
+    encoder.use_nested_tensor = use
+
+
+def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
+    """The outermost models of transformers: what asks for an attention by name gets ours."""
+    for name, found in _outermost(model):
+        configs = {id(config): config for part in found.modules() for config in _configs(part)}
+        undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
+        why = _why_not_here(found)
+        if not why:
+            transformers_attention.register(profile)
+            report.undo += undo
+            try:
+                found.set_attn_implementation(transformers_attention.NAME)
+            except ValueError as error:
+                why = first_line(error)
+                for put_back in undo:
+                    put_back()
+        report.rows.append(Row(name, type(found).__name__, why))
+
+
+def _why_not_here(model: Any) -> str:
+    """Why a model of transformers keeps its attention; "" if it can have ours."""
+    if places := sorted({str(value.device) for value in model.parameters() if value.device.type != "cpu"}):
+        return f"it has tensors on {', '.join(places)}: compiled attention reads the CPU's memory"
+    asks = model._can_set_attn_implementation()
+    return "" if asks else "its layers do not ask transformers' AttentionInterface"
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Models of transformers that are in no other one, if transformers is in use at all."""
+    if (library := sys.modules.get("transformers.modeling_utils")) is None:
+        return
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, library.PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            yield name, module
+
+
+def _configs(module: nn.Module) -> Iterator[Any]:
+    """A module's config and those inside of it, where attention is named."""
+    waiting = [getattr(module, "config", None)]
+    while waiting:
+        config = waiting.pop()
+        if hasattr(config, "_attn_implementation_internal"):
+            yield config
+            waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+
+
+def _set_attention(config: Any, implementation: str | None) -> None:
+    config._attn_implementation_internal = implementation
+
+
+def _others(model: nn.Module, report: AccelerationReport) -> list[Row]:
+    """Modules that are called an attention and that nothing above looked at."""
+    covered = [row.name for row in report.rows]
+    rows = []
+    for name, module in model.named_modules():
+        within = any(name == one or not one or name.startswith(f"{one}.") for one in covered)
+        if "Attention" in type(module).__name__ and not within:
+            rows.append(Row(name, type(module).__name__, "it is none that is known; mhsa.compile takes any nn.Module"))
+            covered.append(name)
+    return rows

@@ -1,0 +1,76 @@
+"""What `accelerate` did to a model: a row for each attention, replaced or kept, with the reason; and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mhsa_compile.errors import InputError
+
+NAME = "_mhsa_acceleration"
+"""The attribute of an accelerated model that holds its report."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention: `name` in the model ("" is the model itself), the class, and why it was kept; "" if replaced."""
+
+    name: str
+    kind: str
+    why_kept: str = ""
+
+    @property
+    def replaced(self) -> bool:
+        return not self.why_kept
+
+
+class Unsaved:
+    """What belongs to one model in one process: copies of it would compute with the weights of the first."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        hint = "Call mhsa.restore(model) first; state_dict() is as it always was."
+        raise InputError("model", "one that is not accelerated, to copy or to pickle", "an accelerated one", hint)
+
+
+class AccelerationReport(Unsaved):
+    """The rows, in the order of the model's modules. Printed, it is a table.
+
+    `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.calls: dict[str, int] = {}
+        self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
+        self.on_refresh: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @property
+    def replaced(self) -> list[Row]:
+        return [row for row in self.rows if row.replaced]
+
+    @property
+    def kept(self) -> list[Row]:
+        return [row for row in self.rows if not row.replaced]
+
+    def refresh(self) -> None:
+        """Binds the weights of all replaced layers anew, for edits that PyTorch does not count: those by `.data`, by
+        NumPy's views, and of inference tensors. All others are noticed by the next call."""
+        for bind in self.on_refresh:
+            bind()
+
+    def count(self, why: str) -> None:
+        """A call that PyTorch computes itself."""
+        self.calls[why] = self.calls.get(why, 0) + 1
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self.replaced)} of {len(self.rows)} attentions replaced"]
+        width = max((len(row.name) for row in self.rows), default=0)
+        for row in self.rows:
+            said = "replaced" if row.replaced else f"kept: {row.why_kept}"
+            lines.append(f"  {row.name or '(the model)':{max(width, 11)}}  {row.kind}  {said}")
+        lines += [f"  {number} calls computed by PyTorch: {why}" for why, number in self.calls.items()]
+        return "\n".join(lines)

@@ -1,0 +1,131 @@
+"""mhsa::attention, an operator of PyTorch's: attention on the artifacts of the call table.
+
+torch.compile and torch.export see one operator, whose result has a known shape, which changes nothing and has no
+derivative. Eager calls go to `attend` directly.
+
+Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.integrations.attention_graph import AttentionCall
+from mhsa_compile.integrations.call_table import TABLE
+
+NAME = "mhsa::attention"
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    causal: bool,
+    causal_unmasked: bool,
+    windowed: bool,
+) -> Tensor:
+    """q (B, H, L, E), k (B, G, S, E), v (B, G, S, F), in memory by heads or by rows -> y (B, L, H, F).
+
+    mask               None, bool (True takes part), or of q's dtype and added; (B or 1, H or 1, L or 1, S or 1)
+    sinks              (H,), of q's dtype, or None
+    causal             query i sees key j iff j <= i; a single query sees every key
+    causal_unmasked    what `causal` would be without a mask
+    windowed           whether the layer has a window, which `mask` says where it hides something
+
+    The last two decide what is compiled along with this kind of call: `call_table.siblings`.
+
+    Raises InputError for what the artifact refuses.
+    """
+    _check_ranks(q, k, v, mask)
+    H, G = q.shape[1], k.shape[1]
+    kind = "bool" if mask is not None and mask.dtype == torch.bool else None if mask is None else "additive"
+    call = AttentionCall(
+        H=H,
+        G=G,
+        E=q.shape[3],
+        F=v.shape[3],
+        dtype=str(q.dtype).removeprefix("torch."),
+        scale=scale,
+        softcap=softcap,
+        causal=causal,
+        mask=kind,
+        sinks=sinks is not None,
+    )
+    by_rows = TABLE.layout(call, k, v) == "rows"
+    if by_rows:
+        call = replace(call, kv_layout="rows")
+        k, v = (x.transpose(1, 2).flatten(2) for x in (k, v))
+    compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
+    inputs = [q.transpose(1, 2).reshape(q.shape[0], q.shape[2], H * q.shape[3]), k, v]
+    if mask is not None:
+        inputs.append(_as_small_as_it_is(mask))
+    if sinks is not None:
+        inputs.append(sinks)
+    y: Tensor = compiled(*inputs)
+    return y.view(y.shape[0], y.shape[1], H, v.shape[-1] // G if by_rows else v.shape[-1])
+
+
+def _check_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    for name, value in (("query", q), ("key", k), ("value", v), ("attention_mask", mask)):
+        if value is not None and value.ndim != 4:
+            raise InputError(name, "four axes: batch, heads, length, and head dim or keys", str(tuple(value.shape)))
+    if q.shape[1] % max(1, k.shape[1]) or k.shape[1] != v.shape[1]:
+        got = f"{q.shape[1]} query, {k.shape[1]} key and {v.shape[1]} value heads"
+        raise InputError("key", "key and value heads that divide the query heads", got)
+
+
+def _as_small_as_it_is(mask: Tensor) -> Tensor:
+    """Without the repetitions of an expanded mask, which a call would copy."""
+    for axis in range(3):
+        if mask.shape[axis] > 1 and mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
+
+
+@functools.cache
+def define() -> Any:
+    """Makes the operator known to PyTorch, once; a program that was exported with it needs that before it runs."""
+    schema = (
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float softcap, bool causal, "
+        "bool causal_unmasked, bool windowed) -> Tensor"
+    )
+    operator = torch.library.custom_op(NAME, attend, mutates_args=(), schema=schema)
+    operator.register_fake(_shape)
+    operator.register_autograd(_no_derivative)
+    return operator
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+def _no_derivative(context: Any, *gradients: Any) -> None:
+    raise no_gradient("query")
+
+
+def no_gradient(argument: str) -> InputError:
+    """The refusal of what would train nothing."""
+    expected = "a tensor without a gradient to follow: compiled attention computes none"
+    hint = "Call under torch.no_grad(), or set another attention to train."
+    return InputError(argument, expected, "one that requires grad", hint)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of the result would be asked of one of them."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def is_traced(q: Tensor) -> bool:
+    """Whether somebody records what is called: then the operator is, else what it does."""
+    recorded = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # TorchScript would keep our result
+    return torch.compiler.is_compiling() or recorded or type(q) not in (Tensor, torch.nn.Parameter)

@@ -1,0 +1,86 @@
+"""The artifacts that calls of models run on: compiled when a kind of call is first met, and then kept by the process.
+
+Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from torch import Tensor
+
+from mhsa_compile.compiler import pipeline
+from mhsa_compile.integrations.attention_graph import AttentionCall, Layout, graph_of
+from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
+from mhsa_compile.target.profile import TargetProfile
+
+
+class CallTable:
+    """Kinds of calls and their artifacts, two for each: for any length, and for a single query. Any number of threads
+    may ask at once; one of them compiles."""
+
+    def __init__(self, target: str | TargetProfile = "native") -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._loaded: dict[tuple[AttentionCall, bool], CompiledAttention] = {}
+        self._asked: dict[tuple[AttentionCall, bool, bool, bool], CompiledAttention] = {}  # siblings of these are there
+
+    def use(self, target: str | TargetProfile) -> None:
+        """From now on compiles for `target`; what was compiled for another is let go."""
+        with self._lock:
+            if target != self._target:
+                self._target, self._loaded, self._asked = target, {}, {}
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def get(self, call: AttentionCall, *, one_query: bool, causal: bool, windowed: bool) -> CompiledAttention:
+        """The artifact of a kind of call, which is compiled if it is new, together with all that differs from it by
+        lengths alone; `causal` and `windowed` as in `siblings`."""
+        asked = (call, one_query, causal, windowed)
+        if (found := self._asked.get(asked)) is not None:
+            return found
+        with self._lock:
+            for kind in siblings(call, causal=causal, windowed=windowed):
+                for wanted, one in ((kind, False), (kind.of_one_query, True)):
+                    if (wanted, one) not in self._loaded:
+                        artifact = pipeline.compile(graph_of(wanted, one_query=one), self._target)
+                        self._loaded[wanted, one] = load(artifact)
+            found = self._loaded[(call.of_one_query, True) if one_query else (call, False)]
+            self._asked[asked] = found
+            return found
+
+    def layout(self, call: AttentionCall, k: Tensor, v: Tensor) -> Layout:
+        """How to read k (B, G, S, E) and v: as they lie, and where they may be read either way, as was compiled for."""
+        by_rows = k.transpose(1, 2).is_contiguous() and v.transpose(1, 2).is_contiguous()
+        if not by_rows:
+            return "heads"
+        if not (k.is_contiguous() and v.is_contiguous()):
+            return "rows"
+        known = {kind.kv_layout for kind, _ in self._loaded if replace(kind, kv_layout=call.kv_layout) == call}
+        return "rows" if known == {"rows"} else "heads"
+
+
+def siblings(call: AttentionCall, *, causal: bool, windowed: bool) -> list[AttentionCall]:
+    """A kind of call, and those that the same layer makes once its sequences are longer or shorter.
+
+    causal     the layer is causal wherever no mask says so: a cache that was there before brings one
+    windowed   it has a window, which is a mask from the length on where it hides something, and from which on some
+               caches hand over the new keys as they are instead of their buffers
+    """
+    kinds = [call]
+    if causal or windowed:
+        bias = call.mask == "additive"
+        if not bias:
+            kinds.append(replace(call, causal=causal, mask=None))
+        if not bias or call.causal:
+            kinds.append(replace(call, causal=False, mask="additive" if bias else "bool"))
+    if windowed:
+        layouts: tuple[Layout, Layout] = ("rows", "heads")
+        kinds += [replace(kind, kv_layout=layout) for kind in kinds for layout in layouts]
+    return list(dict.fromkeys(kinds))
+
+
+TABLE = CallTable()
+"""The one of this process: models come and go, and those of one shape share what was compiled."""

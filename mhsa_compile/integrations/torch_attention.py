@@ -1,0 +1,229 @@
+"""nn.MultiheadAttention on compiled artifacts: the layer stays, its forward is another.
+
+Notation: B batch, L query length, S key length, D embed, H heads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.integrations.acceleration_report import Unsaved
+from mhsa_compile.integrations.attention_operator import no_gradient, wants_gradient
+from mhsa_compile.nn.convert import from_torch
+from mhsa_compile.nn.modules import MultiHeadAttention, weights
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
+
+Load = Callable[[MultiHeadAttention, Mapping[str, Any]], CompiledAttention]
+"""The artifact of a module's spec, with these weights."""
+
+
+class CallKind(NamedTuple):
+    """What of a call decides on its artifact."""
+
+    cross: bool
+    mask: str | None
+    causal: bool
+    need_weights: bool
+
+
+def why_not(layer: nn.MultiheadAttention) -> str:
+    """Why a layer cannot be replaced; "" if it can."""
+    parameters = dict(layer.named_parameters())
+    if type(layer) is not nn.MultiheadAttention:
+        return "it is a subclass of nn.MultiheadAttention, which may compute something else"
+    if "forward" in vars(layer):
+        return "it has a forward of its own"
+    if type(layer.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return f"its out_proj is a {type(layer.out_proj).__name__}: it is quantised, or was replaced"
+    if hooks := [
+        name for name, found in vars(layer).items() if name.endswith("_hooks") and "state" not in name and found
+    ]:
+        return f"it has hooks ({hooks[0].strip('_')})"
+    if vars(layer.out_proj)["_forward_pre_hooks"] or vars(layer.out_proj)["_forward_hooks"]:
+        return "its out_proj has hooks, which would not run"
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter:
+            return f"{name} is a {type(parameter).__name__}"
+        if parameter.is_meta:
+            return "it has no weights yet: they are on the meta device"
+        if parameter.device.type != "cpu":
+            return f"{name} is on {parameter.device}: artifacts for a CPU read its memory"
+    try:
+        from_torch(layer)
+    except ModelError as error:
+        return f"expected {error.expected}, got {error.got}"
+    return ""
+
+
+class LayerForward(Unsaved):
+    """The forward of one layer. Weights are bound for each kind of call when it is first met, and again when they
+    changed. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
+
+    def __init__(self, layer: nn.MultiheadAttention, load: Load, left: Callable[[str], None]) -> None:
+        self._layer, self._load, self._left = layer, load, left
+        self._lock = threading.Lock()
+        self._bound: tuple[tuple[object, ...], dict[CallKind, CompiledAttention]] = ((), {})
+
+    def forget(self) -> None:
+        """The next call binds the weights again."""
+        with self._lock:
+            self._bound = ((), {})
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention.forward`, but that a query which sees no key gets zeros before the output
+        projection, not NaN. Raises InputError in training and where a gradient is wanted."""
+        layer = self._layer
+        arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if torch.compiler.is_compiling():  # an artifact cannot be traced, and what PyTorch does is as right
+            return nn.MultiheadAttention.forward(layer, *arguments)
+        if layer.training:
+            raise InputError("model", "eval mode: compiled attention is for inference", "training mode", "model.eval()")
+        if wants_gradient(query, key, value, *layer.parameters()):
+            raise no_gradient("query")
+        if why := self._why_not(*arguments):
+            self._left(why)
+            return nn.MultiheadAttention.forward(layer, *arguments)
+        return self._computed(*arguments)
+
+    def _why_not(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        _: bool,
+        mask: Tensor | None,
+        *rest: bool,
+    ) -> str:
+        if query.is_nested or key.is_nested or value.is_nested:
+            return "a nested tensor"
+        if key is not value:
+            return "keys and values of two tensors"
+        if is_batched := query.ndim == 3:
+            is_batched = key.ndim == 3
+        if not is_batched and not query.ndim == key.ndim == 2:
+            return "a rank that it refuses"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast"
+        dtype = self._layer.out_proj.weight.dtype
+        if any(x.dtype != dtype or x.device.type != "cpu" for x in (query, key)):
+            return f"inputs that are not {dtype} in CPU memory"
+        if rest[-1] and mask is None:
+            return "is_causal without attn_mask, which it refuses"
+        if any(m is not None and m.dtype != torch.bool and not m.is_floating_point() for m in (padding, mask)):
+            return "a mask that it refuses"
+        return ""
+
+    def _computed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        layer, cross = self._layer, query is not key
+        batched = query.ndim == 3
+        if not batched:
+            query, key = query.unsqueeze(0), key.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not layer.batch_first:
+            query, key = query.transpose(0, 1), key.transpose(0, 1)
+        causal = is_causal and key_padding_mask is None and not need_weights  # then PyTorch takes the hint's word, too
+        full = (query.shape[0], layer.num_heads, query.shape[1], key.shape[1])
+        mask = joined(None if causal else attn_mask, key_padding_mask, full, query.dtype)
+        kind = None if mask is None else "bool" if mask.dtype == torch.bool else "additive"
+        compiled = self._compiled(CallKind(cross, kind, causal, need_weights))
+        inputs = [query, key] if cross else [query]
+        with torch.no_grad():
+            results: Any = compiled(*inputs, *([] if mask is None else [mask]))
+        y: Tensor = results.y if need_weights else results
+        found: Tensor | None = results.weights if need_weights else None
+        if found is not None and average_attn_weights:
+            found = found.mean(dim=1)
+        if not batched:
+            return y.squeeze(0), None if found is None else found.squeeze(0)
+        return y if layer.batch_first else y.transpose(0, 1), found
+
+    def _compiled(self, kind: CallKind) -> CompiledAttention:
+        """The artifact of this kind with the weights as they are now."""
+        state = tuple(map(_state, self._layer.parameters()))
+        known, found = self._bound
+        if known == state and kind in found:
+            return found[kind]
+        with self._lock:
+            known, found = self._bound
+            if known != state:
+                found = {}
+            if kind not in found:
+                module = self._module(kind)
+                found = {**found, kind: self._load(module, weights(module))}
+                self._bound = (state, found)
+            return found[kind]
+
+    def _module(self, kind: CallKind) -> MultiHeadAttention:
+        causal = "top_left" if kind.causal else None
+        plain = from_torch(self._layer, cross=kind.cross, mask=kind.mask, causal=causal)
+        if not kind.need_weights:
+            return plain
+        module = MultiHeadAttention(msgspec.structs.replace(plain.spec, outputs=("y", "weights"))).eval()
+        module.load_state_dict(plain.state_dict())
+        return module
+
+
+def joined(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, full: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor | None:
+    """PyTorch's two masks as one of ours, broadcastable to `full` = (B, H, L, S): bool, True takes part, or added.
+
+    attn_mask         (L, S) or (B * H, L, S); key_padding_mask (B, S). In a boolean one True is hidden. Raises
+                      InputError for other shapes.
+    """
+    B, H, L, S = full
+    masks = []
+    if attn_mask is not None:
+        if tuple(attn_mask.shape) not in ((L, S), (B * H, L, S)):
+            raise InputError("attn_mask", f"shape {(L, S)} or {(B * H, L, S)}", str(tuple(attn_mask.shape)))
+        masks.append(attn_mask.view(1, 1, L, S) if attn_mask.ndim == 2 else attn_mask.reshape(full))
+    if key_padding_mask is not None:
+        if tuple(key_padding_mask.shape) != (B, S):
+            raise InputError("key_padding_mask", f"shape {(B, S)}", str(tuple(key_padding_mask.shape)))
+        masks.append(key_padding_mask.reshape(B, 1, 1, S))
+    if not masks:
+        return None
+    if all(mask.dtype == torch.bool for mask in masks):
+        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        return hidden.logical_not()
+    added = [
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+        if mask.dtype == torch.bool
+        else mask.to(dtype)
+        for mask in masks
+    ]
+    return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _state(parameter: Tensor) -> tuple[object, ...]:
+    """What changes when somebody writes into a parameter, or puts another in its place."""
+    version = 0 if parameter.is_inference() else parameter._version
+    return id(parameter), parameter.data_ptr(), version, parameter.dtype

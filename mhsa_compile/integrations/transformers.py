@@ -1,0 +1,155 @@
+"""Attention of Hugging Face's transformers on compiled artifacts: `attn_implementation="mhsa"`.
+
+    from mhsa_compile.integrations import transformers as mhsa_transformers
+
+    mhsa_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="mhsa")   # or
+    model.set_attn_implementation("mhsa")
+
+Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.errors import InputError, InstallationError
+from mhsa_compile.integrations import attention_operator
+from mhsa_compile.integrations.call_table import TABLE
+from mhsa_compile.target.profile import TargetProfile, load_profile
+
+NAME = "mhsa"
+"""The attn_implementation."""
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",  # of another library's kernel: ours is
+        "encoder_attention_mask",
+        "encoder_hidden_states",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+"""Keywords that models hand down to attention and that say nothing to it."""
+
+
+def register(target: str | TargetProfile = "native") -> None:
+    """Makes "mhsa" an attention implementation of transformers, in this process.
+
+    target   what to compile for: a name, a path of a profile, or a TargetProfile
+
+    The first call of a kind (heads, head dims, dtype, scale, mask or none, ...) compiles it, which takes seconds; no
+    batch and no length compiles anything. Raises TargetError, and InstallationError without transformers.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise InstallationError("transformers", "version 5 or later", str(error), "pip install transformers") from error
+    TABLE.use(target if isinstance(target, TargetProfile) else load_profile(target))
+    attention_operator.define()
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # bool (B, 1, L, S), or None where `attention_forward` knows
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' attention layers call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F) ->
+    (y (B, L, H, F), None).
+
+    attention_mask  bool (True takes part) or added to the scores, broadcastable to (B, H, L, S); None: `module` or
+                    `is_causal` says whether query i sees key j only if j <= i
+    position_bias   added to the scores, broadcastable to (B, H, L, S)
+    s_aux           (H,): for each head one more score of the softmax, of no value
+
+    Raises InputError for what compiled attention has no meaning for: dropout, gradients, attention weights, paged
+    caches, and keywords that are not known.
+    """
+    s_aux = others.pop("sinks", None) if s_aux is None else s_aux
+    _check_keywords(others, dropout)
+    if not torch.compiler.is_exporting() and attention_operator.wants_gradient(query, key, value, s_aux, position_bias):
+        raise attention_operator.no_gradient("query")
+    said = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if attention_mask is None:
+        _check_unmasked(said, sliding_window, query, key)
+    causal = bool(said) and attention_mask is None
+    mask = _joined(attention_mask, position_bias, query)
+    sinks = None if s_aux is None else s_aux.detach().reshape(-1).to(query.dtype)
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    windowed = sliding_window is not None
+    call = torch.ops.mhsa.attention if attention_operator.is_traced(query) else attention_operator.attend
+    return call(query, key, value, mask, sinks, scale, float(softcap or 0.0), causal, bool(said), windowed), None
+
+
+def _check_keywords(others: dict[str, Any], dropout: float) -> None:
+    """Raises InputError for a keyword that is not known to say nothing."""
+    if dropout:
+        hint = (
+            f'Call model.eval(), or train with another attention: model.set_attn_implementation("sdpa"), not "{NAME}".'
+        )
+        raise InputError("dropout", "0: compiled attention is for inference", str(dropout), hint)
+    for name, value in others.items():
+        if name in HARMLESS or value is None or value is False:
+            continue
+        if name == "output_attentions":
+            hint = 'Set attn_implementation="eager" to look at them.'
+            raise InputError(name, "False: the weights are never held", "True", hint)
+        if name == "cache":
+            hint = 'Set attn_implementation="sdpa" for continuous batching.'
+            raise InputError(name, "none: keys and values in tensors", type(value).__name__, hint)
+        hint = 'It may change what attention means. Set attn_implementation="sdpa" or "eager" for this model.'
+        raise InputError(f"keyword {name!r}", "keywords that mhsa knows", type(value).__name__, hint)
+
+
+def _check_unmasked(causal: bool | None, window: Any, query: Tensor, key: Tensor) -> None:
+    """Where there is no mask, somebody must say what that means, and a window may hide nothing. Raises InputError."""
+    if causal is None and query.shape[2] > 1:
+        hint = 'Set attn_implementation="eager": nothing tells causal attention from full attention here.'
+        raise InputError("is_causal", "it in the call or in the module, where there is no mask", "neither", hint)
+    if isinstance(window, int) and window > 0 and key.shape[2] > window:
+        expected = f"a mask, as {key.shape[2]} keys are more than the window of {window}"
+        raise InputError("attention_mask", expected, "None", "Let the model make its masks: pass none with four axes.")
+
+
+def _joined(mask: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask and a bias as one mask. Raises InputError for a mask of whole numbers."""
+    if mask is not None and mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            hint = "Convert it: mask.bool()."
+            raise InputError("attention_mask", "bool, or floating point that is added", str(mask.dtype), hint)
+        mask = mask.to(query.dtype)  # what is too large for it becomes -inf, and hides as it did
+    if bias is None:
+        return mask
+    bias = bias.to(query.dtype)
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -torch.inf)
+    return bias + mask

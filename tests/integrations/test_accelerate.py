@@ -1,0 +1,257 @@
+"""accelerate and restore: the numbers of PyTorch's own layers, a model that is itself again, reasons for the rest."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.interface_models import decoder, generated, prompts
+from torch import Tensor, nn
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.frontend.export.torch_layers import slow_path
+from mhsa_compile.verification.error_budget import budget, max_error
+
+B, L, S, D, H = 3, 7, 9, 64, 4
+
+
+def rows(length: int = L) -> Tensor:
+    return torch.randn(B, length, D, generator=torch.Generator().manual_seed(length))
+
+
+def hidden_tail(length: int, count: int) -> Tensor:
+    mask = torch.zeros(B, length, dtype=torch.bool)
+    mask[1, length - count :] = True
+    return mask
+
+
+def layer(**fields: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    made = nn.MultiheadAttention(D, H, **{"batch_first": True, **fields}).eval()
+    if made.in_proj_bias is not None:
+        nn.init.normal_(made.in_proj_bias)
+    return made
+
+
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def hold(model: nn.Module, call: Callable[[nn.Module, torch.dtype], Any]) -> None:
+    """What `call` gets of the accelerated model, against float64; then the model as it was, to the bit."""
+    state, names = {k: v.clone() for k, v in model.state_dict().items()}, [set(vars(m)) for m in model.modules()]
+    with torch.no_grad():
+        with slow_path():  # the fast one gives NaN, and other rows for what is padded
+            exact, own = call(copy.deepcopy(model).double(), torch.float64), call(model, torch.float32)
+        before = call(model, torch.float32)
+        report = mhsa.accelerate(model, on_unsupported="raise")
+        results = [call(model, torch.float32) for _ in range(3)]
+        assert report.calls == {}
+        mhsa.restore(model)
+        after = call(model, torch.float32)
+    for truth, yardstick, *found in zip(exact, own, *results, strict=True):
+        for one in found:
+            assert max_error(truth.numpy(), one.numpy()) <= budget(truth.numpy(), yardstick.numpy(), "float32")
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert [set(vars(module)) for module in model.modules()] == names
+
+
+@pytest.mark.parametrize(
+    ("batch_first", "cross", "given"),
+    [
+        (True, False, {}),
+        (False, False, {"key_padding_mask": hidden_tail(L, 3), "average_attn_weights": False}),
+        (False, True, {"key_padding_mask": hidden_tail(S, 2), "need_weights": False}),
+        (
+            True,
+            False,
+            {"attn_mask": torch.ones(L, L).triu(1).bool(), "is_causal": True, "need_weights": False},
+        ),
+        (True, True, {"attn_mask": torch.randn(B * H, L, S, generator=torch.Generator().manual_seed(2))}),
+    ],
+    ids=["weights", "padding", "cross", "causal", "float"],
+)
+def test_a_layer(batch_first: bool, cross: bool, given: dict[str, Any]) -> None:
+    x, context = rows(), rows(S)
+
+    def call(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+        q, c = (value if batch_first else value.transpose(0, 1) for value in (x.to(dtype), context.to(dtype)))
+        others = {name: converted(value, dtype) for name, value in given.items()}
+        found = model(q, c, c, **others) if cross else model(q, q, q, **others)
+        return [one for one in found if one is not None]
+
+    hold(layer(batch_first=batch_first), call)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the encoder as it was
+def test_an_encoder_leaves_the_fast_path_and_nested_tensors() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, 80, batch_first=True), 2).eval()
+    padding = hidden_tail(L, 3)
+    hold(model, lambda found, dtype: [found(rows().to(dtype), src_key_padding_mask=padding)])
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert model.use_nested_tensor
+
+
+def test_a_decoder() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, 80, batch_first=True), 1).eval()
+    causal = torch.ones(L, L).triu(1).bool()
+
+    def call(found: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+        return [found(rows().to(dtype), rows(S).to(dtype), tgt_mask=causal, tgt_is_causal=True)]
+
+    hold(model, call)
+
+
+def test_a_row_that_sees_nothing_is_the_bias() -> None:
+    model, x = layer(), rows()
+    padding = torch.zeros(B, L, dtype=torch.bool)
+    padding[2] = True
+    mhsa.accelerate(model)
+    with torch.no_grad():
+        y, weights = model(x, x, x, key_padding_mask=padding)
+    assert torch.equal(y[2], model.out_proj.bias.detach().expand(L, D))
+    assert not weights[2].any()
+
+
+def test_edited_weights_are_noticed() -> None:
+    model, x = layer(), rows()
+    report = mhsa.accelerate(model)
+
+    def error() -> float:
+        with torch.no_grad():
+            found = model(x, x, x, need_weights=False)[0]
+            return float((found - nn.MultiheadAttention.forward(model, x, x, x)[0]).abs().max())
+
+    assert error() < 1e-4
+    with torch.no_grad():
+        model.in_proj_weight.mul_(1.5)
+    assert error() < 1e-4
+    model.load_state_dict(layer().state_dict())
+    assert error() < 1e-4
+    model.out_proj.weight = nn.Parameter(model.out_proj.weight.detach() * 2)
+    assert error() < 1e-4
+    model.out_proj.weight.data.mul_(2)  # which PyTorch does not count
+    assert error() > 1e-2
+    report.refresh()
+    assert error() < 1e-4
+
+
+def test_several_threads_get_what_one_gets() -> None:
+    model, inputs = layer(), [rows(length) for length in (3, 8, 21)]
+    mhsa.accelerate(model)
+    with torch.no_grad():
+        expected = [model(x, x, x, need_weights=False)[0] for x in inputs]
+    wrong = []
+
+    def call(number: int) -> None:
+        x = inputs[number]
+        with torch.no_grad():
+            for _ in range(20):
+                if not torch.equal(model(x, x, x, need_weights=False)[0], expected[number]):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_has_no_artifact_is_pytorchs_and_counted() -> None:
+    model, x = layer(), rows()
+    expected = model(x, x.clone(), x)[0].detach()
+    report = mhsa.accelerate(model)
+    with torch.no_grad():
+        assert torch.allclose(model(x, x.clone(), x)[0], expected, atol=1e-5)
+    assert report.calls == {"keys and values of two tensors": 1}
+    assert "1 calls computed by PyTorch: keys and values of two tensors" in repr(report)
+
+
+class Quantised(nn.MultiheadAttention):
+    """Some subclass."""
+
+
+def hooked() -> nn.MultiheadAttention:
+    model = layer()
+    model.register_forward_hook(lambda module, inputs, output: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: layer(add_zero_attn=True), "add_zero_attn"),
+        (lambda: layer(add_bias_kv=True), "add_bias_kv"),
+        (lambda: layer(vdim=32), "kdim == vdim"),
+        (lambda: nn.MultiheadAttention(D, H, device="meta").eval(), "meta device"),
+        (lambda: Quantised(D, H).eval(), "a subclass"),
+        (lambda: layer().double(), "float64"),
+        (hooked, "it has hooks"),
+    ],
+)
+def test_what_is_kept_says_why(made: Callable[[], nn.Module], why: str) -> None:
+    model = nn.Sequential(made(), layer()).eval()
+    report = mhsa.accelerate(model)
+    (kept,) = report.kept
+    assert kept.name == "0" and why in kept.why_kept and why in repr(report)
+    assert [row.name for row in report.replaced] == ["1"]
+    mhsa.restore(model)
+    with pytest.raises(ModelError, match="attention '0' of the model"):
+        mhsa.accelerate(model, on_unsupported="raise")
+    assert "forward" not in vars(model[1])
+
+
+def test_training_gradients_copies_and_twice_are_refused() -> None:
+    model, x = layer(), rows()
+    with pytest.raises(InputError, match="eval mode"):
+        mhsa.accelerate(model.train())
+    with pytest.raises(InputError, match="not accelerated"):
+        mhsa.restore(model)
+    mhsa.accelerate(model.eval())
+    with pytest.raises(InputError, match="without a gradient to follow"):
+        model(x, x, x)
+    with pytest.raises(InputError, match="to copy or to pickle"):
+        copy.deepcopy(model)
+    with pytest.raises(InputError, match="not accelerated"):
+        mhsa.accelerate(model)
+    with pytest.raises(InputError, match="training mode"), torch.no_grad():
+        model.train()(x, x, x)
+
+
+def test_a_model_of_transformers() -> None:
+    model, inputs = decoder("llama"), prompts(2, 11, hidden=3)
+    expected = generated(model, inputs, "eager")
+    report = mhsa.accelerate(model)
+    assert [row.kind for row in report.replaced] == ["LlamaForCausalLM"] and not report.kept
+    assert model.config._attn_implementation == "mhsa"
+    with torch.no_grad():
+        assert torch.equal(model.generate(**inputs, max_new_tokens=10, min_new_tokens=10, do_sample=False), expected)
+    mhsa.restore(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_models_that_never_ask_are_kept() -> None:
+    from transformers import BloomConfig, BloomModel
+
+    model = BloomModel(BloomConfig(vocab_size=11, hidden_size=32, n_head=4, n_layer=1)).eval()
+    before = model.config._attn_implementation
+    (kept,) = mhsa.accelerate(model).kept
+    assert "AttentionInterface" in kept.why_kept
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_of_transformers_without_weights_is_kept() -> None:
+    with torch.device("meta"):
+        model = decoder("llama")
+    (kept,) = mhsa.accelerate(model).kept
+    assert "tensors on meta" in kept.why_kept
+    assert model.config._attn_implementation != "mhsa"
