@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from mhsa_compile.cli.commands import (
     bench,
     bundle,
+    cache,
     compile,
     devices,
     doctor,
@@ -82,6 +83,9 @@ _records = typer.Typer(no_args_is_help=True, help=records.__doc__)
 for _name, _command in records.COMMANDS.items():
     _records.command(_name)(ungrouped(_command))
 app.add_typer(_records, name="records")
+_cache = typer.Typer(invoke_without_command=True, callback=cache.show, help=cache.__doc__)
+_cache.command("clear")(cache.clear)
+app.add_typer(_cache, name="cache")
 
 
 def main() -> None:

@@ -27,6 +27,9 @@ def compile_source(
     ] = None,
     records: options.Records = None,
     dump: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what passes between the stages.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Take it from the user's cache folder if it was compiled before.")
+    ] = True,
     seed: options.Seed = 0,
     json: options.Json = False,
     spec: SpecFlags,
@@ -42,7 +45,15 @@ def compile_source(
     check_place(out.resolve(), force, MANIFEST)  # before the work, not after it
     started = time.perf_counter()
     artifact = sources.compile_with_progress(
-        source, fields, target, dims=sizes, dump=dump, seed=seed, weights=weights, records=records
+        source,
+        fields,
+        target,
+        dims=sizes,
+        dump=dump,
+        seed=seed,
+        weights=weights,
+        records=records,
+        cache=cache,
     )
     artifact.save(out, force=force)
     _report(out, artifact, time.perf_counter() - started, json)
