@@ -41,7 +41,7 @@ from mhsa_compile.runtime.cuda_launch import Launches
 from mhsa_compile.runtime.kv_cache import KVCache
 from mhsa_compile.runtime.profile.call_profile import CallProfile
 from mhsa_compile.runtime.profile.captured_call import KernelRun, capture
-from mhsa_compile.runtime.profile.profile_call import profile_call
+from mhsa_compile.runtime.profile.profile_call import Turns, profile_call
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
 from mhsa_compile.runtime.weights_at_load import Weights, reads_own, weight_arrays
 from mhsa_compile.spec.outputs import together
@@ -209,10 +209,10 @@ class CompiledAttention:
 
     @bounded
     def profile(self, /, *inputs: Any, cache: Any = None, seconds: float = 1.0, **by_name: Any) -> CallProfile:
-        """What this call spends its time on, by operation; for about so many seconds the call is made again and again.
+        """What this call spends its time on, by operation: it is made again and again, for about so many seconds.
 
-        A cache stays as long as it is, and what the call would write behind its length is written. On a CPU only; a call
-        that is not profiled costs no more for it. Raises InputError, also for sizes of 0.
+        A cache stays as long as it is, and what the call would write behind its length is written. On a CPU only; calls
+        that are not profiled cost nothing for it. Raises InputError, also for sizes of 0.
 
         >>> import mhsa_compile as mhsa, numpy as np
         >>> attention = load(mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4)))
@@ -230,10 +230,12 @@ class CompiledAttention:
             if 0 in sizes.values():
                 raise InputError("inputs", "sizes of at least 1, so that there is something to time", str(sizes))
             kernels = thread.captured(arrays, sizes, self._packed)
-        call = partial(self, *inputs, **by_name)
-        return profile_call(
-            thread.runtime, self.manifest, kernels, call, partial(thread.alone, sizes), self.threads, seconds
+        turns = Turns(
+            call=partial(self, *inputs, **by_name),
+            function=partial(thread.run, arrays, sizes, self._packed),
+            alone=partial(thread.alone, sizes),
         )
+        return profile_call(thread.runtime, self.manifest, kernels, turns, self.threads, seconds)
 
     def _refusal(self, error: Exception, arrays: Sequence[Any], sizes: Sizes) -> MhsaError:
         """What a call of compiled code raised, as an error of ours."""

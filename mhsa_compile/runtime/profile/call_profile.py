@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ class OpProfile:
 
     kind, kernel    as the manifest has them; of TVM's own code "fallback" and "tvm"
     config          the kernel's
-    runs            of a call
+    runs            of a call: several of one function of TVM's, or of operations that are taken together
     us              microseconds of a call, the median
     cpus            that the process kept busy meanwhile, on average: workers of pools that wait awake count, too
     flops, bytes    of a call; None where nobody counted them
@@ -47,6 +48,20 @@ class OpProfile:
         """10^9 bytes a second."""
         return None if self.bytes is None or self.us <= 0 else self.bytes / self.us / 1e3
 
+    def joined(self, other: OpProfile, name: str | None = None) -> OpProfile:
+        """Both as one, under its own name or another."""
+        us = self.us + other.us
+        cpus = (self.us * self.cpus + other.us * other.cpus) / us if us else self.cpus
+        return replace(
+            self,
+            name=self.name if name is None else name,
+            runs=self.runs + other.runs,
+            us=us,
+            cpus=cpus,
+            flops=_sum(self.flops, other.flops),
+            bytes=_sum(self.bytes, other.bytes),
+        )
+
 
 @dataclass(frozen=True)
 class TraceEvent:
@@ -63,14 +78,16 @@ class TraceEvent:
 class CallProfile:
     """A call, by operation in the order of its code.
 
-    call_us  microseconds of the same call when nothing is noted, the median; measured in turns with the operations
-    threads  that a call uses at most
-    rounds   that were measured
-    events   of the one call among them whose time was the median
+    call_us      microseconds of the same call when nothing is noted, the median; measured in turns with the operations
+    function_us  of the compiled function in it: without the checks of arguments, and what Python does beside
+    threads      that a call uses at most
+    rounds       that were measured
+    events       of the one call among them whose time was the median
     """
 
     ops: tuple[OpProfile, ...]
     call_us: float
+    function_us: float
     threads: int
     rounds: int
     events: tuple[TraceEvent, ...]
@@ -81,9 +98,26 @@ class CallProfile:
         return sum(op.us for op in self.ops)
 
     @property
-    def rest_us(self) -> float:
-        """What a call takes beside its operations, a difference: checks of its arguments, memory, TVM's VM, Python."""
-        return self.call_us - self.ops_us
+    def between_us(self) -> float:
+        """What the function takes beside its operations, a difference: memory for arrays, shapes, TVM's VM."""
+        return self.function_us - self.ops_us
+
+    @property
+    def around_us(self) -> float:
+        """What the call takes beside the function, a difference: checks of arguments and results, Python."""
+        return self.call_us - self.function_us
+
+    def alike_together(self) -> CallProfile:
+        """Operations of one kernel and config that do as much are one, `op_0 ... op_33`."""
+        found: dict[tuple[object, ...], list[OpProfile]] = {}
+        for op in self.ops:
+            apart = op.name if op.kind == "fallback" else ""
+            found.setdefault((apart, op.kind, op.kernel, str(op.config), op.flops, op.bytes), []).append(op)
+        together = []
+        for alike in found.values():
+            name = alike[0].name if len(alike) == 1 else f"{alike[0].name} ... {alike[-1].name}"
+            together.append(reduce(lambda one, other: one.joined(other, name), alike))
+        return replace(self, ops=tuple(together))
 
     def by_time(self) -> tuple[OpProfile, ...]:
         """The operations, the longest first."""
@@ -110,6 +144,10 @@ class CallProfile:
         """Writes `chrome_trace` to a file. Raises OutputError."""
         with written(Path(path), "trace") as file:
             file.write(json.dumps(self.chrome_trace()).encode() + b"\n")
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
 
 
 def _against(op: OpProfile, gflops: dict[str, float], bandwidth_gbs: float, cache_bytes: int) -> OpProfile:

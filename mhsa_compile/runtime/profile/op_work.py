@@ -30,9 +30,11 @@ class Work:
     bytes: int | None = None
 
 
-def work_of(manifest: Manifest, op: OpReport | None, arrays: Sequence[Any]) -> Work:
-    """Of one run of a kernel on these arrays (TVM's tensors), its inputs before its outputs. `op` is None for code of
-    TVM's own."""
+def work_of(
+    manifest: Manifest, op: OpReport | None, arrays: Sequence[Any], counts: Sequence[Sequence[int]] = ()
+) -> Work:
+    """Of one run of a kernel on these arrays (TVM's tensors), its inputs before its outputs; `counts` are what those of
+    them hold that are lists of integers. `op` is None for code of TVM's own."""
     size = sum({(array.data_ptr(), _bytes(array)): _bytes(array) for array in arrays}.values())
     if op is not None and op.op == "linear":
         return Work(linear_flops(op, math.prod(arrays[0].shape[:-1])), size)
@@ -41,7 +43,7 @@ def work_of(manifest: Manifest, op: OpReport | None, arrays: Sequence[Any]) -> W
     if op is None or op.op != "attention":
         return Work(None, size)
     meaning = next((one for one in manifest.semantics if one.op == op.name), None)
-    return Work(None, size) if meaning is None else _attention(manifest, meaning, arrays, size)
+    return Work(None, size) if meaning is None else _attention(manifest, meaning, arrays, counts, size)
 
 
 def linear_flops(op: OpReport, rows: int) -> int | None:
@@ -61,26 +63,36 @@ def attention_flops(manifest: Manifest, meaning: Semantics, L: int, S: int, keys
     return 2 * meaning.num_heads * pairs * (meaning.head_dim + meaning.v_head_dim)
 
 
-def _attention(manifest: Manifest, meaning: Semantics, arrays: Sequence[Any], size: int) -> Work:
-    """The arrays: those of Q, K and V, which may lie in one, then a mask and others."""
-    query, heads, groups = arrays[0].shape, meaning.num_heads, meaning.num_kv_heads
-    together = heads * meaning.head_dim + groups * (meaning.head_dim + meaning.v_head_dim)
-    if len(query) == 3:
-        B, L = query[:2]
-    else:
-        B, L = query[0], query[2]
-    in_one = len(query) == 3 and query[2] >= together
-    source = query if in_one or len(arrays) < 2 else arrays[1].shape
-    S = source[1] if len(source) == 3 else source[2]
+def _attention(
+    manifest: Manifest, meaning: Semantics, arrays: Sequence[Any], counts: Sequence[Sequence[int]], size: int
+) -> Work:
+    """The arrays: those of Q, K and V, which may lie in one; a mask and others; the output, perhaps a workspace."""
+    query = tuple(arrays[0].shape)
+    B, L = query[0], query[1 if len(query) == 3 else 2]
+    source = _keys_shape(meaning, arrays, B, L)
+    S = source[1 if len(source) == 3 else 2]
     keys = [S] * B
     if meaning.lengths is not None:
-        counts = [array for array in arrays if str(array.dtype) == "int64" and len(array.shape) == 1]
         if len(counts) != 1:
             return Work(None, None)
-        keys = np.clip(np.from_dlpack(counts[0]), 0, S).tolist()
+        keys = [min(max(count, 0), S) for count in counts[0]]
         hidden = B * S - sum(keys)  # rows of K and V that are not read
-        size -= hidden * groups * (meaning.head_dim + meaning.v_head_dim) * _itemsize(arrays[0])
+        size -= hidden * meaning.num_kv_heads * (meaning.head_dim + meaning.v_head_dim) * _itemsize(arrays[0])
     return Work(attention_flops(manifest, meaning, L, S, keys), size)
+
+
+def _keys_shape(meaning: Semantics, arrays: Sequence[Any], B: int, L: int) -> tuple[int, ...]:
+    """The shape of the array in which K lies."""
+    shapes = [tuple(array.shape) for array in arrays if array.dtype == arrays[0].dtype and len(array.shape) in (3, 4)]
+    heads = (B, meaning.num_heads, L, meaning.v_head_dim)
+    outputs = [i for i, shape in enumerate(shapes) if shape == heads or (len(shape) == 3 and shape[:2] == (B, L))]
+    before = shapes[: max(1, outputs[-1])] if outputs else shapes[:1]
+    # A mask of floats is an array like the others.
+    added = meaning.mask is not None and meaning.mask.startswith(
+        meaning.dtype
+    )
+    sources = before[: len(before) - added]
+    return sources[1] if len(sources) > 1 else sources[0]
 
 
 def _visible_pairs(meaning: Semantics, L: int, S: int) -> int:
@@ -95,7 +107,8 @@ def _visible_pairs(meaning: Semantics, L: int, S: int) -> int:
 
 
 def _bytes(array: Any) -> int:
-    return math.prod(array.shape) * _itemsize(array)
+    elements: int = math.prod(array.shape)
+    return elements * _itemsize(array)
 
 
 def _itemsize(array: Any) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -29,67 +30,86 @@ _NOTHINGS = 51
 
 
 @dataclass(frozen=True)
+class Turns:
+    """What takes turns with the kernels: the whole call, and the compiled function, on arrays that are ready. `alone`
+    prepares this thread for running kernels or the function, and holds what a call holds."""
+
+    call: Callable[[], Any]
+    function: Callable[[], Any]
+    alone: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
 class _Times:
-    """In nanoseconds: of each round the call, and of each round and kernel the wall clock and the CPUs' time."""
+    """In nanoseconds: of each round the call and the function, and of each kernel the wall clock and the CPUs' time."""
 
     call: list[int]
+    function: list[int]
     kernels: np.ndarray[Any, Any]
     cpus: np.ndarray[Any, Any]
 
 
 def profile_call(
-    runtime: Runtime,
-    manifest: Manifest,
-    kernels: Sequence[KernelRun],
-    call: Callable[[], Any],
-    alone: Callable[[], AbstractContextManager[Any]],
-    threads: int,
-    seconds: float,
+    runtime: Runtime, manifest: Manifest, kernels: Sequence[KernelRun], turns: Turns, threads: int, seconds: float
 ) -> CallProfile:
-    """`call` is the whole call; `alone` prepares this thread for running kernels, and holds what a call holds."""
-    started = time.perf_counter()
-    for _ in range(_WARM):
-        call()
-        with alone():
-            _run(kernels, time.perf_counter_ns)
-        if time.perf_counter() - started > _WARM_SECONDS:
-            break
-    times = _measured(kernels, call, alone, seconds)
+    """`kernels` are those of the call that `turns` makes, which uses at most so many threads."""
+    _settle(kernels, turns)
+    times = _measured(kernels, turns, seconds)
     nothing = np.array([_of_nothing(runtime, kernel.arguments) for kernel in kernels])
     wall = np.maximum(times.kernels - nothing, 0.0) / 1e3
-    tensor = runtime.ffi.Tensor
-    arrays = [[held for held in kernel.arguments if isinstance(held, tensor)] for kernel in kernels]
-    reports = {f"{op.op}_{op.name}": op for op in manifest.ops}
+    arrays = [[held for held in kernel.arguments if isinstance(held, runtime.ffi.Tensor)] for kernel in kernels]
     rows: dict[str, OpProfile] = {}
     names = []
-    for i, kernel in enumerate(kernels):
-        op = reports.get(kernel.symbol)
+    for i, (kernel, op) in enumerate(zip(kernels, _operations(manifest, kernels), strict=True)):
         busy = float(times.cpus[:, i].sum() / max(1, times.kernels[:, i].sum()))
-        row = _row(kernel, op, float(np.median(wall[:, i])), busy, work_of(manifest, op, arrays[i]))
-        rows[row.name] = _joined(rows[row.name], row) if row.name in rows else row
+        work = work_of(manifest, op, arrays[i], kernel.counts)
+        row = _row(kernel, op, float(np.median(wall[:, i])), busy, work)
+        rows[row.name] = rows[row.name].joined(row) if row.name in rows else row
         names.append(row.name)
-    typical = int(np.argsort(wall.sum(axis=1))[len(wall) // 2]) if kernels else 0
+    typical = int(np.argsort(wall.sum(axis=1))[len(wall) // 2])
     events = _events(names, rows, [_shapes(held) for held in arrays], wall[typical])
-    return CallProfile(tuple(rows.values()), median(times.call) / 1e3, threads, len(times.call), tuple(events))
+    return CallProfile(
+        ops=tuple(rows.values()),
+        call_us=median(times.call) / 1e3,
+        function_us=median(times.function) / 1e3,
+        threads=threads,
+        rounds=len(times.call),
+        events=tuple(events),
+    )
 
 
-def _measured(
-    kernels: Sequence[KernelRun],
-    call: Callable[[], Any],
-    alone: Callable[[], AbstractContextManager[Any]],
-    seconds: float,
-) -> _Times:
-    calls, wall, cpus = [], [], []
+def _settle(kernels: Sequence[KernelRun], turns: Turns) -> None:
+    started = time.perf_counter()
+    for _ in range(_WARM):
+        turns.call()
+        with turns.alone():
+            _run(kernels, time.perf_counter_ns)
+        if time.perf_counter() - started > _WARM_SECONDS:
+            return
+
+
+def _measured(kernels: Sequence[KernelRun], turns: Turns, seconds: float) -> _Times:
+    calls: list[int] = []
+    functions: list[int] = []
+    wall: list[list[int]] = []
+    cpus: list[list[int]] = []
     end = time.perf_counter() + seconds
     while len(calls) < LEAST_ROUNDS or (len(calls) < MOST_ROUNDS and time.perf_counter() < end):
-        begin = time.perf_counter_ns()
-        call()
-        calls.append(time.perf_counter_ns() - begin)
-        with alone():
+        calls.append(_timed(turns.call))
+        with turns.alone():
             wall.append(_run(kernels, time.perf_counter_ns))
-        with alone():
+        with turns.alone():
+            functions.append(_timed(turns.function))
+        with turns.alone():
             cpus.append(_run(kernels, time.process_time_ns))
-    return _Times(calls, np.array(wall).reshape(len(calls), -1), np.array(cpus).reshape(len(calls), -1))
+    shape = len(calls), len(kernels)
+    return _Times(calls, functions, np.array(wall).reshape(shape), np.array(cpus).reshape(shape))
+
+
+def _timed(call: Callable[[], Any]) -> int:
+    begin = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - begin
 
 
 def _run(kernels: Sequence[KernelRun], clock: Callable[[], int]) -> list[int]:
@@ -98,7 +118,7 @@ def _run(kernels: Sequence[KernelRun], clock: Callable[[], int]) -> list[int]:
     for kernel in kernels:
         kernel.run(*kernel.arguments)
         ticks.append(clock())
-    return [after - before for before, after in zip(ticks, ticks[1:], strict=False)]
+    return [after - before for before, after in pairwise(ticks)]
 
 
 def _of_nothing(runtime: Runtime, arguments: tuple[Any, ...]) -> float:
@@ -113,12 +133,27 @@ def _row(kernel: KernelRun, op: OpReport | None, us: float, cpus: float, work: W
     return OpProfile(op.name, op.op, op.kernel, op.config, 1, us, cpus, work.flops, work.bytes)
 
 
-def _joined(one: OpProfile, other: OpProfile) -> OpProfile:
-    """Two runs of one function."""
-    us = one.us + other.us
-    cpus = (one.us * one.cpus + other.us * other.cpus) / us if us else one.cpus
-    flops, size = (None if None in pair else sum(pair) for pair in ((one.flops, other.flops), (one.bytes, other.bytes)))
-    return replace(one, runs=one.runs + other.runs, us=us, cpus=cpus, flops=flops, bytes=size)
+def _operations(manifest: Manifest, kernels: Sequence[KernelRun]) -> list[OpReport | None]:
+    """The operation that each run computes, None of code of TVM's own. Code bears the name of the first operation that
+    it is for; those of the same words run it after that one, in their order."""
+    named = {f"{op.op}_{op.name}": op for op in manifest.ops}
+    own = {named[kernel.symbol].name for kernel in kernels if kernel.symbol in named}
+    left = [op for op in manifest.ops if op.name not in own]
+    seen: set[str] = set()
+    found: list[OpReport | None] = []
+    for kernel in kernels:
+        op = named.get(kernel.symbol)
+        if op is not None and op.name in seen:
+            op = next((other for other in left if _words(other) == _words(op)), op)
+            left = [other for other in left if other is not op]
+        if op is not None:
+            seen.add(op.name)
+        found.append(op)
+    return found
+
+
+def _words(op: OpReport) -> tuple[Any, ...]:
+    return op.op, op.kernel, op.config, op.note
 
 
 def _shapes(arrays: Sequence[Any]) -> tuple[str, ...]:
