@@ -185,9 +185,9 @@ def test_shares_of_the_limit() -> None:
 
     rows = (row("linear", 50_000, 10), row("linear", 50_000, 90_000), row("linear", None, 10), row("rope", 9, 10),
             row("fallback", None, 90_000))  # fmt: skip
-    found = CallProfile(rows, 60.0, 55.0, 1, 5, ()).against({"linear": 10.0}, 18.0, 1000)
+    found = CallProfile(rows, 60.0, 55.0, 0.0, 1, 5, ()).against({"linear": 10.0}, 18.0, 1000)
     assert [op.share_of_limit for op in found.ops] == [0.5, 0.5, None, None, 0.5]
-    slow = CallProfile(rows, 60.0, 55.0, 1, 5, ()).against({"linear": 10.0}, 12.0, 1000)
+    slow = CallProfile(rows, 60.0, 55.0, 0.0, 1, 5, ()).against({"linear": 10.0}, 12.0, 1000)
     assert [op.share_of_limit for op in slow.ops] == [0.5, 0.75, None, None, 0.75]
 
 

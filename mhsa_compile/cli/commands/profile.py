@@ -88,15 +88,15 @@ def _show(title: str, found: CallProfile, verbose: bool) -> None:
         cells.append((f"{len(rest)} others", "", "", f"{us:,.1f}", _share(us, found.call_us), "", "", "", ""))
     for words, us in (("memory, shapes, TVM's VM", found.between_us), ("checks of arguments, Python", found.around_us)):
         cells.append((words, "", "", f"{us:,.1f}", _share(us, found.call_us), "", "", "", ""))
-    extra: tuple[str, ...] = ("runs>", "MFLOP>", "KiB>", "config") if verbose else ()
+    output.print_table(title, columns, cells)
     if verbose:
-        details = [_details(op) for op in shown]
-        cells = [(*row, *(details[i] if i < len(details) else ("",) * 4)) for i, row in enumerate(cells)]
-    output.print_table(title, (*columns, *extra), cells)
+        output.print_table("", ("operation", "runs>", "MFLOP>", "KiB>", "config"), map(_details, shown))
     output.line(
         f"A call takes {found.call_us:,.1f} us (median of {found.rounds}), the compiled function in it "
         f"{found.function_us:,.1f}, its operations {found.ops_us:,.1f}"
     )
+    if found.disturbed:
+        output.line(f"Something else was running (times spread by {found.spread:.0%}): the parts need not add up")
 
 
 def _cells(op: OpProfile, call_us: float) -> Sequence[Any]:
@@ -108,7 +108,7 @@ def _cells(op: OpProfile, call_us: float) -> Sequence[Any]:
 
 def _details(op: OpProfile) -> Sequence[Any]:
     flops = "" if op.flops is None else f"{op.flops / 1e6:,.2f}"
-    return op.runs, flops, "" if op.bytes is None else f"{op.bytes / 1024:,.0f}", output.assignments(op.config)
+    return op.name, op.runs, flops, "" if op.bytes is None else f"{op.bytes / 1024:,.0f}", output.assignments(op.config)
 
 
 def _share(us: float, call_us: float) -> str:

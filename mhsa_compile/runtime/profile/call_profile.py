@@ -13,6 +13,9 @@ from mhsa_compile.files.atomic_write import written
 OFTEN_KEPT = 2
 """Bytes come from memory where an operation touches so many times the last-level cache; else caches bring them."""
 
+DISTURBED = 0.1
+"""A spread above this: times of a quiet machine differ by a few hundredths."""
+
 
 @dataclass(frozen=True)
 class OpProfile:
@@ -80,6 +83,7 @@ class CallProfile:
 
     call_us      microseconds of the same call when nothing is noted, the median; measured in turns with the operations
     function_us  of the compiled function in it: without the checks of arguments, and what Python does beside
+    spread       of the call's times: their interquartile range as a share of the median
     threads      that a call uses at most
     rounds       that were measured
     events       of the one call among them whose time was the median
@@ -88,9 +92,15 @@ class CallProfile:
     ops: tuple[OpProfile, ...]
     call_us: float
     function_us: float
+    spread: float
     threads: int
     rounds: int
     events: tuple[TraceEvent, ...]
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else took CPU time meanwhile: then the parts of a call need not add up to it."""
+        return self.spread > DISTURBED
 
     @property
     def ops_us(self) -> float:

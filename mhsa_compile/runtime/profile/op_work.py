@@ -88,9 +88,7 @@ def _keys_shape(meaning: Semantics, arrays: Sequence[Any], B: int, L: int) -> tu
     outputs = [i for i, shape in enumerate(shapes) if shape == heads or (len(shape) == 3 and shape[:2] == (B, L))]
     before = shapes[: max(1, outputs[-1])] if outputs else shapes[:1]
     # A mask of floats is an array like the others.
-    added = meaning.mask is not None and meaning.mask.startswith(
-        meaning.dtype
-    )
+    added = meaning.mask is not None and meaning.mask.startswith(meaning.dtype)
     sources = before[: len(before) - added]
     return sources[1] if len(sources) > 1 else sources[0]
 

@@ -72,6 +72,7 @@ def profile_call(
         ops=tuple(rows.values()),
         call_us=median(times.call) / 1e3,
         function_us=median(times.function) / 1e3,
+        spread=_spread(times.call),
         threads=threads,
         rounds=len(times.call),
         events=tuple(events),
@@ -110,6 +111,11 @@ def _timed(call: Callable[[], Any]) -> int:
     begin = time.perf_counter_ns()
     call()
     return time.perf_counter_ns() - begin
+
+
+def _spread(times: Sequence[int]) -> float:
+    low, middle, high = np.percentile(times, (25, 50, 75))
+    return float((high - low) / middle)
 
 
 def _run(kernels: Sequence[KernelRun], clock: Callable[[], int]) -> list[int]:
