@@ -219,8 +219,11 @@ class CompiledAttention:
         >>> [op.kind for op in attention.profile(np.zeros((2, 9, 32), np.float32), seconds=0.01).ops]
         ['linear', 'attention', 'linear']
         """
-        if cache is not None:
-            by_name |= kv_cache.check_call(self.manifest, cache, inputs[0], self.device).inputs()
+        if cache is not None and "cache" in self._words:
+            by_name["cache"] = cache
+        elif cache is not None:
+            x: Any = inputs[0] if inputs else by_name.get("x")
+            by_name |= kv_cache.check_call(self.manifest, cache, x, self.device).inputs()
         thread = self._thread
         if not isinstance(thread, _Threads):
             raise InputError("profile", "an artifact for a CPU", f"one for {self.device}", "NVIDIA's nsys times GPUs.")

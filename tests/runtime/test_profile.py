@@ -99,7 +99,7 @@ def test_a_cache_stays_as_long_as_it_is(cached: CompiledAttention) -> None:
     cached(random(1, 9, 24), cache=cache)
     twin = cached.new_cache(1, 32)
     cached(random(1, 9, 24), cache=twin)
-    found = cached.profile(random(1, 1, 24), cache=cache, seconds=0.01)
+    found = cached.profile(x=random(1, 1, 24), cache=cache, seconds=0.01)
     assert cache.length == twin.length == [9]
     (attention,) = (op for op in found.ops if op.kind == "attention")
     assert attention.flops == 2 * 2 * 6 * (12 + 12)  # the query at 9 sees the keys 4 to 9

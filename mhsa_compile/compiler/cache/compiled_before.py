@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 
 from mhsa_compile.compiler.cache import kept_artifacts
 from mhsa_compile.compiler.cache.cache_key import Asked
@@ -59,7 +58,11 @@ class CompiledBefore:
 
 def _write_weights(state: State, manifest: Manifest, path: Path) -> None:
     """As `package.write` does, byte for byte: the file's layout follows from names, dtypes and shapes."""
-    save_file({info.name: np.ascontiguousarray(state[info.name]) for info in manifest.weights}, path)
+    save_file(_weights(state, manifest), path)
+
+
+def _weights(state: State, manifest: Manifest) -> State:
+    return {info.name: np.ascontiguousarray(state[info.name]) for info in manifest.weights}
 
 
 def _fits(state: State, artifact: Artifact) -> bool:
@@ -67,7 +70,4 @@ def _fits(state: State, artifact: Artifact) -> bool:
     manifest = artifact.manifest
     if not {info.name for info in manifest.weights} <= state.keys():
         return False
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, WEIGHTS)
-        _write_weights(state, manifest, path)
-        return sha256(path.read_bytes()).hexdigest() == manifest.files[WEIGHTS]
+    return sha256(save(_weights(state, manifest))).hexdigest() == manifest.files[WEIGHTS]

@@ -69,7 +69,7 @@ def find(key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
         artifact = Artifact(owner.path, files.manifest)
         weakref.finalize(artifact, owner.remove)
         return artifact
-    except (MhsaError, OSError) as error:
+    except Exception as error:  # whatever it is, compiling does without
         if owner is not None:
             owner.remove()
         if isinstance(error, ArtifactError):
