@@ -24,7 +24,7 @@ class OpProfile:
     kind, kernel    as the manifest has them; of TVM's own code "fallback" and "tvm"
     config          the kernel's
     runs            of a call: several of one function of TVM's, or of operations that are taken together
-    us              microseconds of a call, the median
+    us              microseconds of a call, the mean of the middle half of the rounds
     cpus            that the process kept busy meanwhile, on average: workers of pools that wait awake count, too
     flops, bytes    of a call; None where nobody counted them
     share_of_limit  of what the machine can do at best; None unless it was measured (`CallProfile.against`)

@@ -58,16 +58,17 @@ def profile_call(
     nothing = np.array([_of_nothing(runtime, kernel.arguments) for kernel in kernels])
     wall = np.maximum(times.kernels - nothing, 0.0) / 1e3
     arrays = [[held for held in kernel.arguments if isinstance(held, runtime.ffi.Tensor)] for kernel in kernels]
+    usual = _usual_rounds(wall)
+    us = wall[usual].mean(axis=0)
     rows: dict[str, OpProfile] = {}
     names = []
     for i, (kernel, op) in enumerate(zip(kernels, _operations(manifest, kernels), strict=True)):
         busy = float(times.cpus[:, i].sum() / max(1, times.kernels[:, i].sum()))
         work = work_of(manifest, op, arrays[i], kernel.counts)
-        row = _row(kernel, op, float(np.median(wall[:, i])), busy, work)
+        row = _row(kernel, op, float(us[i]), busy, work)
         rows[row.name] = rows[row.name].joined(row) if row.name in rows else row
         names.append(row.name)
-    typical = int(np.argsort(wall.sum(axis=1))[len(wall) // 2])
-    events = _events(names, rows, [_shapes(held) for held in arrays], wall[typical])
+    events = _events(names, rows, [_shapes(held) for held in arrays], wall[usual[len(usual) // 2]])
     return CallProfile(
         ops=tuple(rows.values()),
         call_us=median(times.call) / 1e3,
@@ -111,6 +112,13 @@ def _timed(call: Callable[[], Any]) -> int:
     begin = time.perf_counter_ns()
     call()
     return time.perf_counter_ns() - begin
+
+
+def _usual_rounds(wall: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The middle half of the rounds, by the sum of their kernels, and in its order. Medians of kernels would not add up
+    to the median of calls: what else runs on a machine now and then lengthens many calls, and of each one kernel."""
+    quarter = len(wall) // 4
+    return np.argsort(wall.sum(axis=1))[quarter : len(wall) - quarter]
 
 
 def _spread(times: Sequence[int]) -> float:
