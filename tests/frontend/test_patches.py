@@ -58,9 +58,9 @@ def conv(bias: bool = True, **said: object) -> onnx.NodeProto:
 def check(source: onnx.ModelProto, shapes: Sequence[tuple[int, ...]], *, convolutions: int, moves: int = 0) -> None:
     """Compiles, and calls it with inputs of these shapes. `moves`: transposes that a call computes."""
     artifact = mhsa.compile(source)
-    found = [row.op for row in artifact.manifest.ops]
+    found = [row.op.rstrip("0123456789d") for row in artifact.manifest.ops]
     assert (found.count("linear"), found.count("patches")) == (convolutions, convolutions)
-    assert (found.count("permute_dims"), found.count("nn.conv1d"), found.count("nn.conv2d")) == (moves, 0, 0)
+    assert (found.count("permute_dims"), found.count("nn.conv")) == (moves, 0)
     one, two = (mhsa.load(artifact, threads=threads) for threads in (1, 2))
     for shape in shapes:
         inputs = {"x": np.random.default_rng(shape[-1]).standard_normal(shape).astype("f4")}

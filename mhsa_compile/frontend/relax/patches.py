@@ -12,7 +12,7 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
 from mhsa_compile.frontend.relax.masks import dims
 
-_OPAQUE = 8
+_OPAQUE = 8  # OpPatternKind.OPAQUE
 """TVM's number of functions that it fuses with nothing: what reads patches by rows would take their loops apart."""
 
 
@@ -26,28 +26,33 @@ def patches(bb: Any, fused: FusedPatches, x: Any) -> Any:
     channels = sizes.pop(-1 if fused.channels_last else 0)
     counts = [_count(fused, i, size) for i, size in enumerate(sizes)]
     row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
-
-    def gathered(x: te.Tensor) -> te.Tensor:
-        def element(b: Any, *at: Any) -> Any:
-            places, within = at[: len(sizes)], at[len(sizes) :]
-            channel, taps = (within[-1], within[:-1]) if fused.channels_last else (within[0], within[1:])
-            along = [_source(fused, i, place, tap) for i, (place, tap) in enumerate(zip(places, taps, strict=True))]
-            index = (b, *along, channel) if fused.channels_last else (b, channel, *along)
-            inside = [
-                condition
-                for i, place in enumerate(along)
-                for condition in (
-                    *((place >= 0,) if fused.before[i] else ()),
-                    *((place < sizes[i],) if fused.behind[i] else ()),
-                )
-            ]
-            value = x[index]
-            return tirx.if_then_else(tirx.all(*inside), value, tirx.const(0, value.dtype)) if inside else value
-
-        return te.compute((batch, *counts, *row), element, "patches")
-
-    made = bb.emit_te(gathered, x, primfunc_name_hint="patches", primfunc_attrs={"op_pattern": _OPAQUE})
+    function = bb.add_func(_gather(fused, str(x.ty.dtype), channels, [batch, *sizes], counts), "patches")
+    made = bb.emit(relax.call_tir(function, [x], relax.TensorType([batch, *counts, *row], x.ty.dtype)))
     return bb.emit(relax.op.reshape(made, relax.ShapeExpr([batch, *counts, math.prod(map(int, row))])))
+
+
+def _gather(fused: FusedPatches, dtype: str, channels: Any, source: list[Any], counts: list[Any]) -> Any:
+    """The function of x (B, ...) and of so many patches. Sizes that are no numbers are variables of its own, also where
+    one follows from another: TVM cannot join loops over X - 4."""
+    (batch, *sizes), counts = map(_size, source), [_size(count) for count in counts]
+
+    def element(b: Any, *at: Any) -> Any:
+        places, within = at[: len(sizes)], at[len(sizes) :]
+        channel, taps = (within[-1], within[:-1]) if fused.channels_last else (within[0], within[1:])
+        along = [_source(fused, i, place, tap) for i, (place, tap) in enumerate(zip(places, taps, strict=True))]
+        value = x[(b, *along, channel) if fused.channels_last else (b, channel, *along)]
+        inside = [place >= 0 for place, pad in zip(along, fused.before, strict=True) if pad]
+        inside += [place < size for place, size, pad in zip(along, sizes, fused.behind, strict=True) if pad]
+        return tirx.if_then_else(tirx.all(*inside), value, tirx.const(0, value.dtype)) if inside else value
+
+    x = te.placeholder((batch, *sizes, channels) if fused.channels_last else (batch, channels, *sizes), dtype, "x")
+    row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
+    function = te.create_prim_func([x, te.compute((batch, *counts, *row), element, "patches")])
+    return function.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+
+
+def _size(dim: Any) -> Any:
+    return dim if isinstance(dim, int | tirx.IntImm) else tirx.Var("size", "int64")
 
 
 def _count(fused: FusedPatches, axis: int, size: Any) -> Any:
