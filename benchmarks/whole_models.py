@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 Arrays = dict[str, np.ndarray]
 OPSET = 18
-SETS = 4
-"""Of inputs, taken in turn."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,16 @@ class Model:
 
 
 class _Called(nn.Module):
-    """A model called by the names of its inputs; one of the tensors that it returns."""
+    """A model called by the names of its inputs; its last hidden state."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], result: str = "last_hidden_state", **more: Any) -> None:
+    def __init__(
+        self, model: nn.Module, names: tuple[str, ...], result: str = "last_hidden_state", **more: Any
+    ) -> None:
         super().__init__()
         self.model, self.names, self.result, self.more = model.eval(), names, result, more
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        made: Tensor = self.model(**dict(zip(self.names, tensors, strict=True)), **self.more)[self.result]
+        made: Tensor = self.model(**dict(zip(self.names, tensors, strict=True)), **self.more).last_hidden_state
         return made
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 
 import numpy as np
 import onnx
 import pytest
+import torch
+import transformers
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -85,7 +94,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
-@pytest.mark.parametrize("layers, sizes", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize(("layers", "sizes"), FORMS.values(), ids=FORMS.keys())
 def test_convolutions_are_linears(
     layers: list[tuple[onnx.NodeProto, tuple[int, ...]]], sizes: tuple[int, ...], free: bool
 ) -> None:
@@ -125,10 +134,8 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("layer, shape, sizes", LEFT.values(), ids=LEFT.keys())
-def test_others_stay_as_they_are(
-    layer: onnx.NodeProto, shape: tuple[int, ...], sizes: tuple[int, int | str]
-) -> None:
+@pytest.mark.parametrize(("layer", "shape", "sizes"), LEFT.values(), ids=LEFT.keys())
+def test_others_stay_as_they_are(layer: onnx.NodeProto, shape: tuple[int, ...], sizes: tuple[int, int | str]) -> None:
     source = model([(layer, shape)], int(sizes[0]), sizes[1:])
     assert as_products(source) is source
 
@@ -141,14 +148,64 @@ def test_a_convolution_longer_than_its_input_is_refused() -> None:
 def test_callers_on_threads_of_their_own_get_the_same_bits() -> None:
     layers = [(conv(pads=[1, 1]), (40, 16, 3)), (conv(pads=[1, 1], strides=[2]), (WIDTH, 40, 3))]
     artifact = mhsa.compile(model(layers, 16, ["T"], "Gelu"))
-    for threads in (1, 2, 3, 8):
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((1 + i % 2, 16, 801 + 130 * i)).astype("f4") for i in range(4)]
+    alone = mhsa.load(artifact, threads=1)
+    first = [alone(x) for x in inputs]
+    for threads in (2, 3, 8):
         compiled = mhsa.load(artifact, threads=threads)
-        rng = np.random.default_rng(0)
-        inputs = [rng.standard_normal((1 + i % 2, 16, 801 + 130 * i)).astype("f4") for i in range(4)]
-        first = first if threads > 1 else [compiled(x) for x in inputs]  # type: ignore[has-type]
-
-        def call(i: int, compiled: object = compiled, inputs: list[np.ndarray] = inputs) -> bool:
-            return np.array_equal(compiled(inputs[i % 4]), first[i % 4])  # type: ignore[operator]
-
         with ThreadPoolExecutor(4) as callers:
-            assert all(callers.map(call, range(40)))
+            found = list(callers.map(compiled, inputs * 10))
+        assert all(np.array_equal(y, first[i % 4]) for i, y in enumerate(found))
+
+
+class _Whole(nn.Module):
+    """A whole encoder of transformers, its last hidden state."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.encoder(x)[0]
+        return y
+
+
+def vit() -> tuple[nn.Module, tuple[int, ...], list[int]]:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40}
+    config = transformers.ViTConfig(**sizes, image_size=42, patch_size=6)
+    return transformers.ViTModel(config, add_pooling_layer=False), (3, 42, 42), [6]
+
+
+def whisper() -> tuple[nn.Module, tuple[int, ...], list[int]]:
+    sizes = {"d_model": 24, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 40}
+    config = transformers.WhisperConfig(**sizes, max_source_positions=51, num_mel_bins=10)
+    return WhisperEncoder(config), (10, 102), [3, 3]
+
+
+@pytest.mark.parametrize("family", [vit, whisper])
+def test_a_whole_encoder(family: Callable[[], tuple[nn.Module, tuple[int, ...], list[int]]], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder, shape, kernels = family()
+    module, path = _Whole(encoder), tmp_path / "encoder.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        example = torch.ones(2, *shape)
+        program = torch.onnx.export(
+            module, (example,), input_names=["x"], dynamo=True, dynamic_shapes=({0: torch.export.Dim("B")},),
+            opset_version=18, verbose=False,
+        )  # fmt: skip
+    assert program is not None
+    program.save(path)
+    artifact = mhsa.compile(path)
+    found = [row.op for row in artifact.manifest.ops]
+    assert sum(op.startswith("patches") for op in found) == len(kernels)
+    assert not {"nn.conv1d", "nn.conv2d", "permute_dims"} & set(found), "a transpose that nothing undid"
+    assert [block.fused for block in artifact.manifest.attention] == [True]
+    source, compiled = onnx.load(path), [mhsa.load(artifact, threads=threads) for threads in (1, 2, 3)]
+    for batch in (1, 3):
+        inputs = {"x": np.random.default_rng(batch).standard_normal((batch, *shape)).astype("f4")}
+        (truth,), (yardstick,) = oracle(source, inputs), eager(source, inputs)
+        results = [call(**inputs) for call in compiled for _ in range(20)]
+        assert max_error(truth, results[0]) <= budget(truth, yardstick, "float32")
+        assert all(np.array_equal(results[0], y) for y in results)

@@ -79,7 +79,7 @@ class _Rewriting:
             x = before.input[0]
         else:
             patches = FusedPatches(**vars(patches) | {"channels_last": False})
-        rewriter, width = self.rewriter, math.prod(dims[1:])
+        rewriter, width = self.rewriter, math.prod(int(size or 0) for size in dims[1:])
         if patches.channels_last:
             weight = rewriter.node("Transpose", weight, perm=[0, *range(2, rank), 1])
         matrix = rewriter.node("Reshape", weight, rewriter.constant([dims[0], width], "int64"))

@@ -20,7 +20,13 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fuse import fuse
-from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention, FusedLinear, FusedPatches, FusedRotary, FusedScatter
+from mhsa_compile.frontend.fusion.fused_nodes import (
+    FusedAttention,
+    FusedLinear,
+    FusedPatches,
+    FusedRotary,
+    FusedScatter,
+)
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
 from mhsa_compile.frontend.onnx_graph import inner_nodes, reads
 from mhsa_compile.frontend.relax.attention import AttentionImport
