@@ -193,7 +193,7 @@ def test_a_whole_encoder(family: Callable[[], tuple[nn.Module, tuple[int, ...], 
         example = torch.ones(2, *shape)
         program = torch.onnx.export(
             module, (example,), input_names=["x"], dynamo=True, dynamic_shapes=({0: torch.export.Dim("B")},),
-            opset_version=18, verbose=False,
+            opset_version=23, verbose=False,
         )  # fmt: skip
     assert program is not None
     program.save(path)
