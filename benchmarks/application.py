@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -28,13 +27,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from processes import WARM_UP, Times, Turn, answer_turns, in_turn, rounds, started, timed_calls
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench.cpu.bench import compile_workload
-from mhsa_compile.bench.peers.peer import Problem, to_list
+from mhsa_compile.bench.peers.peer import Problem
 from mhsa_compile.bench.peers.registry import find
 from mhsa_compile.bench.plots.figure import OURS, check_path, figure
 from mhsa_compile.bench.protocol.workloads import Workload, choose
@@ -56,23 +56,7 @@ OWN, BEFORE = "mhsa_compile", "before"
 """Ourselves, and artifacts of an earlier version; `:own`, `:openmp` and `:1` behind them are other ways to load."""
 PEERS = ("torch", "onnxruntime-fused", "openvino")
 IDLE = 0.02
-WARM_UP, LEAST_CALLS = 3, 5
 SETS = max(CALLERS)  # of inputs
-
-
-class Turn(msgspec.Struct):
-    """What a candidate is asked for: calls for so many seconds."""
-
-    situation: str
-    seconds: float
-    callers: int = 1
-
-
-class Times(msgspec.Struct):
-    """Its answer: the seconds of each call after the first few, and the calls a second of all."""
-
-    calls: list[float]
-    rate: float
 
 
 @dataclass
@@ -122,14 +106,7 @@ class Figures:
 
 def serve(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -> None:
     """Answers turns, a line each, until its input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print
-    with ExitStack() as stack:
-        calls = stack.enter_context(_opened(candidate, folder, sizes, threads))
-        answers.write("\n")
-        for line in sys.stdin:
-            turn = msgspec.json.decode(line, type=Turn)
-            answers.write(msgspec.json.encode(_take(turn, calls, threads)).decode() + "\n")
+    answer_turns(_opened(candidate, folder, sizes, threads), lambda turn, calls: _take(turn, calls, threads))
 
 
 @contextmanager
@@ -151,25 +128,20 @@ def _opened(candidate: str, folder: Path, sizes: dict[str, int], threads: int) -
         yield opened.calls
 
 
-def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    endless = itertools.cycle(calls)
-    return lambda: to_list(next(endless)())
-
-
 def _take(turn: Turn, calls: Sequence[Callable[[], Any]], threads: int) -> Times:
     between = _between(turn.situation, threads)
     if turn.callers == 1:
         begin = time.perf_counter()
-        times = _calls(turn.seconds, _in_turn(calls), between)
+        times = timed_calls(turn.seconds, in_turn(calls), between)
         return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
     found: list[list[float]] = []
     barrier = threading.Barrier(turn.callers + 1)
 
     def caller(number: int) -> None:
-        call = _in_turn(calls[number :: turn.callers])  # its own: some peers keep what a call needs beside its inputs
+        call = in_turn(calls[number :: turn.callers])  # its own: some peers keep what a call needs beside its inputs
         call()
         barrier.wait()
-        found.append(_calls(turn.seconds, call, between))
+        found.append(timed_calls(turn.seconds, call, between))
 
     callers = [threading.Thread(target=caller, args=(number,)) for number in range(turn.callers)]
     for thread in callers:
@@ -180,21 +152,6 @@ def _take(turn: Turn, calls: Sequence[Callable[[], Any]], threads: int) -> Times
         thread.join()
     elapsed = time.perf_counter() - begin
     return Times([seconds for one in found for seconds in one], sum(len(one) + WARM_UP for one in found) / elapsed)
-
-
-def _calls(seconds: float, call: Callable[[], Any], between: Callable[[], Any]) -> list[float]:
-    times: list[float] = []
-    begin = end = time.perf_counter()
-    for i in itertools.count():
-        between()
-        start = time.perf_counter()
-        call()
-        end = time.perf_counter()
-        if i >= WARM_UP:
-            times.append(end - start)
-        if end - begin > seconds and len(times) >= LEAST_CALLS:
-            return times
-    raise AssertionError
 
 
 def _between(situation: str, threads: int) -> Callable[[], Any]:
@@ -230,37 +187,6 @@ def _layer() -> tuple[Any, Any]:
 # The process that asks
 
 
-class Candidate:
-    """A process, asleep but for its turns."""
-
-    def __init__(self, name: str, folder: Path, sizes: dict[str, int], threads: int) -> None:
-        said = msgspec.json.encode(sizes).decode()
-        command = [sys.executable, __file__, "--serve", name, str(folder), said, str(threads)]
-        self.name = name
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def is_ready(self) -> str | None:
-        """None, or the last words of a process that ended."""
-        assert self._process.stdout is not None
-        if self._process.stdout.readline():
-            return None
-        return (self._process.communicate()[1].strip().splitlines() or ["no words"])[-1][:300]
-
-    def take(self, turn: Turn) -> Times:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(turn).decode() + "\n")
-        self._process.stdin.flush()
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"{self.name} ended: {self._process.communicate()[1][-300:]}")
-        return msgspec.json.decode(line, type=Times)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 BUSY = "import os, sys\nos.nice(19)\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 
@@ -283,24 +209,17 @@ def measure(
 ) -> None:
     """Adds a row for each job, a situation and a number of callers."""
     with ExitStack() as stack:
-        candidates = []
-        for name, folder in folders.items():
-            candidate = Candidate(name, folder, workload.dims, figures.threads)
-            stack.callback(candidate.stop)
-            if (words := candidate.is_ready()) is None:
-                candidates.append(candidate)
-            else:
-                figures.missing[f"{name}, {workload.name}"] = words
+        sizes = msgspec.json.encode(workload.dims).decode()
+        words = {name: [__file__, "--serve", name, str(f), sizes, str(figures.threads)] for name, f in folders.items()}
+        candidates, missing = started(stack, words)
+        figures.missing |= {f"{name}, {workload.name}": said for name, said in missing.items()}
         for situation, callers in jobs:
             row = Row(workload.name, situation, callers)
             with _beside(situation):
-                order = list(candidates)
-                for candidate in order:
+                for candidate in candidates:
                     candidate.take(Turn(situation, 0.05, callers))
-                for _ in range(turns):
-                    for candidate in order:
-                        row.add(candidate.name, candidate.take(Turn(situation, 0.1 * max(1, callers / 2), callers)))
-                    order.reverse()
+                for name, times in rounds(candidates, Turn(situation, 0.1 * max(1, callers / 2), callers), turns):
+                    row.add(name, times)
             figures.rows.append(row)
 
 

@@ -1,5 +1,5 @@
 """Set up before any test module: two pytest processes share the machine, so each library gets one thread; and no test
-sees what whoever runs it has tuned."""
+sees what whoever runs it has tuned or compiled."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from hypothesis import settings
 # Child processes find what the tests share, and look for data there as well.
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="mhsa-tests-")
+os.environ["MHSA_CACHE"] = "0"  # what is tested is compiled; tests of the cache switch it on, in a folder of their own
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 # The same examples on every run, kept nowhere; a slow machine is no failure.

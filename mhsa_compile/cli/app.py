@@ -12,10 +12,12 @@ from typer.core import TyperGroup
 from mhsa_compile.cli.commands import (
     bench,
     bundle,
+    cache,
     compile,
     devices,
     doctor,
     inspect,
+    profile,
     records,
     run,
     tune,
@@ -30,6 +32,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile.compile_source,
     "run": run.run,
     "verify": run.verify,
+    "profile": profile.profile,
     "bench": bench.bench,
     "bundle": bundle.bundle,
     "serve": devices.serve,
@@ -82,6 +85,9 @@ _records = typer.Typer(no_args_is_help=True, help=records.__doc__)
 for _name, _command in records.COMMANDS.items():
     _records.command(_name)(ungrouped(_command))
 app.add_typer(_records, name="records")
+_cache = typer.Typer(invoke_without_command=True, callback=cache.show, help=cache.__doc__)
+_cache.command("clear")(cache.clear)
+app.add_typer(_cache, name="cache")
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     chosen = {name: _choose(name, op, profile, shelf) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Chosen)}
     plain = {name: op for name, op in imported.ops.items() if name not in choices}
-    fallbacks = _fallbacks(imported.module["main"])
+    fallbacks = _fallbacks(imported.module["main"], choices)
     written = _written_out(imported.module, plain) if plain else imported.module
     others, reports = _lowered(written, profile, shelf)
     builder = relax.BlockBuilder(others)
@@ -238,13 +238,31 @@ def _weights_of(main: Any) -> dict[str, list[Any]]:
     return {str(call.args[0].global_symbol): list(call.args[1].fields[1:]) for call in calls}
 
 
-def _fallbacks(main: Any) -> list[OpReport]:
-    """The operators that TVM's own lowering will run, and what `masks` adds."""
+def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
+    """The operators that TVM's own lowering will run, and what `masks` adds; not those that make a weight to pack."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
-    found = [(c, nested) for c, nested in _calls(main.body) if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
+    bound = _only_packed(main, {name for name, choice in choices.items() if choice.emitted.pack is not None})
+    calls = [(call, nested) for call, nested in _calls(main.body) if call not in bound]
+    found = [(c, nested) for c, nested in calls if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
     names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in found]
     notes = ["no kernel claims it" + (", in a branch of an If" if nested else "") for _, nested in found]
     return [
         OpReport(f"fallback_{i}", name.removeprefix("relax."), "tvm", {}, "fallback", note)
         for i, (name, note) in enumerate(zip(names, notes, strict=True))
     ]
+
+
+def _only_packed(main: Any, packing: set[str]) -> set[Any]:
+    """The values of `main` that are needed for nothing but weights of the operations named: `bind_weights` has them."""
+    needed, found = set(relax.analysis.free_vars(main.body.body)), set()
+    for binding in (binding for block in reversed(main.body.blocks) for binding in reversed(block.bindings)):
+        value = binding.value
+        if binding.var not in needed:
+            found.add(value)
+        elif isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_dps_packed"):
+            inputs = list(value.args[1].fields)
+            inputs = inputs[:1] if str(value.args[0].global_symbol) in packing else inputs
+            needed |= {variable for given in inputs for variable in relax.analysis.free_vars(given)}
+        else:
+            needed |= set(relax.analysis.free_vars(value))
+    return found

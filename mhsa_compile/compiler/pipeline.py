@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mhsa_compile.compiler.cache import kept_artifacts
+from mhsa_compile.compiler.cache.cache_key import Asked
+from mhsa_compile.compiler.cache.compiled_before import CompiledBefore
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import bounded, reading
-from mhsa_compile.frontend.export.source import Source, read_source
+from mhsa_compile.frontend.export.input_dims import check_dims
+from mhsa_compile.frontend.export.source import Source, as_module, read_source
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -56,6 +60,7 @@ def compile(
     records: str | Path | Iterable[Record] | None = None,
     progress: Callable[[str], None] | None = None,
     dump: str | Path | None = None,
+    cache: bool = True,
 ) -> Artifact:
     """Compiles attention for a target.
 
@@ -70,6 +75,8 @@ def compile(
     records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
     progress        is told the name of each stage as it begins
     dump            a folder for what passes between the stages
+    cache           whether the same thing, compiled before, is taken from the user's cache folder, and kept there; the
+                    bytes are those of a compilation. MHSA_CACHE=0 switches it off everywhere, `dump` this once
 
     The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
     RecordsError, InstallationError and BuildError; warns of a file of records whose last line is torn.
@@ -80,18 +87,31 @@ def compile(
     ['cpu.linear', 'cpu.attention', 'cpu.linear']
     """
     tell = progress or (lambda stage: None)
+    _check_weights(weights)
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     if isinstance(profile, CudaProfile):
         cuda_compiler.compiler()  # a missing one is said before the work
-    shelf = RecordSet(_records(records, profile), profile)
+    at_hand = tuple(_records(records, profile))
+    use_cache = cache and dump is None and kept_artifacts.is_on()
+    before = CompiledBefore(Asked(profile, weights, at_hand) if use_cache else None)
 
-    read, canonical, imported = _front(source, dims, example_inputs, dynamic_shapes, weights, tell)
+    environment.check_tvm_pair()
+    tell("export")
+    source = as_module(source, example_inputs)
+    if example_inputs is None and dynamic_shapes is None:
+        check_dims(dims)
+        if (found := before.of_module(source, dims)) is not None:
+            return found
+    read = read_source(source, dims, example_inputs, dynamic_shapes)
+    if (found := before.of_model(read.model)) is not None:
+        return found
+    read, canonical, imported = _imported(read, weights, tell)
     tell("schedule")
     from mhsa_compile.compiler import lower, package
     from mhsa_compile.compiler.codegen import build
 
     with reading(BuildError, "model", "operations that have code on this target", _REPORT):
-        scheduled = lower.schedule(imported, profile, shelf)
+        scheduled = lower.schedule(imported, profile, RecordSet(at_hand, profile))
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
     manifest = _manifest(read, canonical, imported, scheduled, profile)
@@ -102,7 +122,9 @@ def compile(
         tell("build")
         with reading(BuildError, "model", "code for this target", _REPORT):
             build.build(scheduled, profile, folder / MODULE)
-        return Artifact.assemble(folder, manifest, owner=owner)
+        artifact = Artifact.assemble(folder, manifest, owner=owner)
+    before.keep(artifact)
+    return artifact
 
 
 def operations(
@@ -127,23 +149,21 @@ def imported(
     weights: str | None = None,
 ) -> ImportedModule:
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
-    return _front(source, dims, example_inputs, dynamic_shapes, weights, lambda stage: None)[2]
+    _check_weights(weights)
+    environment.check_tvm_pair()
+    read = read_source(source, dims, example_inputs, dynamic_shapes)
+    return _imported(read, weights, lambda stage: None)[2]
 
 
-def _front(
-    source: AttentionSpec | nn.Module | onnx.ModelProto | str | Path,
-    dims: Mapping[str, int] | None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
-    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
-    weights: str | None,
-    tell: Callable[[str], None],
-) -> tuple[Source, Canonical, ImportedModule]:
-    """The stages that know no target."""
+def _check_weights(weights: str | None) -> None:
     if weights not in (None, "int8"):
         raise InputError("weights", 'None or "int8"', repr(weights))
-    environment.check_tvm_pair()
-    tell("export")
-    read = read_source(source, dims, example_inputs, dynamic_shapes)
+
+
+def _imported(
+    read: Source, weights: str | None, tell: Callable[[str], None]
+) -> tuple[Source, Canonical, ImportedModule]:
+    """The other stages that know no target."""
     tell("import")
     from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
     from mhsa_compile.frontend.relax import importer  # TVM takes a second to load

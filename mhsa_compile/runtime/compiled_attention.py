@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from safetensors.numpy import load_file
-
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
-from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import (
     bounded,
     first_line,
@@ -37,21 +34,22 @@ from mhsa_compile.runtime.artifact.manifest import (
     Manifest,
     TensorInfo,
 )
-from mhsa_compile.runtime.artifact.stored_weights import parsed
 from mhsa_compile.runtime.bound_call import BoundCall
 from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes
 from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight
 from mhsa_compile.runtime.cuda_launch import Launches
 from mhsa_compile.runtime.kv_cache import KVCache
+from mhsa_compile.runtime.profile.call_profile import CallProfile
+from mhsa_compile.runtime.profile.captured_call import KernelRun, capture
+from mhsa_compile.runtime.profile.profile_call import Turns, profile_call
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
+from mhsa_compile.runtime.weights_at_load import Weights, reads_own, weight_arrays
 from mhsa_compile.spec.outputs import together
-from mhsa_compile.spec.position_encoding import TABLES
 from mhsa_compile.target import host
 
 _MISFIT = "ErrorContext(match_cast"
 """What TVM's VM says where sizes that must agree inside of a model do not."""
 _AGAIN = "Compile it again."
-Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
 @bounded
@@ -86,7 +84,7 @@ def load(
     check_pool(pool)
     with opened(path.path if isinstance(path, Artifact) else path) as held:
         manifest = held.manifest
-        stored = held.contents(MODULE, *([WEIGHTS] if _reads_own(manifest, weights) else []))
+        stored = held.contents(MODULE, *([WEIGHTS] if reads_own(manifest, weights) else []))
     if manifest.target.family == cuda_devices.FAMILY:
         return _on_gpu(manifest, stored, weights, device, threads)
     if device not in (None, "cpu"):
@@ -96,7 +94,7 @@ def load(
     check_loops(manifest, held.path)
     runtime = tvm_runtime.start()
     with runtime.calls.lock:
-        arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)
+        arrays = weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)
         library = _library(runtime, manifest, stored)
         check_features(library.cpu_features)
         signature = Signature(
@@ -119,7 +117,7 @@ def _on_gpu(
     if threads is not None:
         raise InputError("threads", "None: a GPU computes", repr(threads))
     gpu = cuda_devices.chosen(manifest, device)
-    arrays = _weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, partial(DeviceWeight, gpu))
+    arrays = weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, partial(DeviceWeight, gpu))
     runtime = tvm_runtime.start_cuda()
     with runtime.calls.lock:
         library = _library(runtime, manifest, stored)
@@ -210,6 +208,39 @@ class CompiledAttention:
         values = self._signature.values(inputs, by_name)
         return BoundCall(self._signature, self._run, lambda: self._thread.lock, values, arrays, sizes)
 
+    @bounded
+    def profile(self, /, *inputs: Any, cache: Any = None, seconds: float = 1.0, **by_name: Any) -> CallProfile:
+        """What this call spends its time on, by operation: it is made again and again, for about so many seconds.
+
+        A cache stays as long as it is, and what the call would write behind its length is written. On a CPU only; calls
+        that are not profiled cost nothing for it. Raises InputError, also for sizes of 0.
+
+        >>> import mhsa_compile as mhsa, numpy as np
+        >>> attention = load(mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4)))
+        >>> [op.kind for op in attention.profile(np.zeros((2, 9, 32), np.float32), seconds=0.01).ops]
+        ['linear', 'attention', 'linear']
+        """
+        if cache is not None and "cache" in self._words:
+            by_name["cache"] = cache
+        elif cache is not None:
+            x: Any = inputs[0] if inputs else by_name.get("x")
+            by_name |= kv_cache.check_call(self.manifest, cache, x, self.device).inputs()
+        thread = self._thread
+        if not isinstance(thread, _Threads):
+            raise InputError("profile", "an artifact for a CPU", f"one for {self.device}", "NVIDIA's nsys times GPUs.")
+        self(*inputs, **by_name)  # whatever is wrong with the arguments is said by a call
+        with thread.lock:
+            arrays, sizes = self._signature.arrays(inputs, by_name)
+            if 0 in sizes.values():
+                raise InputError("inputs", "sizes of at least 1, so that there is something to time", str(sizes))
+            kernels = thread.captured(arrays, sizes, self._packed)
+        turns = Turns(
+            call=partial(self, *inputs, **by_name),
+            function=partial(thread.run, arrays, sizes, self._packed),
+            alone=partial(thread.alone, sizes),
+        )
+        return profile_call(thread.runtime, self.manifest, kernels, turns, self.threads, seconds)
+
     def _refusal(self, error: Exception, arrays: Sequence[Any], sizes: Sizes) -> MhsaError:
         """What a call of compiled code raised, as an error of ours."""
         if (words := tvm_runtime.refusal(error)) is not None:
@@ -290,7 +321,7 @@ class _Threads(threading.local):
 
     def __init__(self, runtime: tvm_runtime.Runtime, library: tvm_runtime.Library, settings: ThreadSettings) -> None:
         self.count, self.lock = settings.limit, runtime.calls.lock
-        self._runtime = runtime
+        self.runtime, self._library = runtime, library
         self._sizes: Sizes = {}
         with self.lock:
             self._vm = library.new_vm()
@@ -310,14 +341,26 @@ class _Threads(threading.local):
         """Whose threads ran this thread's last parallel loop."""
         return "tvm" if self._call_threads is None else self._call_threads.ran_on
 
+    def captured(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> list[KernelRun]:
+        """The kernels that a call runs, noted by a VM of their own: this thread's stays without an instrument."""
+        self._prepare(sizes)
+        return capture(self.runtime, self._library.new_vm(), [*arrays, *packed])
+
+    @contextmanager
+    def alone(self, sizes: Sizes) -> Iterator[None]:
+        """Kernels may be run by themselves meanwhile, as in a call."""
+        with self.lock:
+            self._prepare(sizes)
+            yield
+
     def _prepare(self, sizes: Sizes) -> None:
         if self._call_threads is None:
-            self._runtime.ensure_threads(self.count)
+            self.runtime.ensure_threads(self.count)
         else:
             self._call_threads.say()
         if sizes != self._sizes:
             # Buffers of the last sizes would never be used again, nor freed.
-            self._runtime.release_memory()
+            self.runtime.release_memory()
             self._sizes = sizes
 
     def bind(self, weights: list[Any]) -> tuple[Any, ...]:
@@ -325,7 +368,7 @@ class _Threads(threading.local):
         self._prepare({})
         if self._vm.bind_weights is None:
             return ()
-        return tuple(self._vm.bind_weights(*map(self._runtime.ffi.from_dlpack, weights)))
+        return tuple(self._vm.bind_weights(*map(self.runtime.ffi.from_dlpack, weights)))
 
 
 def _call_threads(library: tvm_runtime.Library, settings: ThreadSettings) -> CallThreads | None:
@@ -334,43 +377,3 @@ def _call_threads(library: tvm_runtime.Library, settings: ThreadSettings) -> Cal
         hint = 'Import PyTorch before, or load with pool="auto".' if library.openmp else _AGAIN
         raise InputError("pool", '"openmp" where an OpenMP runtime is loaded', "none in this process", hint)
     return None if library.threads is None else CallThreads(library.threads, settings)
-
-
-def _reads_own(manifest: Manifest, weights: Weights | None) -> bool:
-    """Whether the weights that an artifact stores are needed: all of them, or the tables, which nobody has to bring
-    since they follow from the spec."""
-    names = {info.name for info in manifest.weights}
-    return bool(names if weights is None else names.intersection(TABLES))
-
-
-def _weight_arrays(
-    manifest: Manifest, stored: bytes | None, weights: Weights | None, make: Callable[..., Argument]
-) -> list[Any]:
-    """In the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises InputError."""
-    found: Mapping[str, Any] = {}
-    if stored is not None:
-        with reading(InputError, "weights", f"a .safetensors file, {WEIGHTS!r}"):
-            found = parsed(stored)
-    if weights is not None:
-        tables = {name: array for name, array in found.items() if name in TABLES}
-        found = {**tables, **(weights if isinstance(weights, Mapping) else _read(weights))}
-    names = {info.name for info in manifest.weights}
-    if missing := sorted(names - found.keys()):
-        raise InputError(
-            "weights", f"an array for each of {', '.join(sorted(names))}", f"none for {', '.join(missing)}"
-        )
-    if extra := sorted(map(str, found.keys() - names)):
-        raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
-    return [make(info, "weight", {}, manifest.has_fallbacks).ready(found[info.name], {}) for info in manifest.weights]
-
-
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    expected = "a .safetensors file"
-    if not isinstance(path, str | os.PathLike):
-        raise InputError("weights", f"arrays by name, or {expected}", type(path).__name__)
-    with (
-        input_files.opened(path, InputError, "weights", expected) as file,
-        reading(InputError, "weights", f"{expected}, {str(path)!r}"),
-    ):
-        found: Mapping[str, Any] = load_file(f"/proc/self/fd/{file.fileno()}")
-        return found

@@ -106,6 +106,7 @@ class Runtime:
     _allocate: Callable[[Any, Any, Any, None], Any]
     _copy: Callable[[Any, Any], None]
     _wait: Callable[[Any, int], None]
+    nothing: Callable[..., Any]  # does as little as a function can
     _load: Callable[[str, str], Any]
     _libraries: dict[str, Library] = field(default_factory=dict)  # by digest
 
@@ -220,6 +221,7 @@ def start() -> Runtime:
         _allocate=function("runtime.TVMTensorAllocWithScope"),
         _copy=function("runtime.TVMTensorCopyFromTo"),
         _wait=function("runtime.Device_StreamSync"),
+        nothing=tvm_ffi.get_global_func("testing.nop", allow_missing=True) or function("ffi.Array"),
         _load=function("ffi.Module.load_from_file.so"),
     )
 

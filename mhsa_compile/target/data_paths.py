@@ -1,5 +1,5 @@
 """Where data is: folders inside an installed wheel, or at the top level of a checkout (editable installs too), and the
-user's own records."""
+user's own: records, and artifacts that were compiled before."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def targets_folder() -> Path:
 def schedules_folder() -> Path:
     """The folder of tuned records, `<target>.jsonl`. Raises InstallationError."""
     return _folder("schedules")
+
+
+def artifact_cache() -> Path:
+    """Where artifacts are kept that were compiled before; the folder need not be there."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return home / "mhsa_compile" / "artifacts"
 
 
 def own_records(target: str) -> Path:

@@ -23,18 +23,18 @@ from typer.testing import CliRunner, Result
 from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
 from mhsa_compile.cli.commands import doctor
-from mhsa_compile.cli.common import arrays
+from mhsa_compile.cli.common import arrays, op_table
 from mhsa_compile.cli.common.spec_flags import SpecFlags
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime import cuda_devices
-from mhsa_compile.runtime.artifact.manifest import TensorInfo
+from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport, TensorInfo
 from mhsa_compile.spec import checks
 from mhsa_compile.spec.attention_spec import MASKS, AttentionSpec
 from mhsa_compile.target import environment, host, profile
 
-COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "records list", "records merge",
-            "records promote", "records check")  # fmt: skip
+COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "profile", "cache", "cache clear",
+            "records list", "records merge", "records promote", "records check")  # fmt: skip
 
 
 def mhsa(*arguments: object) -> Result:
@@ -324,6 +324,43 @@ def test_blocks_that_are_not_fused_are_named(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "0 of 1 attention blocks fused" in result.stdout
     assert "weigh (decomposed), not fused: Mul 'gate' scales by something that is not one constant" in result.stdout
+
+
+def test_a_report_of_many_operations_fits_on_a_screen() -> None:
+    """Those that are alike are one row; the ones that take the longest come first."""
+    linears = [OpReport(f"op_{i}", "linear", "cpu.linear", {}, "default", f"64 -> {64 << i % 3}") for i in range(30)]
+    others = [OpReport(f"fallback_{i}", f"kind_{i}", "tvm", {}, "fallback", f"{i}") for i in range(25)]
+    inputs = (TensorInfo("x", "float32", ("B", "L", 64)),)
+    nothing = {"outputs": (), "weights": (), "semantics": (), "versions": {}, "files": {}, "spec": None}
+    target = profile.load_profile("x86-64-v3")
+    manifest = Manifest(mhsa_version="", inputs=inputs, target=target, ops=(*linears, *others), **nothing)
+    rows = op_table.rows(manifest, verbose=False)
+    assert len(rows) == 15
+    assert [row[:4] for row in rows[:3]] == [
+        ("10: op_2 ... op_29", "linear", "cpu.linear", "57%"),
+        ("10: op_1 ... op_28", "linear", "cpu.linear", "29%"),
+        ("10: op_0 ... op_27", "linear", "cpu.linear", "14%"),
+    ]
+    assert rows[-1][0] == "14 others"
+    assert len(op_table.rows(manifest, verbose=True)) == 55
+
+
+def test_an_artifact_is_profiled(compiled: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    arguments = ("profile", compiled, "--dim", "B=2", "--length", 7, "--seconds", 0.01)
+    described = json.loads(mhsa(*arguments, "--trace", trace, "--json").stdout)
+    ops = {op["name"] for op in json.loads(mhsa("inspect", compiled, "--json").stdout)["manifest"]["ops"]}
+    assert {op["name"] for op in described["ops"]} == ops
+    assert all(op["share_of_limit"] > 0 for op in described["ops"])
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} == ops
+    for flags in ((), ("--verbose",)):
+        table = mhsa(*arguments, *flags)
+        assert table.exit_code == 0, table.output
+        assert "cpu.attention" in table.stdout and "A call takes" in table.stdout
+        assert ("key_tile" in table.stdout) == bool(flags)
+    assert "--trace" in refused(mhsa(*arguments, "--trace", tmp_path / "no" / "t.json"))
+    assert "'M'" in refused(mhsa("profile", compiled, "--dim", "M=3"))
 
 
 def test_an_artifact_is_inspected(compiled: Path) -> None:

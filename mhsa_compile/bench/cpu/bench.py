@@ -123,7 +123,7 @@ def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
     """Its block or core, compiled for this machine at its sizes, or for any; weights are random."""
     from mhsa_compile.compiler.pipeline import compile
 
-    return compile(module_of(workload), dims=None if symbolic else workload.dims)
+    return compile(module_of(workload), dims=None if symbolic else workload.dims, cache=False)
 
 
 def module_of(workload: Workload) -> nn.Module:

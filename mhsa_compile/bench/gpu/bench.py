@@ -96,7 +96,7 @@ def compiled(workload: Workload, options: Options) -> Artifact:
     records = (path.read_bytes() for path in profile.records())
     return artifact_cache.artifact(
         options.artifacts,
-        lambda: compile(module_of(workload), profile, dims=workload.dims),
+        lambda: compile(module_of(workload), profile, dims=workload.dims, cache=False),
         repr((workload, profile)).encode(),
         *records,
     )

@@ -168,7 +168,7 @@ def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -
         sizes = _with_defaults(stated)
         if isinstance(resolved, Path):
             sizes = _sizes_of(symbols_of(resolved), stated) | stated
-        yield str(source), sources.compile_with_progress(source, {}, "native", dims=sizes, seed=0), sizes
+        yield str(source), sources.compile_with_progress(source, {}, "native", dims=sizes, seed=0, cache=False), sizes
 
 
 def _sizes_of(symbols: set[str], stated: dict[str, int]) -> dict[str, int]:

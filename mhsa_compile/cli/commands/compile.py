@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mhsa_compile.runtime.artifact.artifact import Artifact
 
 
+_NOTES = 8  # on attention blocks, so that all fits on a screen
+
+
 def compile_source(
     source: sources.Source = None,
     *,
@@ -27,7 +30,11 @@ def compile_source(
     ] = None,
     records: options.Records = None,
     dump: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what passes between the stages.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Take it from the user's cache folder if it was compiled before.")
+    ] = True,
     seed: options.Seed = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Each operation in a row, and all notes.")] = False,
     json: options.Json = False,
     spec: SpecFlags,
 ) -> None:
@@ -42,23 +49,35 @@ def compile_source(
     check_place(out.resolve(), force, MANIFEST)  # before the work, not after it
     started = time.perf_counter()
     artifact = sources.compile_with_progress(
-        source, fields, target, dims=sizes, dump=dump, seed=seed, weights=weights, records=records
+        source,
+        fields,
+        target,
+        dims=sizes,
+        dump=dump,
+        seed=seed,
+        weights=weights,
+        records=records,
+        cache=cache,
     )
     artifact.save(out, force=force)
-    _report(out, artifact, time.perf_counter() - started, json)
+    _report(out, artifact, time.perf_counter() - started, verbose, json)
 
 
-def _report(out: Path, artifact: Artifact, seconds: float, json: bool) -> None:
+def _report(out: Path, artifact: Artifact, seconds: float, verbose: bool, json: bool) -> None:
+    from mhsa_compile.cli.common import op_table
+
     manifest = artifact.manifest
     if json:
         said = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
         output.print_json(said | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
-    rows = ((op.name, op.op, op.kernel, op.source, op.note) for op in manifest.ops)
     title = f"{out} for {manifest.target.name}, {seconds:.1f} s"
-    output.print_table(title, ("operation", "kind", "kernel", "config from", "note"), rows)
+    output.print_table(title, op_table.COLUMNS, op_table.rows(manifest, verbose=verbose))
     fused = sum(block.fused for block in manifest.attention)
     output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
-    for block in manifest.attention:
-        if block.note:
-            output.line(f"  {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}: {block.note}")
+    noted = [block for block in manifest.attention if block.note]
+    for i, block in enumerate(noted):
+        if i == _NOTES and len(noted) > _NOTES + 1 and not verbose:
+            output.line(f"  and {len(noted) - i} more: --verbose shows them")
+            break
+        output.line(f"  {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}: {block.note}")

@@ -122,7 +122,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _cache_folder() -> Iterator[Finding]:
-    """Zig links there; nothing else is cached."""
+    """Zig links there, and nothing can be compiled without; `mhsa cache` shows the other one, which may be missing."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(os.environ.get("ZIG_GLOBAL_CACHE_DIR") or home / "zig")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -159,7 +159,7 @@ def _default(
 
     with output.stages() as stage:
         stage(f"compile {case.name}")
-        artifact = compile(case.source, profile, dims=case.dims, weights=case.weights, records=())
+        artifact = compile(case.source, profile, dims=case.dims, weights=case.weights, records=(), cache=False)
         if not peers or not returns_y_alone(artifact):  # which is all that peers return
             return artifact, {}
         stage(f"time {', '.join(peers)}")
@@ -175,7 +175,8 @@ def _gain(case: Case, settings: Settings, default: Artifact, threads: int) -> Ga
     with output.stages() as stage:
         stage("compile with the records")
         records = sources.read_records([settings.records])
-        tuned = compile(case.source, settings.profile, dims=case.dims, weights=case.weights, records=records)
+        dims, profile = case.dims, settings.profile
+        tuned = compile(case.source, profile, dims=dims, weights=case.weights, records=records, cache=False)
         stage("time it against the default")
         return gain(default, tuned, dims=_open(default, case.sizes), threads=threads, seconds=GAIN_SECONDS)
 

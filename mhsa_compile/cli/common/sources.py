@@ -72,6 +72,7 @@ def compile_with_progress(
     weights: str | None = None,
     records: Path | None = None,
     dump: Path | None = None,
+    cache: bool = True,
 ) -> Artifact:
     """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random."""
     from mhsa_compile.target.profile import load_profile
@@ -88,7 +89,16 @@ def compile_with_progress(
         from mhsa_compile.compiler.pipeline import compile
 
         torch.manual_seed(seed)
-        return compile(resolved, profile, dims=dims, weights=weights, records=at_hand, progress=stage, dump=dump)
+        return compile(
+            resolved,
+            profile,
+            dims=dims,
+            weights=weights,
+            records=at_hand,
+            progress=stage,
+            dump=dump,
+            cache=cache,
+        )
 
 
 def _flags(fields: dict[str, Any]) -> str:

@@ -233,8 +233,8 @@ def _by_rows(schedule: Schedule, lanes: int) -> bool:
         for one, other in zip(_rows(block, outer), _rows(blocks[-1], outer), strict=True)
     ):
         return False
-    for block, kind in zip(_blocks(schedule), kinds, strict=True):
-        if kind == "S" * outer + "R":
+    for block in _blocks(schedule):
+        if _is_sum_of_a_row(schedule.get(block), outer):
             _in_lanes(schedule, block, lanes)
     *before, last = _blocks(schedule)
     loops = schedule.get_loops(last)
@@ -249,6 +249,12 @@ def _by_rows(schedule: Schedule, lanes: int) -> bool:
             schedule.vectorize(lane)
             schedule.decompose_reduction(block, summed)
     return True
+
+
+def _is_sum_of_a_row(block: Any, outer: int) -> bool:
+    """Whether a block sums along the last axis alone, which may stay behind as one of a single element."""
+    kind, axes = _kinds(block), block.iter_vars
+    return kind == "S" * (len(axes) - 1) + "R" and all(_same(axis.dom.extent, 1) for axis in axes[outer:-1])
 
 
 def _rows(block: Any, outer: int) -> list[Expr]:

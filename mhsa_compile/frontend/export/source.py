@@ -60,17 +60,28 @@ def _exported(
     from torch import nn
 
     from mhsa_compile.frontend.export.export import export
-    from mhsa_compile.nn.convert import from_torch
-    from mhsa_compile.nn.modules import MultiHeadAttention
 
-    if isinstance(source, AttentionSpec):
-        source = MultiHeadAttention(source).eval()
-    if isinstance(source, nn.MultiheadAttention) and example_inputs is None:
-        source = from_torch(source)
+    source = as_module(source, example_inputs)
     if not isinstance(source, nn.Module):
         wanted = "an AttentionSpec, an nn.Module, an onnx.ModelProto or the path of an .onnx file"
         raise ModelError("source", wanted, type(source).__name__)
     return export(source, dims=dict(dims or {}), example_inputs=example_inputs, dynamic_shapes=dynamic_shapes)
+
+
+def as_module(source: Any, example_inputs: Sequence[Any] | Mapping[str, Any] | None) -> Any:
+    """A spec as a module with weights at random, PyTorch's layer as ours; every other source as it is."""
+    if isinstance(source, str | Path | onnx.ModelProto):
+        return source  # and PyTorch need not be loaded
+    from torch import nn
+
+    from mhsa_compile.nn.convert import from_torch
+    from mhsa_compile.nn.modules import MultiHeadAttention
+
+    if isinstance(source, AttentionSpec):
+        return MultiHeadAttention(source).eval()
+    if isinstance(source, nn.MultiheadAttention) and example_inputs is None:
+        return from_torch(source)
+    return source
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:

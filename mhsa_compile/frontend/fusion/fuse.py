@@ -1,5 +1,6 @@
 """ONNX -> ONNX: finds what our kernels compute and writes it as one node each, of the domain `mhsa`.
 
+- A convolution over all channels becomes patches and a MatMul with a constant weight.
 - A MatMul with a constant weight, and the Add of its bias, become a linear; so does a Gemm, which has both. Linears of
   one input whose outputs only the nodes below read become one, side by side.
 - An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
@@ -17,6 +18,7 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.frontend.fusion.attention_pattern import AttentionPattern
+from mhsa_compile.frontend.fusion.convolutions import as_products
 from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
 from mhsa_compile.frontend.fusion.head_layout import NodePattern
 from mhsa_compile.frontend.fusion.linear_pattern import find_linears, linear_node, merge
@@ -39,6 +41,7 @@ SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
 
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
+    model = as_products(model)
     graph = GraphView(model)
     in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
     standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]
@@ -63,7 +66,8 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     del result.graph.node[:]
     result.graph.node.extend(live_nodes((node for node in nodes if node is not None), graph.outputs))
     _make_constants_plain(result.graph)
-    result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    if all(entry.domain != DOMAIN for entry in result.opset_import):
+        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
     return result
 
 

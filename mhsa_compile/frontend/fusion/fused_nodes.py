@@ -65,6 +65,23 @@ class FusedLinear(FusedNode):
 
 
 @dataclass(frozen=True)
+class FusedPatches(FusedNode):
+    """The patches that a convolution sees, as rows. Input: x. Each field but the last has a number for each axis.
+
+    before, behind   how many zeros stand around x
+    channels_last    whether x is (B, ..., C) and a row taps x C; else x is (B, C, ...) and a row C x taps
+    """
+
+    op_type = "MhsaPatches"
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
+    channels_last: bool
+
+
+@dataclass(frozen=True)
 class FusedRotary(FusedNode):
     """RotaryOp, which says what the fields mean. Inputs: x, cos, sin, then the positions, if there are any."""
 

@@ -20,7 +20,13 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fuse import fuse
-from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention, FusedLinear, FusedRotary, FusedScatter
+from mhsa_compile.frontend.fusion.fused_nodes import (
+    FusedAttention,
+    FusedLinear,
+    FusedPatches,
+    FusedRotary,
+    FusedScatter,
+)
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
 from mhsa_compile.frontend.onnx_graph import inner_nodes, reads
 from mhsa_compile.frontend.relax.attention import AttentionImport
@@ -28,6 +34,7 @@ from mhsa_compile.frontend.relax.import_context import ImportContext
 from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
 from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, is_sum_with_a_size, size_as_tensor
+from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
 
 
@@ -67,6 +74,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         self._ours = {
             FusedLinear.op_type: self._linear,
             FusedAttention.op_type: self._attention,
+            FusedPatches.op_type: self._patches,
             FusedRotary.op_type: self._rotary,
             FusedScatter.op_type: self._scatter,
         }
@@ -149,6 +157,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         return AttentionImport(self.context, _name(attrs), FusedAttention.from_attributes(attrs), inputs).results()
+
+    def _patches(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        return patches(self.bb, FusedPatches.from_attributes(attrs), inputs[0])
 
     def _rotary(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused, x = FusedRotary.from_attributes(attrs), dims(inputs[0])

@@ -15,7 +15,7 @@ import hashlib
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -124,9 +124,12 @@ class OpenArtifact:
             self._check(name, digest, found)
         return held
 
-    def copy(self, folder: Path) -> None:
-        """Writes all of it to a folder, and checks what was written. Raises ArtifactError and OSError."""
+    def copy(self, folder: Path, without: Collection[str] = ()) -> None:
+        """Writes all of it, but for the files `without`, to a folder, and checks what was written. Raises ArtifactError
+        and OSError."""
         for name, digest in self.manifest.files.items():
+            if name in without:
+                continue
             with (folder / name).open("xb") as target:
                 shutil.copyfileobj(self._files[name], target, _BLOCK)
             self._check(name, digest, _digest(folder / name))

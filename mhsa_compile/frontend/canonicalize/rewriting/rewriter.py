@@ -65,6 +65,10 @@ class Rewriter:
         self._written.append(helper.make_node(op_type, given, outputs, name=name, **attributes))
         return outputs
 
+    def append(self, node: onnx.NodeProto) -> None:
+        """Writes a node as it is."""
+        self._written.append(node)
+
     def producer(self, name: str, op_type: str) -> onnx.NodeProto | None:
         """The node that makes `name`, in the graph as it was or written since, if it is of `op_type`."""
         made = next((node for node in self._written if name in node.output), None) or self.graph.producer(name)
@@ -84,9 +88,9 @@ class Rewriter:
         """Forgets what was written since the last call of `place`."""
         self._written, self._constants = [], []
 
-    def hint(self, name: str, dims: Sequence[Dim]) -> None:
-        """States the dims of a value, where onnx does not find them by itself."""
-        kind = self.graph.dtype(name)
+    def hint(self, name: str, dims: Sequence[Dim], dtype: str | None = None) -> None:
+        """States the dims of a value, where onnx does not find them by itself; of a new one, the dtype, too."""
+        kind = dtype or self.graph.dtype(name)
         if kind is not None:
             code = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
             self._hints.append(helper.make_tensor_value_info(name, code, list(dims)))

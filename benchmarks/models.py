@@ -1,0 +1,232 @@
+"""How fast whole models are, against whom: each candidate in a process of its own, taking turns.
+
+    python benchmarks/models.py [--model vit whisper ...] [--json FILE]
+
+The models are those of `whole_models.py`: real sizes, random weights, fixed sizes of inputs, float32. Everybody but
+PyTorch reads the same ONNX file. What a candidate returned is held against PyTorch's, in float32, before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+from processes import WARM_UP, Times, Turn, answer_turns, in_turn, rounds, started, timed_calls
+from rich.console import Console
+from rich.table import Table
+
+from mhsa_compile.target import host
+from mhsa_compile.target.environment import installed_version
+
+OWN = "mhsa_compile"
+PEERS = ("torch", "torch-sdpa", "inductor", "onnxruntime", "onnxruntime-fused", "openvino")
+MODEL, FIRST_RESULT = "model.onnx", "first.npy"
+SETS = 4
+"""Of inputs, taken in turn."""
+WRONG = 1e-3
+"""Of the largest value: who is farther from PyTorch than that computes something else, and is not timed."""
+
+
+@dataclass
+class Figures:
+    """What a published figure must state beside its numbers; `seconds` of the median call of each turn."""
+
+    cpu: str
+    versions: dict[str, str | None]
+    date: date
+    threads: int
+    load: float
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+# The process of one candidate
+
+
+@contextmanager
+def opened(candidate: str, model: str, folder: Path, threads: int) -> Iterator[Sequence[Callable[[], Any]]]:
+    """A call for each of several sets of inputs. Raises ValueError where the first result is not PyTorch's."""
+    from whole_models import MODELS
+
+    sets = [MODELS[model].inputs(seed) for seed in range(SETS)]
+    calls = OPENERS[candidate](model, folder, sets, threads)
+    result, expected = np.asarray(calls[0]()), np.load(folder / FIRST_RESULT)
+    off = float(np.abs(result - expected).max() / np.abs(expected).max())
+    if not off <= WRONG:
+        raise ValueError(f"its result is off by {off:.2g} of the largest value")
+    yield calls
+
+
+def _ours(model: str, folder: Path, sets: list[Any], threads: int) -> list[Callable[[], Any]]:
+    import mhsa_compile as mhsa
+
+    compiled = mhsa.load(folder / "model.mhsa", threads=threads)
+    return [lambda arrays=arrays: compiled(**arrays) for arrays in sets]
+
+
+def _torch(model: str, folder: Path, sets: list[Any], threads: int, way: str = "eager") -> list[Callable[[], Any]]:
+    import torch
+    from whole_models import MODELS
+
+    torch.set_num_threads(threads)
+    module: Any = MODELS[model].build("eager" if way == "eager" else "sdpa", None)
+    if way == "inductor":
+        from torch._inductor import config
+
+        config.freezing = True
+        module = torch.compile(module)
+    tensors = [[torch.from_numpy(array) for array in arrays.values()] for arrays in sets]
+
+    def call(given: list[Any]) -> Any:
+        with torch.inference_mode():
+            return module(*given)
+
+    return [lambda given=given: call(given) for given in tensors]
+
+
+def _onnxruntime(model: str, folder: Path, sets: list[Any], threads: int, fused: bool = False) -> list[Any]:
+    import onnxruntime
+    from whole_models import MODELS
+
+    path = folder / MODEL
+    if fused:
+        from onnxruntime.transformers import optimizer
+
+        if (known := MODELS[model].optimizer) is None:
+            raise ValueError("its transformer optimizer has no word for this model")
+        kind, heads, width = known
+        made = optimizer.optimize_model(str(path), kind, num_heads=heads, hidden_size=width)
+        counts = {name: n for name, n in made.get_fused_operator_statistics().items() if n}
+        if not counts:
+            raise ValueError("its transformer optimizer finds nothing to fuse")
+        path = folder / "fused.onnx"
+        made.save_model_to_file(str(path), use_external_data_format=True)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return [lambda arrays=arrays: session.run(None, arrays)[0] for arrays in sets]
+
+
+def _openvino(model: str, folder: Path, sets: list[Any], threads: int) -> list[Callable[[], Any]]:
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it would send an event
+    import openvino
+
+    settings = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": threads}
+    settings |= {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": False}
+    core = openvino.Core()
+    request = core.compile_model(core.read_model(folder / MODEL), "CPU", settings).create_infer_request()
+    return [lambda arrays=arrays: request.infer(arrays, share_inputs=True, share_outputs=True)[0] for arrays in sets]
+
+
+OPENERS: dict[str, Callable[..., list[Any]]] = {
+    OWN: _ours,
+    "torch": _torch,
+    "torch-sdpa": lambda *given: _torch(*given, way="sdpa"),
+    "inductor": lambda *given: _torch(*given, way="inductor"),
+    "onnxruntime": _onnxruntime,
+    "onnxruntime-fused": lambda *given: _onnxruntime(*given, fused=True),
+    "openvino": _openvino,
+}
+
+
+def _take(turn: Turn, calls: Sequence[Callable[[], Any]]) -> Times:
+    begin = time.perf_counter()
+    times = timed_calls(turn.seconds, in_turn(calls))
+    return Times(times, (len(times) + WARM_UP) / (time.perf_counter() - begin))
+
+
+# The process that asks
+
+
+def prepare(model: str, folder: Path) -> None:
+    """The ONNX file, our artifact, and PyTorch's result. For a process of its own: what it needs is given back."""
+    import torch
+    from whole_models import MODELS, export
+
+    import mhsa_compile as mhsa
+
+    known = MODELS[model]
+    module, inputs = known.build("sdpa", None), known.inputs(0)
+    with torch.inference_mode():
+        np.save(folder / FIRST_RESULT, module(*map(torch.from_numpy, inputs.values())).numpy())
+    export(module, inputs, folder / MODEL)
+    mhsa.compile(folder / MODEL).save(folder / "model.mhsa")
+
+
+def measure(model: str, figures: Figures, candidates: Sequence[str], turns: int) -> None:
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        words = [sys.executable, __file__, "--prepare", model, place]
+        prepared = subprocess.run(words, capture_output=True, text=True)
+        if prepared.returncode:
+            figures.missing[model] = (prepared.stderr.strip().splitlines() or ["no words"])[-1][:300]
+            return
+        serve = {name: [__file__, "--serve", name, model, place, str(figures.threads)] for name in candidates}
+        ready, missing = started(stack, serve)
+        figures.missing |= {f"{name}, {model}": said for name, said in missing.items()}
+        row = figures.seconds.setdefault(model, {})
+        for name, times in rounds(ready, Turn("alone", 0.3), turns):
+            row.setdefault(name, []).append(median(times.calls))
+
+
+def table(figures: Figures) -> Table:
+    """Milliseconds of a call, and the best peer's by ours."""
+    names = list(dict.fromkeys(name for row in figures.seconds.values() for name in row))
+    shown = Table("model", *(f"{name}, ms" for name in names), "best peer / ours")
+    for model, row in figures.seconds.items():
+        of = {name: median(seconds) * 1e3 for name, seconds in row.items()}
+        best = min((name for name in of if name != OWN), key=of.__getitem__, default=None)
+        ratio = f"{of[best] / of[OWN]:.2f} {best}" if best and OWN in of else "-"
+        shown.add_row(model, *(f"{of[name]:.4g}" if name in of else "-" for name in names), ratio)
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=None, metavar="NAME")
+    parser.add_argument("--candidate", nargs="+", default=[OWN, *PEERS], choices=[OWN, *PEERS], metavar="NAME")
+    parser.add_argument("--threads", type=int, default=host.allowed_cpus())
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.model is None:
+        from whole_models import MODELS
+
+        options.model = list(MODELS)
+    packages = ("mhsa-compile", "apache-tvm", "torch", "transformers", "onnxruntime", "openvino")
+    versions = {package: installed_version(package) for package in packages}
+    figures = Figures(host.cpu_model(), versions, date.today(), options.threads, os.getloadavg()[0])
+    for model in options.model:
+        measure(model, figures, options.candidate, options.turns)
+        print(f"{model} is done", file=sys.stderr)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    console.print(table(figures))
+    for what, words in figures.missing.items():
+        console.print(f"{what}: {words}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        who, which, place, count = sys.argv[2:]
+        answer_turns(opened(who, which, Path(place), int(count)), _take)
+    elif sys.argv[1:2] == ["--prepare"]:
+        prepare(sys.argv[2], Path(sys.argv[3]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,127 @@
+"""Candidates of a benchmark, each in a process of its own, unpinned and asleep while another is timed.
+
+The process that asks has `started` them and takes `rounds`; a candidate's process spends its life in `answer_turns`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+import msgspec
+
+from mhsa_compile.bench.peers.peer import to_list
+
+WARM_UP, LEAST_CALLS = 3, 5
+Opened = TypeVar("Opened")
+
+
+class Turn(msgspec.Struct):
+    """What a candidate is asked for: calls for so many seconds."""
+
+    situation: str
+    seconds: float
+    callers: int = 1
+
+
+class Times(msgspec.Struct):
+    """Its answer: the seconds of each call after the first few, and the calls a second of all."""
+
+    calls: list[float]
+    rate: float
+
+
+# The process of one candidate
+
+
+def answer_turns(opened: AbstractContextManager[Opened], take: Callable[[Turn, Opened], Times]) -> None:
+    """Answers turns, a line each, until its input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever libraries print
+    with opened as calls:
+        answers.write("\n")
+        for line in sys.stdin:
+            turn = msgspec.json.decode(line, type=Turn)
+            answers.write(msgspec.json.encode(take(turn, calls)).decode() + "\n")
+
+
+def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """The calls one after the other, for ever: each call makes one of them."""
+    endless = itertools.cycle(calls)
+    return lambda: to_list(next(endless)())
+
+
+def timed_calls(seconds: float, call: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> list[float]:
+    """The seconds of each call, but for the first few; `between` comes before each and is not timed."""
+    times: list[float] = []
+    begin = end = time.perf_counter()
+    for i in itertools.count():
+        between()
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        if i >= WARM_UP:
+            times.append(end - start)
+        if end - begin > seconds and len(times) >= LEAST_CALLS:
+            return times
+    raise AssertionError
+
+
+# The process that asks
+
+
+class Candidate:
+    """A process, asleep but for its turns."""
+
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def is_ready(self) -> str | None:
+        """None, or the last words of a process that ended."""
+        assert self._process.stdout is not None
+        if self._process.stdout.readline():
+            return None
+        return (self._process.communicate()[1].strip().splitlines() or ["no words"])[-1][:300]
+
+    def take(self, turn: Turn) -> Times:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(turn).decode() + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{self.name} ended: {self._process.communicate()[1][-300:]}")
+        return msgspec.json.decode(line, type=Times)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def started(stack: ExitStack, words: Mapping[str, Sequence[str]]) -> tuple[list[Candidate], dict[str, str]]:
+    """(the candidates that are ready, the last words of the others), by what Python is told to run for each."""
+    ready, missing = [], {}
+    for name, told in words.items():
+        candidate = Candidate(name, told)
+        stack.callback(candidate.stop)
+        if (said := candidate.is_ready()) is None:
+            ready.append(candidate)
+        else:
+            missing[name] = said
+    return ready, missing
+
+
+def rounds(candidates: Sequence[Candidate], turn: Turn, count: int) -> Iterator[tuple[str, Times]]:
+    """Turns of all candidates, back and forth: (whose it was, what was measured)."""
+    order = list(candidates)
+    for _ in range(count):
+        for candidate in order:
+            yield candidate.name, candidate.take(turn)
+        order.reverse()

@@ -1,0 +1,72 @@
+"""Artifacts that were compiled before, which compiling the same thing again takes from the user's cache folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import typer
+
+from mhsa_compile.cli.common import options, output
+
+_SHOWN = 20
+
+
+def show(context: typer.Context, *, json: options.Json = False) -> None:
+    """Show where they are kept, how many there are, and how large they are. MHSA_CACHE=0 switches the cache off."""
+    if context.invoked_subcommand is not None:
+        return
+    from mhsa_compile.compiler.cache import kept_artifacts
+    from mhsa_compile.target.data_paths import artifact_cache
+
+    place, on, found = artifact_cache(), kept_artifacts.is_on(), kept_artifacts.entries()
+    total = sum(entry.size for entry in found)
+    if json:
+        said = {"folder": place, "on": on, "bytes": total, "limit_bytes": kept_artifacts.LIMIT, "entries": found}
+        output.print_json(said)
+        return
+    title = f"{place}: {len(found)} artifacts, {_mib(total)} of at most {_mib(kept_artifacts.LIMIT)}"
+    now = time.time()
+    rows = [(entry.path.name[:12], _what(entry.path), _mib(entry.size), _ago(now - entry.used)) for entry in found]
+    output.print_table(title, ("key", "what", "size>", "last used>"), rows[:_SHOWN])
+    if len(rows) > _SHOWN:
+        output.line(f"and {len(rows) - _SHOWN} more")
+    if not on:
+        output.line(f"It is off: {kept_artifacts.SWITCH}=0")
+
+
+def clear(*, json: options.Json = False) -> None:
+    """Delete all of them."""
+    from mhsa_compile.compiler.cache import kept_artifacts
+
+    gone = kept_artifacts.clear()
+    total = sum(entry.size for entry in gone)
+    if json:
+        output.print_json({"deleted": len(gone), "bytes": total})
+    else:
+        output.line(f"{len(gone)} artifacts deleted, {_mib(total)}")
+
+
+def _what(place: Path) -> str:
+    """In a few words, from its manifest."""
+    from mhsa_compile.errors import ArtifactError
+    from mhsa_compile.runtime.artifact.artifact import opened
+
+    try:
+        with opened(place) as files:
+            manifest = files.manifest
+    except ArtifactError:
+        return "damaged; it is compiled again when it is asked for"
+    inputs = ", ".join(f"{info.name} {output.dims_text(info.dims)} {info.dtype}" for info in manifest.inputs)
+    return f"{inputs}, for {manifest.target.name}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0, seconds):.0f} s ago"

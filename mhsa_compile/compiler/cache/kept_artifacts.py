@@ -1,0 +1,145 @@
+"""The folder of artifacts that were compiled before: looked up by key, checked by hash on use, bounded in size.
+
+    ~/.cache/mhsa_compile/artifacts/KEY/    an artifact folder like any other
+
+Several processes may use it at once: an entry is renamed into place whole, and renamed away before it is deleted. What
+goes wrong with the folder never stops a compilation: a damaged entry is deleted and made again, a full disk keeps
+nothing. Code is mapped from here, so a folder that others may write to is not used. Imports no TVM.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mhsa_compile.errors import ArtifactError, InputError, MhsaError
+from mhsa_compile.files import atomic_write
+from mhsa_compile.files.atomic_write import Unfinished
+from mhsa_compile.runtime.artifact.artifact import Artifact, opened
+from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
+from mhsa_compile.target import data_paths
+
+SWITCH = "MHSA_CACHE"
+LIMIT = 2 * 2**30
+"""Bytes of all entries together; the least recently used go first. Layers have a few MB, small models some hundred."""
+_KEY_LENGTH = 64  # of a sha256 in hexadecimal digits
+
+MakeWeights = Callable[[Manifest, Path], None]
+
+
+@dataclass(frozen=True)
+class KeptArtifact:
+    """An entry: its folder, its bytes, and when it was last used, in seconds since 1970."""
+
+    path: Path
+    size: int
+    used: float
+
+
+def is_on() -> bool:
+    """Whether the environment leaves the cache on: MHSA_CACHE=0 switches it off. Raises InputError."""
+    said = os.environ.get(SWITCH, "1")
+    if said not in ("", "0", "1"):
+        raise InputError(f"environment variable {SWITCH}", "0 (off) or 1 (on)", repr(said))
+    return said != "0"
+
+
+def find(key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
+    """A copy of an entry in a temporary folder, as `compile` returns it; None where there is none that is whole.
+
+    make_weights  writes the weights to a file instead of the entry's own, which are then not read
+    """
+    place = data_paths.artifact_cache() / key
+    if not _is_private(place.parent) or not place.is_dir():
+        return None
+    owner = None
+    try:
+        owner = atomic_write.temporary()
+        with opened(place) as files:
+            files.copy(owner.path, without=() if make_weights is None else (WEIGHTS,))
+        os.utime(place)
+        if make_weights is not None:
+            make_weights(files.manifest, owner.path / WEIGHTS)
+            return Artifact.assemble(owner.path, files.manifest, owner=owner)
+        artifact = Artifact(owner.path, files.manifest)
+        weakref.finalize(artifact, owner.remove)
+        return artifact
+    except Exception as error:  # whatever it is, compiling does without
+        if owner is not None:
+            owner.remove()
+        if isinstance(error, ArtifactError):
+            drop(place)
+        return None
+    except BaseException:
+        if owner is not None:
+            owner.remove()
+        raise
+
+
+def keep(key: str, artifact: Artifact) -> None:
+    """Makes an artifact an entry, in place of the one that may be there; of what does not fit, nothing."""
+    root = data_paths.artifact_cache()
+    with suppress(MhsaError, OSError):
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _is_private(root) and _size(artifact.path) <= LIMIT:
+            artifact.save(root / key, force=True)
+            _bound(root)
+
+
+def entries() -> list[KeptArtifact]:
+    """All entries, the one that was used last first."""
+    found = []
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        for place in data_paths.artifact_cache().iterdir():
+            if _is_key(place.name):
+                with suppress(OSError):  # another process drops it at this moment
+                    found.append(KeptArtifact(place, _size(place), place.stat().st_mtime))
+    return sorted(found, key=lambda entry: -entry.used)
+
+
+def clear() -> list[KeptArtifact]:
+    """Drops all entries. Returns those that are gone."""
+    found = entries()
+    for entry in found:
+        drop(entry.path)
+    return [entry for entry in found if not entry.path.exists()]
+
+
+def drop(place: Path) -> None:
+    """Deletes an entry; nobody sees half of one."""
+    with suppress(OSError), Unfinished(place.parent, "dropped", 0o700) as aside:
+        place.rename(aside / place.name)
+
+
+def _bound(root: Path) -> None:
+    """Drops the least recently used entries until the others fit, and what dead processes left half-written."""
+    for name in {place.name[1 : _KEY_LENGTH + 1] for place in root.iterdir() if place.name.startswith(".")}:
+        if _is_key(name):
+            atomic_write.sweep(root, name)
+    total = 0
+    for entry in entries():
+        total += entry.size
+        if total > LIMIT:
+            drop(entry.path)
+
+
+def _is_key(name: str) -> bool:
+    return len(name) == _KEY_LENGTH and not set(name) - set("0123456789abcdef")
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _is_private(root: Path) -> bool:
+    """Whether the folder is this user's, and nobody else may write to it."""
+    try:
+        found = root.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

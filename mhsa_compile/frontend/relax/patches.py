@@ -1,0 +1,70 @@
+"""The patches of an image, or of a sequence, as rows: what a convolution's linear takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tvm
+from tvm import relax, te, tirx
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.fusion.fused_nodes import FusedPatches
+from mhsa_compile.frontend.relax.masks import dims
+
+_OPAQUE = 8  # OpPatternKind.OPAQUE
+"""TVM's number of functions that it fuses with nothing: what reads patches by rows would take their loops apart."""
+
+
+def patches(bb: Any, fused: FusedPatches, x: Any) -> Any:
+    """x (B, ..., C), or (B, C, ...) unless its channels are last -> (B, ..., K), zeros where a patch reaches out of it.
+
+    A row is taps x C, or C x taps unless the channels are last, the last of these side by side in both. Raises
+    ModelError where fixed sizes hold no patch at all.
+    """
+    batch, *sizes = dims(x)
+    channels = sizes.pop(-1 if fused.channels_last else 0)
+    counts = [_count(fused, i, size) for i, size in enumerate(sizes)]
+    row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
+    function = bb.add_func(_gather(fused, str(x.ty.dtype), channels, [batch, *sizes], counts), "patches")
+    made = bb.emit(relax.call_tir(function, [x], relax.TensorType([batch, *counts, *row], x.ty.dtype)))
+    return bb.emit(relax.op.reshape(made, relax.ShapeExpr([batch, *counts, math.prod(map(int, row))])))
+
+
+def _gather(fused: FusedPatches, dtype: str, channels: Any, source: list[Any], counts: list[Any]) -> Any:
+    """The function of x (B, ...) and of so many patches. Sizes that are no numbers are variables of its own, also where
+    one follows from another: TVM cannot join loops over X - 4."""
+    (batch, *sizes), counts = map(_size, source), [_size(count) for count in counts]
+
+    def element(b: Any, *at: Any) -> Any:
+        places, within = at[: len(sizes)], at[len(sizes) :]
+        channel, taps = (within[-1], within[:-1]) if fused.channels_last else (within[0], within[1:])
+        along = [_source(fused, i, place, tap) for i, (place, tap) in enumerate(zip(places, taps, strict=True))]
+        value = x[(b, *along, channel) if fused.channels_last else (b, channel, *along)]
+        inside = [place >= 0 for place, pad in zip(along, fused.before, strict=True) if pad]
+        inside += [place < size for place, size, pad in zip(along, sizes, fused.behind, strict=True) if pad]
+        return tirx.if_then_else(tirx.all(*inside), value, tirx.const(0, value.dtype)) if inside else value
+
+    x = te.placeholder((batch, *sizes, channels) if fused.channels_last else (batch, channels, *sizes), dtype, "x")
+    row = (*fused.kernel, channels) if fused.channels_last else (channels, *fused.kernel)
+    function = te.create_prim_func([x, te.compute((batch, *counts, *row), element, "patches")])
+    return function.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+
+
+def _size(dim: Any) -> Any:
+    return dim if isinstance(dim, int | tirx.IntImm) else tirx.Var("size", "int64")
+
+
+def _count(fused: FusedPatches, axis: int, size: Any) -> Any:
+    """How many patches lie along an axis."""
+    reach = (fused.kernel[axis] - 1) * fused.dilations[axis] + 1
+    room = size + (fused.before[axis] + fused.behind[axis] - reach)
+    count = tvm.sym.Analyzer().simplify(tirx.floordiv(tirx.convert(room), fused.strides[axis]) + 1)
+    if isinstance(count, tirx.IntImm) and int(count) < 1:
+        raise ModelError("model", f"a convolution over at least {reach} elements, padding included", str(size))
+    return count
+
+
+def _source(fused: FusedPatches, axis: int, place: Any, tap: Any) -> Any:
+    """Where a tap of a patch lies along an axis of x."""
+    return place * fused.strides[axis] + tap * fused.dilations[axis] - fused.before[axis]

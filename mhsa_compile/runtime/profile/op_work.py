@@ -1,0 +1,113 @@
+"""What an operation has to do: FLOPs, 2 for a multiply-add, and bytes, each array that it touches once.
+
+From what the manifest says of it and the shapes of its arrays. Of masks that a call brings, every pair counts; of
+causality, windows and numbers of keys, only the pairs that are seen. Notation: B batch, L query length, S key length,
+H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
+from mhsa_compile.spec.semantics import Semantics
+
+_LINEAR = re.compile(r"(\d+) -> (\d+(?: \+ \d+)*)")
+"""The note of a linear in a manifest, its in-features and the widths of its weights: 512 -> 512 + 512 + 512."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """None where nobody counted it."""
+
+    flops: int | None = None
+    bytes: int | None = None
+
+
+def work_of(
+    manifest: Manifest, op: OpReport | None, arrays: Sequence[Any], counts: Sequence[Sequence[int]] = ()
+) -> Work:
+    """Of one run of a kernel on these arrays (TVM's tensors), its inputs before its outputs; `counts` are what those of
+    them hold that are lists of integers. `op` is None for code of TVM's own."""
+    size = sum({(array.data_ptr(), _bytes(array)): _bytes(array) for array in arrays}.values())
+    if op is not None and op.op == "linear":
+        return Work(linear_flops(op, math.prod(arrays[0].shape[:-1])), size)
+    if op is not None and op.op == "scatter":
+        return Work()  # of the cache it touches what it writes, which shapes do not say
+    if op is None or op.op != "attention":
+        return Work(None, size)
+    meaning = next((one for one in manifest.semantics if one.op == op.name), None)
+    return Work(None, size) if meaning is None else _attention(manifest, meaning, arrays, counts, size)
+
+
+def linear_flops(op: OpReport, rows: int) -> int | None:
+    """Of a linear of so many rows."""
+    found = _LINEAR.match(op.note)
+    if found is None:
+        return None
+    return 2 * rows * int(found[1]) * sum(map(int, found[2].split("+")))
+
+
+def attention_flops(manifest: Manifest, meaning: Semantics, L: int, S: int, keys: Sequence[int]) -> int | None:
+    """Of one batch entry for each of `keys`, the numbers of its keys. None for a constant mask that no spec states."""
+    if meaning.static_mask is not None:
+        stated = manifest.spec
+        return None if stated is None else len(keys) * stated.attention_flops(B=1, L=L, S=S)
+    pairs = sum(_visible_pairs(meaning, L, count) for count in keys)
+    return 2 * meaning.num_heads * pairs * (meaning.head_dim + meaning.v_head_dim)
+
+
+def _attention(
+    manifest: Manifest, meaning: Semantics, arrays: Sequence[Any], counts: Sequence[Sequence[int]], size: int
+) -> Work:
+    """The arrays: those of Q, K and V, which may lie in one; a mask and others; the output, perhaps a workspace."""
+    query = tuple(arrays[0].shape)
+    B, L = query[0], query[1 if len(query) == 3 else 2]
+    source = _keys_shape(meaning, arrays, B, L)
+    S = source[1 if len(source) == 3 else 2]
+    keys = [S] * B
+    if meaning.lengths is not None:
+        if len(counts) != 1:
+            return Work(None, None)
+        keys = [min(max(count, 0), S) for count in counts[0]]
+        hidden = B * S - sum(keys)  # rows of K and V that are not read
+        size -= hidden * meaning.num_kv_heads * (meaning.head_dim + meaning.v_head_dim) * _itemsize(arrays[0])
+    return Work(attention_flops(manifest, meaning, L, S, keys), size)
+
+
+def _keys_shape(meaning: Semantics, arrays: Sequence[Any], B: int, L: int) -> tuple[int, ...]:
+    """The shape of the array in which K lies."""
+    shapes = [tuple(array.shape) for array in arrays if array.dtype == arrays[0].dtype and len(array.shape) in (3, 4)]
+    heads = (B, meaning.num_heads, L, meaning.v_head_dim)
+    outputs = [i for i, shape in enumerate(shapes) if shape == heads or (len(shape) == 3 and shape[:2] == (B, L))]
+    before = shapes[: max(1, outputs[-1])] if outputs else shapes[:1]
+    # A mask of floats is an array like the others.
+    added = meaning.mask is not None and meaning.mask.startswith(meaning.dtype)
+    sources = before[: len(before) - added]
+    return sources[1] if len(sources) > 1 else sources[0]
+
+
+def _visible_pairs(meaning: Semantics, L: int, S: int) -> int:
+    """Pairs of a query and a key that the band leaves."""
+    if meaning.band is None:
+        return L * S
+    left, right = meaning.band.left, meaning.band.right
+    place = np.arange(L) + (S - L if meaning.band.alignment == "bottom_right" else 0)
+    first = np.zeros(L, np.int64) if left is None else np.clip(place - left, 0, S)
+    last = np.full(L, S) if right is None else np.clip(place + right + 1, 0, S)
+    return int(np.maximum(last - first, 0).sum())
+
+
+def _bytes(array: Any) -> int:
+    elements: int = math.prod(array.shape)
+    return elements * _itemsize(array)
+
+
+def _itemsize(array: Any) -> int:
+    return -(-int(array.dtype.bits) * int(array.dtype.lanes) // 8)

@@ -1,0 +1,183 @@
+"""Times the kernels of a call in turns with the call itself.
+
+Each round makes the call as it is, then runs its kernels one after another and reads the clock between them. Two things
+that a call does not have are taken off: reading the clock, and calling a function of TVM's from Python with so many
+arrays, which is measured with a function that does nothing. A second pass of each round reads the process's CPU time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
+from mhsa_compile.runtime.profile.call_profile import CallProfile, OpProfile, TraceEvent
+from mhsa_compile.runtime.profile.captured_call import KernelRun
+from mhsa_compile.runtime.profile.op_work import Work, work_of
+from mhsa_compile.runtime.tvm_runtime import Runtime
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 3000
+_WARM, _WARM_SECONDS = 20, 0.2
+"""Calls before the first that counts, no longer than so many seconds: the loops of a call settle how they are cut."""
+_NOTHINGS = 51
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What takes turns with the kernels: the whole call, and the compiled function, on arrays that are ready. `alone`
+    prepares this thread for running kernels or the function, and holds what a call holds."""
+
+    call: Callable[[], Any]
+    function: Callable[[], Any]
+    alone: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """In nanoseconds: of each round the call and the function, and of each kernel the wall clock and the CPUs' time."""
+
+    call: list[int]
+    function: list[int]
+    kernels: np.ndarray[Any, Any]
+    cpus: np.ndarray[Any, Any]
+
+
+def profile_call(
+    runtime: Runtime, manifest: Manifest, kernels: Sequence[KernelRun], turns: Turns, threads: int, seconds: float
+) -> CallProfile:
+    """`kernels` are those of the call that `turns` makes, which uses at most so many threads."""
+    _settle(kernels, turns)
+    times = _measured(kernels, turns, seconds)
+    nothing = np.array([_of_nothing(runtime, kernel.arguments) for kernel in kernels])
+    wall = np.maximum(times.kernels - nothing, 0.0) / 1e3
+    arrays = [[held for held in kernel.arguments if isinstance(held, runtime.ffi.Tensor)] for kernel in kernels]
+    usual = _usual_rounds(wall)
+    us = wall[usual].mean(axis=0)
+    rows: dict[str, OpProfile] = {}
+    names = []
+    for i, (kernel, op) in enumerate(zip(kernels, _operations(manifest, kernels), strict=True)):
+        busy = float(times.cpus[:, i].sum() / max(1, times.kernels[:, i].sum()))
+        work = work_of(manifest, op, arrays[i], kernel.counts)
+        row = _row(kernel, op, float(us[i]), busy, work)
+        rows[row.name] = rows[row.name].joined(row) if row.name in rows else row
+        names.append(row.name)
+    events = _events(names, rows, [_shapes(held) for held in arrays], wall[usual[len(usual) // 2]])
+    return CallProfile(
+        ops=tuple(rows.values()),
+        call_us=median(times.call) / 1e3,
+        function_us=median(times.function) / 1e3,
+        spread=_spread(times.call),
+        threads=threads,
+        rounds=len(times.call),
+        events=tuple(events),
+    )
+
+
+def _settle(kernels: Sequence[KernelRun], turns: Turns) -> None:
+    started = time.perf_counter()
+    for _ in range(_WARM):
+        turns.call()
+        with turns.alone():
+            _run(kernels, time.perf_counter_ns)
+        if time.perf_counter() - started > _WARM_SECONDS:
+            return
+
+
+def _measured(kernels: Sequence[KernelRun], turns: Turns, seconds: float) -> _Times:
+    calls: list[int] = []
+    functions: list[int] = []
+    wall: list[list[int]] = []
+    cpus: list[list[int]] = []
+    end = time.perf_counter() + seconds
+    while len(calls) < LEAST_ROUNDS or (len(calls) < MOST_ROUNDS and time.perf_counter() < end):
+        calls.append(_timed(turns.call))
+        with turns.alone():
+            wall.append(_run(kernels, time.perf_counter_ns))
+        with turns.alone():
+            functions.append(_timed(turns.function))
+        with turns.alone():
+            cpus.append(_run(kernels, time.process_time_ns))
+    shape = len(calls), len(kernels)
+    return _Times(calls, functions, np.array(wall).reshape(shape), np.array(cpus).reshape(shape))
+
+
+def _timed(call: Callable[[], Any]) -> int:
+    begin = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - begin
+
+
+def _usual_rounds(wall: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The middle half of the rounds, by the sum of their kernels, and in its order. Medians of kernels would not add up
+    to the median of calls: what else runs on a machine now and then lengthens many calls, and of each one kernel."""
+    quarter = len(wall) // 4
+    return np.argsort(wall.sum(axis=1))[quarter : len(wall) - quarter]
+
+
+def _spread(times: Sequence[int]) -> float:
+    low, middle, high = np.percentile(times, (25, 50, 75))
+    return float((high - low) / middle)
+
+
+def _run(kernels: Sequence[KernelRun], clock: Callable[[], int]) -> list[int]:
+    """Nanoseconds of each."""
+    ticks = [clock()]
+    for kernel in kernels:
+        kernel.run(*kernel.arguments)
+        ticks.append(clock())
+    return [after - before for before, after in pairwise(ticks)]
+
+
+def _of_nothing(runtime: Runtime, arguments: tuple[Any, ...]) -> float:
+    """Nanoseconds that running a kernel takes here beside the kernel."""
+    kernel = KernelRun("", runtime.nothing, arguments)
+    return median(_run([kernel], time.perf_counter_ns)[0] for _ in range(_NOTHINGS))
+
+
+def _row(kernel: KernelRun, op: OpReport | None, us: float, cpus: float, work: Work) -> OpProfile:
+    if op is None:
+        return OpProfile(kernel.symbol, "fallback", "tvm", {}, 1, us, cpus, work.flops, work.bytes)
+    return OpProfile(op.name, op.op, op.kernel, op.config, 1, us, cpus, work.flops, work.bytes)
+
+
+def _operations(manifest: Manifest, kernels: Sequence[KernelRun]) -> list[OpReport | None]:
+    """The operation that each run computes, None of code of TVM's own. Code bears the name of the first operation that
+    it is for; those of the same words run it after that one, in their order."""
+    named = {f"{op.op}_{op.name}": op for op in manifest.ops}
+    own = {named[kernel.symbol].name for kernel in kernels if kernel.symbol in named}
+    left = [op for op in manifest.ops if op.name not in own]
+    seen: set[str] = set()
+    found: list[OpReport | None] = []
+    for kernel in kernels:
+        op = named.get(kernel.symbol)
+        if op is not None and op.name in seen:
+            op = next((other for other in left if _words(other) == _words(op)), op)
+            left = [other for other in left if other is not op]
+        if op is not None:
+            seen.add(op.name)
+        found.append(op)
+    return found
+
+
+def _words(op: OpReport) -> tuple[Any, ...]:
+    return op.op, op.kernel, op.config, op.note
+
+
+def _shapes(arrays: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(f"{array.dtype} ({', '.join(map(str, array.shape))})" for array in arrays)
+
+
+def _events(
+    names: Sequence[str], rows: dict[str, OpProfile], shapes: Sequence[tuple[str, ...]], us: Sequence[float]
+) -> Iterator[TraceEvent]:
+    begin = 0.0
+    for name, arrays, duration in zip(names, shapes, us, strict=True):
+        yield TraceEvent(name, rows[name].kind, begin, float(duration), arrays)
+        begin += float(duration)
