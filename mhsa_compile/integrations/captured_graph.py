@@ -24,6 +24,7 @@ class CapturedGraph:
 
     graph     as Dynamo gave it
     weights   by the place among the inputs, the name
+    numbers   the same of floats, which Dynamo passes as tensors of which `item` is asked
     names     of the other tensors, in order
     places    of these among the inputs
     examples  of these
@@ -33,6 +34,7 @@ class CapturedGraph:
 
     graph: fx.GraphModule
     weights: dict[int, str]
+    numbers: dict[int, str]
     names: tuple[str, ...]
     places: tuple[int, ...]
     examples: tuple[Tensor, ...]
@@ -47,7 +49,9 @@ class CapturedGraph:
         if why := _why_not(graph, list(tensors.values())):
             return why
         weights = {i: placeholders[i].name for i, value in tensors.items() if _is_weight(placeholders[i], value)}
-        free = {i: value for i, value in tensors.items() if i not in weights}
+        unused = {i for i in tensors if all(user.op == "output" for user in placeholders[i].users)}
+        numbers = {i: placeholders[i].name for i, value in tensors.items() if _is_number(placeholders[i], value)}
+        free = {i: value for i, value in tensors.items() if i not in {*weights, *numbers, *unused}}
         if not free:
             return "it has no inputs but weights"
         sizes = {}
@@ -61,7 +65,7 @@ class CapturedGraph:
         if isinstance(returned, str):
             return returned
         names = tuple(placeholders[i].name for i in free)
-        return cls(graph, weights, names, tuple(free), tuple(free.values()), sizes, returned)
+        return cls(graph, weights, numbers, names, tuple(free), tuple(free.values()), sizes, returned)
 
     def module(self, inputs: Sequence[Any]) -> tuple[nn.Module, dict[str, dict[int, str] | None]]:
         """Of the weights among these inputs; and the dims of its inputs that are symbolic."""
@@ -81,9 +85,16 @@ class CapturedGraph:
             for place, name in self.weights.items():
                 root.register_buffer(f"weight_{name}", inputs[place].detach())
                 _replace(graph, nodes[name], graph.get_attr(f"weight_{name}"))
+            for place, name in self.numbers.items():
+                for item in list(nodes[name].users):
+                    item.replace_all_uses_with(inputs[place].item())
+                    graph.erase_node(item)
             for name, (tensor, dim) in self.sizes.items():
                 size = graph.call_function(torch.ops.aten.sym_size.int, (nodes[tensor], dim))
                 _replace(graph, nodes[name], size)
+        for name, node in nodes.items():
+            if name not in self.names and name in {found.name for found in graph.nodes}:
+                graph.erase_node(node)
         output = graph.output_node()
         output.args = (tuple(item for item in _distinct(output.args[0])),)
         graph.lint()
@@ -98,12 +109,11 @@ class CapturedGraph:
         return {name: dims or None for name, dims in free.items()}
 
     def identity(self, inputs: Sequence[Any]) -> tuple[object, ...]:
-        """Of the weights among these inputs: equal as long as they are the same, unchanged."""
-        return tuple(
-            part
-            for place in self.weights
-            for part in (inputs[place].data_ptr(), inputs[place]._version if not inputs[place].is_inference() else 0)
-        )
+        """Of the weights and numbers among these inputs: equal as long as they are the same, unchanged."""
+        weights = [inputs[place] for place in self.weights]
+        versions = [0 if weight.is_inference() else weight._version for weight in weights]
+        numbers = [inputs[place].item() for place in self.numbers]
+        return (*(weight.data_ptr() for weight in weights), *versions, *numbers)
 
     def with_numbers(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs, sizes as those of the tensors: to look at a symbolic one would fix it."""
@@ -112,9 +122,9 @@ class CapturedGraph:
         sizes = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in self.sizes.items()}
         return [sizes.get(name, value) for name, value in zip(names, inputs, strict=True)]
 
-    def arguments(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """Of the module."""
-        return [inputs[place] for place in self.places]
+    def arguments(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
+        """Of the module, by name."""
+        return {name: inputs[place] for name, place in zip(self.names, self.places, strict=True)}
 
     def outputs(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """What the graph gives, of what the module gave."""
@@ -151,6 +161,11 @@ def _ends_in_place(name: str) -> bool:
 
 def _is_weight(node: fx.Node, value: Tensor) -> bool:
     return isinstance(value, nn.Parameter) or _STATIC in (node.meta.get("tensor_dict") or {})
+
+
+def _is_number(node: fx.Node, value: Tensor) -> bool:
+    asked = [user.op == "call_method" and user.target == "item" for user in node.users]
+    return value.ndim == 0 and bool(asked) and all(asked)
 
 
 def _read_off(value: object, tensors: Mapping[str, Tensor], node: fx.Node) -> tuple[str, int] | None:

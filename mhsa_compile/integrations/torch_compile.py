@@ -10,6 +10,7 @@ something in it has no code here, and where PyTorch is faster: a warning says wh
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,7 @@ def compile_graph(
         return _left(graph, captured, read)
     bound = _Bound(captured, read)
     try:
-        bound.artifact_of(example_inputs)
+        bound.compiled(example_inputs)
     except MhsaError as error:
         if read.is_strict:
             raise
@@ -100,27 +101,32 @@ class _Bound:
     captured: CapturedGraph
     options: Options
     _made: dict[tuple[object, ...], CompiledAttention] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        made = self._made.get(self.captured.identity(inputs)) or self.artifact_of(inputs)
-        results = made(*self.captured.arguments(inputs))
+        made = self._made.get(self.captured.identity(inputs)) or self.compiled(inputs)
+        results = made(**self.captured.arguments(inputs))
         return self.captured.outputs(results if isinstance(results, tuple) else (results,), inputs)
 
-    def artifact_of(self, inputs: Sequence[Any]) -> CompiledAttention:
-        """Compiled for the weights among these inputs."""
+    def compiled(self, inputs: Sequence[Any]) -> CompiledAttention:
+        """For the weights and numbers among these inputs, once."""
+        with self._lock:
+            identity = self.captured.identity(inputs)
+            if identity not in self._made:
+                made = self._compile(inputs)
+                if len(self._made) >= _MOST_WEIGHTS:
+                    del self._made[next(iter(self._made))]
+                self._made[identity] = made
+            return self._made[identity]
+
+    def _compile(self, inputs: Sequence[Any]) -> CompiledAttention:
         module, shapes = self.captured.module(inputs)
         # The exporter would add its guards to those of the graph that is being compiled, and they never hold.
         with tracing(None), torch.inference_mode(False), torch.no_grad():
             # Copies: the exporter marks its examples, and Dynamo's guards would find that theirs are others.
-            examples = {
-                name: inputs[i].clone() for name, i in zip(self.captured.names, self.captured.places, strict=True)
-            }
+            examples = {name: value.clone() for name, value in self.captured.arguments(inputs).items()}
             artifact = compile(module, self.options.target, example_inputs=examples, dynamic_shapes=shapes)
-        if len(self._made) >= _MOST_WEIGHTS:
-            self._made.pop(next(iter(self._made)))
-        made = load(artifact, threads=self.options.threads)
-        self._made[self.captured.identity(inputs)] = made
-        return made
+        return load(artifact, threads=self.options.threads)
 
 
 def _time_by_eager(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> float:
