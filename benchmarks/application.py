@@ -305,6 +305,9 @@ def callers_table(figures: Figures) -> Table:
     return shown
 
 
+_TICKS = (1, 2, 5, 10, 20)
+
+
 def draw(figures: Figures, path: Path) -> None:
     """Times in each situation as multiples of ours alone, a dot for each candidate."""
     rows = [row for row in figures.rows if row.callers == 1 and OWN in row.seconds]
@@ -316,13 +319,15 @@ def draw(figures: Figures, path: Path) -> None:
                 own = name == OWN
                 axes.plot(
                     row.of(name) / alone[row.workload], i, "o" if own else "|", color=OURS if own else "#777777",
-                    markersize=5 if own else 7, label=name if i == 0 else None,
+                    markersize=5 if own else 7,
                 )  # fmt: skip
         axes.set_yticks(range(len(rows)), labels, fontsize=7)
         axes.invert_yaxis()
         axes.set_xscale("log")
+        axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+        axes.minorticks_off()
         axes.axvline(1, color="#e4e4e4", zorder=0)
-        axes.set_title(f"Time of a call, in multiples of ours alone ({figures.threads} threads)")
+        axes.set_title(f"Time of a call, by ours alone: dots ours, bars others ({figures.threads} threads)")
 
 
 if __name__ == "__main__":

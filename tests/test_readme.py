@@ -101,7 +101,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_snippets_about_models_run() -> None:
     names = run(list(blocks(MODELS)))
     assert names["tokens"].shape == (1, 19) and names["y"].shape == (2, 9, 64)
-    assert len(names["report"].replaced) == 2
+    assert len(names["report"].replaced) == 2 and names["hidden"].shape == (2, 11, 64)
 
 
 def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

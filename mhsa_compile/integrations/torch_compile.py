@@ -37,7 +37,7 @@ Run = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Options:
+class BackendOptions:
     """`options` of torch.compile.
 
     target     as of `compile`
@@ -50,7 +50,7 @@ class Options:
     is_strict: bool = False
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Options:
+    def read(cls, given: Mapping[str, Any]) -> BackendOptions:
         known = {"target": "target", "threads": "threads", "strict": "is_strict"}
         if unknown := sorted(given.keys() - known.keys()):
             raise InputError("options", f"any of {', '.join(known)}", ", ".join(unknown))
@@ -68,7 +68,7 @@ def compile_graph(
     `options={"strict": True}` whatever keeps a graph from being compiled."""
     if mode != "default":
         raise InputError("mode", 'none: the backend "mhsa" has no modes', repr(mode), "Leave it out, or use options.")
-    read = Options.read(options or {})
+    read = BackendOptions.read(options or {})
     captured = CapturedGraph.read(graph, example_inputs)
     if isinstance(captured, str):
         return _left(graph, captured, read)
@@ -84,7 +84,7 @@ def compile_graph(
     return bound
 
 
-def _left(graph: fx.GraphModule, why: str, options: Options) -> Run:
+def _left(graph: fx.GraphModule, why: str, options: BackendOptions) -> Run:
     """The graph as PyTorch runs it, and a word about it."""
     operations = sum(node.op.startswith("call") for node in graph.graph.nodes)
     if options.is_strict:
@@ -99,7 +99,7 @@ class _Bound:
     """A captured graph as artifacts, one for each set of weights that it is called with."""
 
     captured: CapturedGraph
-    options: Options
+    options: BackendOptions
     _made: dict[tuple[object, ...], CompiledAttention] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mhsa_compile.integrations import torch_compile
 from mhsa_compile.verification.error_budget import budget
@@ -93,6 +94,36 @@ def test_weights_that_change_and_layers_of_one_class() -> None:
     with torch.inference_mode():
         assert_right(runs[0](x)["z"], layers[0], x)
         assert_right(runs[1](x)["z"], layers[1], x)
+
+
+MODELS = {
+    "bert": lambda: BertModel(BertConfig(**SIZES, num_hidden_layers=2, hidden_size=64, num_attention_heads=4)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=99, use_cache=False)),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SIZES, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False
+        )
+    ),
+}
+SIZES = {"vocab_size": 99, "intermediate_size": 96}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_whole_models(make: Callable[[], nn.Module]) -> None:
+    """Padding, every length by one artifact; a warning would be an error."""
+    model = make().eval()
+    run = compiled(model)
+    for size in ((2, 70), (3, 90), (2, 7)):
+        words = torch.randint(3, 99, size)
+        seen = torch.ones(size, dtype=torch.int64)
+        seen[0, size[1] - 3 :] = 0
+        with torch.inference_mode():
+            found = run(input_ids=words, attention_mask=seen)[0].numpy()
+            theirs = model(input_ids=words, attention_mask=seen)[0].numpy()
+            exact = copy.deepcopy(model).double()(input_ids=words, attention_mask=seen)[0].numpy()
+        error = float(abs(found - exact)[seen.numpy() > 0].max())
+        assert error <= budget(exact, theirs, "float32"), error
 
 
 class Writes(nn.Module):
