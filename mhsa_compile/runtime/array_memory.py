@@ -23,6 +23,19 @@ def is_torch(value: object) -> bool:
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
+def is_plain_tensor(value: Any) -> bool:
+    """Whether it is a contiguous tensor of PyTorch's in the CPU's memory, of no subclass, that wants no gradient."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.is_cpu
+        and value.is_contiguous()
+        and not (value.requires_grad or value.is_neg())
+    )
+
+
 def any_torch(values: Iterable[object]) -> bool:
     """Whether one of them is a tensor of PyTorch's; quick where all are NumPy's."""
     return any(type(value) is not np.ndarray and is_torch(value) for value in values)

@@ -6,6 +6,7 @@ An array is a NumPy array or a torch tensor here; others come in through DLPack 
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from mhsa_compile.runtime.array_memory import (
     as_tvm_strides,
     bfloat16_to_numpy,
     exportable,
+    is_plain_tensor,
     is_torch,
     overlap,
     to_torch,
@@ -56,8 +58,9 @@ class Argument:
 
     @property
     def is_told_by_shape(self) -> bool:
-        """Whether an array of NumPy's of a shape and dtype that were right once is right, if it is contiguous."""
-        return self.info.broadcast is None and self.info.most is None and not (self._bfloat16 or self._written)
+        """Whether a contiguous array of a shape and dtype that were right once is right: no value of it matters, and
+        nothing is written into it."""
+        return self.info.most is None and not self._written
 
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
@@ -248,7 +251,7 @@ class Signature:
             self._check_apart(arrays)
         for i in self._composed:
             self._arguments[i].check_expressions(arrays[i], sizes)
-        if key is not None and 0 not in sizes.values():
+        if key is not None and 0 not in sizes.values() and all(map(operator.is_, arrays, values)):
             if len(self._known) >= _KNOWN_SHAPES:
                 self._known.clear()
             self._known[key] = sizes
@@ -258,7 +261,7 @@ class Signature:
         """The shapes and dtypes of values that are read as they are; None where one of them needs more than a look."""
         key: list[object] = []
         for value in values:
-            if type(value) is not np.ndarray or not value.flags.carray:
+            if not (value.flags.carray if type(value) is np.ndarray else is_plain_tensor(value)):
                 return None
             if self._aligned and address(value) % ALIGNMENT:
                 return None

@@ -341,3 +341,30 @@ def test_shapes_that_were_right_are_checked_again_where_they_differ(compiled: Co
         read = read_only(x.copy())
         assert_right(compiled(read, mask), x, mask)
         assert_right(compiled(np.asfortranarray(x), mask), x, mask)
+
+
+def test_tensors_that_were_right_are_checked_again_where_they_differ(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    tx, tmask = torch.from_numpy(x), torch.from_numpy(mask)
+    negative = torch.complex(torch.zeros_like(tx), -tx).conj().imag
+    assert negative.is_neg()
+    for _ in range(3):
+        assert_right(compiled(tx, tmask).numpy(), x, mask)
+        assert_right(compiled(tx, tmask[:1]).numpy(), x, mask[:1])
+        assert_right(compiled(tx.mT.contiguous().mT, tmask).numpy(), x, mask)
+        assert_right(compiled(negative, tmask).numpy(), x, mask)
+        for wrong in (tx.double(), tx[:, :-1], tx.clone().requires_grad_(), tx.to("meta")):
+            with pytest.raises(InputError):
+                compiled(wrong, tmask)
+        with pytest.raises(InputError):
+            compiled(tx, tmask[:, :-1])
+
+
+def test_what_is_read_as_it_is_is_looked_up() -> None:
+    signature = Signature((X, MASK), (Y,))
+    x, mask = draw()
+    for values in ((x, mask), (torch.from_numpy(x), torch.from_numpy(mask)), (x, mask[:1])):
+        first = signature.arrays(values, {})
+        assert signature.arrays(values, {})[1] is first[1]
+    gaps = np.repeat(x, 2, axis=2)[:, :, ::2]
+    assert signature.arrays((gaps, mask), {})[1] is not signature.arrays((gaps, mask), {})[1]
