@@ -4,7 +4,9 @@ sees what whoever runs it has tuned or compiled."""
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -121,3 +123,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     noted = [value for report in reports for name, value in report.user_properties if name == runs_noted.PROPERTY]
     for line in runs_noted.summary(noted):
         terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def _modes_as_they_were() -> Iterator[None]:
+    """PyTorch's modes belong to the thread: one that a test leaves on would change what the next ones mean."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -336,7 +336,7 @@ def test_what_was_compiled_once_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_pat
             (place / MANIFEST).parent.mkdir()
             (place / MANIFEST).write_text(made[-1])
 
-    def compile(module: Any, target: Any, dims: dict[str, int]) -> Any:
+    def compile(module: Any, target: Any, dims: dict[str, int], cache: bool) -> Any:
         made.append(target.name)
         return Made()
 

@@ -200,6 +200,13 @@ def test_of_several_forms_the_quickest_right_one_stays(problem):
         assert problem("block").error_share(opened.arrays(opened.calls[0]())) <= 1
 
 
+def test_modes_of_forms_are_on_while_they_are_open_and_then_off(problem):
+    forms = [Slow("slow", 10**6), Slow("quick", 10**3), Slow("slower", 2 * 10**6)]
+    with Fastest("several", forms).open(problem("block"), 1) as opened:
+        assert opened.form == "quick" and torch.is_inference_mode_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
 def test_where_no_form_runs_the_first_reason_is_given(problem):
     with (
         pytest.raises(RuntimeError, match="no such kernel"),
