@@ -178,8 +178,17 @@ def test_a_slower_graph_stays_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     graph = torch.fx.symbolic_trace(Plain())
-    ratio = torch_compile._time_by_eager(graph, lambda q: [graph.forward(q), graph.forward(q)], [torch.randn(400, 400)])
-    assert 1.2 < ratio < 4
+    called: list[str] = []
+
+    def ours(q: Tensor) -> list[Tensor]:
+        called.append("ours")
+        return [graph.forward(q)]
+
+    monkeypatch.setattr(torch_compile, "_TURN", 1e-9)
+    assert torch_compile._time_by_eager(graph, ours, [torch.randn(3)]) > 0
+    assert len(called) == 2 * torch_compile._TURNS
+    monkeypatch.setattr(torch_compile, "_seconds", lambda run, inputs: 6.0 if run is ours else 2.0)
+    assert torch_compile._time_by_eager(graph, ours, []) == 3.0
 
 
 @pytest.mark.parametrize(
