@@ -112,6 +112,7 @@ def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert made == {"base", "window", "long", "int8", "step", "inside", "arm"}
 
 
+@pytest.mark.cuda
 @pytest.mark.usefixtures("cuda_compiler")
 def test_what_is_for_gpus_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

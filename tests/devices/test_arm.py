@@ -1,6 +1,6 @@
 """Compiled here for aarch64, run there: on QEMU's CPUs, through the runtime that an ARM machine has.
 
-What is quick. The whole matrix, every target, the node tests and the example are `make test-arm`.
+A first look. The whole matrix, every target, the node tests and the example are `make test-arm`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def there() -> Iterator[There]:
         yield there
 
 
+@pytest.mark.arm
 def test_a_cross_build_is_right_there(artifact: Artifact, there: There, record_property) -> None:
     run = there.load(artifact)
     verdict = judged(artifact, run, cases=[{"B": 3, "L": 7}, {"B": 1, "L": 67}], self_checks=False)
@@ -41,6 +42,7 @@ def test_a_cross_build_is_right_there(artifact: Artifact, there: There, record_p
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.arm
 def test_bad_input_is_refused_there_in_words(artifact: Artifact, there: There) -> None:
     run = there.load(artifact)
     with pytest.raises(Refused, match=r"InputError: .*expected .*66"):
