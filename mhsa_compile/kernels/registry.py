@@ -1,5 +1,5 @@
 """The kernels of each family, in the order in which they are asked about operations of their type: the first that
-applies takes the operation."""
+`why_not` answers None takes the operation."""
 
 from __future__ import annotations
 

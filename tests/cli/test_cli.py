@@ -16,9 +16,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from support.command import mhsa, refused
 from support.cuda.made_up_gpus import B200, H200, MadeUp
 from support.records_made import made
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from mhsa_compile import __version__
 from mhsa_compile.cli.app import app
@@ -35,18 +36,6 @@ from mhsa_compile.target import environment, host, profile
 
 COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "profile", "cache", "cache clear",
             "records list", "records merge", "records promote", "records check")  # fmt: skip
-
-
-def mhsa(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(result: Result) -> str:
-    """The one message of a command that refused its input."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr
 
 
 def test_help_lists_every_command() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cli.test_cli import mhsa, refused
+from support.command import mhsa, refused
 from support.records_made import DEVICE, made
 
 from mhsa_compile.records import record_files

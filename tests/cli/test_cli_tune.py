@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from cli.test_cli import mhsa
+from support.command import mhsa
 
 from mhsa_compile import AttentionSpec
 from mhsa_compile.cli.common.cases import CaseOptions

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.arm import runs
 from support.arm.runs import There
-from test_examples import loaded, needs_the_model
+from support.examples import loaded, needs_the_model
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime.artifact.artifact import Artifact

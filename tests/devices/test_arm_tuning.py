@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cli.test_cli import mhsa, refused
 from support.arm import machine
-from tuning.test_rpc_server import TRACKER, process
+from support.command import mhsa, refused
+from support.rpc_processes import TRACKER, process
 
 from mhsa_compile.records import record_files
 from mhsa_compile.records.device import Device

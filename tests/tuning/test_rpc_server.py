@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from time import monotonic, sleep
 import msgspec
 import pytest
 from support import measured
+from support.rpc_processes import TRACKER, process
 from typer.testing import CliRunner
 
 from mhsa_compile.cli.app import app
@@ -28,25 +27,6 @@ from mhsa_compile.tuning.measure.job import (
     Failure,
     Timing,
 )
-
-TRACKER = """
-from mhsa_compile.runtime import tvm_runtime
-tvm_runtime.start()
-from tvm.rpc.tracker import PopenTrackerServerState
-print(PopenTrackerServerState("127.0.0.1", 9190, 9490, silent=True).port, flush=True)
-"""
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"}
-    pipe = subprocess.PIPE
-    child = subprocess.Popen([sys.executable, *arguments], stdin=pipe, stdout=pipe, text=True, env=environment)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
 
 
 @pytest.fixture(scope="module")

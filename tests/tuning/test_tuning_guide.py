@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cli.test_cli import mhsa
+from support.command import mhsa
 from typer.testing import CliRunner
 
 from mhsa_compile.cli.app import app

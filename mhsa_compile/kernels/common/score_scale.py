@@ -11,7 +11,7 @@ LARGEST = (2 - 2.0**-23) * 2.0**127  # float32
 SOFTCAPS = (1e-12, 1e12)
 
 
-def unfit_scores(op: AttentionOp) -> str | None:
+def why_not_scores(op: AttentionOp) -> str | None:
     """Why scores cannot be computed in float32, in units of the softcap where there is one, or None if they can."""
     if op.softmax != "float32":
         return f"its softmax is float32, not {op.softmax}"

@@ -9,7 +9,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -17,37 +16,16 @@ import torch
 import tvm
 from onnx import TensorProto, helper, numpy_helper
 from support.kernel_runs import compiled, vector_machine
+from support.scatter_cases import BASE, DTYPES, INT64, SHAPES, drawn, scattered
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.relax.importer import import_onnx
 from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
-from mhsa_compile.kernels.interface.ops import HeadLayout, KvScatterOp
+from mhsa_compile.kernels.interface.ops import KvScatterOp
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
-DTYPES = [
-    *map(np.dtype, ("f4", "f2", "f8", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "?")),
-    np.dtype(ml_dtypes.bfloat16),
-]
 KINDS = {"float32": TensorProto.FLOAT, "bfloat16": TensorProto.BFLOAT16}
-INT64 = np.iinfo(np.int64)
-
-
-def scattered(cache: np.ndarray, update: np.ndarray, indices: np.ndarray, axis: int) -> np.ndarray:
-    """As the standard's reference does it, row by row; beyond the last row it goes on at the first."""
-    result = np.moveaxis(cache.copy(), axis, 1)
-    rows = np.moveaxis(update, axis, 1)
-    for b, index in enumerate(indices):
-        for j in range(rows.shape[1]):
-            result[b, (int(index) + j) % result.shape[1]] = rows[b, j]
-    return np.moveaxis(result, 1, axis)
-
-
-def drawn(rng: np.random.Generator, dtype: np.dtype, *shape: int) -> np.ndarray:
-    """Any bits but those of NaN: what compares equal is equal."""
-    if dtype.kind == "b":
-        return rng.random(shape) < 0.5
-    return rng.integers(0, 100, shape).astype(dtype)
 
 
 class Run:
@@ -55,9 +33,9 @@ class Run:
 
     def __init__(self, op: KvScatterOp, bits: int = 256) -> None:
         profile, kernel = vector_machine(bits, 16), CpuKvScatterKernel()
-        assert kernel.applies(op, profile) is None
+        assert kernel.why_not(op, profile) is None
         self.op = op
-        self.run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
+        self.run = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)["run"]
 
     def __call__(self, cache: np.ndarray, update: np.ndarray, *indices: np.ndarray) -> np.ndarray:
         given = [tvm.runtime.tensor(array) for array in (cache, update, *indices)]
@@ -67,20 +45,6 @@ class Run:
         return given[0 if self.op.in_place else -1].numpy()
 
 
-BASE = KvScatterOp(
-    cache=("B", 3, "S", 10), axis=2, length="L", update=None, circular=False, indexed=True, in_place=False
-)  # fmt: skip
-SHAPES = {
-    "heads": {},
-    "two axes": {"cache": ("B", "S"), "axis": 1},
-    "rows": {"cache": ("B", "S", 21), "axis": 1},
-    "last": {"cache": ("B", 3, 5, "S"), "axis": 3},
-    "free row": {"cache": ("B", "S", "X", 3), "axis": 1},
-    "five axes": {"cache": ("B", 2, 3, "S", 9), "axis": 3},
-    "heads of rows": {"update": HeadLayout(1, "rows", 47, 11)},
-    "row of rows": {"cache": ("B", "S", 21), "axis": 1, "update": HeadLayout(1, "rows", 40, 3)},
-    "from the first": {"indexed": False},
-}
 SIZES = ((1, 1, 1), (2, 3, 7), (3, 1, 211), (2, 211, 211))  # B, L, S; the last ones are shared between threads
 
 

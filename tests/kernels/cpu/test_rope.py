@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.kernel_runs import call, compiled, vector_machine
+from support.rope_cases import BASE, NUMPY, SHAPES, TABLE, angles, assert_right
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
@@ -29,57 +29,7 @@ from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import eager, oracle
 
 MACHINES = [((512, 32), "float32"), ((128, 32), "float32"), ((256, 16), "bfloat16"), ((32, 8), "float16")]
-NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 KINDS = {"float32": TensorProto.FLOAT, "bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16}
-TABLE = 41  # positions in it
-
-
-def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int, interleaved: bool) -> np.ndarray:
-    """x (B, L, H, E) by angles (B or 1, L, R/2 or R), in the arrays' own dtype."""
-    part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    cos, sin = cos[:, :, np.newaxis], sin[:, :, np.newaxis]
-    whole = cos.shape[-1] == rotary_dim  # each element of a pair has its own
-    apart = (lambda table: (table[..., 0::2], table[..., 1::2])) if interleaved else (lambda t: np.split(t, 2, axis=-1))
-    one, two = apart(part)
-    (cos1, cos2), (sin1, sin2) = (apart(table) if whole else (table, table) for table in (cos, sin))
-    pair = (cos1 * one - sin1 * two, sin2 * one + cos2 * two)
-    part = np.stack(pair, axis=-1).reshape(part.shape) if interleaved else np.concatenate(pair, axis=-1)
-    return np.concatenate((part, rest), axis=-1)
-
-
-def assert_right(y: np.ndarray, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, R: int, interleaved: bool) -> None:
-    """`y` (B, L, H, E) within the budget, whose yardstick is the same arithmetic at the dtype."""
-    expected = turned(*(array.astype(np.float64) for array in (x, cos, sin)), R, interleaved)
-    eager = turned(x, cos, sin, R, interleaved)
-    assert y.dtype == eager.dtype == x.dtype
-    assert max_error(expected, y) <= budget(expected, eager, str(x.dtype))
-
-
-def angles(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-    turns = rng.uniform(-np.pi, np.pi, shape)
-    return np.cos(turns).astype(NUMPY[dtype]), np.sin(turns).astype(NUMPY[dtype])
-
-
-BASE = RotaryOp(
-    batch="B", length="L", num_heads=3, head_dim=26, rotary_dim=26, interleaved=False, max_positions="P",
-    x=HeadLayout(0, "rows", 101, 7), output=HeadLayout(0, "rows", 78),
-)  # fmt: skip
-SHAPES = {
-    "halves": {},
-    "interleaved": {"interleaved": True},
-    "part": {"rotary_dim": 14},
-    "part, interleaved": {"rotary_dim": 14, "interleaved": True},
-    "least": {"rotary_dim": 2, "interleaved": True, "num_heads": 1, "head_dim": 3, "output": HeadLayout(0, "rows", 3)},
-    "wide": {"head_dim": 128, "rotary_dim": 128, "x": HeadLayout(0, "rows", 384), "output": HeadLayout(0, "rows", 384)},
-    "heads to heads": {"x": HeadLayout(0, "heads", 78), "output": HeadLayout(0, "heads", 78)},
-    "rows to heads": {"output": HeadLayout(0, "heads", 78), "interleaved": True},
-    "of each place": {"max_positions": None},
-    "one for all": {"shared_angles": True},
-    "whole": {"whole_angles": True, "rotary_dim": 14},
-    "whole, interleaved": {"whole_angles": True, "rotary_dim": 14, "interleaved": True},
-    "whole, of each place": {"whole_angles": True, "max_positions": None},
-    "of each place, one for all": {"max_positions": None, "shared_angles": True},
-}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -88,8 +38,8 @@ def test_the_kernel(machine: tuple[int, int], shape: str, dtype: str) -> None:
     """What lies between the heads is NaN, and so is the output before: all of it is written, of nothing else."""
     op = replace(BASE, dtype=dtype, **SHAPES[shape])  # type: ignore[arg-type]
     profile, kernel = vector_machine(*machine), CpuRotaryKernel()
-    assert kernel.applies(op, profile) is None
-    run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
+    assert kernel.why_not(op, profile) is None
+    run = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)["run"]
     H, E, width = op.num_heads, op.head_dim, op.x.width
     columns = op.rotary_dim if op.whole_angles else op.rotary_dim // 2
     rng = np.random.default_rng(0)

@@ -9,6 +9,7 @@ import shutil
 from typing import Any
 
 import pytest
+from support.cuda.needs_compiler import needs_compiler
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import cuda_compiler, embed_cubin
@@ -18,7 +19,6 @@ from mhsa_compile.target import environment
 from mhsa_compile.target.profile import profile_names
 
 KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.f; }\n'
-needs_compiler = pytest.mark.usefixtures("cuda_compiler")
 
 
 def test_every_promised_target_is_there() -> None:

@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.cpu.test_cache_scatter import BASE as SCATTER
-from kernels.cpu.test_cache_scatter import (
-    DTYPES,
-    INT64,
-    drawn,
-    scattered,
-)
-from kernels.cpu.test_cache_scatter import SHAPES as SCATTER_SHAPES
-from kernels.cpu.test_rope import BASE as ROPE
-from kernels.cpu.test_rope import (
+from support.cuda import cuda_code
+from support.rope_cases import BASE as ROPE
+from support.rope_cases import (
     NUMPY,
     TABLE,
     angles,
     assert_right,
 )
-from kernels.cpu.test_rope import SHAPES as ROPE_SHAPES
-from support.cuda import cuda_code
+from support.rope_cases import SHAPES as ROPE_SHAPES
+from support.scatter_cases import BASE as SCATTER
+from support.scatter_cases import (
+    DTYPES,
+    INT64,
+    drawn,
+    scattered,
+)
+from support.scatter_cases import SHAPES as SCATTER_SHAPES
 from support.simt import interpreter
 from support.simt.memory import SimtError
 
@@ -56,8 +56,8 @@ ALL_ROPE_SHAPES: dict[str, dict[str, Any]] = {**ROPE_SHAPES, **MORE_ROPE_SHAPES}
 
 
 def translated(kernel: Any, op: Op) -> interpreter.Machine:
-    assert isinstance(kernel, Fixed) and kernel.applies(op, GPU) is None
-    return interpreter.Machine(kernel.emit(op, GPU, kernel.default(op, GPU)).run)
+    assert isinstance(kernel, Fixed) and kernel.why_not(op, GPU) is None
+    return interpreter.Machine(kernel.emit(op, GPU, kernel.default_config(op, GPU)).run)
 
 
 def test_pieces_fit_all_that_they_must_begin_at():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kernels.cpu.test_softmax_outputs import ALL, operation
 from kernels.cuda import test_data_movement, test_softmax_outputs
+from support.softmax_outputs_cases import ALL, operation
 
 from mhsa_compile.kernels.interface.ops import WindowSpec
 

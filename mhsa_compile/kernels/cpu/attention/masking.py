@@ -17,10 +17,10 @@ from mhsa_compile.kernels.cpu.attention.inputs import mask_bias, place_of
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     Expr,
-    bind,
     constant,
+    let,
     load,
-    settle,
+    materialize,
     splat,
     store,
 )
@@ -59,8 +59,8 @@ class TileMask:
         self.place = place_of(op, first_query, q_length, kv_length)  # of lane 0 among the keys
         self.leftmost = self.rightmost = None  # the first and the last key that lane 0 sees; lane i sees i further
         if op.band is not None:
-            self.leftmost = None if op.band.left is None else settle(self.place - op.band.left)
-            self.rightmost = None if op.band.right is None else settle(self.place + op.band.right)
+            self.leftmost = None if op.band.left is None else materialize(self.place - op.band.left)
+            self.rightmost = None if op.band.right is None else materialize(self.place + op.band.right)
         self._bias = T.alloc_buffer((keys, queries), "float32") if self._is_dense else None
 
     @property
@@ -77,10 +77,10 @@ class TileMask:
         """(first, end): no row sees a key outside."""
         first, end = T.int64(0), self.kv_length
         if self.leftmost is not None:
-            first = settle(T.max(first, T.min(self.leftmost, self.kv_length)))
+            first = materialize(T.max(first, T.min(self.leftmost, self.kv_length)))
         if self.rightmost is not None:
             # What the last lane sees: it is `queries` - 1 further than lane 0, and the end is one behind.
-            end = settle(T.max(first, T.min(end, self.rightmost + self.queries)))
+            end = materialize(T.max(first, T.min(end, self.rightmost + self.queries)))
         return first, end
 
     def seen_by_all(self) -> tuple[Expr, Expr]:
@@ -92,15 +92,15 @@ class TileMask:
             first = self.leftmost + (self.queries - 1)
         if self.rightmost is not None:
             end = T.min(end, self.rightmost + 1)
-        return settle(first), settle(end)
+        return materialize(first), materialize(end)
 
     def seen_by_rows(self, base: Expr, rows: int, first_key: Expr, count: Expr) -> tuple[Expr, Expr]:
         """(first, end) within a block: no lane of base .. base + rows sees a key of it outside."""
         first, end = T.int64(0), count
         if self.leftmost is not None:
-            first = settle(T.max(first, T.min(count, self.leftmost + base - first_key)))
+            first = materialize(T.max(first, T.min(count, self.leftmost + base - first_key)))
         if self.rightmost is not None:
-            end = settle(T.max(first, T.min(count, self.rightmost + (base + rows) - first_key)))
+            end = materialize(T.max(first, T.min(count, self.rightmost + (base + rows) - first_key)))
         return first, end
 
     def read_block(self, first_key: Expr, count: Expr) -> None:
@@ -110,7 +110,7 @@ class TileMask:
         assert self.mask is not None
         # Row by row, as the mask lies in memory; stored with the queries along the lanes, as scores are.
         with T.serial(T.int64(self.queries)) as i:
-            query = settle(T.min(self.first_query + i, self.q_length - 1))
+            query = materialize(T.min(self.first_query + i, self.q_length - 1))
             with T.serial(count) as j:
                 store(self._bias, [j, i], mask_bias(self.op.mask, self.mask(query, first_key + j)), 1)
 
@@ -127,17 +127,17 @@ class TileMask:
                 return score
         if self.mask is not None:
             if self._bias is not None:
-                bias = bind(load(self._bias, [row, T.int64(first)], lanes))
+                bias = let(load(self._bias, [row, T.int64(first)], lanes))
             else:
-                bias = splat(bind(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
+                bias = splat(let(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
             # Not the sum alone: NaN - infinity would be NaN, where the score is hidden.
             score = T.Select(bias == hidden, hidden, score + bias)
         # One subtraction a key in int64, then int32, whose vectors have as many lanes as the scores'.
         if self.rightmost is not None:  # lane i sees it if it is at most rightmost + i
-            frontier = T.cast(settle(key - self.rightmost - first), "int32")
+            frontier = T.cast(materialize(key - self.rightmost - first), "int32")
             score = T.Select(splat(frontier, lanes) <= lane, score, hidden)
         if self.leftmost is not None:
-            frontier = T.cast(settle(key - self.leftmost - first), "int32")
+            frontier = T.cast(materialize(key - self.leftmost - first), "int32")
             score = T.Select(splat(frontier, lanes) >= lane, score, hidden)
         # Beyond the last key its row was read again; the number tells.
         return T.Select(splat(key < self.kv_length, lanes), score, hidden)

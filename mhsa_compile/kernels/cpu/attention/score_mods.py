@@ -18,10 +18,10 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     Expr,
     RegisterTile,
-    bind,
+    let,
     load,
+    materialize,
     scratch,
-    settle,
     splat,
     store,
 )
@@ -61,7 +61,7 @@ class ScoreMods:
             return
         unbiased = self.unbiased
         # A key's number is exact in float32 up to 2^24.
-        numbers = [settle(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
+        numbers = [materialize(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
 
         def biased(r: int, c: int) -> Expr:
             first, lanes = tile.columns[c]
@@ -75,11 +75,11 @@ class ScoreMods:
         if self.origins is None:
             return None
         first, lanes = column
-        old = settle(load(self.origins, [T.int64(first)], lanes), "float32", lanes)
-        new = splat(settle(T.cast(key, "float32"), "float32"), lanes)
-        new = settle(T.Select(whether, new, old), "float32", lanes)
+        old = materialize(load(self.origins, [T.int64(first)], lanes), "float32", lanes)
+        new = splat(materialize(T.cast(key, "float32"), "float32"), lanes)
+        new = materialize(T.Select(whether, new, old), "float32", lanes)
         store(self.origins, [T.int64(first)], new, lanes)
-        return settle(self._slope(column) * (new - old), "float32", lanes)
+        return materialize(self._slope(column) * (new - old), "float32", lanes)
 
     def sink(self, column: Chunk) -> Expr | None:
         """The sink, while the origins are the places."""
@@ -96,5 +96,5 @@ class ScoreMods:
     def _places(self, column: Chunk) -> Expr:
         first, lanes = column
         lane = T.Ramp(T.int32(first), T.int32(1), lanes) if lanes > 1 else T.int32(first)
-        places = splat(bind(T.cast(self.place, "int32")), lanes) + lane
+        places = splat(let(T.cast(self.place, "int32")), lanes) + lane
         return T.cast(places, vector_type("float32", lanes))

@@ -1,0 +1,19 @@
+"""The command in this process, and what it says as it refuses its input."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner, Result
+
+from mhsa_compile.cli.app import app
+
+
+def mhsa(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result: Result) -> str:
+    """The one message of a command that refused its input."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
