@@ -17,7 +17,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
-from mhsa_compile.compiler.selection.select_kernel import Choice, choose, kernels_for
+from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
@@ -33,7 +33,7 @@ MAIN, BIND = "main", "bind_weights"
 class _Chosen:
     name: str
     op: Op
-    choice: Choice
+    choice: KernelChoice
     emitted: Emitted
 
 
@@ -72,7 +72,7 @@ def _choose(name: str, op: Op, profile: TargetProfile, shelf: RecordSet) -> _Cho
     """A kernel and its config, or why no kernel takes what can be written out in TVM's operators instead."""
     willing, reasons = kernels_for(op, profile)
     if willing:
-        choice = choose(op, profile, willing, shelf)
+        choice = select_kernel(op, profile, willing, shelf)
         return _Chosen(name, op, choice, choice.kernel.emit(op, profile, choice.config))
     if plain_form(op) is not None:
         return "; ".join(reasons) or "no kernel is made for it"

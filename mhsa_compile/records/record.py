@@ -197,7 +197,7 @@ class RecordSet:
         refused = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
         return sorted(fitting, key=self._distance), refused
 
-    def first(self, op: str, key: dict[str, Any], use: Callable[[Record], T | str]) -> tuple[Record, T] | str:
+    def best_match(self, op: str, key: dict[str, Any], use: Callable[[Record], T | str]) -> tuple[Record, T] | str:
         """The first of `candidates` that `use` makes something of, and that; or why there is none. `use` returns why
         not as text."""
         records, refused = self.candidates(op, key)

@@ -12,7 +12,7 @@ from mhsa_compile.compiler.selection.op_key import (
     key_of,
     symbols,
 )
-from mhsa_compile.compiler.selection.select_kernel import choose, kernels_for
+from mhsa_compile.compiler.selection.select_kernel import kernels_for, select_kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     HeadLayout,
@@ -48,7 +48,7 @@ def record(op, kernel: str, config: dict[str, int], profile: TargetProfile, **fi
 
 def chosen(op, profile: TargetProfile, *records: Record):
     willing, _ = kernels_for(op, profile)
-    return choose(op, profile, willing, RecordSet(records, profile))
+    return select_kernel(op, profile, willing, RecordSet(records, profile))
 
 
 @pytest.mark.parametrize("target", ["x86-64-v4", "cuda-sm90a"])

@@ -125,7 +125,7 @@ def test_it_ends_with_its_time_but_tries_some(request_: Request):
 
 def test_a_sweep_says_how_near_the_search_came(request_: Request, monkeypatch: pytest.MonkeyPatch):
     few = {"rows": (2, 4), "columns": (1, 2), "block": (8,), "depth": (16, 64), "group": (8,)}
-    monkeypatch.setattr(CpuLinearKernel, "space", lambda self, op, profile: few)
+    monkeypatch.setattr(CpuLinearKernel, "search_space", lambda self, op, profile: few)
     space = Space.of(OP, PROFILE)
     (op,) = tuned(replace(request_, trials=8, exhaustive=True), MadeSession(far)).ops
     assert op.stopped == "swept"

@@ -17,7 +17,7 @@ from mhsa_compile.bench.static import llvm_mca
 from mhsa_compile.bench.static.assembly_loops import Loop, inner_loops
 from mhsa_compile.bench.static.llvm_mca import Analyzer
 from mhsa_compile.compiler.codegen.build import pass_context
-from mhsa_compile.compiler.selection.select_kernel import choose, kernels_for
+from mhsa_compile.compiler.selection.select_kernel import kernels_for, select_kernel
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
 from mhsa_compile.records import record_files
@@ -86,7 +86,7 @@ def predict(ops: Mapping[str, Op], profile: CpuProfile) -> Prediction:
         willing, _ = kernels_for(op, profile)
         if not isinstance(op, LinearOp | AttentionOp) or not willing:
             continue
-        choice = choose(op, profile, willing, shelf)
+        choice = select_kernel(op, profile, willing, shelf)
         loops = _loops(choice.kernel.emit(op, profile, choice.config), profile, analyzer)
         report = KernelReport((name,), op.kind, choice.kernel.name, choice.config, loops)
         alike = next((other for other in kernels if replace(other, ops=report.ops) == report), None)

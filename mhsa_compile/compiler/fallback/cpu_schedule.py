@@ -79,7 +79,7 @@ def _tuned(name: str, function: Function, shelf: RecordSet) -> tuple[Function | 
     key = traces.key_of(function)
     if not shelf.knows(traces.KIND, key):
         return None
-    found = shelf.first(traces.KIND, key, lambda record: traces.applied(function, record.trace))
+    found = shelf.best_match(traces.KIND, key, lambda record: traces.applied(function, record.trace))
     if isinstance(found, str):
         return None, OpReport(name, traces.KIND, traces.KIND, {}, "fallback", _NOTE, found)
     record, made = found

@@ -14,7 +14,7 @@ from mhsa_compile.target.profile import TargetProfile
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """A kernel and its config. `record` is where they come from, None for the default; `tuning` says it in words."""
 
     kernel: Kernel[Any]
@@ -38,12 +38,12 @@ def kernels_for(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list
     return willing, reasons
 
 
-def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: RecordSet) -> Choice:
+def select_kernel(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: RecordSet) -> KernelChoice:
     """The kernel of the best record that fits, else the first of those that can compute the operation."""
     key = key_of(op)
     default = willing[0].default_config(op, profile)
     if key is None:
-        return Choice(willing[0], default, None, "nothing to tune")
+        return KernelChoice(willing[0], default, None, "nothing to tune")
     kernels = {kernel.name: kernel for kernel in willing}
 
     def use(record: Record) -> Kernel[Any] | str:
@@ -52,10 +52,10 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: Re
             return f"no kernel {record.kernel} takes it"
         return kernel.why_not_config(op, profile, record.config) or kernel
 
-    found = shelf.first(op.kind, key, use)
+    found = shelf.best_match(op.kind, key, use)
     if isinstance(found, str):
-        return Choice(willing[0], default, None, found)
+        return KernelChoice(willing[0], default, None, found)
     record, kernel = found
     if is_of_default(record):  # of its own target: caches may give this one another
-        return Choice(willing[0], default, record, f"the default was the fastest there: {record.summary()}")
-    return Choice(kernel, dict(record.config), record, record.summary())
+        return KernelChoice(willing[0], default, record, f"the default was the fastest there: {record.summary()}")
+    return KernelChoice(kernel, dict(record.config), record, record.summary())
