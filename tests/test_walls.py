@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -77,8 +78,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imports(node: ast.AST) -> Iterator[str]:
-    """Dotted names imported anywhere below, functions included; blocks for type checkers import nothing."""
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names that a file imports, also inside of functions; blocks for type checkers import nothing."""
+    return frozenset(imports_below(tree_of(path)))
+
+
+def imports_below(node: ast.AST) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -88,13 +94,13 @@ def imports(node: ast.AST) -> Iterator[str]:
             assert child.level == 0, f"line {child.lineno}: a relative import; write mhsa_compile in full"
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
         else:
-            yield from imports(child)
+            yield from imports_below(child)
 
 
 def own_imports(path: Path) -> set[str]:
     """Modules of this package that a file imports, dotted below the package; names in them are cut off."""
     found = set()
-    for name in imports(tree_of(path)):
+    for name in imports(path):
         if name.startswith("mhsa_compile."):
             module = name.removeprefix("mhsa_compile.")
             found.add(module if module in MODULES else module.rpartition(".")[0])
@@ -158,7 +164,7 @@ def test_folders_say_what_they_are_and_hold_no_code(folder: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if rule_of(module_of(p), NEVER)], ids=module_of)
 def test_light_folders_import_no_compiler(path: Path) -> None:
     libraries = NEVER[str(rule_of(module_of(path), NEVER))]
-    assert not {name for name in imports(tree_of(path)) for library in libraries if within(name, library)}
+    assert not {name for name in imports(path) for library in libraries if within(name, library)}
 
 
 def docstrings(tree: ast.Module) -> set[int]:
