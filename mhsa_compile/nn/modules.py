@@ -10,8 +10,9 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,28 @@ class _AttentionModule(nn.Module):
                 self.register_buffer(name, torch.from_numpy(table).to(dtype), persistent=False)
         if spec.alibi:
             self.register_buffer("alibi_slopes", torch.tensor(alibi_slopes(spec.num_heads), dtype=dtype), False)
+
+    def with_outputs(self, *words: str) -> Self:
+        """A module with the same weights, not copies of them, that returns `words`: see AttentionSpec's `outputs`.
+
+        Raises SpecError.
+
+        >>> layer = MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2))
+        >>> result, heads = layer.with_outputs("y", "heads")(torch.zeros(1, 5, 8))
+        >>> heads.shape
+        torch.Size([1, 2, 5, 4])
+        """
+        spec = msgspec.structs.replace(self.spec, outputs=words)
+        with torch.device("meta"):  # no memory for what is replaced at once
+            same = type(self)(spec)
+        for name, child in self.named_children():
+            setattr(same, name, child)
+        for name, parameter in self.named_parameters(recurse=False):
+            setattr(same, name, parameter)
+        for name, buffer in self.named_buffers(recurse=False):
+            setattr(same, name, buffer)
+        same.training = self.training
+        return same
 
     @property
     def _extra(self) -> dict[str, Any]:

@@ -285,6 +285,44 @@ def test_from_llama_refuses() -> None:
         from_llama(layer)
 
 
+def test_layers_of_others_with_more_outputs() -> None:
+    words = ("y", "heads", "entropy", "weights:heads=0")
+    assert from_torch(nn.MultiheadAttention(24, 4, dtype=torch.float32), outputs=words).spec.outputs == words
+    assert from_bert(bert_attention().float(), outputs=list(words)).spec.outputs == words
+    assert from_llama(llama_attention().float(), outputs=words).spec.outputs == words
+
+
+OTHERS = (
+    {"rope": True, "causal": True},
+    {"alibi": True, "sinks": True},
+    {"num_kv_heads": 2, "v_head_dim": 5, "bias": False},
+)
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
+def test_other_outputs_of_the_same_weights(fields: dict[str, object]) -> None:
+    layer = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, **fields)).eval()
+    looked_into = layer.with_outputs("y", "heads", "weights")
+    x = torch.randn(2, 5, 24, dtype=torch.float32)
+    y, heads, rows = looked_into(x)
+    assert torch.equal(y, layer(x))
+    assert (heads.shape, rows.shape) == ((2, 4, 5, layer.spec.v_head_dim), (2, 4, 5, 5))
+    assert layer.spec.outputs == ("y",) and not looked_into.training
+    assert {id(p) for p in looked_into.parameters()} == {id(p) for p in layer.parameters()}  # one set of weights
+    assert looked_into.with_outputs("y").spec == layer.spec
+    state = {name: value.clone() for name, value in looked_into.state_dict().items()}
+    MultiHeadAttention(looked_into.spec).load_state_dict(state)
+
+
+def test_other_outputs_that_there_are_not() -> None:
+    layer = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4))
+    for words, named in ((("heads",), 'Add "y"'), (("y", "hads"), "'heads'"), ((), "some of")):
+        with pytest.raises(SpecError, match=named):
+            layer.with_outputs(*words)
+    core = ScaledDotProductAttention(AttentionSpec(embed_dim=24, num_heads=4))
+    assert len(core.with_outputs("y", "lse")(*(t.float() for t in qkv(S=5)))) == 2
+
+
 def test_weights_carry_pytorchs_names_and_layouts() -> None:
     spec = AttentionSpec(embed_dim=20, num_heads=4, num_kv_heads=2, head_dim=6, v_head_dim=7, kv_embed_dim=9)
     shapes = {name: array.shape for name, array in weights(MultiHeadAttention(spec)).items()}
