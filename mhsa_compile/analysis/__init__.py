@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mhsa_compile.analysis.head_diversity import HeadDiversity
     from mhsa_compile.analysis.head_report import HeadReport
     from mhsa_compile.analysis.head_statistics import HeadStatistics
     from mhsa_compile.analysis.mutual_information import gaussian_information
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mhsa_compile.analysis.subspaces import principal_angles, subspace_overlap
 
 __all__ = [
+    "HeadDiversity",
     "HeadReport",
     "HeadStatistics",
     "PruningPlan",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "HeadDiversity": "head_diversity",
     "HeadReport": "head_report",
     "HeadStatistics": "head_statistics",
     "PruningPlan": "pruning",

@@ -28,6 +28,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """softmax(cap(q k^T * scale) + bias) v over the visible keys.
 
@@ -36,16 +37,18 @@ def attend(
     bias        of q's dtype, broadcastable to (B, H, L, S), or None; -inf masks
     softcap     cap(s) = softcap * tanh(s / softcap), where it is not 0
     sinks       (H,) or None: for each head one more score of the softmax, of no value
+    dropout     the probability with which a weight becomes 0; the others grow by 1 / (1 - dropout)
 
     The textbook form ("Attention Is All You Need", eq. 1; https://arxiv.org/abs/1706.03762), as PyTorch's eager one.
     """
     v = _for_each_query_head(v, q)
     scores, visible = _scores(q, k, visible, bias, scale, softcap)
     if visible is None:
-        return _softmax(scores, sinks) @ v
+        return _dropped(_softmax(scores, sinks), dropout) @ v
     blind = ~visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)  # 0: a softmax of -inf alone is NaN
-    return _weighted_sum(_softmax(scores, sinks).masked_fill(~visible, 0.0), v, visible)
+    weights = _dropped(_softmax(scores, sinks), dropout).masked_fill(~visible, 0.0)
+    return _weighted_sum(weights, v, visible)
 
 
 def look_inside(
@@ -91,6 +94,10 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
 
 
+def _dropped(weights: Tensor, probability: float) -> Tensor:
+    return torch.nn.functional.dropout(weights, probability) if probability else weights
+
+
 def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """weights v over the visible pairs only: 0 * NaN is NaN, so keys with a non-finite value are added one by one."""
     broken = ~v.isfinite().all(dim=-1).flatten(0, 1).all(dim=0)  # (S,)
@@ -114,11 +121,13 @@ def attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     lengths: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The eager core: what each query sees is resolved, then `attend`; and what `spec.outputs` wants of the softmax.
 
     sinks, slopes   (H,), of a spec with `sinks` and `alibi`
     lengths         int64 (B,): how many of the S keys are valid; the queries are the last of them
+    dropout         of the weights that meet the values; what `spec.outputs` wants is of those before it
     """
     B, H, L, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     mask = checked_mask(spec, mask)
@@ -143,7 +152,7 @@ def attention(
     seen, softcap = (visible, bias, scale), spec.softcap or 0.0
     wanted = inside_of(spec.outputs)
     extra = look_inside(q, k, *seen, softcap, sinks, wanted) if wanted.names else {}
-    return attend(q, k, v, *seen, softcap, sinks), extra
+    return attend(q, k, v, *seen, softcap, sinks, dropout), extra
 
 
 def _distance(spec: AttentionSpec, L: int, S: int, lengths: Tensor | None, device: torch.device) -> Tensor:

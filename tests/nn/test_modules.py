@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from mhsa_compile import masks
 from mhsa_compile.errors import InputError, ModelError, SpecError
+from mhsa_compile.frontend.export.module_state import state_of
 from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
 from mhsa_compile.nn.functional import to_torch
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
@@ -310,8 +312,39 @@ def test_other_outputs_of_the_same_weights(fields: dict[str, object]) -> None:
     assert layer.spec.outputs == ("y",) and not looked_into.training
     assert {id(p) for p in looked_into.parameters()} == {id(p) for p in layer.parameters()}  # one set of weights
     assert looked_into.with_outputs("y").spec == layer.spec
+    assert state_of(looked_into) is not None  # as a new one is: it is found among what was compiled before
     state = {name: value.clone() for name, value in looked_into.state_dict().items()}
     MultiHeadAttention(looked_into.spec).load_state_dict(state)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_dropout_is_of_the_weights_and_in_training_alone(hidden: bool) -> None:
+    spec = AttentionSpec(embed_dim=24, num_heads=4, mask="bool" if hidden else None, outputs=("y", "weights"))
+    q, k, _ = qkv(S=7)
+    v = torch.eye(7).expand(2, 4, 7, 7)  # y is the weights
+    dropping = ScaledDotProductAttention(msgspec.structs.replace(spec, v_head_dim=7), dropout=0.25)
+    mask = (torch.rand(5, 7) < 0.6,) if hidden else ()
+    plain, weights_ = dropping.eval()(q, k, v, *mask)
+    assert torch.allclose(plain, weights_, **CLOSE)
+    dropping.train()
+    dropped, kept = zip(*(dropping(q, k, v, *mask) for _ in range(300)), strict=True)
+    assert all(torch.allclose(one, weights_, **CLOSE) for one in kept)  # what is looked at is before dropout
+    dropped = torch.stack(dropped)
+    whole = torch.isclose(dropped, plain / 0.75, rtol=1e-12)
+    assert (whole | (dropped == 0)).all()
+    assert (dropped[:, plain > 0] == 0).double().mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_dropout_of_a_block() -> None:
+    layer = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4), dropout=0.5)
+    x = torch.randn(2, 5, 24, dtype=torch.float32)
+    looked_into = layer.with_outputs("y", "lse")
+    assert looked_into.dropout == 0.5 and looked_into.training
+    assert not torch.equal(layer(x), layer(x)) and not torch.equal(looked_into(x)[0], looked_into(x)[0])
+    assert torch.equal(layer.eval()(x), layer(x))
+    for wrong in (1.0, -0.1, "0.1", True):
+        with pytest.raises(SpecError, match="dropout: expected a probability from 0 to below 1"):
+            MultiHeadAttention(layer.spec, dropout=wrong)
 
 
 def test_other_outputs_that_there_are_not() -> None:
