@@ -12,6 +12,7 @@ import numpy as np
 
 from mhsa_compile.analysis.attention_rows import RowSums
 from mhsa_compile.analysis.head_moments import HeadMoments
+from mhsa_compile.analysis.heads_page import ShownLayer, framed, heads_page
 from mhsa_compile.analysis.layer_weights import LayerWeights
 from mhsa_compile.analysis.linkage import linkage_order
 from mhsa_compile.analysis.moments import Moments, blocked, information, whitener
@@ -96,6 +97,10 @@ class HeadReport:
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
         return [self.prune(k) for k in range(group, spec.num_heads, group)]
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the page of `mhsa heads`, without attention maps, which nobody kept."""
+        return framed(heads_page("What the heads do", [ShownLayer("layer", self)]))
 
     def __repr__(self) -> str:
         lines = [f"HeadReport of {self.spec.num_heads} heads, {self.tokens} tokens"]

@@ -34,8 +34,8 @@ from mhsa_compile.spec import checks
 from mhsa_compile.spec.attention_spec import MASKS, AttentionSpec
 from mhsa_compile.target import environment, host, profile
 
-COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "profile", "cache", "cache clear",
-            "records list", "records merge", "records promote", "records check")  # fmt: skip
+COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "profile", "heads",
+            "cache", "cache clear", "records list", "records merge", "records promote", "records check")  # fmt: skip
 
 
 def mhsa(*arguments: object) -> Result:
