@@ -209,12 +209,22 @@ def checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
     if spec.mask == "additive" and not mask.is_floating_point():
         raise InputError("mask", "floating point: it is additive", str(mask.dtype), 'Or set mask="bool" in the spec.')
     if spec.mask != "additive" and mask.dtype != torch.bool:
-        raise InputError("mask", "bool, True takes part", str(mask.dtype))
+        mask = _truths(mask)
     if spec.mask != "key_padding":
         return mask
     if mask.ndim != 2:
         raise InputError("mask", "shape (B, S): it is key_padding", str(tuple(mask.shape)))
     return mask.unsqueeze(1).unsqueeze(1)  # as an index it would export as a dozen operators
+
+
+def _truths(mask: Tensor) -> Tensor:
+    """A mask of integers 0 and 1, as tokenizers give it, as bool."""
+    expected = "bool, True takes part, or integers 0 and 1"
+    if mask.is_floating_point() or mask.is_complex():
+        raise InputError("mask", expected, str(mask.dtype))
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError("mask", expected, f"integers from {int(mask.min())} to {int(mask.max())}")
+    return mask != 0
 
 
 def _check_broadcast(spec: AttentionSpec, mask: Tensor, full: tuple[int, int, int, int]) -> None:

@@ -106,6 +106,18 @@ def test_causal_alignments(L: int, S: int, causal: str) -> None:
     assert (actual[:, :, ~visible.any(dim=-1)] == 0).all()
 
 
+@pytest.mark.parametrize("mask", ["bool", "key_padding"])
+def test_masks_of_integers(mask: str) -> None:
+    q, k, v = qkv()
+    visible = torch.rand((2, 7) if mask == "key_padding" else (2, 1, 5, 7)) < 0.6
+    attention = core(mask=mask)
+    assert torch.equal(attention(q, k, v, visible.long()), attention(q, k, v, visible))
+    with pytest.raises(InputError, match=r"mask: expected bool, .* or integers 0 and 1, got integers from"):
+        attention(q, k, v, visible.long() * 5 - 1)
+    with pytest.raises(InputError, match=r"mask: expected bool, .*, got torch\.float64"):
+        attention(q, k, v, visible.double())
+
+
 def test_causal_and_mask_compose() -> None:
     q, k, v = qkv(L=7, S=7)
     padding = torch.from_numpy(masks.key_padding([7, 3], 7))
