@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mhsa_compile.errors import ModelError
@@ -64,8 +65,10 @@ def weights_of(layer: Any) -> LayerWeights:
 
 
 def as_array(value: Any) -> Array:
-    """A NumPy array of what may be a torch tensor, also one that requires grad or is bfloat16."""
+    """A NumPy array of what may be a torch tensor, also one that requires grad; numbers of 16 bits become float32."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        value = value.double().numpy() if value.is_floating_point() else value.numpy()
-    return np.asarray(value)
+        small = value.is_floating_point() and value.dtype.itemsize == 2
+        value = (value.float() if small else value).numpy()
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype in (np.float16, ml_dtypes.bfloat16) else array

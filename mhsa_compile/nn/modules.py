@@ -58,6 +58,8 @@ class _AttentionModule(nn.Module):
     def with_outputs(self, *words: str) -> Self:
         """A module with the same weights, not copies of them, that returns `words`: see AttentionSpec's `outputs`.
 
+        Whether it trains (`train()`, `eval()`) is its own from then on.
+
         Raises SpecError.
 
         >>> layer = MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2))

@@ -15,6 +15,7 @@ from mhsa_compile import analysis
 from mhsa_compile.analysis.head_report import HeadReport
 from mhsa_compile.analysis.linkage import linkage_order
 from mhsa_compile.errors import InputError, MhsaError, ModelError, SpecError
+from mhsa_compile.nn.functional import to_numpy
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
@@ -221,6 +222,11 @@ def test_other_layers(kind: dict[str, object]) -> None:
     context = (torch.randn(3, 9, 24),) if spec.is_cross else ()
     with torch.no_grad():
         found = analysis.HeadStatistics(layer).add(x, layer(x, *context)).report()
+    if spec.dtype == "bfloat16":  # as an artifact gives them to NumPy
+        with torch.no_grad():
+            arrays = [to_numpy(array) for array in (x, *layer(x))]
+        again = analysis.HeadStatistics(layer).add(arrays[0], tuple(arrays[1:])).report()
+        assert np.array_equal(again.js, found.js) and np.array_equal(again.cka, found.cka)
     assert all(np.isfinite(getattr(found, name)).all() for name in ("rho", "cka", "js", "entropy", "contribution"))
     assert (found.entropy_share <= 1 + 1e-2).all() and (found.js <= 1).all()
     assert (found.distance is None) == spec.is_cross

@@ -165,8 +165,9 @@ def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
         attention = load(compiled[key], weights=weights(looked_into))
         stats = HeadStatistics(looked_into)
         maps: list[Any] = []
-        for x, one in zip(layer.inputs, encoded, strict=True):
+        for call, (x, one) in enumerate(zip(layer.inputs, encoded, strict=True)):
             outputs = attention(x.numpy())
+            layer.check(call, torch.from_numpy(outputs.y))
             separators = [[number in apart for number in one.ids]] if apart else None
             stats.add(x, outputs, separators=separators)
             if len(maps) < _SHOWN_TEXTS:
