@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import ModelError
@@ -29,6 +30,7 @@ class TrainedLayer:
     inputs: list[Tensor] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
 
+    @torch.no_grad()
     def check(self, call: int, y: Tensor) -> None:
         """Raises ModelError unless y (B, L, D), of `attention` or of its artifact, is what the model computed."""
         made = y
