@@ -20,6 +20,7 @@ from mhsa_compile import errors
 from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:
+    from mhsa_compile import analysis
     from mhsa_compile.compiler.pipeline import compile
     from mhsa_compile.integrations.accelerate import accelerate, restore
     from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
@@ -39,6 +40,7 @@ __all__ = [
     "TargetProfile",
     "__version__",
     "accelerate",
+    "analysis",
     "compile",
     "errors",
     "from_bert",
@@ -58,6 +60,7 @@ _PLACES = {
     "ScaledDotProductAttention": "nn.modules:ScaledDotProductAttention",
     "TargetProfile": "target.profile:TargetProfile",
     "accelerate": "integrations.accelerate:accelerate",
+    "analysis": "analysis",
     "compile": "compiler.pipeline:compile",
     "from_bert": "nn.convert:from_bert",
     "from_llama": "nn.convert:from_llama",
@@ -68,7 +71,7 @@ _PLACES = {
     "verify": "verification.verify:verify",
     "weights": "nn.modules:weights",
 }
-"""Where each public name is defined, module:name; `masks` is a module."""
+"""Where each public name is defined, module:name; `analysis` and `masks` are modules."""
 
 
 def __getattr__(name: str) -> object:

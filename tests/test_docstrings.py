@@ -14,8 +14,10 @@ from mhsa_compile.target.profile import load_profile
 
 PUBLIC = {name: getattr(mhsa, name) for name in mhsa.__all__} | {"load_profile": load_profile}
 PUBLIC |= {f"masks.{name}": getattr(mhsa.masks, name) for name in mhsa.masks.__all__}
+PUBLIC |= {f"analysis.{name}": getattr(mhsa.analysis, name) for name in mhsa.analysis.__all__}
 OBJECTS = {name: found for name, found in PUBLIC.items() if inspect.isfunction(found) or inspect.isclass(found)}
 WITHOUT = {"masks.Pattern", "masks.parse_pattern", "masks.pattern"}  # what the patterns share, and their text forms
+WITHOUT |= {"analysis.HeadReport", "analysis.PruningPlan"}  # what HeadStatistics.report and HeadReport.prune return
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTS.keys() - WITHOUT))

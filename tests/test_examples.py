@@ -55,6 +55,13 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert re.search(r"\b31 +[0-9]+ us", printed), printed
 
 
+def test_train_heads(tmp_path: Path) -> None:
+    """Exit code 0: half the information at 1.05 of the task's loss, and the compiled layer within its budget."""
+    printed = run("train_heads.py", tmp_path)
+    assert "within its error budget of float64: True" in printed
+    assert float(re.search(r"nats between two heads .* ([0-9.]+) │$", printed, re.MULTILINE)[1]) <= 0.5, printed
+
+
 @needs_the_model
 def test_sentence_embeddings(tmp_path: Path) -> None:
     printed = run("sentence_embeddings.py", tmp_path)

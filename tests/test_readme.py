@@ -1,4 +1,4 @@
-"""Every snippet of README.md and of docs/usage.md, docs/models.md and docs/cli.md does what it says: the blocks of a
+"""Every snippet of README.md and of docs/usage.md, models.md, heads.md and cli.md does what it says: the blocks of a
 page run in order, in one folder, as a reader would type them; and what pages name is there."""
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 README, USAGE, COMMANDS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "cli.md"
 MODELS = ROOT / "docs" / "models.md"
+HEADS = ROOT / "docs" / "heads.md"
 PAGES = (README, USAGE, COMMANDS)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -104,12 +106,19 @@ def test_the_snippets_about_models_run() -> None:
     assert len(names["report"].replaced) == 2 and names["hidden"].shape == (2, 11, 64)
 
 
+def test_the_snippets_about_heads_run() -> None:
+    names = run(list(blocks(HEADS)))
+    missed, size = (np.linalg.norm(array) for array in (names["cut"] - names["y"], names["y"]))
+    assert 0.3 * names["plan"].refit_error < missed / size < 3 * names["plan"].refit_error  # on one batch of the two
+    assert [heads for heads, _ in names["curve"]] == list(range(1, 8))
+
+
 def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = blocks(COMMANDS)
     run_mhsa(block)
     made = {path.stem for path in tmp_path.glob("*.mhsa")}
-    assert made == {"base", "window", "long", "int8", "step", "inside", "arm"}
+    assert made == {"base", "heads", "window", "long", "int8", "step", "inside", "arm"}
 
 
 @pytest.mark.cuda

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +16,18 @@ from mhsa_compile.spec.position_encoding import SCALINGS, Rope
 
 
 def from_torch(
-    layer: nn.MultiheadAttention, *, cross: bool = False, mask: str | None = None, causal: str | bool | None = None
+    layer: nn.MultiheadAttention,
+    *,
+    cross: bool = False,
+    mask: str | None = None,
+    causal: str | bool | None = None,
+    outputs: Sequence[str] = ("y",),
 ) -> MultiHeadAttention:
     """The same attention as `layer(x, context, context)` at inference: dropout is left out, the weights are copied.
 
     cross       whether keys and values come from a second input; always so where kdim differs from embed_dim
     mask        PyTorch's True masks out, ours takes part: invert `attn_mask` and `key_padding_mask`
+    outputs     what a call returns: see AttentionSpec
     batch_first is not kept: our edge is (B, L, D).
 
     Raises ModelError for add_bias_kv, add_zero_attn and kdim != vdim, which have no counterpart.
@@ -45,6 +51,7 @@ def from_torch(
         dtype=_dtype_of(layer.out_proj.weight),
         causal=causal,
         mask=mask,
+        outputs=tuple(outputs),
     )
     separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     projections = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
@@ -55,11 +62,13 @@ def from_torch(
     return _loaded(spec, state)
 
 
-def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHeadAttention:
+def from_bert(
+    layer: nn.Module, *, mask: str | None = "key_padding", outputs: Sequence[str] = ("y",)
+) -> MultiHeadAttention:
     """The attention of a Hugging Face BertAttention (or RoBERTa, ...) at inference; the weights are copied.
 
     The result ends with `layer.output.dense`: dropout, residual and LayerNorm stay outside. A layer for
-    cross-attention takes `context`; a causal one becomes causal.
+    cross-attention takes `context`; a causal one becomes causal. `outputs` is what a call returns: see AttentionSpec.
 
     Raises ModelError, among others for a bare BertSelfAttention: the output projection is not in it.
 
@@ -84,6 +93,7 @@ def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHea
         dtype=_dtype_of(core.query.weight),
         causal="top_left" if getattr(core, "is_causal", False) else None,
         mask=mask,
+        outputs=tuple(outputs),
     )
     parts = {"q_proj": core.query, "k_proj": core.key, "v_proj": core.value, "out_proj": output.dense}
     state = {f"{part}.{name}": value for part, m in parts.items() for name, value in m.state_dict().items()}
@@ -91,13 +101,19 @@ def from_bert(layer: nn.Module, *, mask: str | None = "key_padding") -> MultiHea
 
 
 def from_llama(
-    layer: nn.Module, *, kv_cache: bool = False, max_length: int | None = None, window: tuple[int, int] | None = None
+    layer: nn.Module,
+    *,
+    kv_cache: bool = False,
+    max_length: int | None = None,
+    window: tuple[int, int] | None = None,
+    outputs: Sequence[str] = ("y",),
 ) -> MultiHeadAttention:
     """The attention of a Hugging Face LlamaAttention (or Mistral, Qwen2, ...) at inference; the weights are copied.
 
     kv_cache     whether calls write into a cache
     max_length   positions of the rotary tables; by default the config's max_position_embeddings
     window       of layers that have one, which their config says
+    outputs      what a call returns: see AttentionSpec
 
     Positions are 0, 1, ... (behind the cache's), as in one sequence without padding. Raises ModelError: projections of
     other names, norms of queries and keys, and scalings of positions but those of `position_encoding.SCALINGS`.
@@ -127,6 +143,7 @@ def from_llama(
         scale=float(getattr(layer, "scaling", head_dim**-0.5)),
         rope=_rope_of(layer, config, head_dim, max_length),
         kv_cache=kv_cache,
+        outputs=tuple(outputs),
     )
     state = {}
     for name, part in parts.items():

@@ -28,6 +28,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """softmax(cap(q k^T * scale) + bias) v over the visible keys.
 
@@ -36,16 +37,18 @@ def attend(
     bias        of q's dtype, broadcastable to (B, H, L, S), or None; -inf masks
     softcap     cap(s) = softcap * tanh(s / softcap), where it is not 0
     sinks       (H,) or None: for each head one more score of the softmax, of no value
+    dropout     the probability with which a weight becomes 0; the others grow by 1 / (1 - dropout)
 
     The textbook form ("Attention Is All You Need", eq. 1; https://arxiv.org/abs/1706.03762), as PyTorch's eager one.
     """
     v = _for_each_query_head(v, q)
     scores, visible = _scores(q, k, visible, bias, scale, softcap)
     if visible is None:
-        return _softmax(scores, sinks) @ v
+        return _dropped(_softmax(scores, sinks), dropout) @ v
     blind = ~visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)  # 0: a softmax of -inf alone is NaN
-    return _weighted_sum(_softmax(scores, sinks).masked_fill(~visible, 0.0), v, visible)
+    weights = _dropped(_softmax(scores, sinks), dropout).masked_fill(~visible, 0.0)
+    return _weighted_sum(weights, v, visible)
 
 
 def softmax_outputs_of(
@@ -91,6 +94,10 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
 
 
+def _dropped(weights: Tensor, probability: float) -> Tensor:
+    return torch.nn.functional.dropout(weights, probability) if probability else weights
+
+
 def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """weights v over the visible pairs only: 0 * NaN is NaN, so keys with a non-finite value are added one by one."""
     broken = ~v.isfinite().all(dim=-1).flatten(0, 1).all(dim=0)  # (S,)
@@ -114,11 +121,13 @@ def attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     lengths: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The eager core: what each query sees is resolved, then `attend`; and what `spec.outputs` wants of the softmax.
 
     sinks, slopes   (H,), of a spec with `sinks` and `alibi`
     lengths         int64 (B,): how many of the S keys are valid; the queries are the last of them
+    dropout         of the weights that meet the values; what `spec.outputs` wants is of those before it
     """
     B, H, L, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     mask = checked_mask(spec, mask)
@@ -143,7 +152,7 @@ def attention(
     seen, softcap = (visible, bias, scale), spec.softcap or 0.0
     wanted = inside_of(spec.outputs)
     extra = softmax_outputs_of(q, k, *seen, softcap, sinks, wanted) if wanted.names else {}
-    return attend(q, k, v, *seen, softcap, sinks), extra
+    return attend(q, k, v, *seen, softcap, sinks, dropout), extra
 
 
 def _distance(spec: AttentionSpec, L: int, S: int, lengths: Tensor | None, device: torch.device) -> Tensor:
@@ -200,12 +209,22 @@ def checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
     if spec.mask == "additive" and not mask.is_floating_point():
         raise InputError("mask", "floating point: it is additive", str(mask.dtype), 'Or set mask="bool" in the spec.')
     if spec.mask != "additive" and mask.dtype != torch.bool:
-        raise InputError("mask", "bool, True takes part", str(mask.dtype))
+        mask = _truths(mask)
     if spec.mask != "key_padding":
         return mask
     if mask.ndim != 2:
         raise InputError("mask", "shape (B, S): it is key_padding", str(tuple(mask.shape)))
     return mask.unsqueeze(1).unsqueeze(1)  # as an index it would export as a dozen operators
+
+
+def _truths(mask: Tensor) -> Tensor:
+    """A mask of integers 0 and 1, as tokenizers give it, as bool."""
+    expected = "bool, True takes part, or integers 0 and 1"
+    if mask.is_floating_point() or mask.is_complex():
+        raise InputError("mask", expected, str(mask.dtype))
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError("mask", expected, f"integers from {int(mask.min())} to {int(mask.max())}")
+    return mask != 0
 
 
 def _check_broadcast(spec: AttentionSpec, mask: Tensor, full: tuple[int, int, int, int]) -> None:

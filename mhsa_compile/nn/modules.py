@@ -10,8 +10,9 @@ Notation: B batch, L query length, S key length, D embed, H heads, G key/value h
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -42,9 +43,10 @@ class _AttentionModule(nn.Module):
     rope_sin: Tensor
     alibi_slopes: Tensor
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.spec = spec
+        self.dropout = _probability(dropout)
         dtype = getattr(torch, spec.dtype)
         self.register_parameter("sinks", nn.Parameter(torch.randn(spec.num_heads, dtype=dtype)) if spec.sinks else None)
         if spec.rope is not None:
@@ -53,9 +55,37 @@ class _AttentionModule(nn.Module):
         if spec.alibi:
             self.register_buffer("alibi_slopes", torch.tensor(alibi_slopes(spec.num_heads), dtype=dtype), False)
 
+    def with_outputs(self, *words: str) -> Self:
+        """A module with the same weights, not copies of them, that returns `words`: see AttentionSpec's `outputs`.
+
+        Whether it trains (`train()`, `eval()`) is its own from then on.
+
+        Raises SpecError.
+
+        >>> layer = MultiHeadAttention(AttentionSpec(embed_dim=8, num_heads=2))
+        >>> result, heads = layer.with_outputs("y", "heads")(torch.zeros(1, 5, 8))
+        >>> heads.shape
+        torch.Size([1, 2, 5, 4])
+        """
+        spec = msgspec.structs.replace(self.spec, outputs=words)
+        with torch.device("meta"):  # no memory for what is replaced at once
+            same = type(self)(spec, dropout=self.dropout)
+        for name, child in self.named_children():
+            setattr(same, name, child)
+        for name, parameter in self.named_parameters(recurse=False):
+            setattr(same, name, parameter)
+        for name, buffer in self.named_buffers(recurse=False):
+            setattr(same, name, buffer)
+        same.training = self.training
+        return same
+
     @property
     def _extra(self) -> dict[str, Any]:
         return {"sinks": self.sinks, "slopes": self.alibi_slopes if self.spec.alibi else None}
+
+    @property
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
 
 
 class MultiHeadAttention(_AttentionModule):
@@ -64,13 +94,15 @@ class MultiHeadAttention(_AttentionModule):
     Weights carry PyTorch's names and layouts: q_proj.weight (H*E, D), k_proj.weight (G*E, kv_embed_dim),
     v_proj.weight (G*F, kv_embed_dim), out_proj.weight (D, H*F), and their biases; with `spec.sinks`, sinks (H,).
 
+    dropout    of the attention weights, while the module is in training; what is compiled is the module at inference
+
     >>> attention = MultiHeadAttention(AttentionSpec(embed_dim=64, num_heads=4))
     >>> attention(torch.zeros(2, 7, 64)).shape
     torch.Size([2, 7, 64])
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, *, dropout: float = 0.0) -> None:
+        super().__init__(spec, dropout=dropout)
         dtype = getattr(torch, spec.dtype)
         query, key, value = (
             spec.num_heads * spec.head_dim,
@@ -128,7 +160,7 @@ class MultiHeadAttention(_AttentionModule):
             past_key, past_value, length = cache
             k, v = written(past_key, k, length), written(past_value, v, length)
             lengths = length + L
-        y, arrays = attention(spec, q, k, v, mask, lengths=lengths, **self._extra)
+        y, arrays = attention(spec, q, k, v, mask, lengths=lengths, dropout=self._dropout_now, **self._extra)
         return y.transpose(1, 2).flatten(2), {**arrays, "heads": y}, None if cache is None else (k, v)
 
     def _in_operators(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: _Cache) -> _Result:
@@ -157,14 +189,15 @@ class ScaledDotProductAttention(_AttentionModule):
     """The core alone, without projections: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> y (B, H, L, F).
 
     L and S are free here, also for a spec without kv_embed_dim: its `causal=True` was resolved to "top_left". Raises
-    SpecError for `rope` and `kv_cache`, which belong to the block, and for the output "heads", which is y.
+    SpecError for `rope` and `kv_cache`, which belong to the block, and for the output "heads", which is y. `dropout` is
+    as in MultiHeadAttention.
 
     >>> attention = ScaledDotProductAttention(AttentionSpec(embed_dim=64, num_heads=4, num_kv_heads=2))
     >>> attention(torch.zeros(1, 4, 7, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)).shape
     torch.Size([1, 4, 7, 16])
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, *, dropout: float = 0.0) -> None:
         for name in ("rope", "kv_cache"):
             if getattr(spec, name):
                 raise SpecError(name, "none in ScaledDotProductAttention", repr(getattr(spec, name)), "Use the block.")
@@ -173,7 +206,7 @@ class ScaledDotProductAttention(_AttentionModule):
             raise SpecError(
                 "outputs", 'no "heads" in ScaledDotProductAttention', got, "Its y holds each head's result."
             )
-        super().__init__(spec)
+        super().__init__(spec, dropout=dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """`mask` goes with `spec.mask`. A tuple, if `spec.outputs` has more than "y". Raises InputError."""
@@ -189,7 +222,7 @@ class ScaledDotProductAttention(_AttentionModule):
         if torch.onnx.is_in_onnx_export():
             y, arrays = onnx_symbolic.attention_node(spec, q, k, v, mask, free_lengths=True, **self._extra)
         else:
-            y, arrays = attention(spec, q, k, v, mask, **self._extra)
+            y, arrays = attention(spec, q, k, v, mask, dropout=self._dropout_now, **self._extra)
         return _results(spec, {**arrays, "y": y}, None)
 
 
@@ -253,6 +286,13 @@ def _checked_cache(
     if length.shape != (B,) or length.dtype != torch.int64:
         raise InputError("length", f"int64 of shape (B,) = ({B},)", f"{length.dtype} of {tuple(length.shape)}")
     return past_key, past_value, length
+
+
+def _probability(dropout: object) -> float:
+    number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+    if not number or not 0 <= dropout < 1:  # type: ignore[operator]
+        raise SpecError("dropout", "a probability from 0 to below 1", repr(dropout))
+    return float(dropout)  # type: ignore[arg-type]
 
 
 def _heads(rows: Tensor, heads: int, width: int) -> Tensor:

@@ -66,6 +66,7 @@ class Argument:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
         array = value if type(value) is np.ndarray else self._adopt(value)
         if array.dtype not in self._right_dtypes:
+            array = self._truths(array) if self.info.dtype == "bool" else array
             self._check_dtype(array)
         if self.info.broadcast is not None:
             array = self._broadcast(array, self.info.broadcast, sizes)
@@ -111,6 +112,14 @@ class Argument:
                 hint = "Convert it: array.astype(ml_dtypes.bfloat16)."
             raise InputError(self.label, self._described(), _description(array), hint)
         self._right_dtypes.add(array.dtype)
+
+    def _truths(self, array: Any) -> Any:
+        """Integers 0 and 1, as tokenizers give a mask, as bool; what is no integer as it is. Raises InputError."""
+        if not re.fullmatch(r"u?int\d+", str(array.dtype).removeprefix("torch.")):
+            return array
+        if not bool(((array == 0) | (array == 1)).all()):
+            raise InputError(self.label, "bool, or integers 0 and 1", _range(array), "1 takes part, as True does.")
+        return array != 0
 
     def _check_no_gradient(self, tensor: Any) -> None:
         """A result that silently has no gradient would train nothing. Weights are parameters, and bound once.
@@ -280,6 +289,8 @@ class Signature:
                 for one in (value, array)
             ]
             if kinds[0] and 0 not in value.shape and address(value) != address(array):
+                if kinds[1] and value.dtype != array.dtype:
+                    raise InputError(argument.label, argument._described(), _description(value), "Bind a mask of bool.")
                 if not kinds[1]:
                     hint = f"Bind a contiguous array that begins at a multiple of {ALIGNMENT} bytes, or call as usual."
                     raise InputError(argument.label, "memory that is read where it lies", "an array that is not", hint)

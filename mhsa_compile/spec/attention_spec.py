@@ -58,7 +58,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     static_mask             None, or a pattern of `masks`, such as Longformer(window=256): a constant mask. Its lengths
                             must be fixed when it is compiled
     mask                    what a call takes as `mask=`: None; "bool" (True takes part) or "additive" (added to the
-                            scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes part
+                            scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes
+                            part. Where it is bool, integers 0 and 1 say the same
     scale                   factor of the scores; None is 1 / sqrt(E)
     softcap                 None, or c: scores become c * tanh(score / c), before any mask
     rope                    None, or a Rope: queries and keys are turned by their places. True is its defaults

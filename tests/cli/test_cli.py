@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from safetensors.numpy import load_file, save_file
 from support.command import mhsa, refused
 from support.cuda.made_up_gpus import B200, H200, MadeUp
 from support.records_made import made
@@ -29,13 +30,13 @@ from mhsa_compile.cli.common.spec_flags import SpecFlags
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime import cuda_devices
-from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport, TensorInfo
+from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest, OpReport, TensorInfo
 from mhsa_compile.spec import checks
 from mhsa_compile.spec.attention_spec import MASKS, AttentionSpec
 from mhsa_compile.target import environment, host, profile
 
-COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "profile", "cache", "cache clear",
-            "records list", "records merge", "records promote", "records check")  # fmt: skip
+COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "profile", "heads",
+            "cache", "cache clear", "records list", "records merge", "records promote", "records check")  # fmt: skip
 
 
 def test_help_lists_every_command() -> None:
@@ -383,6 +384,15 @@ def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path
     with np.load(out) as outputs:
         assert outputs["y"].shape == (3, 5, 32)  # the mask took its size from x
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "y.npz"}
+
+
+def test_an_artifact_runs_with_other_weights(compiled: Path, tmp_path: Path) -> None:
+    other, x, out = tmp_path / "other.safetensors", tmp_path / "x.npy", tmp_path / "y.npz"
+    np.save(x, np.ones((1, 5, 32), np.float32))
+    save_file({name: np.zeros_like(array) for name, array in load_file(compiled / WEIGHTS).items()}, other)
+    assert mhsa("run", compiled, "--weights", other, "--input", f"x={x}", "-o", out).exit_code == 0
+    assert not np.load(out)["y"].any()
+    assert "weights" in refused(mhsa("run", compiled, "--weights", x))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from mhsa_compile import masks
 from mhsa_compile.errors import InputError, ModelError, SpecError
+from mhsa_compile.frontend.export.module_state import state_of
 from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
 from mhsa_compile.nn.functional import to_torch
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
@@ -102,6 +104,18 @@ def test_causal_alignments(L: int, S: int, causal: str) -> None:
     actual = core(causal=causal)(q, k, v)
     torch.testing.assert_close(actual, expected, **CLOSE)
     assert (actual[:, :, ~visible.any(dim=-1)] == 0).all()
+
+
+@pytest.mark.parametrize("mask", ["bool", "key_padding"])
+def test_masks_of_integers(mask: str) -> None:
+    q, k, v = qkv()
+    visible = torch.rand((2, 7) if mask == "key_padding" else (2, 1, 5, 7)) < 0.6
+    attention = core(mask=mask)
+    assert torch.equal(attention(q, k, v, visible.long()), attention(q, k, v, visible))
+    with pytest.raises(InputError, match=r"mask: expected bool, .* or integers 0 and 1, got integers from"):
+        attention(q, k, v, visible.long() * 5 - 1)
+    with pytest.raises(InputError, match=r"mask: expected bool, .*, got torch\.float64"):
+        attention(q, k, v, visible.double())
 
 
 def test_causal_and_mask_compose() -> None:
@@ -283,6 +297,75 @@ def test_from_llama_refuses() -> None:
     layer.q_norm = nn.LayerNorm(6)
     with pytest.raises(ModelError, match="without norms of their own, got q_norm"):
         from_llama(layer)
+
+
+def test_layers_of_others_with_more_outputs() -> None:
+    words = ("y", "heads", "entropy", "weights:heads=0")
+    assert from_torch(nn.MultiheadAttention(24, 4, dtype=torch.float32), outputs=words).spec.outputs == words
+    assert from_bert(bert_attention().float(), outputs=list(words)).spec.outputs == words
+    assert from_llama(llama_attention().float(), outputs=words).spec.outputs == words
+
+
+OTHERS = (
+    {"rope": True, "causal": True},
+    {"alibi": True, "sinks": True},
+    {"num_kv_heads": 2, "v_head_dim": 5, "bias": False},
+)
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
+def test_other_outputs_of_the_same_weights(fields: dict[str, object]) -> None:
+    layer = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, **fields)).eval()
+    looked_into = layer.with_outputs("y", "heads", "weights")
+    x = torch.randn(2, 5, 24, dtype=torch.float32)
+    y, heads, rows = looked_into(x)
+    assert torch.equal(y, layer(x))
+    assert (heads.shape, rows.shape) == ((2, 4, 5, layer.spec.v_head_dim), (2, 4, 5, 5))
+    assert layer.spec.outputs == ("y",) and not looked_into.training
+    assert {id(p) for p in looked_into.parameters()} == {id(p) for p in layer.parameters()}  # one set of weights
+    assert looked_into.with_outputs("y").spec == layer.spec
+    assert state_of(looked_into) is not None  # as a new one is: it is found among what was compiled before
+    state = {name: value.clone() for name, value in looked_into.state_dict().items()}
+    MultiHeadAttention(looked_into.spec).load_state_dict(state)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_dropout_is_of_the_weights_and_in_training_alone(hidden: bool) -> None:
+    spec = AttentionSpec(embed_dim=24, num_heads=4, mask="bool" if hidden else None, outputs=("y", "weights"))
+    q, k, _ = qkv(S=7)
+    v = torch.eye(7).expand(2, 4, 7, 7)  # y is the weights
+    dropping = ScaledDotProductAttention(msgspec.structs.replace(spec, v_head_dim=7), dropout=0.25)
+    mask = (torch.rand(5, 7) < 0.6,) if hidden else ()
+    plain, weights_ = dropping.eval()(q, k, v, *mask)
+    assert torch.allclose(plain, weights_, **CLOSE)
+    dropping.train()
+    dropped, kept = zip(*(dropping(q, k, v, *mask) for _ in range(300)), strict=True)
+    assert all(torch.allclose(one, weights_, **CLOSE) for one in kept)  # what is looked at is before dropout
+    dropped = torch.stack(dropped)
+    whole = torch.isclose(dropped, plain / 0.75, rtol=1e-12)
+    assert (whole | (dropped == 0)).all()
+    assert (dropped[:, plain > 0] == 0).double().mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_dropout_of_a_block() -> None:
+    layer = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4), dropout=0.5)
+    x = torch.randn(2, 5, 24, dtype=torch.float32)
+    looked_into = layer.with_outputs("y", "lse")
+    assert looked_into.dropout == 0.5 and looked_into.training
+    assert not torch.equal(layer(x), layer(x)) and not torch.equal(looked_into(x)[0], looked_into(x)[0])
+    assert torch.equal(layer.eval()(x), layer(x))
+    for wrong in (1.0, -0.1, "0.1", True):
+        with pytest.raises(SpecError, match="dropout: expected a probability from 0 to below 1"):
+            MultiHeadAttention(layer.spec, dropout=wrong)
+
+
+def test_other_outputs_that_there_are_not() -> None:
+    layer = MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4))
+    for words, named in ((("heads",), 'Add "y"'), (("y", "hads"), "'heads'"), ((), "some of")):
+        with pytest.raises(SpecError, match=named):
+            layer.with_outputs(*words)
+    core = ScaledDotProductAttention(AttentionSpec(embed_dim=24, num_heads=4))
+    assert len(core.with_outputs("y", "lse")(*(t.float() for t in qkv(S=5)))) == 2
 
 
 def test_weights_carry_pytorchs_names_and_layouts() -> None:

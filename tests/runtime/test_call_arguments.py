@@ -215,6 +215,7 @@ BAD_CALLS = {
     "rank": ((x[0], mask), {}, r"input 'x': expected float32 of shape \(B, L, 8\), got float32 of shape \(5, 8\)"),
     "dim": ((x[..., :7], mask), {}, r"input 'x': expected .*\(B, L, 8\), got float32 of shape \(3, 5, 7\)"),
     "mask dtype": ((x, mask.astype("f4")), {}, r"input 'mask': expected bool of shape .*, got float32"),
+    "mask of numbers": ((x, mask * 2), {}, r"input 'mask': expected bool, or integers 0 and 1, got .* 2\. 1 takes"),
     "mask dim": ((x, mask[:, :4]), {}, r"\(1 or B, 1 or L\), B = 3 as in 'x', L = 5 as in 'x', got bool .*\(3, 4\)"),
     "mask batch": ((x, np.ones((2, 5), bool)), {}, r"input 'mask': .*B = 3 as in 'x'.*, got bool of shape \(2, 5\)"),
     "mask rank": ((x, mask[None]), {}, r"input 'mask': .*, got bool of shape \(1, 3, 5\)"),
@@ -226,6 +227,20 @@ def test_bad_calls(compiled: CompiledAttention, case: str) -> None:
     args, by_name, message = BAD_CALLS[case]
     with pytest.raises(InputError, match=message):
         compiled(*args, **by_name)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "int8"])
+def test_a_mask_of_integers(compiled: CompiledAttention, dtype: str) -> None:
+    some = mask.copy()
+    some[:, ::2] = False
+    expected = compiled(x, some)
+    for _ in range(3):  # shapes and dtypes that were right once are known
+        assert np.array_equal(compiled(x, some.astype(dtype)), expected)
+        assert np.array_equal(compiled(x, mask=torch.from_numpy(some.astype(dtype))).numpy(), expected)
+    with pytest.raises(InputError, match=r"expected bool, or integers 0 and 1, got values from 0 to 3"):
+        compiled(x, some.astype(dtype) * 3)
+    with pytest.raises(InputError, match=rf"input 'mask': expected bool .*, got {dtype}.* Bind a mask of bool"):
+        compiled.bind(x, some.astype(dtype))
 
 
 def test_a_shared_symbol_names_the_input_that_set_it() -> None:

@@ -21,6 +21,9 @@ def run(
         list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="Repeat it; what is missing is random.")
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.npz", help="Where outputs go.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", metavar="FILE.safetensors", help="Instead of the artifact's own.")
+    ] = None,
     dims: options.StatedDims,
     threads: options.Threads = None,
     seed: options.Seed = 0,
@@ -35,7 +38,7 @@ def run(
         check_file(out, "--output")  # before the work, not after it
     given = arrays.read(inputs or ())
     stated = dims.stated()
-    attention = load(artifact, threads=threads)
+    attention = load(artifact, weights=weights, threads=threads)
     dims.check_symbols(attention.inputs)
     arguments = arrays.complete(given, attention.inputs, stated, seed)
     started = time.perf_counter()

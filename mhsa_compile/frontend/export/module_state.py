@@ -12,7 +12,7 @@ from mhsa_compile.nn.functional import to_numpy
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
 
 State = dict[str, np.ndarray]  # by the names of parameters and buffers
-_OWN = ("_buffers", "_modules", "_parameters", "spec", "training")
+_OWN = ("_buffers", "_modules", "_parameters", "dropout", "spec", "training")  # dropout is left out when exporting
 
 
 def state_of(module: object) -> State | None:

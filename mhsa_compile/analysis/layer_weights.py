@@ -1,0 +1,74 @@
+"""The weights of one layer as float64 arrays, from a module or an artifact, without importing PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.runtime.artifact.manifest import WEIGHTS
+from mhsa_compile.runtime.artifact.stored_weights import parsed
+from mhsa_compile.spec.attention_spec import AttentionSpec
+
+Array = np.ndarray
+PROJECTIONS = ("q", "k", "v", "out")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """A spec, and its arrays by PyTorch's names, float64: q_proj.weight (H*E, D), out_proj.weight (D, H*F), ..."""
+
+    spec: AttentionSpec
+    arrays: Mapping[str, Array]
+
+    @property
+    def out_bias(self) -> Array:
+        """b (D,), zeros where the layer has none."""
+        return self.arrays.get("out_proj.bias", np.zeros(self.spec.embed_dim))
+
+    @property
+    def out_blocks(self) -> Array:
+        """(H, F, D): W_O^(i), so that head i contributes heads[i] @ W_O^(i) to y."""
+        spec = self.spec
+        return self.arrays["out_proj.weight"].T.reshape(spec.num_heads, spec.v_head_dim, spec.embed_dim)
+
+    def blocks(self, projection: str) -> Array:
+        """(heads, dims of a head, width): the rows of the weight of "q", "k" or "v", or the columns of "out", by head.
+
+        Their span is the part of x that a head reads, or of y that it writes. Keys and values have G heads.
+        """
+        if projection == "out":
+            return self.out_blocks
+        heads = self.spec.num_heads if projection == "q" else self.spec.num_kv_heads
+        weight = self.arrays[f"{projection}_proj.weight"]
+        return weight.reshape(heads, -1, weight.shape[1])
+
+
+def weights_of(layer: Any) -> LayerWeights:
+    """Of a MultiHeadAttention, or of an Artifact that was compiled from one or from a spec. Raises ModelError."""
+    if isinstance(layer, Artifact):
+        spec = layer.manifest.spec
+        arrays = {} if spec is None else parsed(layer.contents(WEIGHTS)[WEIGHTS])
+    else:
+        spec = getattr(layer, "spec", None)
+        found = layer.named_parameters() if hasattr(layer, "named_parameters") else ()
+        arrays = {name: as_array(value) for name, value in found}
+    if not isinstance(spec, AttentionSpec) or "out_proj.weight" not in arrays:
+        expected = "a MultiHeadAttention, or an artifact that was compiled from one"
+        raise ModelError("layer", expected, type(layer).__name__, "from_torch, from_bert and from_llama make one.")
+    return LayerWeights(spec, {name: array.astype(np.float64) for name, array in arrays.items()})
+
+
+def as_array(value: Any) -> Array:
+    """A NumPy array of what may be a torch tensor, also one that requires grad; numbers of 16 bits become float32."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        small = value.is_floating_point() and value.dtype.itemsize == 2
+        value = (value.float() if small else value).numpy()
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype in (np.float16, ml_dtypes.bfloat16) else array

@@ -1,0 +1,70 @@
+"""Means and second moments of rows that come in batches, and how alike two blocks of their columns are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+
+_LEAST_VARIANCE = 1e-10
+"""Of a direction, relative to the largest of its block: below it there is only what float32 rounds."""
+_LARGEST_CORRELATION = 1.0 - 2.0**-50
+
+
+class Moments:
+    """Of rows (n, width): how many, their mean, their centred second moments, and the same with rows shuffled.
+
+    Batches are joined as by Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances" (1979), so that a large mean costs no digits.
+    """
+
+    def __init__(self, width: int, seed: int = 0) -> None:
+        self.count = 0
+        self.mean = np.zeros(width)
+        self.scatter = np.zeros((width, width))
+        """sum over rows of (row - mean)^T (row - mean)"""
+        self.shuffled = np.zeros((width, width))
+        """The same of rows and other rows of their batch, by chance: what a sample of this size shows of columns that
+        have nothing to do with each other."""
+        self._random = np.random.default_rng(seed)
+
+    def add(self, rows: Array) -> None:
+        """rows (n, width), float64."""
+        n = len(rows)
+        mean = rows.mean(axis=0)
+        centred = rows - mean
+        self.shuffled += centred.T @ centred[self._random.permutation(n)]
+        off = mean - self.mean
+        self.scatter += centred.T @ centred + np.outer(off, off) * (self.count * n / (self.count + n))
+        self.count += n
+        self.mean = self.mean + off * (n / self.count)
+
+    @property
+    def covariance(self) -> Array:
+        """(width, width), over n, not n - 1."""
+        return self.scatter / self.count
+
+    @property
+    def second(self) -> Array:
+        """(width, width): mean over rows of row^T row, the means left in."""
+        return self.covariance + np.outer(self.mean, self.mean)
+
+
+def blocked(matrix: Array, blocks: int) -> Array:
+    """(blocks * n, blocks * n) -> (blocks, blocks, n, n)."""
+    n = len(matrix) // blocks
+    return matrix.reshape(blocks, n, blocks, n).swapaxes(1, 2)
+
+
+def whitener(covariance: Array) -> Array:
+    """(n, r): what makes rows of that covariance uncorrelated, of variance 1, in the r directions that vary."""
+    values, vectors = np.linalg.eigh(covariance)
+    varying = values > _LEAST_VARIANCE * max(values[-1], np.finfo(float).tiny)
+    found: Array = vectors[:, varying] / np.sqrt(values[varying])
+    return found
+
+
+def information(cross: Array, whitener_a: Array, whitener_b: Array) -> float:
+    """-1/2 sum ln(1 - r^2) over the canonical correlations r of two blocks of covariance `cross`, in nats."""
+    correlations = np.linalg.svd(whitener_a.T @ cross @ whitener_b, compute_uv=False)
+    return float(-0.5 * np.log1p(-(np.minimum(correlations, _LARGEST_CORRELATION) ** 2)).sum())

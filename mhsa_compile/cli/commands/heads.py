@@ -1,0 +1,238 @@
+"""`mhsa heads`: what the heads of trained layers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mhsa_compile.cli.common import options, output
+from mhsa_compile.errors import InputError, ModelError
+
+if TYPE_CHECKING:
+    from mhsa_compile.analysis.heads_page import ShownLayer
+
+_SHOWN_TEXTS = 4  # of whose tokens the page shows who looks at whom
+_SEPARATORS = ("[SEP]", "</s>", "<|endoftext|>")
+_WORDS = ("y", "heads", "entropy", "weights")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of each layer; `texts` are the tokens that its maps are of."""
+
+    title: str
+    layers: Sequence[ShownLayer]
+    texts: Sequence[Sequence[str]]
+
+
+def heads(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="An artifact with --outputs y,heads,weights, or a folder of transformers' with tokenizer.json in it.",
+        ),
+    ],
+    *,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of a model: texts to run it on, one a line, each by itself.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=FILE.npy", help="Of an artifact. Repeat it; what is missing is random."),
+    ] = None,
+    prune: Annotated[
+        int, typer.Option("--prune", min=0, metavar="K", help="Also the K heads of each layer it can best do without.")
+    ] = 0,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Also a page to look at, in one file.")
+    ] = None,
+    dims: options.StatedDims,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """What the heads of trained layers do: what they look at, how alike they are, what a layer loses without them."""
+    from mhsa_compile.analysis.heads_page import heads_page
+    from mhsa_compile.files.atomic_write import check_file, written
+
+    if html is not None:
+        check_file(html, "--html")  # before the work, not after it
+    if (source / "manifest.json").exists():
+        if text is not None:
+            raise InputError("--text", "a model with a tokenizer", "an artifact", "Give its inputs: --input x=x.npy.")
+        found = _of_artifact(source, inputs or (), dims, seed)
+    else:
+        if inputs:
+            raise InputError("--input", "an artifact", f"the folder {source}", "Give --text FILE, with a text a line.")
+        found = _of_model(source, text)
+    plans = [layer.report.prune(prune) for layer in found.layers] if prune else []
+    if html is not None:
+        page = heads_page(found.title, found.layers, found.texts)
+        with written(html, "--html") as file:
+            file.write(page.encode())
+    if json:
+        output.print_json({"layers": [_described(layer) for layer in found.layers], "html": html, "prune": [
+            {"heads": plan.heads, "relative_error": plan.relative_error, "refit_error": plan.refit_error}
+            for plan in plans
+        ]})  # fmt: skip
+        return
+    for layer in found.layers:
+        _print(found.title, layer)
+    for layer, plan in zip(found.layers, plans, strict=True) if plans else ():
+        chosen = ", ".join(map(str, plan.heads))
+        off = f"off by {plan.relative_error:.1%}, with W_O fitted anew {plan.refit_error:.1%}"
+        output.line(f"{layer.name} without heads {chosen}: {off}")
+    if html is not None:
+        output.line(f"{html} shows all of it")
+
+
+def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int) -> _Found:
+    from mhsa_compile.analysis.head_statistics import HeadStatistics
+    from mhsa_compile.analysis.heads_page import ShownLayer
+    from mhsa_compile.cli.common import arrays
+    from mhsa_compile.runtime.artifact.artifact import Artifact
+    from mhsa_compile.runtime.compiled_attention import load
+
+    given = arrays.read(inputs)
+    artifact = Artifact.open(source)
+    stats = HeadStatistics(artifact)
+    attention = load(artifact)
+    dims.check_symbols(attention.inputs)
+    arguments = arrays.complete(given, attention.inputs, dims.stated(), seed)
+    outputs = attention.from_host(**arguments)
+    valid = arguments["mask"] if stats.spec.mask == "key_padding" and not stats.spec.is_cross else None
+    stats.add(arguments["x"], outputs, valid)
+    names = [str(place) for place in range(arguments["x"].shape[1])]
+    maps = [] if stats.spec.is_cross else list(outputs.weights[:_SHOWN_TEXTS])
+    title = f"Heads of {source.name}" + ("" if "x" in given else ", on random numbers")
+    return _Found(title, [ShownLayer("layer", stats.report(), maps)], [names] * len(maps))
+
+
+def _of_model(source: Path, text: Path | None) -> _Found:
+    from mhsa_compile.cli.common.sources import require_compiler
+    from mhsa_compile.files import input_files
+    from mhsa_compile.target import environment
+
+    for name in ("config.json", "tokenizer.json"):
+        if not (source / name).is_file():
+            expected = "an artifact, or a folder of transformers' with config.json and tokenizer.json"
+            raise ModelError("SOURCE", expected, f"{source}, without {name}")
+    if text is None:
+        raise InputError("--text", "a file with texts to run the model on, one a line", "none")
+    lines = [
+        line for line in input_files.read_text(text, InputError, "--text", "a text file").splitlines() if line.strip()
+    ]
+    if not lines:
+        raise InputError("--text", "a text a line", f"{text}, in which there is none")
+    require_compiler()
+    environment.require("transformers", "tokenizers", extra="examples")
+    with output.stages() as stage:
+        return _measured(source, lines, stage)
+
+
+def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
+    """The model runs on each text by itself, so there is no padding; its layers run again, compiled."""
+    from mhsa_compile.analysis.head_statistics import HeadStatistics
+    from mhsa_compile.analysis.heads_page import ShownLayer
+
+    stage("load the model")
+    import torch
+
+    from mhsa_compile.analysis.trained_layers import recording, trained_layers
+    from mhsa_compile.compiler.pipeline import compile
+    from mhsa_compile.nn.modules import weights
+    from mhsa_compile.runtime.compiled_attention import load
+
+    model, tokenizer = _loaded(source)
+    layers = trained_layers(model)
+    encoded = [tokenizer.encode(line) for line in lines]
+    apart = {found for name in _SEPARATORS if (found := tokenizer.token_to_id(name)) is not None}
+    stage("run it on the texts")
+    with torch.no_grad(), recording(layers):
+        for one in encoded:
+            model(input_ids=torch.tensor([one.ids]))
+    shown: list[ShownLayer] = []
+    compiled: dict[str, Any] = {}  # one artifact for all layers of a spec
+    for layer in layers:
+        stage(f"look into {layer.name}")
+        looked_into = layer.attention.with_outputs(*_WORDS)
+        key = looked_into.spec.to_json()
+        compiled[key] = compiled.get(key) or compile(looked_into)
+        attention = load(compiled[key], weights=weights(looked_into))
+        stats = HeadStatistics(looked_into)
+        maps: list[Any] = []
+        for call, (x, one) in enumerate(zip(layer.inputs, encoded, strict=True)):
+            outputs = attention(x.numpy())
+            layer.check(call, torch.from_numpy(outputs.y))
+            separators = [[number in apart for number in one.ids]] if apart else None
+            stats.add(x, outputs, separators=separators)
+            if len(maps) < _SHOWN_TEXTS:
+                maps.append(outputs.weights[0])
+        shown.append(ShownLayer(layer.name, stats.report(), maps))
+    return _Found(f"Heads of {source.resolve().name}", shown, [one.tokens for one in encoded[:_SHOWN_TEXTS]])
+
+
+def _loaded(source: Path) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer; nothing is asked of a network. Raises ModelError."""
+    import os
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from tokenizers import Tokenizer
+    from transformers import AutoModel
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+        model = AutoModel.from_pretrained(source, local_files_only=True).float().eval()
+    except Exception as error:  # of transformers and tokenizers, whose errors have no common root
+        said = str(error).splitlines() or [type(error).__name__]
+        raise ModelError("SOURCE", "a model that transformers loads from its folder", said[0]) from error
+    tokenizer.no_padding()
+    return model, tokenizer
+
+
+def _rows(layer: ShownLayer) -> list[dict[str, Any]]:
+    """One for each head."""
+    report, found = layer.report, []
+    for head, role in enumerate(report.roles):
+        others = [
+            (float(report.dissimilarity[head, other]), other) for other in range(len(report.roles)) if other != head
+        ]
+        apart, nearest = min(others, default=(None, None))
+        found.append({
+            "head": head,
+            "role": role,
+            "entropy": report.entropy[head],
+            "entropy_share": report.entropy_share[head],
+            "distance": None if report.distance is None else report.distance[head],
+            "nearest": nearest,
+            "dissimilarity": apart,
+        })  # fmt: skip
+    return found
+
+
+def _described(layer: ShownLayer) -> dict[str, Any]:
+    return {"name": layer.name, "tokens": layer.report.tokens, "heads": _rows(layer)}
+
+
+def _print(title: str, layer: ShownLayer) -> None:
+    columns = ("head>", "looks", "entropy>", "of most>", "distance>", "nearest>", "apart>")
+    rows = (
+        (
+            row["head"],
+            row["role"],
+            f"{row['entropy']:.2f}",
+            f"{row['entropy_share']:.0%}",
+            "" if row["distance"] is None else f"{row['distance']:.1f}",
+            "" if row["nearest"] is None else row["nearest"],
+            "" if row["dissimilarity"] is None else f"{row['dissimilarity']:.2f}",
+        )
+        for row in _rows(layer)
+    )
+    output.print_table(f"{title}, {layer.name}: {layer.report.tokens} tokens", columns, rows)

@@ -1,0 +1,117 @@
+"""`mhsa heads`: of an artifact, and of a model of transformers with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import mhsa_compile as mhsa_library
+from mhsa_compile.cli.app import app
+
+
+def mhsa(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    spec = mhsa_library.AttentionSpec(
+        embed_dim=24, num_heads=4, mask="key_padding", outputs=("y", "heads", "entropy", "weights")
+    )
+    path = tmp_path_factory.mktemp("heads") / "layer.mhsa"
+    mhsa_library.compile(mhsa_library.MultiHeadAttention(spec)).save(path)
+    return path
+
+
+def test_the_heads_of_an_artifact(artifact: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((3, 20, 24), dtype=np.float32))
+    np.save(tmp_path / "mask.npy", np.arange(20) < np.array([[20], [9], [14]]))
+    inputs = ("--input", f"x={tmp_path / 'x.npy'}", "--input", f"mask={tmp_path / 'mask.npy'}")
+    page = tmp_path / "heads.html"
+    result = mhsa("heads", artifact, *inputs, "--prune", 2, "--html", page, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    (layer,) = said["layers"]
+    assert layer["tokens"] == 20 + 9 + 14 and [head["head"] for head in layer["heads"]] == [0, 1, 2, 3]
+    assert 0 < said["prune"][0]["refit_error"] < said["prune"][0]["relative_error"] < 1
+    assert "Heads of layer.mhsa" in page.read_text()
+    result = mhsa("heads", artifact, "--batch", 2, "--length", 30, "--prune", 1)
+    assert result.exit_code == 0, result.output
+    assert "on random numbers" in result.stdout and "without heads" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    words = ["[UNK]", "[CLS]", "[SEP]", *["the", "cat", "sat", "on", "mat"]]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    ends = [("[CLS]", 1), ("[SEP]", 2)]
+    made.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(path)
+    made.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_the_heads_of_a_model(model: Path, tmp_path: Path) -> None:
+    text, page = tmp_path / "text.txt", tmp_path / "heads.html"
+    text.write_text("the cat sat on the mat\n\nthe mat sat on the cat\n" * 3)
+    result = mhsa("heads", model, "--text", text, "--html", page, "--json")
+    assert result.exit_code == 0, result.output
+    layers = json.loads(result.stdout)["layers"]
+    assert [layer["tokens"] for layer in layers] == [6 * 8] * 2
+    assert [len(layer["heads"]) for layer in layers] == [4, 4]
+    assert '["[CLS]","the","cat","sat","on","the","mat","[SEP]"]' in page.read_text()
+    text.write_text("the cat")
+    assert "at least 24 valid tokens" in refused(mhsa("heads", model, "--text", text))
+    text.write_text("\n")
+    assert "--text: expected a text a line" in refused(mhsa("heads", model, "--text", text))
+    assert "--text: expected a file with texts" in refused(mhsa("heads", model))
+    assert "--input: expected an artifact" in refused(mhsa("heads", model, "--input", "x=x.npy"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--text", __file__], "--text: expected a model with a tokenizer, got an artifact"),
+        (["--prune", 4], "k: expected a number of heads from 0 to 3, got 4"),
+        (["--batch", 1, "--length", 9], "stats: expected statistics of at least 24 valid tokens"),
+        (["--html", "/absent/folder/heads.html"], "--html"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(artifact: Path, arguments: list[object], reason: str) -> None:
+    assert reason in refused(mhsa("heads", artifact, *arguments))
+
+
+def test_sources_that_are_refused(tmp_path: Path) -> None:
+    assert "SOURCE: expected an artifact, or a folder of transformers'" in refused(mhsa("heads", tmp_path))
+    for name in ("config.json", "tokenizer.json", "text.txt"):
+        (tmp_path / name).write_text("{}")
+    pytest.importorskip("transformers")
+    assert "SOURCE: expected a model that transformers loads" in refused(
+        mhsa("heads", tmp_path, "--text", tmp_path / "text.txt")
+    )
+
+
+def test_an_artifact_that_says_y_alone(tmp_path: Path) -> None:
+    mhsa_library.compile(mhsa_library.AttentionSpec(embed_dim=8, num_heads=2)).save(tmp_path / "plain.mhsa")
+    assert '"heads" and "weights"' in refused(mhsa("heads", tmp_path / "plain.mhsa"))
