@@ -72,8 +72,15 @@ class SentenceEncoder:
         return self._compiled.threads
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """One padded batch of texts of different lengths, masked: (texts, D) float32. Raises MhsaError."""
-        rows = [encoding.ids for encoding in self._tokens.of_each(texts)]
+        """(texts, D) float32. Raises MhsaError."""
+        return self.of_rows([self.row(text) for text in texts])
+
+    def row(self, text: str) -> list[int]:
+        """The ids of a text's tokens."""
+        return self._tokens.of(text).ids
+
+    def of_rows(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """One batch of ids of different lengths, padded to the longest and masked: (rows, D) float32."""
         lengths = np.array([len(row) for row in rows])
         valid = np.arange(lengths.max()) < lengths[:, None]
         ids = np.zeros(valid.shape, np.int64)

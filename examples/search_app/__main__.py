@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +22,23 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     model: Annotated[Path, typer.Option(help="The compiled model; made where it is not there.")] = MODEL,
     threads: Annotated[int | None, typer.Option(min=1, help="Of a batch; by default every CPU there is.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Queries that may share a batch.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Queries that may share a batch.")] = 8,
 ) -> None:
     """Semantic search over text files, in the browser."""
     app = create_app(Search.of(compiled_folder(model), threads, batch))
-    print(f"Search app: http://{host}:{port}   (Ctrl+C ends it)", flush=True)
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    with bound(host, port) as listening:
+        print(f"Search app: http://{host}:{listening.getsockname()[1]}   (Ctrl+C ends it)", flush=True)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens; 0 is any free port."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        sys.exit(f"{host}:{port} cannot be had: {error.strerror}. Take another: make search-app PORT=8080")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ class Search:
     """What the routes work with: the compiled model, called by any thread, and the index."""
 
     tokens: Tokens
+    encoder: SentenceEncoder
     gatherer: Gatherer
     pairs: PairEncoder
     index: Index
@@ -70,7 +71,8 @@ class Search:
         """From a folder of `minilm.compile_model`; `most` queries share a batch."""
         encoder = SentenceEncoder(folder, threads)
         dim = encoder(["How wide is a vector?"]).shape[1]
-        return cls(Tokens(folder), Gatherer(encoder, most), PairEncoder(folder, threads), Index(dim))
+        gatherer = Gatherer(encoder.of_rows, most, workers=encoder.threads)
+        return cls(Tokens(folder), encoder, gatherer, PairEncoder(folder, threads), Index(dim))
 
     def add(self, name: str, raw: bytes) -> None:
         """A file into the index, instead of one of that name. Raises Refused."""
@@ -78,7 +80,10 @@ class Search:
         if not found:
             raise Refused(400, f"{name} has no words in it.")
         full = Refused(409, f"{name} would make more than {MOST_PASSAGES:,} passages. Remove a file first.")
-        if len(found) > MOST_PASSAGES or not self.index.put(name, found, self.gatherer.passages(found), MOST_PASSAGES):
+        if len(found) > MOST_PASSAGES:
+            raise full
+        vectors = self.gatherer.passages([self.encoder.row(passage) for passage in found])
+        if not self.index.put(name, found, vectors, MOST_PASSAGES):
             raise full
 
     def files(self) -> dict[str, object]:
@@ -88,7 +93,7 @@ class Search:
         query = _query(query)
         if not len(self.index):
             raise Refused(409, "There is nothing to search yet. Add a text file first.")
-        hits = self.index.search(self.gatherer.query(query), HITS)
+        hits = self.index.search(self.gatherer.query(self.encoder.row(query)), HITS)
         return {"query": query, "results": [asdict(hit.passage) | {"score": hit.score} for hit in hits]}
 
     def attention(self, query: str, id: int, layer: int | None) -> dict[str, object]:

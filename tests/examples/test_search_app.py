@@ -18,7 +18,7 @@ pytest.importorskip("httpx2", reason="not installed: httpx2, which fastapi's Tes
 from fastapi.testclient import TestClient
 from minilm.encoder import PairEncoder
 from search_app import server
-from search_app.gather import PASSAGES, Gatherer
+from search_app.gather import PASSAGES, Asked, Gatherer, fitting
 from search_app.index import Index
 from search_app.passages import LONGEST, passages
 from search_app.server import LARGEST_FILE, Search, create_app
@@ -92,54 +92,78 @@ def test_the_index_finds_the_nearest_first() -> None:
 
 
 class Noted:
-    """Embeds a text as its length, when it is let; notes its batches."""
+    """Embeds a row as its length and its first id, when it is let; notes the sizes of its batches."""
 
     def __init__(self) -> None:
-        self.batches: list[list[str]] = []
+        self.batches: list[int] = []
         self.entered, self.open = threading.Semaphore(0), threading.Event()
 
-    def __call__(self, texts: list[str]) -> np.ndarray:
-        self.batches.append(list(texts))
+    def __call__(self, rows: list[list[int]]) -> np.ndarray:
+        self.batches.append(len(rows))
         self.entered.release()
         assert self.open.wait(20)
-        if "bad" in texts:
+        if BAD in rows:
             raise ValueError("bad")
-        return np.array([[len(text), 1] for text in texts], np.float32)
+        return np.array([[len(row), row[0]] for row in rows], np.float32)
+
+
+BAD = [-1]
 
 
 def wait_for(gatherer: Gatherer, queries: int) -> None:
-    deadline = threading.Event()
     while len(gatherer._queries) < queries:
-        deadline.wait(0.005)
+        threading.Event().wait(0.005)
 
 
 def test_queries_that_wait_share_a_batch_and_come_before_passages() -> None:
     embed = Noted()
     gatherer = Gatherer(embed, most=3)
     with ThreadPoolExecutor(16) as pool:
-        texts = ["p" * (i + 1) for i in range(PASSAGES + 1)][::-1]
-        passed = pool.submit(gatherer.passages, texts)
+        rows = [[i] * (PASSAGES + 1 - i) for i in range(PASSAGES + 1)]
+        passed = pool.submit(gatherer.passages, rows)
         assert embed.entered.acquire(timeout=20)  # the first passages are being embedded
-        asked = [pool.submit(gatherer.query, "q" * (i + 1)) for i in range(5)]
+        asked = [pool.submit(gatherer.query, [i] * 9) for i in range(5)]
         wait_for(gatherer, 5)
         embed.open.set()
-        assert [future.result(20).tolist() for future in asked] == [[i + 1, 1] for i in range(5)]
-        assert passed.result(20)[:, 0].tolist() == [len(text) for text in texts]  # in their order again
+        assert [future.result(20).tolist() for future in asked] == [[9, i] for i in range(5)]
+        assert passed.result(20).tolist() == [[len(row), row[0]] for row in rows]  # in their order again
     gatherer.close()
-    assert [len(batch) for batch in embed.batches] == [PASSAGES, 3, 2, 1]
+    assert embed.batches == [PASSAGES, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "batch"),
+    [
+        ([7], 8, [7]),
+        ([8, 8, 8], 2, [8, 8]),
+        ([8, 30, 9, 8, 3], 8, [8, 8, 9]),
+        ([30, 8, 9, 28, 33], 8, [30, 28, 33]),
+        ([3, 30], 8, [3]),
+    ],
+)
+def test_a_batch_is_of_about_one_length_and_has_whoever_waited_longest(
+    lengths: list[int], most: int, batch: list[int]
+) -> None:
+    waiting = [Asked([[0] * length]) for length in lengths]
+    chosen = fitting(waiting, most)
+    assert chosen[0] is waiting[0]
+    assert [asked.longest for asked in chosen] == batch
 
 
 def test_a_batch_that_fails_fails_those_who_asked_and_nobody_else() -> None:
     embed = Noted()
     embed.open.set()
-    gatherer = Gatherer(embed, most=1)
+    gatherer = Gatherer(embed, most=1, workers=2)
     with pytest.raises(ValueError, match="bad"):
-        gatherer.query("bad")
-    assert gatherer.query("good").tolist() == [4, 1]
-    assert gatherer.passages(["one"]).shape == (1, 2)
+        gatherer.query(BAD)
+    assert gatherer.query([5, 6]).tolist() == [2, 5]
+    assert gatherer.passages([[7]]).tolist() == [[1, 7]]
+    with ThreadPoolExecutor(8) as pool:
+        rows = [[i] * (1 + i % 5) for i in range(300)]
+        assert [found.tolist() for found in pool.map(gatherer.query, rows)] == [[len(row), row[0]] for row in rows]
     gatherer.close()
     with pytest.raises(RuntimeError, match="closing"):
-        gatherer.query("late")
+        gatherer.query([1])
 
 
 TEXT = """\
