@@ -33,7 +33,8 @@ def compiled_folder(folder: Path) -> Path:
     if not (folder / TOKENIZER).exists():
         print("Compiling all-MiniLM-L6-v2, once: about a minute", flush=True)
         command = [sys.executable, "-m", "minilm.compile_model", str(folder.resolve())]
-        subprocess.run(command, cwd=EXAMPLES, check=True)
+        if subprocess.run(command, cwd=EXAMPLES, check=False).returncode != 0:
+            sys.exit("The model was not compiled; what is above says why.")
     return folder
 
 

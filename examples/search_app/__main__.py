@@ -15,6 +15,7 @@ from minilm.encoder import compiled_folder
 from search_app.server import Search, create_app
 
 MODEL = Path("build/minilm")
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def serve(
@@ -25,8 +26,9 @@ def serve(
     batch: Annotated[int, typer.Option(min=1, help="Queries that may share a batch.")] = 8,
 ) -> None:
     """Semantic search over text files, in the browser."""
-    app = create_app(Search.of(compiled_folder(model), threads, batch))
-    with bound(host, port) as listening:
+    names = LOOPBACK if host in LOOPBACK else ("*",)
+    with bound(host, port) as listening:  # a port that is taken is said before the work
+        app = create_app(Search.of(compiled_folder(model), threads, batch), names)
         print(f"Search app: http://{host}:{listening.getsockname()[1]}   (Ctrl+C ends it)", flush=True)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         with suppress(KeyboardInterrupt):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from minilm.encoder import PairEncoder, SentenceEncoder, Tokens
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 
 from search_app.gather import Gatherer
 from search_app.index import Index
@@ -119,8 +121,11 @@ class Search:
         }
 
 
-def create_app(search: Search) -> FastAPI:
-    """The application; it closes the gatherer when it ends."""
+def create_app(search: Search, names: Sequence[str] = ("*",)) -> FastAPI:
+    """The application; it closes the gatherer when it ends.
+
+    `names` are those that the server answers to: a page elsewhere cannot reach it under a name of its own.
+    """
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -129,6 +134,7 @@ def create_app(search: Search) -> FastAPI:
 
     app = FastAPI(title="Search by meaning", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     _add_messages(app)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(names))
 
     @app.middleware("http")
     async def headers(request: Request, call_next: Callable) -> Response:
@@ -217,10 +223,13 @@ def _name(name: str) -> str:
 async def _body(name: str, request: Request) -> bytes:
     """What was sent, of which no more is read than allowed."""
     held = bytearray()
-    async for chunk in request.stream():
-        held += chunk
-        if len(held) > LARGEST_FILE:
-            raise Refused(413, f"{name} is larger than {LARGEST_FILE // 1_000_000} MB. Split it.")
+    try:
+        async for chunk in request.stream():
+            held += chunk
+            if len(held) > LARGEST_FILE:
+                raise Refused(413, f"{name} is larger than {LARGEST_FILE // 1_000_000} MB. Split it.")
+    except ClientDisconnect:
+        raise Refused(400, f"{name} did not come whole.") from None
     return bytes(held)
 
 

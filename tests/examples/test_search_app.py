@@ -229,6 +229,12 @@ def test_the_page_and_its_headers(client: TestClient) -> None:
         assert "http" not in answer.text.replace("http://www.w3.org/2000/svg", "")  # nothing from outside
 
 
+def test_other_names_of_the_server_are_refused(model: Path) -> None:
+    with TestClient(create_app(Search.of(model, threads=1, most=1), ["localhost"])) as client:
+        assert client.get("/api/files").status_code == 400  # it calls itself testserver
+        assert client.get("/api/files", headers={"Host": "localhost:8000"}).status_code == 200
+
+
 REFUSED = [
     ("PUT", "files/picture.png", b"\x89PNG", 415, "picture.png is not a text file. Files end in .txt or .md."),
     ("PUT", "files/b.txt", b"\xff\xfe\x00", 415, "b.txt is not text in UTF-8."),

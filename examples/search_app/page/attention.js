@@ -172,7 +172,7 @@ class View {
       const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
       path.setAttribute("d", `M${x} ${y}C${x} ${y + bend} ${u} ${level ? v + bend : v - bend} ${u} ${v}`);
       path.style.strokeWidth = `${1 + weight * 5}px`;
-      path.style.opacity = 0.2 + 0.8 * weight;
+      path.style.opacity = Math.min(1, 0.3 + weight);
       paths.push(path);
     }
     this.svg.replaceChildren(...paths);
