@@ -34,6 +34,7 @@ ATTENTION = 50
 WARM_UP = 3.0
 """Seconds before anything counts."""
 PASSAGES = 2_000
+QUARTERS = 4
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,12 @@ def main(
             size = answer["files"][0]["passages"]
             print(f"{size} passages were read in {time.perf_counter() - begin:.0f} s")
         loaded(port, clients, WARM_UP, sentences)
-        before = resident_mb(process)
+        memory, answers = [resident_mb(process)], []
         begin = time.perf_counter()
-        answers = loaded(port, clients, seconds, sentences)
+        for _ in range(QUARTERS):
+            answers += loaded(port, clients, seconds / QUARTERS, sentences)
+            memory.append(resident_mb(process))
         took = time.perf_counter() - begin
-        after = resident_mb(process)
     errors = Counter(answer.status for answer in answers if answer.status != 200)
     kinds = {
         path.rpartition("/")[2]: Figures.of([answer.seconds for answer in answers if answer.path == path])
@@ -165,13 +167,15 @@ def main(
         print(f"slowest {figures.slowest:.1f} ms")
     rate = len(answers) / took
     print(f"{clients} clients, {took:.0f} s: {rate:.0f} requests/s, {errors.total()} errors {dict(errors) or ''}")
-    print(f"memory     {before:.0f} MB at the start, {after:.0f} MB at the end")
+    quarters = ", ".join(f"{size:.0f}" for size in memory[1:])
+    print(f"memory     {memory[0]:.0f} MB at the start, {quarters} MB after each quarter")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         found = {"clients": clients, "seconds": took, "batch": batch, "passages": size, "requests_per_second": rate}
-        memory = {"rss_mb_start": before, "rss_mb_end": after}
         kind_figures = {name: asdict(figures) for name, figures in kinds.items()}
-        json_file.write_text(json.dumps(found | {"errors": errors.total()} | memory | kind_figures, indent=2) + "\n")
+        json_file.write_text(
+            json.dumps(found | {"errors": errors.total(), "rss_mb": memory} | kind_figures, indent=2) + "\n"
+        )
     sys.exit(1 if errors else 0)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,8 @@ class Search:
     gatherer: Gatherer
     pairs: PairEncoder
     index: Index
+    reader: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "reads pairs"))
+    """One thread for pairs: each thread that calls keeps memory for its calls, and the server has forty."""
 
     @classmethod
     def of(cls, folder: Path, threads: int | None, most: int) -> Search:
@@ -106,7 +109,7 @@ class Search:
         passage = self.index.passage(id)
         if passage is None:
             raise Refused(404, "That passage is no longer here. Search again.")
-        tokens, weights = self.pairs(_query(query), passage.text)
+        tokens, weights = self.reader.submit(self.pairs, _query(query), passage.text).result()
         if layer is None:
             layer = (len(weights) - 1) // 2
         if not 0 <= layer < len(weights):
@@ -131,6 +134,7 @@ def create_app(search: Search, names: Sequence[str] = ("*",)) -> FastAPI:
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
         await run_in_threadpool(search.gatherer.close)
+        search.reader.shutdown()
 
     app = FastAPI(title="Search by meaning", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     _add_messages(app)
