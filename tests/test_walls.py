@@ -163,7 +163,7 @@ def test_folders_say_what_they_are_and_hold_no_code(folder: Path) -> None:
     """Importing one file of a folder loads that file and what it needs, nothing beside it."""
     body = tree_of(folder / "__init__.py").body
     if str(folder.relative_to(PACKAGE)) in OPEN_LAZILY:
-        names = set(imports(tree_of(folder / "__init__.py")))
+        names = set(imports(folder / "__init__.py"))
         assert names == {"__future__.annotations", "importlib.import_module", "typing.TYPE_CHECKING"}
         assert isinstance(body[0], ast.Expr)
         return

@@ -1,0 +1,68 @@
+"""The deployment: each replica loads the artifact from disk and embeds batches of whoever asks at the time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from minilm.encoder import SentenceEncoder, compiled_folder
+from minilm.ragged import of_about_one_length
+from ray import serve
+from ray.serve import Application
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+LONGEST_TEXT = 2_000
+"""Characters."""
+MOST_TOKENS = 512
+
+
+@serve.deployment(max_ongoing_requests=64)
+class Embedder:
+    """POST {"text": "..."} -> {"vector": [...]}, of length 1; 400 and {"message": "..."} for what is no text."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        self._encoder = SentenceEncoder(Path(model), threads)
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        try:
+            text = (await request.json())["text"].strip()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return _refused('Send {"text": "..."} as JSON.')
+        if not text or len(text) > LONGEST_TEXT:
+            return _refused(f"A text has 1 to {LONGEST_TEXT:,} characters; this one has {len(text):,}.")
+        row = self._encoder.row(text)
+        if len(row) > MOST_TOKENS:
+            return _refused(f"A text has at most {MOST_TOKENS} tokens; this one has {len(row)}.")
+        return JSONResponse({"vector": (await self._embed(row)).tolist()})
+
+    @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.002)
+    async def _embed(self, rows: list[list[int]]) -> list[np.ndarray]:
+        """The rows of several requests, in a thread: the next requests are read meanwhile."""
+        return await asyncio.to_thread(self._vectors, rows)
+
+    def _vectors(self, rows: list[list[int]]) -> list[np.ndarray]:
+        vectors: list[Any] = [None] * len(rows)
+        for places in of_about_one_length([len(row) for row in rows]):
+            for i, vector in zip(places, self._encoder.of_rows([rows[i] for i in places]), strict=True):
+                vectors[i] = vector
+        return vectors
+
+
+def _refused(message: str) -> JSONResponse:
+    return JSONResponse({"message": message}, 400)
+
+
+def app(arguments: dict[str, Any]) -> Application:
+    """What `serve run serve_ray.deployment:app` and config.yaml name. Arguments, all optional:
+
+    model      the compiled model's folder, on every machine of the cluster; made here where it is not there
+    replicas   how many
+    threads    of each replica's calls, and the CPUs that Ray sets aside for it
+    """
+    model = compiled_folder(Path(arguments.get("model", "build/minilm"))).resolve()
+    replicas, threads = int(arguments.get("replicas", 1)), int(arguments.get("threads", 1))
+    options = Embedder.options(num_replicas=replicas, ray_actor_options={"num_cpus": threads})
+    return options.bind(str(model), threads)
