@@ -143,7 +143,7 @@ class AttentionPattern:
     def fused_node(self) -> onnx.NodeProto:
         asked, (q, k, v) = self.asked, self.operands
         past_key, past_value = asked.past or ("", "")
-        others = (self.mask, self.lengths, asked.sinks, asked.slopes, past_key, past_value)
+        others = (self.mask, self.lengths, asked.sinks, asked.slopes, past_key, past_value, *asked.tensors)
         names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
         inputs = {name: number for number, name in enumerate(names)}
         outputs = {**asked.outputs, "y": self.output}
@@ -174,6 +174,9 @@ class AttentionPattern:
             past_value=inputs.get(past_value),
             scale=asked.scale,
             static_mask=self.static_mask,
+            mask_mod=asked.mask_mod,
+            score_mod=asked.score_mod,
+            tensors=tuple(inputs[name] for name in asked.tensors) or None,
         )
         return fused.to_node(self.node, list(inputs), list(outputs.values()))
 
