@@ -17,8 +17,8 @@ from mhsa_compile.errors import SpecError
 from mhsa_compile.spec.score_functions import LEAVES, PLACES, Kind, ScoreFunction, Step, TensorKind, constant_value
 
 Function = Callable[..., Any]
-_ASKED = "an expression of its arguments and of captured tensors, without branches on their values"
-_WHITELIST = (
+ASKED = "an expression of its arguments and of captured tensors, without branches on their values"
+WHITELIST = (
     "It may use + - * / // %, comparisons, & | ^ ~, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh, sigmoid,"
     " sqrt, casts, and captured tensors by whole numbers."
 )
@@ -26,8 +26,9 @@ DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
 """Of captured tensors."""
 
 
-def traced(name: str, function: Function) -> tuple[ScoreFunction, tuple[Tensor, ...]]:
-    """The function that the field `name` of a spec was given, and the tensors that it captures. Raises SpecError."""
+def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreFunction, tuple[Tensor, ...]]:
+    """The function that the field `name` of a spec was given, and the tensors that it captures: copies, or `keep` them
+    as they are. Raises SpecError."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,11 +39,11 @@ def traced(name: str, function: Function) -> tuple[ScoreFunction, tuple[Tensor, 
             module = make_fx(function)(*scores, *places)
     except Exception as error:  # whatever the function trips over
         first = str(error).strip().partition(" - erroring out")[0].partition("\n")[0]
-        raise SpecError(name, _ASKED, f"{type(error).__name__}: {first}", _WHITELIST) from error
+        raise SpecError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
     leaves = LEAVES if scores else PLACES
     reader = GraphReader(name, leaves)
     function_read = reader.read(module, ())
-    return function_read, tuple(_held(name, tensor) for tensor in reader.tensors)
+    return function_read, tuple(reader.tensors if keep else (_held(name, tensor) for tensor in reader.tensors))
 
 
 def _held(name: str, tensor: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class GraphReader:
             )
         if isinstance(value, int):
             return value
-        raise SpecError(self.name, _ASKED, type(value).__name__, _WHITELIST)
+        raise SpecError(self.name, ASKED, type(value).__name__, WHITELIST)
 
     # Calls.
 
@@ -204,7 +205,7 @@ class GraphReader:
             chosen = self._as(self._number(args[0]), "bool")
             one, other = (self._as(self._number(arg), kind) for arg in args[1:])
             return self._add("where", kind, (chosen, one, other))
-        raise SpecError(self.name, _ASKED, f"the operator {name}", _WHITELIST)
+        raise SpecError(self.name, ASKED, f"the operator {name}", WHITELIST)
 
     def _argument(self, arg: Any, values: Mapping[fx.Node, Any]) -> Any:
         """An argument of a call: a step's number from a node, a constant's from a number; others as they are."""
@@ -214,7 +215,7 @@ class GraphReader:
 
     def _indexed(self, row: Any, indices: Any, values: Mapping[fx.Node, Any]) -> Any:
         if not isinstance(row, _Row):
-            raise SpecError(self.name, _ASKED, "an index of what is no captured tensor", _WHITELIST)
+            raise SpecError(self.name, ASKED, "an index of what is no captured tensor", WHITELIST)
         numbers = []
         for index in indices:
             number = self._argument(index, values)
@@ -239,18 +240,18 @@ class GraphReader:
         if name == "div" and said.get("rounding_mode") == "floor":
             name = "floor_divide"
         elif said.get("rounding_mode") is not None:
-            raise SpecError(self.name, "divisions that are exact or round down", f"rounding_mode={said}", _WHITELIST)
+            raise SpecError(self.name, "divisions that are exact or round down", f"rounding_mode={said}", WHITELIST)
         op = _BINARY[name]
         if kind == "bool" and op in ("add", "mul", "min", "max"):
             return self._add("or" if op in ("add", "max") else "and", "bool", (one, other))
         if kind == "float" and op in ("floor_div", "mod"):
-            raise SpecError(self.name, "// and % of whole numbers", "of floats", _WHITELIST)
+            raise SpecError(self.name, "// and % of whole numbers", "of floats", WHITELIST)
         return self._add(op, kind, (one, other))
 
     def _compared(self, op: str, args: list[Any]) -> int:
         one, other = map(self._number, args[:2])
         if op in ("eq", "ne") and one == other and self._kind(one) == "float":
-            raise SpecError(self.name, "no question whether a value is NaN", f"{op} of a value and itself", _WHITELIST)
+            raise SpecError(self.name, "no question whether a value is NaN", f"{op} of a value and itself", WHITELIST)
         kinds = {self._kind(one), self._kind(other)}
         kind: Kind = "float" if "float" in kinds else "int"
         return self._add(op, "bool", (self._as(one, kind), self._as(other, kind)))
@@ -278,7 +279,7 @@ class GraphReader:
         if exponent == 0.5 and kind == "float":
             return self._add("sqrt", kind, (base,))
         if exponent not in (1, 2, 3, 4):
-            raise SpecError(self.name, "powers of 1, 2, 3, 4 or 0.5", str(exponent), _WHITELIST)
+            raise SpecError(self.name, "powers of 1, 2, 3, 4 or 0.5", str(exponent), WHITELIST)
         result = base
         for _ in range(int(exponent) - 1):
             result = self._add("mul", kind, (result, base))

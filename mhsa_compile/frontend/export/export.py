@@ -34,7 +34,7 @@ from mhsa_compile.frontend.export.free_dims import (
     with_names,
 )
 from mhsa_compile.frontend.export.module_calls import Called, flattened, with_own_names
-from mhsa_compile.frontend.export.score_functions import fixed_mask, sizes_within
+from mhsa_compile.frontend.export.score_functions import sizes_within
 from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
 from mhsa_compile.frontend.export.signatures import (
     IN_PLACE,
@@ -113,6 +113,7 @@ def _export_any(called: Called, program: Program) -> onnx.ModelProto:
     version = {"opset_version": opset(called.module), "custom_translation_table": TRANSLATIONS}
     model = with_own_names(_converted(program.exported, **names, **version))
     with_names(model, program.names)
+    _import_own_operators(model)
     onnx.checker.check_model(model)
     if freedom.most:
         onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
@@ -123,11 +124,8 @@ def _export_any(called: Called, program: Program) -> onnx.ModelProto:
 def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: dict[str, int | None]) -> onnx.ModelProto:
     signature = with_fixed_dims(own_signature(module), dims)
     check_lengths(module.spec, dims)
-    mask, evaluated = _static_mask(module, signature), _evaluated_mask(module, signature)
-    # A mask_mod that becomes a constant mask is no part of the operator.
-    model = _run_exporter(module if evaluated is None else _without_mask_mod(module), signature)
-    if evaluated is not None:
-        mask = evaluated if mask is None else mask & evaluated
+    mask = _static_mask(module, signature)
+    model = _run_exporter(module, signature)
     if mask is not None:
         _set_mask(model, mask)
     _define_own_operator(model, module.spec)
@@ -174,14 +172,6 @@ def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signatu
     return pattern.array(L, S)
 
 
-def _evaluated_mask(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> BoolArray | None:
-    """What the spec's mask_mod is at fixed lengths, (L, S) or (H, L, S), where it can be computed now."""
-    L, S = _lengths(module, signature)
-    if module.functions is None or isinstance(L, str) or isinstance(S, str):
-        return None
-    return fixed_mask(module.spec, module.functions, L, S)
-
-
 def _places(signature: Signature) -> dict[str, int | str]:
     """The sizes that places of a pair are below, fixed or by name; h has the spec's."""
     dims = [shape for shape, _ in signature.values()]
@@ -211,17 +201,14 @@ def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
                 continue
             standard = next(entry.version for entry in model.opset_import if entry.domain == "")
             model.functions.append(attention_function(node, standard, bool_mask=spec.mask != "additive"))
-            if all(entry.domain != DOMAIN for entry in model.opset_import):
-                model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    _import_own_operators(model)
 
 
-def _without_mask_mod(
-    module: MultiHeadAttention | ScaledDotProductAttention,
-) -> MultiHeadAttention | ScaledDotProductAttention:
-    """The same module without its mask_mod."""
-    plain = copy.copy(module)
-    plain.spec = msgspec.structs.replace(module.spec, mask_mod=None)
-    return plain
+def _import_own_operators(model: onnx.ModelProto) -> None:
+    """States the version of our domain, where the graph has operators of it."""
+    used = any(node.domain == DOMAIN for node in model.graph.node)
+    if used and all(entry.domain != DOMAIN for entry in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
 
 
 def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:

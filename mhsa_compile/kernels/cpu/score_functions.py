@@ -84,10 +84,11 @@ Places = Mapping[str, Value]
 class TaskFunction:
     """One function in one task. Scratch is allocated where it is constructed: inside the loop over tasks.
 
-    slots   how many lanes of queries the task has, over all its vectors
+    slots     how many lanes of queries the task has, over all its vectors
+    varying   the places that differ from lane to lane; what depends on none of them is one number for all
     """
 
-    def __init__(self, tensors: CapturedTensors, name: str, slots: int) -> None:
+    def __init__(self, tensors: CapturedTensors, name: str, slots: int, varying: frozenset[str]) -> None:
         function, buffers, part = tensors.of(name)
         assert function is not None
         self.function = function
@@ -98,8 +99,13 @@ class TaskFunction:
         self.early = [n for n in numbers if not dependences[n] & late_leaves]
         self.late = [n for n in numbers if dependences[n] & late_leaves]
         read_late = {arg for n in self.late for arg in function.steps[n].args} | {len(function.steps) - 1}
-        self.waiting = [n for n in self.early if n in read_late]
+        # Constants stay where they are read, as numbers that LLVM knows.
+        waiting = [n for n in self.early if n in read_late and function.steps[n].op != "constant"]
+        self.waiting = [n for n in waiting if dependences[n] & varying]
+        self.single = [n for n in waiting if not dependences[n] & varying]
+        self.constants = [n for n in numbers if function.steps[n].op == "constant"]
         self.slots = slots
+        self._numbers: dict[int, Value] = {}
         self._kept: dict[int, tuple[Expr, str]] = {}
         self._flags: Expr | None = None
 
@@ -108,6 +114,11 @@ class TaskFunction:
         known: dict[int, Value] = {}
         flags: list[Value] = []
         self.emission.emit(self.early, places, known, flags)
+        for n in self.single:
+            if n not in self._numbers:
+                value = known[n]
+                kept = value if value.dtype == "bool" else Value(settle(value.expr, value.dtype), value.dtype)
+                self._numbers[n] = kept
         for n in self.waiting:
             value = known[n]
             if n not in self._kept:
@@ -126,7 +137,8 @@ class TaskFunction:
         store(buffer, [T.int64(0), T.int64(slot)], expr, lanes)
 
     def _waited(self, slot: int, lanes: int) -> tuple[dict[int, Value], list[Value]]:
-        known, at = {}, [T.int64(0), T.int64(slot)]
+        known, at = dict(self._numbers), [T.int64(0), T.int64(slot)]
+        self.emission.emit(self.constants, {}, known, [])
         for n, (buffer, dtype) in self._kept.items():
             value = load(buffer, at, lanes)
             known[n] = Value(value != splat(T.int32(0), lanes) if dtype == "bool" else value, dtype, lanes)

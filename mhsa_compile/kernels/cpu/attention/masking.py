@@ -87,7 +87,7 @@ class TileMask:
         """The spec's function of this name, ready to be computed with the scores of the tile."""
         if getattr(self.op, name) is None:
             return None
-        function = TaskFunction(given.tensors, name, self.queries)
+        function = TaskFunction(given.tensors, name, self.queries, frozenset({"q_idx"}))
         first, last = (place_of(self.op, i, self.q_length, self.kv_length) for i in (T.int64(0), self.q_length - 1))
         low, high = (settle(T.cast(end, "int32"), "int32") for end in (first, last))
         b, h = (number(settle(value)) for value in (given.b, given.h))

@@ -20,7 +20,9 @@ class RowFunctions:
         self.op, self.layout, self.kv_length, self.heads = op, layout, kv_length, heads
         self.lanes, self.size = layout.lanes, layout.lanes * layout.row_vectors
         self.mask_mod, self.score_mod = (
-            None if getattr(op, name) is None else TaskFunction(heads.tensors, name, self.size)
+            None
+            if getattr(op, name) is None
+            else TaskFunction(heads.tensors, name, self.size, frozenset({"q_idx", "h"}))
             for name in ("mask_mod", "score_mod")
         )
 

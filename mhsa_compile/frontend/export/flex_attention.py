@@ -1,0 +1,181 @@
+"""Modules that call torch.nn.attention.flex_attention, while they are exported: each call becomes one operator, with
+its functions as traced steps.
+
+torch.export would trace the call itself, and with it how a block mask is laid out, which no ONNX operator says and no
+symbolic length survives. So what flex_attention hands its functions to is another here, and a block mask that is made
+meanwhile has no blocks: what it hides is its mask_mod alone.
+Source: torch.nn.attention.flex_attention (https://pytorch.org/docs/stable/nn.attention.flex_attention.html)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.attention import flex_attention as flex
+from torch.onnx.ops import symbolic
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mhsa_compile.errors import ModelError, SpecError
+from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, traced
+from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.score_functions import ScoreFunction, TensorKind
+
+Function = Callable[..., Any]
+_NAME = "flex_attention"
+_UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+_ANY = 7  # a size that no function looks at
+
+
+@contextmanager
+def as_operators() -> Iterator[None]:
+    """Calls of flex_attention in this thread become operators meanwhile."""
+    ours: dict[str, Function] = {
+        "flex_attention_hop": _operator,
+        "create_mask": lambda *args, **said: None,
+        "_convert_mask_to_block_mask": lambda *args, **said: (None, None),
+        "_create_sparse_block_from_block_mask": _without_blocks,
+    }
+    theirs = {name: getattr(flex, name) for name in (*ours, _UNCOMPILED)}
+    owner = threading.get_ident()
+    try:
+        for name, function in ours.items():
+            setattr(flex, name, _in_thread(owner, function, theirs[name]))
+        setattr(flex, _UNCOMPILED, True)  # else Dynamo would follow what it calls
+        yield
+    finally:
+        for name, value in theirs.items():
+            setattr(flex, name, value)
+
+
+def _in_thread(owner: int, function: Function, other: Function) -> Function:
+    """`function` in thread `owner`, in every other thread what was there."""
+    return lambda *args, **said: (function if threading.get_ident() == owner else other)(*args, **said)
+
+
+def _without_blocks(
+    masks: Any, mask_mod: Function, seq_lengths: tuple[int, int], *blocks: int, **said: int
+) -> flex.BlockMask:
+    """A block mask whose one block is partial: mask_mod says all."""
+    count, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    return flex.BlockMask.from_kv_blocks(
+        count, indices, mask_mod=mask_mod, seq_lengths=seq_lengths, compute_q_blocks=False
+    )
+
+
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function,
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: Mapping[str, Any],
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, nothing, nothing) of query (B, H, L, E), key (B, G, S, E) and value (B, G, S, F).
+
+    Raises ModelError for what the operator has no words for.
+    """
+    if kernel_options.get("OUTPUT_LOGSUMEXP") or kernel_options.get("OUTPUT_MAX"):
+        hint = 'A spec has them: outputs=("y", "lse").'
+        raise ModelError(_NAME, "a call for its output alone", "return_lse or return_aux", hint)
+    if query.shape[0] != key.shape[0]:
+        raise ModelError(_NAME, "one batch size", f"{query.shape[0]} of queries and {key.shape[0]} of keys")
+    functions: dict[str, ScoreFunction | None] = {"score_mod": None, "mask_mod": None}
+    tensors: list[Tensor] = []
+    for name, function, plain in (
+        ("score_mod", score_mod, flex._identity),
+        ("mask_mod", block_mask[-1], flex.noop_mask),
+    ):
+        if function is not plain:
+            functions[name], captured = captured_apart(name, function)
+            tensors += captured
+    attributes: dict[str, Any] = {"scale": float(scale)}
+    inputs: list[Tensor | None] = [query, key, value]
+    if functions["score_mod"] is None and functions["mask_mod"] is None:
+        name, version = "Attention", 23
+    else:
+        name, version = f"{DOMAIN}::Attention", 1
+        attributes |= mhsa_operator.function_attributes(functions["mask_mod"], functions["score_mod"])
+        if tensors:
+            inputs += [*[None] * (mhsa_operator.FIRST_TENSOR - len(inputs)), *tensors]
+    shape = (*query.shape[:-1], value.shape[-1])
+    y = symbolic(name, inputs, attributes, dtype=query.dtype, shape=shape, version=version)
+    nothing = query.new_zeros(0)
+    return y, nothing, nothing
+
+
+class _CapturingTracer(fx.Tracer):
+    """Follows a function by the words that it uses, so that what it captures stays what it was: `captured` by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: dict[str, Tensor] = {}
+
+    def create_arg(self, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return super().create_arg(a)
+        name = next((name for name, known in self.captured.items() if known is a), f"captured_{len(self.captured)}")
+        self.captured[name] = a
+        return self.create_node("get_attr", name, (), {})
+
+
+def captured_apart(name: str, function: Function) -> tuple[ScoreFunction, list[Tensor]]:
+    """A function that captures tensors of a graph which is being traced: its steps, and these tensors.
+
+    Raises ModelError.
+    """
+    try:
+        tracer = _CapturingTracer()
+        graph = tracer.trace(_of_score(function) if name == "score_mod" else _of_places(function))
+        with _disable_current_modes():
+            stand_ins = {name: _stand_in(tensor) for name, tensor in tracer.captured.items()}
+            module = fx.GraphModule(stand_ins, graph)
+            steps, used = traced(name, module, keep=True)
+    except SpecError as error:
+        raise ModelError(name, error.expected, error.got, error.next_step) from error
+    except Exception as error:  # whatever the function trips over
+        first = str(error).strip().partition("\n")[0]
+        raise ModelError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
+    found = []
+    for stand_in in used:
+        (key,) = (key for key, known in stand_ins.items() if getattr(module, key) is stand_in)
+        found.append(_ready(tracer.captured[key]))
+    kinds = (TensorKind(kind.dtype, tuple(_sizes(tensor))) for kind, tensor in zip(steps.tensors, found, strict=True))
+    return ScoreFunction(steps.steps, tuple(kinds)), found
+
+
+# With arguments of these numbers and names, whatever the function calls them, or takes them as *args.
+
+
+def _of_score(function: Function) -> Function:
+    return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx)
+
+
+def _of_places(function: Function) -> Function:
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind that nobody is tracing."""
+    return torch.zeros([size if isinstance(size, int) else _ANY for size in tensor.shape], dtype=tensor.dtype)
+
+
+def _ready(tensor: Tensor) -> Tensor:
+    """As the operator takes it: of one axis at least, of a dtype that kernels read."""
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
+        tensor = tensor.to(torch.int32)
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def _sizes(tensor: Tensor) -> Iterator[int]:
+    """-1 where a size is free."""
+    return (size if isinstance(size, int) else -1 for size in tensor.shape)
