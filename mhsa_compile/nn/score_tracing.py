@@ -6,8 +6,10 @@ torch.nn.attention.flex_attention does it. Source: https://pytorch.org/blog/flex
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from mhsa_compile.spec.score_functions import LEAVES, PLACES, Kind, ScoreFunctio
 Function = Callable[..., Any]
 ASKED = "an expression of its arguments and of captured tensors, without branches on their values"
 WHITELIST = (
-    "It may use + - * / // %, comparisons, & | ^ ~, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh, sigmoid,"
+    "It may use + - * / // %, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh, sigmoid,"
     " sqrt, casts, and captured tensors by whole numbers."
 )
 DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
@@ -36,7 +38,7 @@ def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreF
     places = [torch.zeros((), dtype=torch.int32) for _ in PLACES]
     try:
         with torch.no_grad(), TransformGetItemToIndex():
-            module = make_fx(function)(*scores, *places)
+            module = make_fx(with_named_arguments(name, function))(*scores, *places)
     except Exception as error:  # whatever the function trips over
         first = str(error).strip().partition(" - erroring out")[0].partition("\n")[0]
         raise SpecError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
@@ -44,6 +46,13 @@ def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreF
     reader = GraphReader(name, leaves)
     function_read = reader.read(module, ())
     return function_read, tuple(reader.tensors if keep else (_held(name, tensor) for tensor in reader.tensors))
+
+
+def with_named_arguments(name: str, function: Function) -> Function:
+    """The function with its arguments and no others, whatever it calls them and whatever more it could take."""
+    if name == "score_mod":
+        return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx)
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx)
 
 
 def _held(name: str, tensor: Tensor) -> Tensor:
@@ -273,13 +282,17 @@ class GraphReader:
         return value
 
     def _power(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
-        step = self._steps[self._number(args[1])]
+        step, base_step = (self._steps[self._number(arg)] for arg in args[1::-1])
         exponent = constant_value(step) if step.op == "constant" else None
+        if exponent is None and kind == "float" and base_step.op == "constant" and constant_value(base_step) > 0:
+            power = self._as(self._number(args[1]), kind)
+            factor = self._float(math.log2(constant_value(base_step)))
+            return self._add("exp2", kind, (self._add("mul", kind, (power, factor)),))
         base = self._as(self._number(args[0]), kind)
         if exponent == 0.5 and kind == "float":
             return self._add("sqrt", kind, (base,))
         if exponent not in (1, 2, 3, 4):
-            raise SpecError(self.name, "powers of 1, 2, 3, 4 or 0.5", str(exponent), WHITELIST)
+            raise SpecError(self.name, "powers of 1, 2, 3, 4 or 0.5, or of a constant", str(exponent), WHITELIST)
         result = base
         for _ in range(int(exponent) - 1):
             result = self._add("mul", kind, (result, base))
@@ -293,6 +306,14 @@ class GraphReader:
     def _log2(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
         natural = self._add("log", kind, (self._as(self._number(args[0]), kind),))
         return self._add("mul", kind, (natural, self._float(1.4426950408889634)))
+
+    def _shifted(self, args: list[Any], said: Mapping[str, Any], kind: Kind, *, op: str) -> int:
+        """A shift to the right rounds down, as a division by a power of two."""
+        step = self._steps[self._number(args[1])]
+        places = constant_value(step) if step.op == "constant" else -1
+        if kind != "int" or not 0 <= places < 63:
+            raise SpecError(self.name, "shifts of whole numbers by a constant", str(places), WHITELIST)
+        return self._add(op, kind, (self._as(self._number(args[0]), kind), self._constant(1 << int(places))))
 
     def _least(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
         return self._clamped([args[0], args[1]], {}, kind)
@@ -327,6 +348,8 @@ _SPECIAL: Mapping[str, Callable[..., int]] = {
     "clamp_min": GraphReader._least,
     "clamp_max": GraphReader._most,
     "pow": GraphReader._power,
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), partial(GraphReader._shifted, op="mul")),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), partial(GraphReader._shifted, op="floor_div")),
     "square": lambda reader, args, said, kind: reader._power([args[0], reader._constant(2)], said, kind),
     "reciprocal": GraphReader._one_over,
     "rsqrt": lambda reader, args, said, kind: reader._one_over(args, said, kind, root=True),

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mhsa_compile.errors import ModelError, SpecError
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, traced
+from mhsa_compile.nn.score_masks import MOST_PAIRS
+from mhsa_compile.nn.score_tracing import ASKED, WHITELIST, traced, with_named_arguments
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.score_functions import ScoreFunction, TensorKind
 
@@ -35,16 +36,13 @@ _ANY = 7  # a size that no function looks at
 @contextmanager
 def as_operators() -> Iterator[None]:
     """Calls of flex_attention in this thread become operators meanwhile."""
-    ours: dict[str, Function] = {
-        "flex_attention_hop": _operator,
-        "create_mask": lambda *args, **said: None,
-        "_convert_mask_to_block_mask": lambda *args, **said: (None, None),
-        "_create_sparse_block_from_block_mask": _without_blocks,
-    }
-    theirs = {name: getattr(flex, name) for name in (*ours, _UNCOMPILED)}
-    owner = threading.get_ident()
+    names = ("flex_attention_hop", "create_mask", "_convert_mask_to_block_mask", "_create_sparse_block_from_block_mask",
+             "_create_empty_block_mask")  # fmt: skip
+    theirs = {name: getattr(flex, name) for name in (*names, _UNCOMPILED)}
+    calls, owner = _Calls(theirs["create_mask"], theirs["_create_empty_block_mask"]), threading.get_ident()
+    ours = (calls.attend, _nothing, _two_of_nothing, calls.without_blocks, calls.empty)
     try:
-        for name, function in ours.items():
+        for name, function in zip(names, ours, strict=True):
             setattr(flex, name, _in_thread(owner, function, theirs[name]))
         setattr(flex, _UNCOMPILED, True)  # else Dynamo would follow what it calls
         yield
@@ -58,14 +56,80 @@ def _in_thread(owner: int, function: Function, other: Function) -> Function:
     return lambda *args, **said: (function if threading.get_ident() == owner else other)(*args, **said)
 
 
-def _without_blocks(
-    masks: Any, mask_mod: Function, seq_lengths: tuple[int, int], *blocks: int, **said: int
-) -> flex.BlockMask:
-    """A block mask whose one block is partial: mask_mod says all."""
-    count, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    return flex.BlockMask.from_kv_blocks(
-        count, indices, mask_mod=mask_mod, seq_lengths=seq_lengths, compute_q_blocks=False
-    )
+def _nothing(*args: Any, **said: Any) -> None:
+    """In place of a mask of all pairs."""
+
+
+def _two_of_nothing(*args: Any, **said: Any) -> tuple[None, None]:
+    """In place of the blocks of one, partial and whole."""
+    return None, None
+
+
+class _Calls:
+    """What stands in for the parts of flex_attention during one export. `made` are the counts of blocks by which the
+    block masks are known again whose mask_mod says all."""
+
+    def __init__(self, create_mask: Function, create_empty: Function) -> None:
+        self.create_mask, self.create_empty = create_mask, create_empty
+        self.made: list[Tensor] = []
+
+    def without_blocks(
+        self, masks: Any, mask_mod: Function, seq_lengths: tuple[int, int], *blocks: int, **said: int
+    ) -> flex.BlockMask:
+        """A block mask whose one block is partial."""
+        count, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+        made = flex.BlockMask.from_kv_blocks(
+            count, indices, mask_mod=mask_mod, seq_lengths=seq_lengths, compute_q_blocks=False
+        )
+        self.made.append(made.kv_num_blocks)
+        return made
+
+    def empty(self, query: Tensor, key: Tensor) -> flex.BlockMask:
+        """That of a call without one."""
+        made: flex.BlockMask = self.create_empty(query, key)
+        self.made.append(made.kv_num_blocks)
+        return made
+
+    def attend(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """One call. Raises ModelError."""
+        block_mask = args[4]
+        if not any(block_mask[2] is count for count in self.made) and not self._say_the_same(block_mask):
+            expected = "a block mask whose blocks hide what its mask_mod hides, and no more"
+            hint = "Make it by create_block_mask in the module's forward: its mask_mod is what counts."
+            raise ModelError("block_mask", expected, "one of which that cannot be shown", hint)
+        return _operator(*args)
+
+    def _say_the_same(self, block_mask: tuple[Any, ...]) -> bool:
+        """Whether the blocks of a mask that was made before list all pairs that its mask_mod shows, and those that are
+        listed as whole no others."""
+        (q_len, kv_len), sizes, mask_mod = block_mask[:2], block_mask[-3:-1], block_mask[-1]
+        counts, indices, whole_counts, whole_indices = block_mask[2:6]
+        tensors = [tensor for tensor in block_mask[2:6] if tensor is not None]
+        if not all(type(tensor) is Tensor for tensor in tensors) or not isinstance(q_len * kv_len, int):
+            return False
+        B, H = counts.shape[:2]
+        if B * H * q_len * kv_len > MOST_PAIRS:
+            return False
+        with _disable_current_modes(), torch.no_grad():
+            try:
+                seen = self.create_mask(mask_mod, B, H, q_len, kv_len, device="cpu")
+            except Exception:  # it captures what is being traced
+                return False
+            partial = _pairs(counts, indices, sizes, (q_len, kv_len))
+            whole = torch.zeros_like(partial)
+            if whole_counts is not None:
+                whole = _pairs(whole_counts, whole_indices, sizes, (q_len, kv_len))
+        return not bool((seen & ~(partial | whole)).any() or (whole & ~seen).any())
+
+
+def _pairs(counts: Tensor, indices: Tensor, sizes: tuple[int, int], lengths: tuple[int, int]) -> Tensor:
+    """(B, H, L, S): the pairs of the blocks that are listed."""
+    columns = -(-lengths[1] // sizes[1])
+    blocks = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)
+    listed = torch.arange(indices.shape[-1]) < counts[..., None]
+    blocks.scatter_(-1, torch.where(listed, indices, columns).long(), True)
+    pairs = blocks[..., :columns].repeat_interleave(sizes[0], -2).repeat_interleave(sizes[1], -1)
+    return pairs[..., : lengths[0], : lengths[1]]
 
 
 def _operator(
@@ -133,7 +197,7 @@ def captured_apart(name: str, function: Function) -> tuple[ScoreFunction, list[T
     """
     try:
         tracer = _CapturingTracer()
-        graph = tracer.trace(_of_score(function) if name == "score_mod" else _of_places(function))
+        graph = tracer.trace(with_named_arguments(name, function))
         with _disable_current_modes():
             stand_ins = {name: _stand_in(tensor) for name, tensor in tracer.captured.items()}
             module = fx.GraphModule(stand_ins, graph)
@@ -149,17 +213,6 @@ def captured_apart(name: str, function: Function) -> tuple[ScoreFunction, list[T
         found.append(_ready(tracer.captured[key]))
     kinds = (TensorKind(kind.dtype, tuple(_sizes(tensor))) for kind, tensor in zip(steps.tensors, found, strict=True))
     return ScoreFunction(steps.steps, tuple(kinds)), found
-
-
-# With arguments of these numbers and names, whatever the function calls them, or takes them as *args.
-
-
-def _of_score(function: Function) -> Function:
-    return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx)
-
-
-def _of_places(function: Function) -> Function:
-    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
