@@ -4,8 +4,9 @@ It is ONNX's Attention with more inputs (sinks, slopes) and more outputs, behind
 6 top_k_weights, 7 top_k_keys, 8 weights, as `outputs` says. Attributes: top_k, the number of keys; weights_heads and
 weights_rows, which of them output 8 holds, all where they are absent.
 
-Its definition is a function, so that any ONNX tool can run the file. A bias that grows with the distance is an additive
-mask. A sink takes its share of the softmax: the output is the one without it, times the share of the others,
+A node with functions of scores (FUNCTIONS) has no definition. That of any other is a function, so that any ONNX tool
+can run the file. A bias that grows with the distance is an additive mask. A sink takes its share of the softmax: the
+output is the one without it, times the share of the others,
 sum exp(score) / (sum exp(score) + exp(sink)).
 """
 

@@ -21,8 +21,8 @@ from mhsa_compile.spec.score_functions import LEAVES, PLACES, Kind, ScoreFunctio
 Function = Callable[..., Any]
 ASKED = "an expression of its arguments and of captured tensors, without branches on their values"
 WHITELIST = (
-    "It may use + - * / // %, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh, sigmoid,"
-    " sqrt, casts, and captured tensors by whole numbers."
+    "It may use + - * / // %, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh,"
+    " sigmoid, sqrt, casts, and captured tensors by whole numbers."
 )
 DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
 """Of captured tensors."""

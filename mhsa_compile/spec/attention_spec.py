@@ -30,6 +30,10 @@ from mhsa_compile.spec.outputs import checked_outputs
 from mhsa_compile.spec.position_encoding import Rope, checked_rope
 from mhsa_compile.spec.score_functions import ScoreFunction, checked_function
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
 """Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
@@ -56,8 +60,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                             True is accepted in self-attention, where L = S and both mean the same
     window                  None, or (left, right): query i sees the keys p - left to p + right, where p = i, or
                             p = i + S - L if causal is "bottom_right"; -1 is unbounded. With `causal` both hold
-    static_mask             None, or a pattern of `masks`, such as Longformer(window=256): a constant mask. Its lengths
-                            must be fixed when it is compiled
+    static_mask             None, or a pattern of `masks`, such as Longformer(window=256), or a bool array (L, S): a
+                            constant mask. Its lengths must be fixed when it is compiled
     mask_mod                None, or a function mask_mod(b, h, q_idx, kv_idx) in FlexAttention's form: whether a query
                             sees a key, beside all else that hides some. q_idx is the query's place p, as for `window`
     score_mod               None, or a function score_mod(score, b, h, q_idx, kv_idx): what a score becomes, after scale
@@ -124,7 +128,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             dtype: str = "float32",
             causal: str | bool | None = None,
             window: Sequence[int] | None = None,
-            static_mask: Pattern | Mapping[str, Any] | None = None,
+            static_mask: Pattern | Mapping[str, Any] | NDArray[np.bool_] | None = None,
             mask_mod: Callable[..., Any] | ScoreFunction | None = None,
             score_mod: Callable[..., Any] | ScoreFunction | None = None,
             mask: str | None = None,

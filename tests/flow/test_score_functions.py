@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.score_functions import DOCUMENTS, HEADS, MASKS, SCORES, SLOPES
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import mhsa_compile as mhsa
@@ -17,7 +18,6 @@ from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.nn.modules import ScaledDotProductAttention
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import verify
-from tests.support.score_functions import DOCUMENTS, HEADS, MASKS, SCORES, SLOPES
 
 E = 24
 
@@ -42,7 +42,7 @@ def drawn(L: int, S: int, B: int = 2) -> list[torch.Tensor]:
 def expected(
     inputs: list[torch.Tensor], mask_mod: Any, score_mod: Any, dtype: torch.dtype = torch.float64
 ) -> np.ndarray:
-    """As FlexAttention computes it without compiling; its masks as scores of -inf, and rows without any key as zeros."""
+    """As FlexAttention computes it without compiling; masks as scores of -inf, rows without any key as zeros."""
     q, k, v = (x.to(dtype) for x in inputs)
     B, L, S = q.shape[0], q.shape[2], k.shape[2]
     seen = torch.ones(B, HEADS, L, S, dtype=torch.bool)
@@ -157,7 +157,7 @@ def test_any_number_of_threads_and_callers_gives_the_same_bits(tmp_path: Path):
     for threads in (1, 2, 8):
         compiled = mhsa.load(tmp_path / "a.mhsa", threads=threads)
         with ThreadPoolExecutor(3) as callers:
-            results = list(callers.map(lambda _: compiled(*inputs), range(24)))
+            results = [one.result() for one in [callers.submit(compiled, *inputs) for _ in range(24)]]
         assert all(np.array_equal(result, first) for result in results)
 
 
@@ -181,7 +181,7 @@ def _branches(score, b, h, q, k):
         ({"score_mod": lambda score, b, h, q, k: torch.sin(score)}, "the operator sin. It may use"),
         ({"score_mod": lambda score, b, h: score}, "score_mod: .*TypeError"),
         ({"mask_mod": lambda b, h, q, k: q - k}, "mask_mod: expected a function whose result is bool"),
-        ({"mask_mod": lambda b, h, q, k: DOCUMENTS == k}, "mask_mod: expected a captured tensor with an index"),
+        ({"mask_mod": lambda b, h, q, k: k == DOCUMENTS}, "mask_mod: expected a captured tensor with an index"),
         ({"mask_mod": "causal"}, r"mask_mod: expected None, or a function of \(b, h, q_idx, kv_idx\)"),
         ({"score_mod": lambda score, b, h, q, k: score + SLOPES[k.item()]}, "score_mod: expected an expression"),
     ],

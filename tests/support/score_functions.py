@@ -150,6 +150,8 @@ SCORES: dict[str, Function] = {
     "tanh": lambda score, b, h, q, k: torch.tanh(score),
     "causal, as a score": lambda score, b, h, q, k: torch.where(q >= k, score, -float("inf")),
     "checkerboard": lambda score, b, h, q, k: torch.where(((q - k).abs() % 2) == 0, score * 0.5, score * 2.0),
-    "head offset": lambda score, b, h, q, k: score * (1 + 2.0**-h.float()) - 0.25 * b,
-    "functions": lambda score, b, h, q, k: torch.sigmoid(score) * score.exp().sqrt() + torch.exp2(-score.abs()) + score**2,
+    "head offset": lambda score, b, h, q, k: score * (1 + 2.0 ** -h.float()) - 0.25 * b,
+    "functions": lambda score, b, h, q, k: (
+        torch.sigmoid(score) * score.exp().sqrt() + torch.exp2(-score.abs()) + score**2
+    ),
 }

@@ -37,7 +37,8 @@ def bucket(dim: Dim) -> Bucket:
 def key_of(op: Op) -> dict[str, Any] | None:
     """The key of an operation, or None where its kernels have nothing to tune."""
     tunable = _TUNABLE.get(type(op))
-    return None if tunable is None else tunable.key(op)
+    of_functions = isinstance(op, AttentionOp) and (op.mask_mod is not None or op.score_mod is not None)
+    return None if tunable is None or of_functions else tunable.key(op)  # nobody draws what functions capture
 
 
 def symbols(op: Op) -> frozenset[str]:
@@ -110,17 +111,9 @@ def _attention_key(op: AttentionOp) -> dict[str, Any]:
         "band": _band(op.band),
         "mask": None if op.mask is None else [op.mask.dtype, *(dim != 1 for dim in op.mask.dims)],
         "static_mask": None if visible is None else sha256(visible.tobytes()).hexdigest()[:16],
-        "extras": [*(name for name in ("lengths", "sinks", "slopes", "softcap") if getattr(op, name)), *_functions(op)],
+        "extras": [name for name in ("lengths", "sinks", "slopes", "softcap") if getattr(op, name)],
         "places": {name: _place(place) for name, place in places.items()},
     }
-
-
-def _functions(op: AttentionOp) -> list[str]:
-    """A function by its steps."""
-    given = {"mask_mod": op.mask_mod, "score_mod": op.score_mod}
-    return [
-        f"{name} {sha256(function.text().encode()).hexdigest()[:16]}" for name, function in given.items() if function
-    ]
 
 
 def _band(band: WindowSpec | None) -> list[Any] | None:

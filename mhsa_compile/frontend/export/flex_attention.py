@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +40,8 @@ def as_operators() -> Iterator[None]:
     names = ("flex_attention_hop", "create_mask", "_convert_mask_to_block_mask", "_create_sparse_block_from_block_mask",
              "_create_empty_block_mask")  # fmt: skip
     theirs = {name: getattr(flex, name) for name in (*names, _UNCOMPILED)}
-    calls, owner = _Calls(theirs["create_mask"], theirs["_create_empty_block_mask"]), threading.get_ident()
-    ours = (calls.attend, _nothing, _two_of_nothing, calls.without_blocks, calls.empty)
+    calls, owner = _Calls(theirs["create_mask"]), threading.get_ident()
+    ours: tuple[Function, ...] = (calls.attend, _nothing, _two_of_nothing, calls.without_blocks, calls.empty)
     try:
         for name, function in zip(names, ours, strict=True):
             setattr(flex, name, _in_thread(owner, function, theirs[name]))
@@ -69,31 +70,33 @@ class _Calls:
     """What stands in for the parts of flex_attention during one export. `made` are the counts of blocks by which the
     block masks are known again whose mask_mod says all."""
 
-    def __init__(self, create_mask: Function, create_empty: Function) -> None:
-        self.create_mask, self.create_empty = create_mask, create_empty
+    def __init__(self, create_mask: Function) -> None:
+        self.create_mask = create_mask
         self.made: list[Tensor] = []
 
     def without_blocks(
         self, masks: Any, mask_mod: Function, seq_lengths: tuple[int, int], *blocks: int, **said: int
     ) -> flex.BlockMask:
         """A block mask whose one block is partial."""
-        count, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-        made = flex.BlockMask.from_kv_blocks(
-            count, indices, mask_mod=mask_mod, seq_lengths=seq_lengths, compute_q_blocks=False
-        )
-        self.made.append(made.kv_num_blocks)
-        return made
+        return self._of_one_block(mask_mod, seq_lengths, flex._DEFAULT_SPARSE_BLOCK_SIZE)
 
     def empty(self, query: Tensor, key: Tensor) -> flex.BlockMask:
         """That of a call without one."""
-        made: flex.BlockMask = self.create_empty(query, key)
+        return self._of_one_block(flex.noop_mask, (1, 1), flex._LARGE_SPARSE_BLOCK_SIZE)
+
+    def _of_one_block(self, mask_mod: Function, seq_lengths: tuple[int, int], size: int) -> flex.BlockMask:
+        count, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+        made = flex.BlockMask.from_kv_blocks(
+            count, indices, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=seq_lengths, compute_q_blocks=False
+        )
         self.made.append(made.kv_num_blocks)
         return made
 
     def attend(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """One call. Raises ModelError."""
         block_mask = args[4]
-        if not any(block_mask[2] is count for count in self.made) and not self._say_the_same(block_mask):
+        known = any(block_mask[2] is count for count in self.made)
+        if not known and not _untraced(lambda: self._say_the_same(block_mask)):
             expected = "a block mask whose blocks hide what its mask_mod hides, and no more"
             hint = "Make it by create_block_mask in the module's forward: its mask_mod is what counts."
             raise ModelError("block_mask", expected, "one of which that cannot be shown", hint)
@@ -110,7 +113,7 @@ class _Calls:
         B, H = counts.shape[:2]
         if B * H * q_len * kv_len > MOST_PAIRS:
             return False
-        with _disable_current_modes(), torch.no_grad():
+        with torch.no_grad():
             try:
                 seen = self.create_mask(mask_mod, B, H, q_len, kv_len, device="cpu")
             except Exception:  # it captures what is being traced
@@ -120,6 +123,12 @@ class _Calls:
             if whole_counts is not None:
                 whole = _pairs(whole_counts, whole_indices, sizes, (q_len, kv_len))
         return not bool((seen & ~(partial | whole)).any() or (whole & ~seen).any())
+
+
+def _untraced(question: Callable[[], bool]) -> bool:
+    """Asked in another thread, where nobody follows what PyTorch computes."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(question).result()
 
 
 def _pairs(counts: Tensor, indices: Tensor, sizes: tuple[int, int], lengths: tuple[int, int]) -> Tensor:
