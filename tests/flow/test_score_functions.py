@@ -192,9 +192,9 @@ def test_what_cannot_be_traced_is_one_message(fields: dict[str, Any], named: str
 
 
 def test_captured_tensors_that_are_too_short():
-    doc = torch.arange(30)
+    doc, few = torch.arange(30), SLOPES[:3]
     module = core(mask_mod=lambda b, h, q, k: doc[q] == doc[k])
     with pytest.raises(SpecError, match="mask_mod: expected a captured tensor of at least 31 elements, got one of 30"):
         mhsa.compile(module, dims={"L": 31, "S": 7})
     with pytest.raises(SpecError, match="score_mod: expected a captured tensor of at least 4 elements"):
-        mhsa.compile(core(score_mod=lambda score, b, h, q, k: score * SLOPES[:3][h]))
+        mhsa.compile(core(score_mod=lambda score, b, h, q, k: score * few[h]))
