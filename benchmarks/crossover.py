@@ -40,7 +40,7 @@ def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float |
     kernels = Space.of(op, profile).kernels
     if not set(NAMES) <= kernels.keys():
         return None
-    configs = {name: kernels[name].default(op, profile) for name in NAMES}
+    configs = {name: kernels[name].default_config(op, profile) for name in NAMES}
     candidates = [op_jobs.candidate_of(op, kernels[name], configs[name], profile) for name in NAMES]
     one, other = session.measure(op_jobs.job_of(op, {}), candidates, seconds)
     if isinstance(one, Timing) and isinstance(other, Timing):

@@ -17,7 +17,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
-from mhsa_compile.compiler.selection.select_kernel import Choice, choose, willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import Choice, choose, kernels_for
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
@@ -70,7 +70,7 @@ def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any
 
 def _choose(name: str, op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
     """A kernel and its config, or why no kernel takes what can be written out in TVM's operators instead."""
-    willing, reasons = willing_kernels(op, profile)
+    willing, reasons = kernels_for(op, profile)
     if willing:
         choice = choose(op, profile, willing, shelf)
         return _Chosen(name, op, choice, choice.kernel.emit(op, profile, choice.config))

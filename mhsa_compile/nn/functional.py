@@ -54,7 +54,7 @@ def attend(
     return _weighted_sum(_softmax(scores, sinks).masked_fill(~visible, 0.0), v, visible)
 
 
-def look_inside(
+def softmax_outputs_of(
     q: Tensor,
     k: Tensor,
     visible: Tensor | None,
@@ -67,7 +67,7 @@ def look_inside(
 ) -> dict[str, Tensor]:
     """What the rows of `attend`'s softmax are like: the arrays `wanted.names`, as `outputs` says."""
     scores, visible = _scores(q, k, visible, bias, scale, softcap, score_mod)
-    return softmax_outputs.of_rows(
+    return softmax_outputs.softmax_outputs_of_rows(
         scores if visible is None else scores.masked_fill(~visible, -torch.inf), sinks, wanted
     )
 
@@ -166,7 +166,7 @@ def attention(
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     seen, softcap = (visible, bias, scale), spec.softcap or 0.0
     wanted = inside_of(spec.outputs)
-    extra = look_inside(q, k, *seen, softcap, sinks, wanted, score_mod) if wanted.names else {}
+    extra = softmax_outputs_of(q, k, *seen, softcap, sinks, wanted, score_mod) if wanted.names else {}
     return attend(q, k, v, *seen, softcap, sinks, score_mod), extra
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 
 
-def of_rows(scores: Tensor, sinks: Tensor | None, wanted: SoftmaxOutputs) -> dict[str, Tensor]:
+def softmax_outputs_of_rows(scores: Tensor, sinks: Tensor | None, wanted: SoftmaxOutputs) -> dict[str, Tensor]:
     """The arrays `wanted.names` of scores (B, H, L, S), -inf where hidden, as the softmax takes them; sinks (H,).
 
     Statistics are float32 at least, like the largest weights; the weights themselves are of the scores' dtype.

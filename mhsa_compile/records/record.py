@@ -108,7 +108,7 @@ def as_kept(device: Device, isa: Isa) -> Device:
     return msgspec.structs.replace(device, features=(), gpu=device.gpu if isa.gpu else None)
 
 
-def misfit(record: Record, profile: TargetProfile) -> str | None:
+def why_not_on(record: Record, profile: TargetProfile) -> str | None:
     """Why a record must not be used for a target, or None."""
     own, isa = isa_of(profile), record.isa
     if record.error_share > 1:
@@ -126,7 +126,7 @@ def misfit(record: Record, profile: TargetProfile) -> str | None:
     return None
 
 
-def doubt(record: Record) -> str | None:
+def why_doubtful(record: Record) -> str | None:
     """Why a record must not be shipped to others, or None."""
     if record.error_share > 1:
         return f"over the error budget: {record.error_share:.3g} of it"
@@ -192,7 +192,7 @@ class RecordSet:
         found = self._by_key.get(key_bytes(op, key), [])
         if not found:
             return [], "no record of this operation at these lengths"
-        reasons = [misfit(record, self.profile) for record in found]
+        reasons = [why_not_on(record, self.profile) for record in found]
         fitting = [record for record, reason in zip(found, reasons, strict=True) if reason is None]
         refused = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
         return sorted(fitting, key=self._distance), refused

@@ -57,7 +57,7 @@ LEAST = {"linear": 0.90, "attention": 0.85}
 @cache
 def loops_of(name: str, target: str) -> list[Loop]:
     (kernel, op), profile = KERNELS[name], load_profile(target)
-    return inner_loops(assembly(kernel.emit(op, profile, kernel.default(op, profile)), profile))
+    return inner_loops(assembly(kernel.emit(op, profile, kernel.default_config(op, profile)), profile))
 
 
 def require_analyzer(target: str) -> llvm_mca.Analyzer:

@@ -12,7 +12,7 @@ from mhsa_compile.compiler.selection.op_key import (
     key_of,
     symbols,
 )
-from mhsa_compile.compiler.selection.select_kernel import choose, willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import choose, kernels_for
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     HeadLayout,
@@ -47,15 +47,15 @@ def record(op, kernel: str, config: dict[str, int], profile: TargetProfile, **fi
 
 
 def chosen(op, profile: TargetProfile, *records: Record):
-    willing, _ = willing_kernels(op, profile)
+    willing, _ = kernels_for(op, profile)
     return choose(op, profile, willing, RecordSet(records, profile))
 
 
 @pytest.mark.parametrize("target", ["x86-64-v4", "cuda-sm90a"])
 def test_kernels_are_asked_about_operations_of_their_type_only(target: str):
     profile, double = load_profile(target), attention(softmax="float64")
-    assert willing_kernels(ScoresOp(attention(), 3), profile) == ([], [])
-    willing, reasons = willing_kernels(double, profile)
+    assert kernels_for(ScoresOp(attention(), 3), profile) == ([], [])
+    willing, reasons = kernels_for(double, profile)
     assert not willing and reasons and all("attention" in said or "decode" in said for said in reasons)
 
 
@@ -145,9 +145,9 @@ def test_every_default_is_fit_and_every_space_holds_something_fit():
     ops += [attention(L=L, dtype=d) for L, d in product((1, 300), ("float32", "bfloat16"))]
     for name, op in product(("x86-64-v3", "x86-64-v4", "sapphirerapids", "cortex-a53", "neoverse-v2"), ops):
         profile = load_profile(name)
-        for kernel in willing_kernels(op, profile)[0]:
-            default, space = kernel.default(op, profile), kernel.space(op, profile)
-            assert kernel.unfit(op, profile, default) is None
+        for kernel in kernels_for(op, profile)[0]:
+            default, space = kernel.default_config(op, profile), kernel.search_space(op, profile)
+            assert kernel.why_not_config(op, profile, default) is None
             assert default.keys() == space.keys()
             choices = (dict(zip(space, values, strict=True)) for values in product(*space.values()))
-            assert any(kernel.unfit(op, profile, config) is None for config in choices)
+            assert any(kernel.why_not_config(op, profile, config) is None for config in choices)

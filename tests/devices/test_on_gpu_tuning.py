@@ -11,7 +11,7 @@ from tuning.test_tuning_gpus import OP
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
 from mhsa_compile.records import record_files
-from mhsa_compile.records.record import misfit
+from mhsa_compile.records.record import why_not_on
 from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning import offline_tuner, op_jobs
 from mhsa_compile.tuning.measure import sessions, work_results
@@ -40,7 +40,7 @@ def test_a_gpu_is_tuned(request_: Request, op: AttentionOp | LinearOp):
     assert tuned.trials >= 2 and tuned.failures == {} and tuned.error_share is not None and tuned.error_share <= 1
     assert 1 < tuned.best_us <= tuned.default_us < 1e4
     (record,) = record_files.read(request_.records).records
-    assert misfit(record, profile) is None and record.device.gpu == session.device.gpu
+    assert why_not_on(record, profile) is None and record.device.gpu == session.device.gpu
 
 
 def test_what_is_wrong_on_a_gpu_is_refused(request_: Request):

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
-from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
+from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.frontend.relax.importer import import_onnx
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
@@ -398,5 +398,5 @@ def test_a_zero_in_the_target_of_a_reshape_is_no_size() -> None:
     ]
     constants = [helper.make_tensor(name, TensorProto.INT64, [1], value) for name, value in ints.items()]
     graph = helper.make_graph(nodes, "g", [x, same], [y], constants)
-    settled = settle(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), {})
+    settled = propagate_shapes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), {})
     assert all(0 not in (GraphView(settled).shape(name) or ()) for name in ("apart", "y"))

@@ -26,10 +26,10 @@ from mhsa_compile.records import record_files
 from mhsa_compile.records.record import (
     Isa,
     RecordSet,
-    doubt,
     encoded,
     merged,
-    misfit,
+    why_doubtful,
+    why_not_on,
 )
 from mhsa_compile.runtime.array_memory import aligned_zeros
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -241,8 +241,8 @@ def read_records(files: Files, path: Path) -> None:
     found, flaws = record_files.examine(path)
     best = merged(found)
     for record in best:
-        misfit(record, files.profile)
-        doubt(record)
+        why_not_on(record, files.profile)
+        why_doubtful(record)
         RecordSet(best, files.profile).candidates(record.op, record.key)
     if error := next((flaw.error for flaw in flaws if flaw.error is not None), None):
         raise error

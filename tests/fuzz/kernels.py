@@ -37,7 +37,7 @@ from fuzz.cases import (
     LinearCase,
     Outcome,
 )
-from mhsa_compile.compiler.selection.select_kernel import willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
@@ -180,7 +180,7 @@ def _inside_truth(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> t
     sinks = None if given.sinks is None else given.sinks.astype(np.float64)
 
     def look(rows: slice, part: SoftmaxOutputs) -> tuple[dict[str, np.ndarray], int]:
-        return reference_inside.of_rows(exact[:, :, rows], sinks, part), 0
+        return reference_inside.softmax_outputs_of_rows(exact[:, :, rows], sinks, part), 0
 
     L, S = exact.shape[2:]
     every, _ = look(slice(0, L), SoftmaxOutputs(weights=True))
@@ -191,7 +191,7 @@ def _inside_eager(op: AttentionOp, given: Operands, wanted: SoftmaxOutputs) -> d
     """What is wanted, by PyTorch at the dtype."""
     scores, _ = scores_of(op, given, getattr(torch, op.dtype))
     sinks = None if given.sinks is None else to_torch(given.sinks)
-    return {name: to_numpy(tensor) for name, tensor in inside.of_rows(scores, sinks, wanted).items()}
+    return {name: to_numpy(tensor) for name, tensor in inside.softmax_outputs_of_rows(scores, sinks, wanted).items()}
 
 
 def _weights_of(keys: np.ndarray, expected: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -211,8 +211,8 @@ def profile(machine: str, cores: int) -> TargetProfile:
 
 def _built(op: Op, target: TargetProfile) -> tuple[Kernel[Any], Emitted, Any]:
     """The kernel that the compiler would take, its code and that as functions."""
-    (kernel, *_), _ = willing_kernels(op, target)
-    emitted = kernel.emit(op, target, kernel.default(op, target))
+    (kernel, *_), _ = kernels_for(op, target)
+    emitted = kernel.emit(op, target, kernel.default_config(op, target))
     return kernel, emitted, compiled(emitted, target)
 
 

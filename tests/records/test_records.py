@@ -24,7 +24,7 @@ from mhsa_compile.records.record import (
     RecordSet,
     encoded,
     merged,
-    misfit,
+    why_not_on,
 )
 from mhsa_compile.target import data_paths, environment
 from mhsa_compile.target.profile import load_profile
@@ -246,7 +246,7 @@ FITS = {  # (what a record was made for, the targets that may use it), besides i
 def test_a_record_is_used_only_where_its_instructions_are(of: str, target: str) -> None:
     profile, record = load_profile(target), made(of)
     fits = target == of or target in FITS.get(of, set())
-    assert (misfit(record, profile) is None) == fits
+    assert (why_not_on(record, profile) is None) == fits
     found, reason = RecordSet([record], profile).candidates(record.op, record.key)
     assert found == ([record] if fits else [])
     assert bool(reason) != fits
@@ -262,7 +262,7 @@ def test_a_record_is_used_only_where_its_instructions_are(of: str, target: str) 
     ],
 )
 def test_why_a_record_is_not_used(of: str, target: str, reason: str) -> None:
-    assert reason in str(misfit(made(of), load_profile(target)))
+    assert reason in str(why_not_on(made(of), load_profile(target)))
     assert reason in RecordSet([made(of)], load_profile(target)).candidates("linear", made().key)[1]
 
 
@@ -321,8 +321,11 @@ DOUBTS = {
 
 @pytest.mark.parametrize(("changes", "reason"), DOUBTS.values(), ids=DOUBTS.keys())
 def test_what_is_not_shipped(changes: dict[str, object], reason: str) -> None:
-    assert reason in str(records.doubt(made(**changes)))
-    assert records.doubt(made(spread=0.05, median_us=100.0, error_share=1.0, versions={"source": "1234abcd"})) is None
+    assert reason in str(records.why_doubtful(made(**changes)))
+    assert (
+        records.why_doubtful(made(spread=0.05, median_us=100.0, error_share=1.0, versions={"source": "1234abcd"}))
+        is None
+    )
 
 
 def test_versions_say_whether_a_checkout_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +370,7 @@ def test_what_is_shipped_may_be_shipped() -> None:
         contents = record_files.read(path)
         assert not contents.torn
         assert merged(contents.records) == list(contents.records)
-        assert [(records.doubt(record), misfit(record, profile)) for record in contents.records] == [
+        assert [(records.why_doubtful(record), why_not_on(record, profile)) for record in contents.records] == [
             (None, None) for _ in contents.records
         ]
 

@@ -44,7 +44,7 @@ def job() -> MeasureJob:
 def kernel() -> Candidate:
     """The project's own kernel at its default config."""
     profile, own = detect(), CpuLinearKernel()
-    return candidate_of(OP, own, own.default(OP, profile), profile)
+    return candidate_of(OP, own, own.default_config(OP, profile), profile)
 
 
 @cache

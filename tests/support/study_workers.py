@@ -35,7 +35,7 @@ class Fits:
 
     name = "made up"
 
-    def unfit(self, op: Any, profile: Any, config: dict[str, int]) -> str | None:
+    def why_not_config(self, op: Any, profile: Any, config: dict[str, int]) -> str | None:
         return "no such tile" if config == {"rows": 3, "columns": 32} else None
 
 

@@ -76,7 +76,7 @@ def test_a_kernel_that_would_kill_the_process_is_not_handed_out(monkeypatch: pyt
     op, kernel = LinearOp(("B", "L"), 7, (5,), (True,), (False,)), CpuLinearKernel()
 
     def built(profile: CpuProfile) -> Any:
-        return compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+        return compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
 
     with pytest.raises(AssertionError, match="this CPU lacks avx512bw"):
         built(V4)

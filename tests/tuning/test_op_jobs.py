@@ -12,7 +12,7 @@ import tvm
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.pipeline import operations
-from mhsa_compile.compiler.selection.select_kernel import willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import BuildError, ModelError
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
@@ -85,8 +85,8 @@ OPS = {
 def test_defaults_pass_their_exercise_and_a_wrong_output_fails(name: str, tmp_path: Path):
     op = OPS[name]
     job = job_of(op, SIZES)
-    kernel = willing_kernels(op, NATIVE)[0][0]
-    output = run(job, candidate_of(op, kernel, kernel.default(op, NATIVE), NATIVE), tmp_path)
+    kernel = kernels_for(op, NATIVE)[0][0]
+    output = run(job, candidate_of(op, kernel, kernel.default_config(op, NATIVE), NATIVE), tmp_path)
     assert job.error_share(output) <= 1 and job.flops > 0
     last = output.copy()
     last.reshape(-1)[job.checked[-1]] += 3 * job.budget
@@ -100,8 +100,8 @@ def test_bfloat16_and_long_lengths_are_sampled(tmp_path: Path):
     op = fused(dtype="bfloat16", band=WindowSpec(40, 0))
     job = job_of(op, {"B": 1, "L": 1023})
     assert job.expected.size == 64 * 4 * 12 and job.checked.max() == 1023 * 48 - 1
-    kernel = willing_kernels(op, NATIVE)[0][0]
-    assert job.error_share(run(job, candidate_of(op, kernel, kernel.default(op, NATIVE), NATIVE), tmp_path)) <= 1
+    kernel = kernels_for(op, NATIVE)[0][0]
+    assert job.error_share(run(job, candidate_of(op, kernel, kernel.default_config(op, NATIVE), NATIVE), tmp_path)) <= 1
 
 
 def test_a_few_queries_take_their_keys_from_memory():
@@ -116,7 +116,7 @@ def test_a_symbol_needs_a_size():
 
 def test_what_cannot_be_built_is_named():
     op = OPS["linear"]
-    kernel = willing_kernels(op, NATIVE)[0][0]
+    kernel = kernels_for(op, NATIVE)[0][0]
     with pytest.raises(BuildError, match=r"cpu\.linear"):
         candidate_of(op, kernel, {"rows": 2}, NATIVE)
 

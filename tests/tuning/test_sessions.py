@@ -123,7 +123,7 @@ def test_every_dtype_crosses(session: Session) -> None:
     )
     for op, kernel in ((linear, CpuLinearKernel()), (attention, CpuAttentionKernel())):
         profile = detect()
-        candidate = candidate_of(op, kernel, kernel.default(op, profile), profile)
+        candidate = candidate_of(op, kernel, kernel.default_config(op, profile), profile)
         (outcome,) = session.measure(job_of(op, {}), [candidate], 0.0)
         assert isinstance(outcome, Timing), outcome
 

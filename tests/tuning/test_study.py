@@ -59,7 +59,7 @@ def test_a_space_holds_every_willing_kernel_and_the_default():
     assert space.default in space.points
     assert {point.kernel for point in space.points} == set(space.values)
     assert len(set(space.points)) == len(space.points)
-    assert all(space.unfit(point) is None for point in space.points)
+    assert all(space.why_not(point) is None for point in space.points)
     size = sum(math.prod(map(len, knobs.values())) for knobs in space.values.values())
     assert len(space.points) < size  # some tiles need more registers than there are
 

@@ -14,13 +14,13 @@ from kernels.cuda.test_builds import needs_compiler
 from support.made_session import DEVICE, MadeSession, built
 
 from mhsa_compile.compiler.codegen import cuda_compiler
-from mhsa_compile.compiler.selection.select_kernel import willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import DeviceError, InstallationError
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.records import record_files
 from mhsa_compile.records.device import GpuDevice
-from mhsa_compile.records.record import RecordSet, isa_of, misfit
+from mhsa_compile.records.record import RecordSet, isa_of, why_not_on
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.target.profile import TargetProfile, load_profile
 from mhsa_compile.tuning import offline_tuner, op_jobs
@@ -67,8 +67,8 @@ def test_a_record_of_another_gpu_or_of_a_cpu_is_never_used(
 ):
     """Also where the code itself would run: what is fast on one GPU says little of another."""
     record = recorded(request_, made_for)
-    assert misfit(record, made_for) is None
-    assert misfit(record, used_on) is not None and "made for" in str(misfit(record, used_on))
+    assert why_not_on(record, made_for) is None
+    assert why_not_on(record, used_on) is not None and "made for" in str(why_not_on(record, used_on))
     assert RecordSet([record], used_on).candidates(record.op, record.key)[0] == []
 
 
@@ -115,8 +115,8 @@ def test_a_device_says_which_gpu_it_has(monkeypatch: pytest.MonkeyPatch):
 
 @needs_compiler
 def test_a_candidate_is_a_library_with_machine_code(tmp_path: Path):
-    (kernel, *_), _ = willing_kernels(OP, AMPERE)
-    candidate = op_jobs.candidate_of(OP, kernel, kernel.default(OP, AMPERE), AMPERE)
+    (kernel, *_), _ = kernels_for(OP, AMPERE)
+    candidate = op_jobs.candidate_of(OP, kernel, kernel.default_config(OP, AMPERE), AMPERE)
     assert candidate.memory == "cuda"
     start = candidate.library.index(b"\x7fELF", 4)
     assert cuda_compiler.architecture(candidate.library[start:]) == "sm_80"

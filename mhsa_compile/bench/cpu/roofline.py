@@ -23,8 +23,8 @@ from mhsa_compile.kernels.cpu.simd import dot_product
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
-    bind,
     constant,
+    let,
     load,
     splat,
     store,
@@ -127,7 +127,7 @@ def _fma_loop(lanes: int, accumulators: int) -> Expr:
         rounds = T.arg("rounds", T.int64())
         tile = RegisterTile(accumulators, [(0, lanes)])
         tile.each(lambda row, _: constant(float(row), lanes))  # equal ones would be merged into one
-        factor, summand = (bind(splat(factors[i], lanes)) for i in range(2))
+        factor, summand = (let(splat(factors[i], lanes)) for i in range(2))
         with T.serial(rounds):
             tile.each(lambda row, column: tile.get(row, column) * factor + summand)
         store(total, [T.int64(0)], _sum(tile, accumulators), lanes)
@@ -145,7 +145,7 @@ def _dot_loop(instruction: dot_product.Dot, accumulators: int) -> Expr:
         with instruction.imported():
             tile = RegisterTile(accumulators, [(0, lanes)])
             tile.each(lambda row, _: constant(float(row), lanes))
-            left, right = bind(splat(factors[0], instruction.rows)), bind(splat(factors[1], instruction.lanes))
+            left, right = let(splat(factors[0], instruction.rows)), let(splat(factors[1], instruction.lanes))
             with T.serial(rounds):
                 tile.each(lambda row, column: instruction.accumulate(tile.get(row, column), left, right))
             store(total, [T.int64(0)], _sum(tile, accumulators), lanes)

@@ -17,7 +17,7 @@ from mhsa_compile.bench.static import llvm_mca
 from mhsa_compile.bench.static.assembly_loops import Loop, inner_loops
 from mhsa_compile.bench.static.llvm_mca import Analyzer
 from mhsa_compile.compiler.codegen.build import pass_context
-from mhsa_compile.compiler.selection.select_kernel import choose, willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import choose, kernels_for
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
 from mhsa_compile.records import record_files
@@ -83,7 +83,7 @@ def predict(ops: Mapping[str, Op], profile: CpuProfile) -> Prediction:
     shelf = RecordSet(record_files.gather(profile.records())[0], profile)
     kernels: list[KernelReport] = []
     for name, op in ops.items():
-        willing, _ = willing_kernels(op, profile)
+        willing, _ = kernels_for(op, profile)
         if not isinstance(op, LinearOp | AttentionOp) or not willing:
             continue
         choice = choose(op, profile, willing, shelf)

@@ -28,7 +28,7 @@ def list_(
     json: options.Json = False,
 ) -> None:
     """Show the records of a file, or those that compiling for a target reads, and which of them do not fit it."""
-    from mhsa_compile.records.record import misfit
+    from mhsa_compile.records.record import why_not_on
     from mhsa_compile.target.profile import NATIVE, load_profile
 
     if file is not None and target is not None:
@@ -38,7 +38,7 @@ def list_(
     found = {path: read_records([path]) for path in files}
     if json:
         described = [
-            {"file": path, "misfit": profile and misfit(record, profile), "record": record}
+            {"file": path, "misfit": profile and why_not_on(record, profile), "record": record}
             for path, records in found.items()
             for record in records
         ]
@@ -46,7 +46,9 @@ def list_(
         return
     for path, records in found.items():
         title = f"{path}: {len(records)} records"
-        _show(title, "does not fit" if profile else "", ((r, (profile and misfit(r, profile)) or "") for r in records))
+        _show(
+            title, "does not fit" if profile else "", ((r, (profile and why_not_on(r, profile)) or "") for r in records)
+        )
     if not found and profile is not None:
         output.line(f"No records of {profile.name} are shipped, and none at {profile.own_records()}")
 
@@ -84,14 +86,14 @@ def promote(
     is in no commit.
     """
     from mhsa_compile.records import record_files
-    from mhsa_compile.records.record import doubt, identity, misfit
+    from mhsa_compile.records.record import identity, why_doubtful, why_not_on
     from mhsa_compile.target import data_paths
     from mhsa_compile.target.profile import load_profile
 
     found = read_records([file])
     name = _shipped_target(target or file.stem, found)
     profile = load_profile(name)
-    reasons = [(record, misfit(record, profile) or doubt(record)) for record in found]
+    reasons = [(record, why_not_on(record, profile) or why_doubtful(record)) for record in found]
     fine = [record for record, reason in reasons if reason is None]
     refused = [(record, reason) for record, reason in reasons if reason is not None]
     place = data_paths.shipped_records(name)
@@ -140,7 +142,7 @@ def check(
 
 def _shipped_target(name: str, found: Iterable[Record]) -> str:
     """The name, if records can be shipped for it. Raises RecordsError for one that is no file of targets/."""
-    from mhsa_compile.records.record import misfit
+    from mhsa_compile.records.record import why_not_on
     from mhsa_compile.target.profile import (
         NATIVE,
         load_profile,
@@ -151,7 +153,7 @@ def _shipped_target(name: str, found: Iterable[Record]) -> str:
     if (known := shipped_name(name)) is not None:
         return known
     profiles = map(load_profile, (known for known in profile_names() if known != NATIVE))
-    fitting = [profile.name for profile in profiles if not any(misfit(record, profile) for record in found)]
+    fitting = [profile.name for profile in profiles if not any(why_not_on(record, profile) for record in found)]
     hint = f"State one, such as --target {fitting[-1]}: all of them fit {', '.join(fitting)}." if fitting else ""
     raise RecordsError("--target", "a target that is shipped", repr(name), hint or "`mhsa targets` lists them.")
 

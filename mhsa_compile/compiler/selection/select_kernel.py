@@ -23,14 +23,14 @@ class Choice:
     tuning: str
 
 
-def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list[str]]:
+def kernels_for(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], list[str]]:
     """(the kernels that can compute an operation, the preferred one first; why others made for such cannot)."""
     willing, reasons = list[Kernel[Any]](), list[str]()
     kernels: tuple[Kernel[Any], ...] = KERNELS.get(profile.family, ())
     for kernel in kernels:
         if not isinstance(op, kernel.op_type):
             continue
-        reason = kernel.applies(op, profile)
+        reason = kernel.why_not(op, profile)
         if reason is None:
             willing.append(kernel)
         else:
@@ -41,7 +41,7 @@ def willing_kernels(op: Op, profile: TargetProfile) -> tuple[list[Kernel[Any]], 
 def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: RecordSet) -> Choice:
     """The kernel of the best record that fits, else the first of those that can compute the operation."""
     key = key_of(op)
-    default = willing[0].default(op, profile)
+    default = willing[0].default_config(op, profile)
     if key is None:
         return Choice(willing[0], default, None, "nothing to tune")
     kernels = {kernel.name: kernel for kernel in willing}
@@ -50,7 +50,7 @@ def choose(op: Op, profile: TargetProfile, willing: list[Kernel[Any]], shelf: Re
         kernel = kernels.get(record.kernel)
         if kernel is None:
             return f"no kernel {record.kernel} takes it"
-        return kernel.unfit(op, profile, record.config) or kernel
+        return kernel.why_not_config(op, profile, record.config) or kernel
 
     found = shelf.first(op.kind, key, use)
     if isinstance(found, str):

@@ -31,7 +31,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.passes.size_tensors import sizes_as_tensors
 from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import light, whole
-from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
+from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, SPEC_KEY
 
@@ -58,12 +58,12 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
     limits = _stated_limits(model)
     small, tensors = light(weight_constants.rewrite(model))
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
-        small = settle(small, limits)
+        small = propagate_shapes(small, limits)
     small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))
     standard = _standard(small)
-    small = settle(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
+    small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
     if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
-        small = settle(without_aliases(plain), limits)
+        small = propagate_shapes(without_aliases(plain), limits)
     small, theirs = microsoft.rewrite(small, tensors, limits)
     small, found = decomposed.rewrite(without_aliases(gather.rewrite(small)))
     blocks = (*standard, *theirs, *found)

@@ -54,7 +54,7 @@ def angle_arguments(op: RotaryOp, dim: Dims) -> tuple[Expr, Expr, Expr | None]:
 # Scatters.
 
 
-def unfit_scatter(op: KvScatterOp) -> str | None:
+def why_not_scatter(op: KvScatterOp) -> str | None:
     """Why the elements of a scatter cannot be copied as they are, or None if they can."""
     if op.dtype not in DTYPE_BYTES:
         return f"no elements of {op.dtype}"

@@ -11,7 +11,7 @@ LARGEST = (2 - 2.0**-23) * 2.0**127  # float32
 SOFTCAPS = (1e-12, 1e12)
 
 
-def unfit_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
+def why_not_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
     """Why scores cannot be computed in float32, in units of the softcap where there is one, or None if they can.
 
     `functions`: whether the kernel computes mask_mod and score_mod.

@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     each_task,
     each_vector,
     load,
-    settle,
+    materialize,
     store,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -38,7 +38,7 @@ class CpuKvConcatKernel(Fixed):
     name = "cpu.present"
     op_type = KvConcatOp
 
-    def applies(self, op: KvConcatOp, profile: CpuProfile) -> str | None:
+    def why_not(self, op: KvConcatOp, profile: CpuProfile) -> str | None:
         return None
 
     def emit(self, op: KvConcatOp, profile: CpuProfile, config: Config) -> Emitted:
@@ -55,20 +55,20 @@ def _present(op: KvConcatOp, lanes: int) -> Expr:
         T.func_attr({"tirx.noalias": True})
         new = argument("new", placed_shape(op.new, batch, new_rows, op.num_heads, op.head_dim), op.dtype)
         past = None if op.past is None else argument("past", [batch, heads, past_rows, size], op.dtype)
-        rows = settle(past_rows + new_rows)
+        rows = materialize(past_rows + new_rows)
         result = argument("present", [batch, heads, past_rows + new_rows, size], op.dtype)
-        stretches = settle(ceil_div(rows, ROWS))
+        stretches = materialize(ceil_div(rows, ROWS))
 
         def task(index: Expr) -> None:
-            head = settle(T.truncdiv(index, stretches))
-            b, h = settle(T.truncdiv(head, heads)), settle(T.truncmod(head, heads))
-            first = settle(T.truncmod(index, stretches) * ROWS)
-            end = settle(T.min(first + ROWS, rows))
+            head = materialize(T.truncdiv(index, stretches))
+            b, h = materialize(T.truncdiv(head, heads)), materialize(T.truncmod(head, heads))
+            first = materialize(T.truncmod(index, stretches) * ROWS)
+            end = materialize(T.min(first + ROWS, rows))
             fresh = head_view(new, op.new, op.head_dim, b, h)
 
             def copy(begin: Expr, stop: Expr, source: Expr, at: Callable[[Expr, Expr], list[Expr]]) -> None:
-                with T.serial(settle(T.max(T.int64(0), stop - begin))) as i:
-                    row = settle(begin + i)
+                with T.serial(materialize(T.max(T.int64(0), stop - begin))) as i:
+                    row = materialize(begin + i)
                     each_vector(
                         op.head_dim,
                         lanes,
@@ -77,8 +77,8 @@ def _present(op: KvConcatOp, lanes: int) -> Expr:
 
             if past is not None:
                 # A stretch may begin in the past and end in the new rows; what is empty copies nothing.
-                copy(first, settle(T.min(end, past_rows)), past, lambda row, e: [b, h, row, e])
-            copy(settle(T.max(first, past_rows)), end, fresh.buffer, lambda row, e: fresh.at(row - past_rows, e))
+                copy(first, materialize(T.min(end, past_rows)), past, lambda row, e: [b, h, row, e])
+            copy(materialize(T.max(first, past_rows)), end, fresh.buffer, lambda row, e: fresh.at(row - past_rows, e))
 
-        each_task(settle(batch * heads * stretches), ROWS * op.head_dim, task)
+        each_task(materialize(batch * heads * stretches), ROWS * op.head_dim, task)
     return builder.get()

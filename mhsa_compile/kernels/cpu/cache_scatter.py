@@ -15,14 +15,14 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
-from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, unfit_scatter
+from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
-    bind,
     each_task,
     each_vector,
+    let,
     load,
-    settle,
+    materialize,
     store,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -36,8 +36,8 @@ class CpuKvScatterKernel(Fixed):
     name = "cpu.scatter"
     op_type = KvScatterOp
 
-    def applies(self, op: KvScatterOp, profile: CpuProfile) -> str | None:
-        return unfit_scatter(op)
+    def why_not(self, op: KvScatterOp, profile: CpuProfile) -> str | None:
+        return why_not_scatter(op)
 
     def emit(self, op: KvScatterOp, profile: CpuProfile, config: Config) -> Emitted:
         return Emitted(_scatter(op, profile.hardware.vector_bits // 8 // DTYPE_BYTES[op.dtype]))
@@ -80,7 +80,7 @@ class _CpuScatter:
         wrong = T.alloc_buffer((1,), "int32")
         store(wrong, [T.int64(0)], T.int32(0), 1)
         with T.serial(self.cache.shape[0]) as b:
-            index = bind(self.indices[b])
+            index = let(self.indices[b])
             beyond = T.cast(T.Or(index < 0, index > rows - self.new), "int32")
             store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
         most, new = spelled(op.cache[op.axis]), spelled(op.length)
@@ -92,55 +92,59 @@ class _CpuScatter:
 
         def row(task: Expr) -> None:
             b, h, j = self._place(task, new)
-            place = settle(self._start(b) + j)
+            place = materialize(self._start(b) + j)
             if self.op.circular:
                 rows = self.cache.shape[2]
                 # One turn is enough: a cache has at least as many rows as the update.
-                place = settle(T.Select(place >= rows, place - rows, place))
+                place = materialize(T.Select(place >= rows, place - rows, place))
             self._write_new(b, h, j, place)
 
-        each_task(settle(self.cache.shape[0] * self.cache.shape[1] * new), self.cache.shape[3], row)
+        each_task(materialize(self.cache.shape[0] * self.cache.shape[1] * new), self.cache.shape[3], row)
 
     def write_everything(self) -> None:
         rows, new = self.cache.shape[2], self.new
 
         def row(task: Expr) -> None:
             b, h, place = self._place(task, rows)
-            j = settle(place - self._start(b))
+            j = materialize(place - self._start(b))
             if self.op.circular:
                 # Which of the new rows would come here, counted around the end.
-                j = settle(T.Select(j < 0, j + rows, j))
+                j = materialize(T.Select(j < 0, j + rows, j))
             with T.If(T.And(j >= 0, j < new)):
                 with T.Then():
                     self._write_new(b, h, j, place)
                 with T.Else():
                     self._fill(b, h, place, self.cache, lambda column: [b, h, place, column])
 
-        each_task(settle(self.cache.shape[0] * self.cache.shape[1] * rows), self.cache.shape[3], row)
+        each_task(materialize(self.cache.shape[0] * self.cache.shape[1] * rows), self.cache.shape[3], row)
 
     def _place(self, task: Expr, rows: Expr) -> tuple[Expr, Expr, Expr]:
         """(batch entry, head, row) of a task."""
         heads = self.cache.shape[1]
-        head = settle(T.truncdiv(task, rows))
-        return settle(T.truncdiv(head, heads)), settle(T.truncmod(head, heads)), settle(T.truncmod(task, rows))
+        head = materialize(T.truncdiv(task, rows))
+        return (
+            materialize(T.truncdiv(head, heads)),
+            materialize(T.truncmod(head, heads)),
+            materialize(T.truncmod(task, rows)),
+        )
 
     def _start(self, b: Expr) -> Expr:
         """The row of the cache that the first new one goes to."""
         if self.indices is None:
             return T.int64(0)
-        index = settle(self.indices[b])
+        index = materialize(self.indices[b])
         if not self.op.circular:
             return index
         rows = self.cache.shape[2]
-        rest = settle(T.truncmod(index, rows))  # of the sign of the index
-        return settle(T.Select(rest < 0, rest + rows, rest))
+        rest = materialize(T.truncmod(index, rows))  # of the sign of the index
+        return materialize(T.Select(rest < 0, rest + rows, rest))
 
     def _write_new(self, b: Expr, h: Expr, j: Expr, place: Expr) -> None:
         """Row j of the update becomes row `place`."""
         if self.op.update is None:
             self._fill(b, h, place, self.update, lambda column: [b, h, j, column])
             return
-        first = settle(h * self.cache.shape[3] + self.op.update.offset)
+        first = materialize(h * self.cache.shape[3] + self.op.update.offset)
         self._fill(b, h, place, self.update, lambda column: [b, j, first + column])
 
     def _fill(self, b: Expr, h: Expr, place: Expr, source: Expr, at: Callable[[Expr], list[Expr]]) -> None:

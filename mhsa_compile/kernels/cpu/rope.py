@@ -19,11 +19,11 @@ from mhsa_compile.kernels.common.op_args import angle_arguments
 from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
-    bind,
     each_task,
     each_vector,
+    let,
     load,
-    settle,
+    materialize,
     store,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
@@ -37,7 +37,7 @@ class CpuRotaryKernel(Fixed):
     name = "cpu.rope"
     op_type = RotaryOp
 
-    def applies(self, op: RotaryOp, profile: CpuProfile) -> str | None:
+    def why_not(self, op: RotaryOp, profile: CpuProfile) -> str | None:
         return None
 
     def emit(self, op: RotaryOp, profile: CpuProfile, config: Config) -> Emitted:
@@ -62,7 +62,7 @@ class _CpuAngles:
         wrong = T.alloc_buffer((1,), "int32")
         store(wrong, [T.int64(0)], T.int32(0), 1)
         with T.serial(entries) as b, T.serial(length) as i:
-            position = bind(self.positions[b, i])
+            position = let(self.positions[b, i])
             beyond = T.cast(T.Or(position < 0, position >= self.cos.shape[0]), "int32")
             store(wrong, [T.int64(0)], wrong[0] | beyond, 1)
         assert self.op.max_positions is not None
@@ -72,7 +72,7 @@ class _CpuAngles:
     def row(self, b: Expr, i: Expr) -> list[Expr]:
         """The index of the angles of place i, without its last axis."""
         entry = T.int64(0) if self.op.shared_angles else b
-        return [entry, i] if self.positions is None else [settle(self.positions[entry, i])]
+        return [entry, i] if self.positions is None else [materialize(self.positions[entry, i])]
 
     def read(self, row: list[Expr], first: Expr, n: int) -> tuple[tuple[Expr, Expr], tuple[Expr, Expr]]:
         """(cos, sin) of n pairs, for the one element of each and for the other."""
@@ -85,7 +85,7 @@ class _CpuAngles:
             return (cos1, sin1), (cos2, sin2)
 
         def pair(column: Expr) -> tuple[Expr, Expr]:
-            cos, sin = (bind(load_wide(table, [*row, column], n)) for table in (self.cos, self.sin))
+            cos, sin = (let(load_wide(table, [*row, column], n)) for table in (self.cos, self.sin))
             return cos, sin
 
         one = pair(first)
@@ -105,13 +105,13 @@ def _rope(op: RotaryOp, lanes: int) -> Expr:
             angles.check()
 
             def row(task: Expr) -> None:
-                b, i = settle(T.truncdiv(task, length)), settle(T.truncmod(task, length))
+                b, i = materialize(T.truncdiv(task, length)), materialize(T.truncmod(task, length))
                 place = angles.row(b, i)
                 with T.serial(T.int64(heads)) as h:
                     views = (head_view(x, op.x, op.head_dim, b, h), head_view(y, op.output, op.head_dim, b, h))
                     _turn(angles, place, i, *views, lanes)
 
-            each_task(settle(batch * length), heads * op.head_dim, row)
+            each_task(materialize(batch * length), heads * op.head_dim, row)
     return builder.get()
 
 
@@ -124,7 +124,7 @@ def _turn(angles: _CpuAngles, place: list[Expr], i: Expr, x: HeadView, y: HeadVi
     def turn(first: Expr, n: int) -> None:
         (cos1, sin1), (cos2, sin2) = angles.read(place, first, n)
         x1, x2 = pairs.read(first, n)
-        pairs.write(first, bind(cos1 * x1 - sin1 * x2), bind(sin2 * x1 + cos2 * x2), n)
+        pairs.write(first, let(cos1 * x1 - sin1 * x2), let(sin2 * x1 + cos2 * x2), n)
 
     def copy(first: Expr, n: int) -> None:
         column = op.rotary_dim + first
@@ -145,7 +145,7 @@ class _Halves:
     half: int
 
     def read(self, first: Expr, n: int) -> tuple[Expr, Expr]:
-        one, two = (bind(load_wide(self.x.buffer, self.x.at(self.row, c), n)) for c in (first, first + self.half))
+        one, two = (let(load_wide(self.x.buffer, self.x.at(self.row, c), n)) for c in (first, first + self.half))
         return one, two
 
     def write(self, first: Expr, one: Expr, two: Expr, n: int) -> None:
@@ -176,8 +176,8 @@ class _Interleaved:
 def _apart(read: Callable[[Expr, int], Expr], first: Expr, n: int) -> tuple[Expr, Expr]:
     """Elements 2 i, and elements 2 i + 1, for n pairs from `first` on, of what `read` has side by side."""
     if n == 1:
-        one, two = (bind(read(first * 2 + j, 1)) for j in (0, 1))
+        one, two = (let(read(first * 2 + j, 1)) for j in (0, 1))
         return one, two
-    both = bind(read(first * 2, 2 * n))
-    one, two = (bind(T.Shuffle([both], [T.int32(2 * i + j) for i in range(n)])) for j in (0, 1))
+    both = let(read(first * 2, 2 * n))
+    one, two = (let(T.Shuffle([both], [T.int32(2 * i + j) for i in range(n)])) for j in (0, 1))
     return one, two

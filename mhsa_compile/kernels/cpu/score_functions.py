@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.score_emission import ScoreEmission, Value
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cpu.simd import score_math
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, load, scratch, settle, splat, store
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, load, materialize, scratch, splat, store
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.spec.score_functions import ScoreFunction
 
@@ -58,7 +58,7 @@ class _CpuArithmetic:
     def kept(self, value: Value) -> Value:
         if value.dtype == "bool":
             return value
-        return Value(settle(value.expr, value.dtype, value.lanes), value.dtype, value.lanes)
+        return Value(materialize(value.expr, value.dtype, value.lanes), value.dtype, value.lanes)
 
     def function(self, op: str, x: Value) -> Expr:
         return score_math.computed(op, x.expr, x.lanes)
@@ -74,8 +74,8 @@ class _CpuArithmetic:
             wide = T.cast(index.expr, "int64" if index.lanes == 1 else f"int64x{index.lanes}")
             wide = wide if index.lanes == lanes else splat(wide, lanes)
             place = wide if place is None else place * splat(buffer.shape[axis], lanes) + wide
-        value = flat[settle(place, "int64", lanes)]
-        return Value(settle(value, str(buffer.dtype), lanes), str(buffer.dtype), lanes)
+        value = flat[materialize(place, "int64", lanes)]
+        return Value(materialize(value, str(buffer.dtype), lanes), str(buffer.dtype), lanes)
 
 
 Places = Mapping[str, Value]
@@ -117,7 +117,7 @@ class TaskFunction:
         for n in self.single:
             if n not in self._numbers:
                 value = known[n]
-                kept = value if value.dtype == "bool" else Value(settle(value.expr, value.dtype), value.dtype)
+                kept = value if value.dtype == "bool" else Value(materialize(value.expr, value.dtype), value.dtype)
                 self._numbers[n] = kept
         for n in self.waiting:
             value = known[n]
@@ -159,7 +159,7 @@ class TaskFunction:
     def score(self, slot: int, lanes: int, key: Value, score: Expr) -> Expr:
         """What a score_mod makes of the scores of some lanes and `key`, in units of log2 before and after."""
         known, flags = self._waited(slot, lanes)
-        score = settle(score, "float32", lanes)
+        score = materialize(score, "float32", lanes)
         natural = Value(score * constant(math.log(2), lanes), "float32", lanes)
         self.emission.emit(self.late, {"kv_idx": key, "score": natural}, known, flags)
         result = self.emission.scaled(known, Value(score, "float32", lanes), LOG2_E, lanes)

@@ -26,7 +26,7 @@ class CudaKvConcatKernel(Fixed):
     name = "cuda.present"
     op_type = KvConcatOp
 
-    def applies(self, op: KvConcatOp, profile: TargetProfile) -> str | None:
+    def why_not(self, op: KvConcatOp, profile: TargetProfile) -> str | None:
         return None
 
     def emit(self, op: KvConcatOp, profile: TargetProfile, config: Config) -> Emitted:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, unfit_scatter
+from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
 from mhsa_compile.kernels.cuda.primitives.vector_copy import (
     coordinates,
     copy_piece,
@@ -23,7 +23,7 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
     piece_of,
     row_steps,
 )
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvScatterOp
 from mhsa_compile.target.profile import TargetProfile
@@ -35,8 +35,8 @@ class CudaKvScatterKernel(Fixed):
     name = "cuda.scatter"
     op_type = KvScatterOp
 
-    def applies(self, op: KvScatterOp, profile: TargetProfile) -> str | None:
-        return unfit_scatter(op)
+    def why_not(self, op: KvScatterOp, profile: TargetProfile) -> str | None:
+        return why_not_scatter(op)
 
     def emit(self, op: KvScatterOp, profile: TargetProfile, config: Config) -> Emitted:
         return Emitted(_scatter(op))
@@ -85,10 +85,10 @@ class _CudaScatter:
         def piece(number: Expr) -> None:
             b, h, j, column = self._place(number, self.new)
             first, fits = self._start(b)
-            place = settle(first + j, "int64")
+            place = materialize(first + j, "int64")
             if self.op.circular:
                 # One turn is enough: a cache has at least as many rows as the update.
-                place = settle(T.Select(place >= self.rows, place - self.rows, place), "int64")
+                place = materialize(T.Select(place >= self.rows, place - self.rows, place), "int64")
             with T.If(fits), T.Then():
                 copy_piece(self.result, [b, h, place, column], self.update, self._new_at(b, h, j, column), self.count)
 
@@ -98,9 +98,9 @@ class _CudaScatter:
         def piece(number: Expr) -> None:
             b, h, place, column = self._place(number, self.rows)
             first, fits = self._start(b)
-            j = settle(place - first, "int64")
+            j = materialize(place - first, "int64")
             if self.op.circular:
-                j = settle(T.Select(j < 0, j + self.rows, j), "int64")
+                j = materialize(T.Select(j < 0, j + self.rows, j), "int64")
             to = [b, h, place, column]
             with T.If(T.And(fits, T.And(j >= 0, j < self.new))):
                 with T.Then():
@@ -126,11 +126,11 @@ class _CudaScatter:
         """(the row of the cache that the first new one goes to, whether all of them lie within the cache)."""
         if self.indices is None:
             return T.int64(0), T.bool(True)
-        index = settle(self.indices[b], "int64")
+        index = materialize(self.indices[b], "int64")
         if not self.op.circular:
             return index, T.And(index >= 0, index <= self.rows - self.new)
-        rest = settle(T.truncmod(index, self.rows), "int64")  # of the sign of the index
-        return settle(T.Select(rest < 0, rest + self.rows, rest), "int64"), T.bool(True)
+        rest = materialize(T.truncmod(index, self.rows), "int64")  # of the sign of the index
+        return materialize(T.Select(rest < 0, rest + self.rows, rest), "int64"), T.bool(True)
 
     def _new_at(self, b: Expr, h: Expr, j: Expr, column: Expr) -> list[Expr]:
         """Where row j of the update has a column."""

@@ -22,7 +22,7 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
     piece_of,
     row_steps,
 )
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import RotaryOp
 from mhsa_compile.target.profile import TargetProfile
@@ -34,7 +34,7 @@ class CudaRotaryKernel(Fixed):
     name = "cuda.rope"
     op_type = RotaryOp
 
-    def applies(self, op: RotaryOp, profile: TargetProfile) -> str | None:
+    def why_not(self, op: RotaryOp, profile: TargetProfile) -> str | None:
         return None
 
     def emit(self, op: RotaryOp, profile: TargetProfile, config: Config) -> Emitted:
@@ -92,7 +92,7 @@ class _CudaAngles:
         if self.positions is None:
             self._load(found, [entry, i], columns)
             return found
-        position = settle(self.positions[entry, i], "int64")
+        position = materialize(self.positions[entry, i], "int64")
         with T.If(T.And(position >= 0, position < self.tables[0].shape[0])):
             with T.Then():
                 self._load(found, [position], columns)
@@ -151,8 +151,8 @@ def _turn(angles: _CudaAngles, pairs: _Pairs, b: Expr, i: Expr, turn: Expr, x: H
         x1, x2 = (pieces[p][e] for p, e in (one, two))
         places = (one, two) if op.whole_angles else ((0, pair), (0, pair))
         (cos1, sin1), (cos2, sin2) = ((cos[p][e], sin[p][e]) for p, e in places)
-        turned[one[0]][one[1]] = settle(cos1 * x1 - sin1 * x2, "float32")
-        turned[two[0]][two[1]] = settle(sin2 * x1 + cos2 * x2, "float32")
+        turned[one[0]][one[1]] = materialize(cos1 * x1 - sin1 * x2, "float32")
+        turned[two[0]][two[1]] = materialize(sin2 * x1 + cos2 * x2, "float32")
     for piece, values, column in zip(pieces, turned, columns, strict=True):
         piece.set(values)
         piece.store(y.buffer, y.at(i, column))

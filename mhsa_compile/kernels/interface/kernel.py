@@ -46,17 +46,17 @@ class Kernel(Protocol[OpT]):
     name: str
     op_type: type[OpT]
 
-    def applies(self, op: OpT, profile: Profile) -> str | None: ...
+    def why_not(self, op: OpT, profile: Profile) -> str | None: ...
 
-    def space(self, op: OpT, profile: Profile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: OpT, profile: Profile) -> dict[str, tuple[int, ...]]:
         """The choices of each knob, for a tuner."""
         ...
 
-    def default(self, op: OpT, profile: Profile) -> dict[str, int]:
+    def default_config(self, op: OpT, profile: Profile) -> dict[str, int]:
         """A config that is good without tuning."""
         ...
 
-    def unfit(self, op: OpT, profile: Profile, config: Config) -> str | None:
+    def why_not_config(self, op: OpT, profile: Profile, config: Config) -> str | None:
         """Why nothing can be emitted for a config, or None: asked of what a tuner draws, and of what a record says."""
         ...
 
@@ -66,13 +66,13 @@ class Kernel(Protocol[OpT]):
 class Fixed:
     """The part of a kernel that has no knobs: nothing to choose, and one config."""
 
-    def space(self, op: Op, profile: Profile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: Op, profile: Profile) -> dict[str, tuple[int, ...]]:
         return {}
 
-    def default(self, op: Op, profile: Profile) -> dict[str, int]:
+    def default_config(self, op: Op, profile: Profile) -> dict[str, int]:
         return {}
 
-    def unfit(self, op: Op, profile: Profile, config: Config) -> str | None:
+    def why_not_config(self, op: Op, profile: Profile, config: Config) -> str | None:
         return unknown_knobs(config, ())
 
 
@@ -84,7 +84,7 @@ def unknown_knobs(config: Config, knobs: Iterable[str]) -> str | None:
     return f"{', '.join(wrong)}, which must be from 1 on" if wrong else None
 
 
-def unfit_tile(rows: int, columns: int, registers: int) -> str | None:
+def why_not_tile(rows: int, columns: int, registers: int) -> str | None:
     """Why an outer product's tile of accumulators does not fit the vector registers, or None: beside it there are a row
     of vectors and a scalar."""
     needed = rows * columns + columns + 1

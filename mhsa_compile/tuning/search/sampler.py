@@ -17,7 +17,7 @@ from mhsa_compile.tuning.search.study_storage import quiet
 STARTUP = 16
 """Random draws before the sampler uses what it saw."""
 TRIES = 2
-"""Draws in a row that are unfit, or known: the sampler then circles around its best, whose neighbours come instead. On
+"""Draws in a row that cannot be emitted, or are known: the sampler then circles around its best, whose neighbours come instead. On
 tables of measured times, of attention and of a linear layer, that found more than eight draws."""
 CONFIG = "config"
 """The attribute of a trial that holds its point."""
@@ -104,7 +104,7 @@ class Sampler:
             for _ in range(TRIES):
                 trial = self._study.ask()
                 point = self.suggested(trial)
-                if self.space.unfit(point) is not None:
+                if self.space.why_not(point) is not None:
                     self._study.tell(trial, state=TrialState.PRUNED)  # which it learns from
                 elif point in known:
                     self._study.tell(trial, state=TrialState.FAIL)  # which it does not

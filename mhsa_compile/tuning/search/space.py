@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from mhsa_compile.compiler.selection.select_kernel import willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import ModelError
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import Op
@@ -50,28 +50,28 @@ class Space:
     @classmethod
     def of(cls, op: Op, profile: TargetProfile) -> Space:
         """Raises ModelError where no kernel takes the operation."""
-        willing, reasons = willing_kernels(op, profile)
+        willing, reasons = kernels_for(op, profile)
         if not willing:
             raise ModelError("operation", "one that a kernel can do", "; ".join(reasons) or "no kernel")
-        defaults = {kernel.name: kernel.default(op, profile) for kernel in willing}
+        defaults = {kernel.name: kernel.default_config(op, profile) for kernel in willing}
         values = {
             kernel.name: {
                 knob: tuple(sorted({*choices, defaults[kernel.name][knob]}))
-                for knob, choices in kernel.space(op, profile).items()
+                for knob, choices in kernel.search_space(op, profile).items()
             }
             for kernel in willing
         }
         first = willing[0].name
         return cls(op, profile, {kernel.name: kernel for kernel in willing}, values, _ordered(first, values, defaults))
 
-    def unfit(self, point: Point) -> str | None:
+    def why_not(self, point: Point) -> str | None:
         """Why nothing can be emitted for a point, or None."""
-        return self.kernels[point.kernel].unfit(self.op, self.profile, point.config)
+        return self.kernels[point.kernel].why_not_config(self.op, self.profile, point.config)
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
         """All that can be emitted."""
-        return tuple(point for point in self._product() if self.unfit(point) is None)
+        return tuple(point for point in self._product() if self.why_not(point) is None)
 
     def _product(self) -> Iterator[Point]:
         for kernel, knobs in self.values.items():
@@ -86,7 +86,7 @@ class Space:
             return None
         near = {knob: min(choices, key=lambda value: abs(value - config[knob])) for knob, choices in knobs.items()}
         point = Point.of(kernel, near)
-        return point if self.unfit(point) is None else None
+        return point if self.why_not(point) is None else None
 
     def steps(self, point: Point, other: Point) -> float:
         """How many steps of knobs apart two points are; infinitely many where their kernels differ."""

@@ -37,7 +37,7 @@ class Arithmetic(NamedTuple):
     """What evaluates a block: `attend(q, k, v, scoring)`, Y by heads, and `look_inside(q, k, scoring, wanted)`."""
 
     attend: Callable[[Array, Array, Array, Scoring], Array]
-    look_inside: Callable[[Array, Array, Scoring, SoftmaxOutputs], dict[str, Array]]
+    softmax_outputs_of: Callable[[Array, Array, Scoring, SoftmaxOutputs], dict[str, Array]]
 
 
 class _Inputs(NamedTuple):
@@ -132,7 +132,7 @@ class _Evaluation:
 
     def _look(self, rows: slice, wanted: SoftmaxOutputs) -> tuple[dict[str, Array], int]:
         keys, scoring = self._of_seen_keys(rows)
-        found = self.arithmetic.look_inside(self.q[:, :, rows], self.k[:, :, keys], scoring, wanted)
+        found = self.arithmetic.softmax_outputs_of(self.q[:, :, rows], self.k[:, :, keys], scoring, wanted)
         return found, keys.start
 
     def _of_seen_keys(self, rows: slice) -> tuple[slice, Scoring]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mhsa_compile.nn.functional import (
     attend,
-    look_inside,
+    softmax_outputs_of,
     to_numpy,
     to_torch,
 )
@@ -183,7 +183,7 @@ def _attend_in_torch(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
 
 
 def _look_in_torch(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    found = look_inside(to_torch(q), to_torch(k), *_in_torch(scoring), wanted, _score_mod_in_torch(scoring))
+    found = softmax_outputs_of(to_torch(q), to_torch(k), *_in_torch(scoring), wanted, _score_mod_in_torch(scoring))
     return {name: to_numpy(tensor) for name, tensor in found.items()}
 
 

@@ -215,7 +215,7 @@ def attend_exactly(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
 
 
 def look_exactly(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    return softmax_outputs.of_rows(stages(q, k, scoring)[2], scoring.sinks, wanted)
+    return softmax_outputs.softmax_outputs_of_rows(stages(q, k, scoring)[2], scoring.sinks, wanted)
 
 
 def _take(array: Array, axis: int, part: slice) -> Array:

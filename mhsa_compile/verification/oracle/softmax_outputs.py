@@ -17,7 +17,7 @@ Look = Callable[[slice, SoftmaxOutputs], tuple[Mapping[str, Array], int]]
 """(query rows, what is wanted of them) -> (arrays over the keys that they may see, the first of these keys)."""
 
 
-def of_rows(scores: Array, sinks: Array | None, wanted: SoftmaxOutputs) -> dict[str, Array]:
+def softmax_outputs_of_rows(scores: Array, sinks: Array | None, wanted: SoftmaxOutputs) -> dict[str, Array]:
     """The arrays `wanted.names` of scores (B, H, rows, keys), -inf where hidden, as the softmax takes them; sinks (H,).
 
     `wanted.rows` is None: whoever wants a single row asks for it alone.

@@ -55,8 +55,8 @@ def operation(
 
 def run(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray]) -> np.ndarray:
     kernel = CpuAttentionKernel()
-    assert kernel.applies(op, profile) is None
-    emitted = kernel.emit(op, profile, kernel.default(op, profile))
+    assert kernel.why_not(op, profile) is None
+    emitted = kernel.emit(op, profile, kernel.default_config(op, profile))
     y = np.full((op.batch, op.q_length, op.num_heads * op.v_head_dim), np.nan, DTYPES[op.dtype])
     return call(compiled(emitted, profile)["run"], *operands, *emitted.constants, y)
 
@@ -171,4 +171,4 @@ def test_runs_join_short_stretches_and_keep_to_the_longest():
 
 def test_static_and_brought_masks_are_not_taken_together():
     op = operation(8, 8, static_mask=StaticMask(np.ones((1, 8, 8), np.bool_)), mask=object())
-    assert "not both" in str(CpuAttentionKernel().applies(op, WIDE))
+    assert "not both" in str(CpuAttentionKernel().why_not(op, WIDE))

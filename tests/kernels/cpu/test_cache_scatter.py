@@ -55,9 +55,9 @@ class Run:
 
     def __init__(self, op: KvScatterOp, bits: int = 256) -> None:
         profile, kernel = vector_machine(bits, 16), CpuKvScatterKernel()
-        assert kernel.applies(op, profile) is None
+        assert kernel.why_not(op, profile) is None
         self.op = op
-        self.run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
+        self.run = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)["run"]
 
     def __call__(self, cache: np.ndarray, update: np.ndarray, *indices: np.ndarray) -> np.ndarray:
         given = [tvm.runtime.tensor(array) for array in (cache, update, *indices)]

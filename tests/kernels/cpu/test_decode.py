@@ -16,7 +16,7 @@ from support.kernel_runs import (
 )
 
 import mhsa_compile as mhsa
-from mhsa_compile.compiler.selection.select_kernel import willing_kernels
+from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
@@ -47,8 +47,8 @@ def decode(L=1, H=4, G=2, E=16, F=24, layout="heads", **fields) -> AttentionOp:
 
 def library(op, profile, **config):
     kernel = CpuDecodeKernel()
-    assert kernel.applies(op, profile) is None
-    return compiled(kernel.emit(op, profile, {**kernel.default(op, profile), **config}), profile)["run"]
+    assert kernel.why_not(op, profile) is None
+    return compiled(kernel.emit(op, profile, {**kernel.default_config(op, profile), **config}), profile)["run"]
 
 
 def operands(op, B, S, seed=0):
@@ -150,8 +150,8 @@ def test_keys_outside_the_band_do_not_leak():
 def test_a_hidden_value_in_a_column_of_its_own_does_not_leak(L):
     """17 columns are a vector and one lane, whose products with zero the simplifier would leave out."""
     op, profile = decode(L=L, F=17, mask=MaskInput("bool", (1, 1, 1, "S"))), machine()
-    (kernel, *_), _ = willing_kernels(op, profile)
-    function = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
+    (kernel, *_), _ = kernels_for(op, profile)
+    function = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)["run"]
     q, k, v = operands(op, 2, 40)
     mask = np.arange(40).reshape(1, 1, 1, 40) >= 3
     expected = attention(op, q, k, v, mask)
@@ -190,14 +190,14 @@ def test_narrow_storage_is_computed_in_float32(dtype):
 
 def test_what_it_refuses_says_why():
     profile, kernel = machine(), CpuDecodeKernel()
-    assert "symbolic" in kernel.applies(replace(decode(), q_length="L"), profile)
-    assert "13" in kernel.applies(decode(L=13), profile)
+    assert "symbolic" in kernel.why_not(replace(decode(), q_length="L"), profile)
+    assert "13" in kernel.why_not(decode(L=13), profile)
     narrow = vector_machine(512, 32, features=("avx512_bf16",))
-    assert "at most 8 queries" in kernel.applies(decode(L=9, dtype="bfloat16"), narrow)
-    assert kernel.applies(decode(L=9), narrow) is kernel.applies(decode(L=9, dtype="bfloat16"), profile) is None
-    assert "128" in kernel.applies(decode(L=8, H=32, G=2), profile)
+    assert "at most 8 queries" in kernel.why_not(decode(L=9, dtype="bfloat16"), narrow)
+    assert kernel.why_not(decode(L=9), narrow) is kernel.why_not(decode(L=9, dtype="bfloat16"), profile) is None
+    assert "128" in kernel.why_not(decode(L=8, H=32, G=2), profile)
     visible = np.ones((1, 1, 8), bool)
-    assert "constant" in kernel.applies(replace(decode(), kv_length=8, static_mask=StaticMask(visible)), profile)
+    assert "constant" in kernel.why_not(replace(decode(), kv_length=8, static_mask=StaticMask(visible)), profile)
     assert [type(k).__name__ for k in KERNELS["cpu"]].index("CpuDecodeKernel") < len(KERNELS["cpu"]) - 1
 
 

@@ -57,7 +57,7 @@ def machine(request):
 @pytest.fixture(params=KERNELS, scope="module")
 def code(request, machine):
     kernel, op = KERNELS[request.param]
-    return request.param, machine, assembly(kernel.emit(op, machine, kernel.default(op, machine)), machine)
+    return request.param, machine, assembly(kernel.emit(op, machine, kernel.default_config(op, machine)), machine)
 
 
 def products(assembly_text: str) -> list[list[str]]:

@@ -76,7 +76,7 @@ def close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 def test_self_attention_reads_its_heads_in_one_buffer(profile):
     op, kernel = self_attention(), CpuAttentionKernel()
-    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     for length in (1, 7, 33, 197):
         rng = np.random.default_rng(length)
         x = rng.standard_normal((2, length, op.query.width), np.float32)
@@ -88,7 +88,7 @@ def test_self_attention_reads_its_heads_in_one_buffer(profile):
 @half(layout=["rows", "heads"], causal=["top_left", "bottom_right"])
 def test_causal_attention_in_both_layouts(profile, layout, causal):
     op, kernel = split_attention(layout=layout, band=WindowSpec(None, 0, causal)), CpuAttentionKernel()
-    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     rng = np.random.default_rng(0)
     for B, L, S in [(2, 37, 131), (1, 131, 37), (1, 1, 1)]:
         q, k, v = (rng.standard_normal((B, h, n, e), np.float32) for h, n, e in ((4, L, 16), (2, S, 16), (2, S, 24)))
@@ -104,7 +104,7 @@ def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
     """One of the masked keys holds NaN and Inf, and some queries see no key at all."""
     names = tuple(1 if size == 1 else name for size, name in zip(shape, "BHLS", strict=True))
     op, kernel = split_attention(mask=MaskInput(dtype, names)), CpuAttentionKernel()
-    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((2, h, n, e), np.float32) for h, n, e in ((4, 37, 16), (2, 131, 16), (2, 131, 24)))
     mask = rng.random(shape) < 0.7
@@ -123,7 +123,7 @@ def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
 def test_nan_in_a_visible_place_comes_through():
     profile = vector_machine(512, 32)
     op, kernel = split_attention(H=1, G=1, F=16, band=WindowSpec(None, 0, "top_left")), CpuAttentionKernel()
-    library = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     q, k, v = (np.ones((1, 40, 16), np.float32) for _ in range(3))
     v[0, 20, 3] = np.nan
     y = call(library["run"], q, k, v, np.zeros((1, 40, 16), np.float32))
@@ -138,7 +138,7 @@ def test_the_inner_loops_stay_in_registers_and_call_nothing():
     """AVX-512 only: with AVX2's 16 registers LLVM spills one accumulator, and docs/performance.md says so."""
     profile = vector_machine(512, 32, mcpu="x86-64-v4")
     op, kernel = self_attention(H=2, E=64, F=64), CpuAttentionKernel()
-    code = assembly(kernel.emit(op, profile, kernel.default(op, profile)), profile)
+    code = assembly(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     assert not re.findall(r"call\w*\s+\S*(exp|pow|fmax)\S*", code)
     loops = [body for body in inner_loops(code, "vfmadd") if not any("vpslld" in line for line in body)]  # not exp2's
     assert loops

@@ -98,7 +98,7 @@ def quantised(rows: np.ndarray) -> np.ndarray:
 
 
 def random_linear(op: LinearOp, profile: TargetProfile) -> Linear:
-    emitted = KERNEL.emit(op, profile, KERNEL.default(op, profile))
+    emitted = KERNEL.emit(op, profile, KERNEL.default_config(op, profile))
     library = compiled(emitted, profile)
     rng, dtype = np.random.default_rng(0), DTYPES[op.dtype]
     weights = [rng.standard_normal((n, op.in_features), np.float32).astype(dtype) for n in op.widths]
@@ -149,7 +149,7 @@ def test_many_parts_blocks_and_groups(name, dtype):
     profile = machine(name)
     for L in (1, 3, 53, 64):
         op = LinearOp((1, L), 197, (70,), (True,), (False,), dtype=dtype)
-        config = KERNEL.default(op, profile) | {"block": 3, "group": 2, "depth": 32}
+        config = KERNEL.default_config(op, profile) | {"block": 3, "group": 2, "depth": 32}
         emitted = KERNEL.emit(op, profile, config)
         library = compiled(emitted, profile)
         rng = np.random.default_rng(L)
@@ -186,7 +186,7 @@ def test_int8_rows_that_are_zero_tiny_infinite_or_nan(name):
 def test_an_int8_feature_of_zeros_is_its_bias_and_one_with_nan_is_nan():
     profile = machine("avx512")
     op = LinearOp(("B", "L"), 7, (3,), (True,), (False,), int8_weights=True)
-    emitted = KERNEL.emit(op, profile, KERNEL.default(op, profile))
+    emitted = KERNEL.emit(op, profile, KERNEL.default_config(op, profile))
     library, packed = compiled(emitted, profile), empty_packed(emitted)
     weight, bias = np.ones((3, 7), np.float32), np.arange(3, dtype=np.float32)
     weight[1] = 0
@@ -210,7 +210,7 @@ def test_the_inner_loops_stay_in_registers_and_call_nothing(name, dtype, int8, i
     bits, registers, mcpu, features = MACHINES[name]
     profile = vector_machine(bits, registers, READ_FOR.get(name, mcpu), features)
     op = LinearOp(("B", "L"), 768, (768,), (True,), (False,), dtype=dtype, int8_weights=int8)
-    code = assembly(KERNEL.emit(op, profile, KERNEL.default(op, profile)), profile)
+    code = assembly(KERNEL.emit(op, profile, KERNEL.default_config(op, profile)), profile)
     loops = inner_loops(code, instruction)
     assert loops
     for body in loops:
@@ -220,7 +220,7 @@ def test_the_inner_loops_stay_in_registers_and_call_nothing(name, dtype, int8, i
 
 def test_what_it_refuses():
     long = LinearOp((1, 1), MOST_INT8_TERMS + 1, (8,), (False,), (False,), int8_weights=True)
-    assert str(MOST_INT8_TERMS) in KERNEL.applies(long, load_profile("x86-64-v4"))
+    assert str(MOST_INT8_TERMS) in KERNEL.why_not(long, load_profile("x86-64-v4"))
 
 
 def test_defaults_answer_every_knob_on_every_cpu():
@@ -228,7 +228,7 @@ def test_defaults_answer_every_knob_on_every_cpu():
         profile = load_profile(target)
         for dtype in DTYPES:
             op = side_by_side((768, 768, 768), 768, dtype=dtype)
-            config, space = KERNEL.default(op, profile), KERNEL.space(op, profile)
+            config, space = KERNEL.default_config(op, profile), KERNEL.search_space(op, profile)
             assert config.keys() == space.keys() and min(config.values()) > 0
             assert config["rows"] * config["columns"] < profile.hardware.vector_registers
-            assert KERNEL.applies(op, profile) is None
+            assert KERNEL.why_not(op, profile) is None

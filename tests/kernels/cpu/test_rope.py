@@ -88,8 +88,8 @@ def test_the_kernel(machine: tuple[int, int], shape: str, dtype: str) -> None:
     """What lies between the heads is NaN, and so is the output before: all of it is written, of nothing else."""
     op = replace(BASE, dtype=dtype, **SHAPES[shape])  # type: ignore[arg-type]
     profile, kernel = vector_machine(*machine), CpuRotaryKernel()
-    assert kernel.applies(op, profile) is None
-    run = compiled(kernel.emit(op, profile, kernel.default(op, profile)), profile)["run"]
+    assert kernel.why_not(op, profile) is None
+    run = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)["run"]
     H, E, width = op.num_heads, op.head_dim, op.x.width
     columns = op.rotary_dim if op.whole_angles else op.rotary_dim // 2
     rng = np.random.default_rng(0)

@@ -98,8 +98,8 @@ def check(
     kernel: Kernel[AttentionOp], compiled_for: AttentionOp, profile: TargetProfile, *runs: tuple[AttentionOp, list[int]]
 ) -> None:
     """Compiles one operation, and runs it at the fixed sizes and lengths of each of `runs`."""
-    assert kernel.applies(compiled_for, profile) is None
-    emitted = kernel.emit(compiled_for, profile, kernel.default(compiled_for, profile))
+    assert kernel.why_not(compiled_for, profile) is None
+    emitted = kernel.emit(compiled_for, profile, kernel.default_config(compiled_for, profile))
     function = compiled(emitted, profile)["run"]
     for op, lengths in runs:
         taken = operands(op, lengths)
@@ -173,7 +173,7 @@ def test_distances_are_exact_where_the_weights_are(kernel, op, hidden, sign):
     """Without causality the last key wins, unless a mask hides it; what does not, and where the largest score then is,
     nothing says beforehand. Distances that are counted from elsewhere are large, and so are their rounding errors."""
     profile = cores(AVX512, 3)
-    emitted = kernel.emit(op, profile, kernel.default(op, profile))
+    emitted = kernel.emit(op, profile, kernel.default_config(op, profile))
     function = compiled(emitted, profile)["run"]
     for seed in range(3):
         taken = operands(op, [], seed)
@@ -220,7 +220,7 @@ def test_sums_of_equal_weights_are_exact(kernel: Kernel[AttentionOp], L: int, F:
     taken["q"] = np.zeros_like(taken["q"])
     taken["sinks"] = np.linspace(-2, 2, op.num_heads, dtype=np.float32)
     y = np.full((op.batch, op.q_length, op.num_heads * op.v_head_dim), np.nan, np.float32)
-    emitted = kernel.emit(op, detect(), kernel.default(op, detect()))
+    emitted = kernel.emit(op, detect(), kernel.default_config(op, detect()))
     given = [taken[name] for name in ("q", "k", "v", "sinks")]
     y = call(compiled(emitted, detect())["run"], *given, *emitted.constants, y)
     truth, eager = (
@@ -233,7 +233,7 @@ def test_sums_of_equal_weights_are_exact(kernel: Kernel[AttentionOp], L: int, F:
 def test_sinks_and_caps_at_the_ends_of_the_range(kernel):
     """A sink may be far above or below all scores, and a score so large that its product overflows is at the cap."""
     op = operation(3, 90, B=1, G=4, softcap=20.0, sinks=True)
-    emitted = kernel.emit(op, AVX2, kernel.default(op, AVX2))
+    emitted = kernel.emit(op, AVX2, kernel.default_config(op, AVX2))
     function = compiled(emitted, AVX2)["run"]
     taken = operands(op, [])
     taken["sinks"] = np.array([3e38, -3e38, 1e4, -np.inf], np.float32)
@@ -250,4 +250,4 @@ def test_sinks_and_caps_at_the_ends_of_the_range(kernel):
 @pytest.mark.parametrize("kernel", [ATTENTION, DECODE], ids=["attention", "decode"])
 def test_a_softcap_that_no_product_can_be_measured_in_is_refused(kernel):
     for softcap in (1e-20, 1e30, np.inf, np.nan, -1.0):
-        assert "softcap from 1e-12 to 1e+12" in str(kernel.applies(operation(3, 90, softcap=softcap), AVX512))
+        assert "softcap from 1e-12 to 1e+12" in str(kernel.why_not(operation(3, 90, softcap=softcap), AVX512))

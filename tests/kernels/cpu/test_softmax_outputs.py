@@ -36,7 +36,7 @@ from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.softmax_outputs import collected, of_rows
+from mhsa_compile.verification.oracle.softmax_outputs import collected, softmax_outputs_of_rows
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "scalar": (64, 8)}
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)
@@ -129,7 +129,7 @@ def check(
     """What is wanted, by kernels compiled once, at every shape."""
     runs: list[Run] = []
     for kernel, asked in zip((CpuSoftmaxStatsKernel(), CpuAttentionProbsKernel()), asked_of(op, wanted), strict=False):
-        emitted = kernel.emit(asked, profile, kernel.default(asked, profile))
+        emitted = kernel.emit(asked, profile, kernel.default_config(asked, profile))
         runs.append(partial(run, emitted, compiled(emitted, profile)))
     compare(op, runs, shapes, wanted)
 
@@ -145,14 +145,17 @@ def compare(
         def look(
             rows: slice, part: SoftmaxOutputs, exact: Any = exact, sinks: Any = sinks
         ) -> tuple[dict[str, Array], int]:
-            return of_rows(exact[:, :, rows], sinks, part), 0
+            return softmax_outputs_of_rows(exact[:, :, rows], sinks, part), 0
 
         expected = collected(look, [slice(0, L)], L, S, wanted)
         narrow, narrow_sinks = scores(op, inputs, getattr(torch, op.dtype))
         # PyTorch's error is that of all rows: that of a few chosen ones says less than the budget takes it for.
         every = replace(wanted, heads=None, rows=None)
         whole = collected(look, [slice(0, L)], L, S, every)
-        yardstick = {name: to_numpy(t) for name, t in softmax_outputs.of_rows(narrow, narrow_sinks, every).items()}
+        yardstick = {
+            name: to_numpy(t)
+            for name, t in softmax_outputs.softmax_outputs_of_rows(narrow, narrow_sinks, every).items()
+        }
         rows = (B, op.num_heads, L)
         outputs = [np.full(rows, np.nan, np.float32) for _ in "le"]
         outputs += [np.full((*rows, wanted.top_k), np.nan, np.float32), np.full((*rows, wanted.top_k), -7, np.int64)]
@@ -169,7 +172,7 @@ def compare(
 
 def check_keys(keys: Array, expected: dict[str, Array], exact: Array, sinks: Array | None) -> None:
     """Where scores are no closer than rounding, the very keys; else others of the same weight, each once."""
-    weights = of_rows(exact, sinks, SoftmaxOutputs(weights=True))["weights"]
+    weights = softmax_outputs_of_rows(exact, sinks, SoftmaxOutputs(weights=True))["weights"]
     assert ((keys < 0) == (expected["top_k_keys"] < 0)).all()
     chosen = np.where(keys < 0, 0, np.take_along_axis(weights, np.maximum(keys, 0), axis=-1))
     assert np.abs(chosen - expected["top_k_weights"]).max() <= 2**-20
@@ -258,7 +261,7 @@ def test_of_equal_scores_the_first_key_comes_first():
     q, k, v = operands(op, 1, 3, 50)
     k[:, :, [3, 4, 11, 30, 49]] = 4 * q[:, ::2, :1]  # the best of the first query, five times over
     asked = SoftmaxStatsOp(op, top_k=3)
-    emitted = kernel.emit(asked, WIDE, kernel.default(asked, WIDE))
+    emitted = kernel.emit(asked, WIDE, kernel.default_config(asked, WIDE))
     outputs = [np.zeros((1, 4, 3, 3), np.float32), np.zeros((1, 4, 3, 3), np.int64)]
     _, keys = run(emitted, compiled(emitted, WIDE), [q, k, v], outputs)
     assert (keys[:, ::2, 0] == [3, 4, 11]).all()
@@ -278,7 +281,7 @@ def test_what_is_hidden_reaches_no_output_and_what_is_seen_does():
     for (kernel, asked), filled in zip(
         kernels, ([*outputs, np.zeros((*rows, 2), np.int64)], [np.zeros((*rows, 60), np.float32)]), strict=True
     ):
-        emitted = kernel.emit(asked, WIDE, kernel.default(asked, WIDE))
+        emitted = kernel.emit(asked, WIDE, kernel.default_config(asked, WIDE))
         found += run(emitted, compiled(emitted, WIDE), [q, k, v], filled)
     lse, entropy, largest, _, weights = found
     for array in (lse, entropy, largest):

@@ -62,10 +62,10 @@ def test_a_plan_visits_what_is_seen_and_nothing_else():
 
 
 def test_what_it_does_not_take_is_named():
-    assert "16-bit" in str(KERNEL.applies(operation(dtype="float32"), GPU))
+    assert "16-bit" in str(KERNEL.why_not(operation(dtype="float32"), GPU))
     op = operation(widths=(256, 256))
     for config, words in (((128, 128, 3), "shared memory"), ((60, 64, 1), "multiples"), ((128, 16, 1), "registers")):
-        assert words in str(KERNEL.unfit(op, GPU, MMA.config(*config)))
+        assert words in str(KERNEL.why_not_config(op, GPU, MMA.config(*config)))
 
 
 @pytest.mark.parametrize("width", [32, 96, *(pytest.param(width, marks=slow) for width in (48, 64, 128, 160, 256))])
@@ -117,7 +117,7 @@ COMPILED = [
 @pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize(("profile", "op"), COMPILED)
 def test_machine_code(profile, op, tmp_path):
-    check_code(profile, op, KERNEL.default(op, profile), tmp_path)
+    check_code(profile, op, KERNEL.default_config(op, profile), tmp_path)
 
 
 @slow
@@ -139,15 +139,15 @@ def test_machine_code_of_the_largest_that_fit(name, width, fields, config, tmp_p
     profile, op = load_profile(name), operation(widths=(width, width), **fields)
     chosen = MMA.config(*config)
     check_code(profile, op, chosen, tmp_path)
-    more = next(keys for keys in KERNEL.space(op, profile)["keys"] if keys > chosen["keys"])
-    assert KERNEL.unfit(op, profile, {**chosen, "keys": more, "stages": 1}) is not None
+    more = next(keys for keys in KERNEL.search_space(op, profile)["keys"] if keys > chosen["keys"])
+    assert KERNEL.why_not_config(op, profile, {**chosen, "keys": more, "stages": 1}) is not None
 
 
 def check_code(profile: Any, op: AttentionOp, config: dict[str, int], folder: Path) -> None:
     """On the tensor cores, all in registers, within what the profile has, and with our barriers alone."""
     if op.static_mask is not None:
         op = replace(op, q_length=512, kv_length=512)
-    assert KERNEL.applies(op, profile) is None and KERNEL.unfit(op, profile, config) is None
+    assert KERNEL.why_not(op, profile) is None and KERNEL.why_not_config(op, profile, config) is None
     text, host = cuda_code.source(KERNEL.emit(op, profile, config), profile.tvm.arch)
     code = cuda_code.machine_code(text, profile.tvm.arch, folder)
     assert (code.spilled, code.stack) == (0, 0) and code.registers <= MOST_REGISTERS
@@ -181,8 +181,8 @@ def test_defaults_follow_the_machine_and_the_work():
     """Two blocks on a multiprocessor, and blocks for all multiprocessors."""
     assert any(isinstance(kernel, type(KERNEL)) for kernel in KERNELS["cuda"])
     op, small = operation(widths=(128, 128)), load_profile("cuda-sm86")
-    assert KERNEL.default(op, GPU) == {"queries": 128, "keys": 64, "stages": 1}
-    assert KERNEL.default(op, small) == {"queries": 64, "keys": 32, "stages": 1}
+    assert KERNEL.default_config(op, GPU) == {"queries": 128, "keys": 64, "stages": 1}
+    assert KERNEL.default_config(op, small) == {"queries": 64, "keys": 32, "stages": 1}
     few = replace(op, batch=1, q_length=512)
-    assert KERNEL.default(few, GPU) == {"queries": 64, "keys": 64, "stages": 1}
-    assert KERNEL.default(replace(few, batch=64), GPU) == KERNEL.default(op, GPU)
+    assert KERNEL.default_config(few, GPU) == {"queries": 64, "keys": 64, "stages": 1}
+    assert KERNEL.default_config(replace(few, batch=64), GPU) == KERNEL.default_config(op, GPU)

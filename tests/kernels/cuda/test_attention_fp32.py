@@ -42,10 +42,10 @@ def test_long_sums_are_sums_of_short_ones():
 
 
 def test_what_it_does_not_take_is_named():
-    assert "float32" in str(KERNEL.applies(FLOAT32.operation(dtype="bfloat16"), GPU))
+    assert "float32" in str(KERNEL.why_not(FLOAT32.operation(dtype="bfloat16"), GPU))
     op = FLOAT32.operation(widths=(256, 256))
     for config, words in (((64, 64, 2), "shared memory"), ((60, 64, 1), "multiples"), ((64, 16, 1), "registers")):
-        assert words in str(KERNEL.unfit(op, GPU, FLOAT32.config(*config)))
+        assert words in str(KERNEL.why_not_config(op, GPU, FLOAT32.config(*config)))
 
 
 ALL = {
@@ -71,7 +71,7 @@ ALL = {
 def test_machine_code(target, op, tmp_path):
     """All in registers, on no tensor core, with our barriers alone."""
     profile = load_profile(target)
-    config = KERNEL.default(op, profile)
+    config = KERNEL.default_config(op, profile)
     text, host = cuda_code.source(KERNEL.emit(op, profile, config), profile.tvm.arch)
     code = cuda_code.machine_code(text, profile.tvm.arch, tmp_path)
     assert (code.spilled, code.stack) == (0, 0) and code.instructions["LDL"] == code.instructions["STL"] == 0

@@ -61,7 +61,7 @@ def test_every_operation_is_taken_and_has_the_default_among_its_points() -> None
         for target in case.targets:
             kernel, profile = kernel_of(case.kernel), profile_of(target)
             points = space(case, profile)
-            assert kernel.default(case.op, profile) in [point.config for point in points], (case, target)
+            assert kernel.default_config(case.op, profile) in [point.config for point in points], (case, target)
 
 
 def test_pairs_that_occur_are_covered_by_few() -> None:

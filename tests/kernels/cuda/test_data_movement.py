@@ -56,8 +56,8 @@ ALL_ROPE_SHAPES: dict[str, dict[str, Any]] = {**ROPE_SHAPES, **MORE_ROPE_SHAPES}
 
 
 def translated(kernel: Any, op: Op) -> interpreter.Machine:
-    assert isinstance(kernel, Fixed) and kernel.applies(op, GPU) is None
-    return interpreter.Machine(kernel.emit(op, GPU, kernel.default(op, GPU)).run)
+    assert isinstance(kernel, Fixed) and kernel.why_not(op, GPU) is None
+    return interpreter.Machine(kernel.emit(op, GPU, kernel.default_config(op, GPU)).run)
 
 
 def test_pieces_fit_all_that_they_must_begin_at():

@@ -61,8 +61,8 @@ def translated(
     op: AttentionOp, blocks: int, config: tuple[tuple[str, int], ...]
 ) -> tuple[interpreter.Machine, np.ndarray]:
     profile = gpu(blocks)
-    knobs = {**KERNEL.default(op, profile), "blocks": 1, **dict(config)}
-    assert KERNEL.applies(op, profile) is None and KERNEL.unfit(op, profile, knobs) is None
+    knobs = {**KERNEL.default_config(op, profile), "blocks": 1, **dict(config)}
+    assert KERNEL.why_not(op, profile) is None and KERNEL.why_not_config(op, profile, knobs) is None
     emitted = KERNEL.emit(op, profile, knobs)
     return interpreter.Machine(emitted.run), np.empty(emitted.workspace, np.float32)
 
@@ -242,11 +242,14 @@ def test_what_it_does_not_take_is_named():
         (replace(operation(), kv_length=8, static_mask=StaticMask(np.ones((1, 1, 8), np.bool_))), "constant"),
     ]
     for op, words in refused:
-        assert words in str(KERNEL.applies(op, profile))
+        assert words in str(KERNEL.why_not(op, profile))
     op = operation(widths=(128, 128))
     for config, words in (((16, 9, 4, 2), "shared memory"), ((8, 2, 4, 2), "16 or 32"), ((16, 2, 4, 8), "registers")):
-        assert words in str(KERNEL.unfit(op, profile, dict(zip(KNOBS, config, strict=True))))
-    assert all(set(values) >= {KERNEL.default(op, profile)[knob]} for knob, values in KERNEL.space(op, profile).items())
+        assert words in str(KERNEL.why_not_config(op, profile, dict(zip(KNOBS, config, strict=True))))
+    assert all(
+        set(values) >= {KERNEL.default_config(op, profile)[knob]}
+        for knob, values in KERNEL.search_space(op, profile).items()
+    )
 
 
 @slow
@@ -286,7 +289,7 @@ ALL = {
 def test_machine_code(target, op, tmp_path):
     """All in registers, blocks at once as are asked for, with our barriers alone; in 16 bits on tensor cores."""
     profile = load_profile(target)
-    config = KERNEL.default(op, profile)
+    config = KERNEL.default_config(op, profile)
     text, host = cuda_code.source(KERNEL.emit(op, profile, config), profile.tvm.arch)
     code = cuda_code.machine_code(text, profile.tvm.arch, tmp_path)
     assert (code.spilled, code.stack) == (0, 0) and code.instructions["LDL"] == code.instructions["STL"] == 0

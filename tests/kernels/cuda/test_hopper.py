@@ -18,21 +18,21 @@ def test_a_causal_attention_of_ragged_length_over_few_heads():
 
 
 def test_what_it_does_not_take_is_named():
-    assert "warpgroups" in str(KERNEL.applies(operation(), load_profile("cuda-sm80")))
+    assert "warpgroups" in str(KERNEL.why_not(operation(), load_profile("cuda-sm80")))
     refused = [
         (operation(dtype="float32"), "16-bit"),
         (operation(widths=(64, 256), mask=MaskInput("bool", ("B", 1, "L", "S"))), "registers"),
     ]
     for op, words in refused:
-        assert words in str(KERNEL.applies(op, PROFILE))
+        assert words in str(KERNEL.why_not(op, PROFILE))
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
 def test_defaults_fit_and_larger_tiles_are_refused(widths):
     op = operation(widths=widths)
-    default = KERNEL.default(op, PROFILE)
-    assert KERNEL.unfit(op, PROFILE, default) is None and default["keys"] >= 64
+    default = KERNEL.default_config(op, PROFILE)
+    assert KERNEL.why_not_config(op, PROFILE, default) is None and default["keys"] >= 64
     refused = [((2, 128, 9), "shared memory"), ((4, 64, 2), "consumers"), ((2, 64, 1), "two tiles")]
     refused += [((3, 176, 2), "registers")] if widths == (64, 64) else []
     for config, words in refused:
-        assert words in str(KERNEL.unfit(op, PROFILE, HOPPER.config(*config)))
+        assert words in str(KERNEL.why_not_config(op, PROFILE, HOPPER.config(*config)))

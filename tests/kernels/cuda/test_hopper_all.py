@@ -67,7 +67,7 @@ OPERATIONS = {
 def test_machine_code(op: AttentionOp, tmp_path):
     """Products of warpgroups that overlap, nothing spilt, the registers that the roles hand to each other, and softmax
     between the two waits of the loop."""
-    config = HOPPER.kernel.default(op, PROFILE)
+    config = HOPPER.kernel.default_config(op, PROFILE)
     text, host = cuda_code.source(HOPPER.kernel.emit(op, PROFILE, config), "sm_90a")
     code = cuda_code.machine_code(text, "sm_90a", tmp_path)
     assert (code.spilled, code.stack) == (0, 0)
@@ -86,7 +86,7 @@ def test_machine_code(op: AttentionOp, tmp_path):
 def test_nothing_spills_by_nvrtc_either(name, tmp_path):
     cuda_compiler.require_nvrtc()
     op = OPERATIONS[name]
-    text, _ = cuda_code.source(HOPPER.kernel.emit(op, PROFILE, HOPPER.kernel.default(op, PROFILE)), "sm_90a")
+    text, _ = cuda_code.source(HOPPER.kernel.emit(op, PROFILE, HOPPER.kernel.default_config(op, PROFILE)), "sm_90a")
     code = cuda_code.machine_code(text, "sm_90a", tmp_path, by_nvrtc=True)
     assert (code.spilled, code.stack) == (0, 0) and code.instructions["HGMMA"]
 

@@ -32,7 +32,7 @@ def test_projections_side_by_side(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype):
     op = linear(("B", "L"), 72, (40,), dtype)
-    run, _, shapes = translated(op, tuple(KERNELS[dtype].default(op, gpu()).values()))
+    run, _, shapes = translated(op, tuple(KERNELS[dtype].default_config(op, gpu()).values()))
     run(np.empty((0, 5, 72), NUMPY[dtype]), *(np.ones(*one) for one in shapes), np.empty((0, 5, 40), NUMPY[dtype]))
 
 
@@ -44,8 +44,8 @@ def test_defaults(target, dtype):
     for rows in ((1,), (16,), (100,), ("B", "L"), (1 << 14,)):
         for depth, width in ((8, 1), (768, 2304), (768, 768), (4096, 12288)):
             op = linear(rows, depth, (width,), dtype)
-            chosen = kernel.default(op, profile)
-            assert kernel.unfit(op, profile, chosen) is None
+            chosen = kernel.default_config(op, profile)
+            assert kernel.why_not_config(op, profile, chosen) is None
             if rows == (1,) and width >= 2304:
                 assert chosen["rows"] <= 16 and -(-width // chosen["columns"]) >= profile.hardware.multiprocessors // 2
             if rows == (1 << 14,) and width >= 768:
@@ -60,8 +60,8 @@ def test_what_they_do_not_take_is_named():
         (replace(op, in_features=12), "8 features, not 12"),
     ]
     for other, words in refused:
-        assert words in str(kernel.applies(other, gpu()))
-    assert "float32, not bfloat16" in str(KERNELS["float32"].applies(op, gpu()))
+        assert words in str(kernel.why_not(other, gpu()))
+    assert "float32, not bfloat16" in str(KERNELS["float32"].why_not(op, gpu()))
     wrong = [
         ((128, 128, 32, 1, 64, 64, 1), "2 stages"),
         ((96, 128, 32, 2, 32, 64, 1), "powers of two"),
@@ -75,8 +75,8 @@ def test_what_they_do_not_take_is_named():
         ((128, 32, 256, 2, 16, 32, 2), "64 terms of a tile for each slice, not 128"),
     ]
     for sizes, words in wrong:
-        assert words in str(kernel.unfit(op, gpu(), config(*sizes)))
-    assert "knobs" in str(kernel.unfit(op, gpu(), {"rows": 16}))
+        assert words in str(kernel.why_not_config(op, gpu(), config(*sizes)))
+    assert "knobs" in str(kernel.why_not_config(op, gpu(), {"rows": 16}))
     assert "pieces" in str(
-        KERNELS["float32"].unfit(linear((1,), 3, (8,), "float32"), gpu(), config(4, 32, 64, 2, 4, 32, 1))
+        KERNELS["float32"].why_not_config(linear((1,), 3, (8,), "float32"), gpu(), config(4, 32, 64, 2, 4, 32, 1))
     )

@@ -31,8 +31,8 @@ def small(multiprocessors: int) -> CudaProfile:
 
 def check(op: LinearOp, rows: tuple[int, ...], columns: int, stages: int, seed: int | None = None) -> None:
     config, profile = {"columns": columns, "stages": stages}, small(3)
-    assert KERNEL.applies(op, profile) is None
-    assert KERNEL.unfit(op, profile, config) is None
+    assert KERNEL.why_not(op, profile) is None
+    assert KERNEL.why_not_config(op, profile, config) is None
     emitted = KERNEL.emit(op, profile, config)
     assert emitted.pack is not None
     hold(op, rows, HopperMachine(emitted.run, seed=seed), interpreter.Machine(emitted.pack), emitted.packed)
@@ -57,7 +57,7 @@ def test_one_tile_of_terms():
 
 def test_what_it_does_not_take_is_named():
     op = linear((4096,), 768, (768,), "bfloat16")
-    assert KERNEL.applies(op, GPU) is None
+    assert KERNEL.why_not(op, GPU) is None
     refused: list[tuple[dict[str, Any], str]] = [
         ({"dtype": "float32"}, "bfloat16 or float16"),
         ({"int8_weights": True}, "eight bits"),
@@ -66,19 +66,19 @@ def test_what_it_does_not_take_is_named():
         ({"rows": (128,), "widths": (512,)}, "half of the multiprocessors"),
     ]
     for fields, words in refused:
-        assert words in str(KERNEL.applies(replace(op, **fields), GPU))
-    assert "wgmma" in str(KERNEL.applies(op, gpu("cuda-sm80")))
+        assert words in str(KERNEL.why_not(replace(op, **fields), GPU))
+    assert "wgmma" in str(KERNEL.why_not(op, gpu("cuda-sm80")))
     for config, words in (({"columns": 96, "stages": 2}, "multiples of 64"), ({"columns": 256, "stages": 5}, "bytes")):
-        assert words in str(KERNEL.unfit(op, GPU, config))
+        assert words in str(KERNEL.why_not_config(op, GPU, config))
 
 
 @pytest.mark.parametrize("rows", [(128,), (1024,), (1 << 14,), ("B", "L")])
 def test_defaults(rows):
     for depth, width in ((768, 2304), (4096, 4096), (8, 8192)):
         op = linear(rows, depth, (width,), "bfloat16")
-        if KERNEL.applies(op, GPU) is None:
-            assert KERNEL.unfit(op, GPU, KERNEL.default(op, GPU)) is None
-            assert rows != (1 << 14,) or KERNEL.default(op, GPU)["columns"] >= 192
+        if KERNEL.why_not(op, GPU) is None:
+            assert KERNEL.why_not_config(op, GPU, KERNEL.default_config(op, GPU)) is None
+            assert rows != (1 << 14,) or KERNEL.default_config(op, GPU)["columns"] >= 192
 
 
 @pytest.mark.parametrize(("columns", "stages"), [(256, 3), (64, 6)])

@@ -80,7 +80,7 @@ def test_blocks_in_groups(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_in_its_row(dtype):
     op, rows = linear(("R",), 72, (40,), dtype), 67
-    run, pack, shapes = translated(op, tuple(KERNELS[dtype].default(op, gpu()).values()))
+    run, pack, shapes = translated(op, tuple(KERNELS[dtype].default_config(op, gpu()).values()))
     x, weights, biases = drawn(op, (rows,), 0)
     x[5, 3], x[66, 71] = np.inf, np.nan
     packed = [np.zeros(shape, NUMPY[kind]) for shape, kind in shapes]
@@ -126,7 +126,7 @@ def test_machine_code(arch, dtype, rows, tmp_path):
     """All in registers, as many as estimated at most, and the products where they belong."""
     profile, kernel = gpu(f"cuda-{arch.replace('_', '')}"), KERNELS[dtype]
     op = linear(rows, 776, (768, 771), dtype)
-    chosen = kernel.default(op, profile)
+    chosen = kernel.default_config(op, profile)
     shape = kernel.shape(**chosen)
     text, host = cuda_code.source(kernel.emit(op, profile, chosen), arch)
     code = cuda_code.machine_code(text, arch, tmp_path)

@@ -44,8 +44,8 @@ SHAPES = ((29, 7, 3), (2, 19, 71))
 
 def emitted(op: SoftmaxStatsOp | AttentionProbsOp) -> Emitted:
     kernel: Any = CudaSoftmaxStatsKernel() if isinstance(op, SoftmaxStatsOp) else CudaAttentionProbsKernel()
-    assert kernel.applies(op, GPU) is None
-    return kernel.emit(op, GPU, kernel.default(op, GPU))  # type: ignore[no-any-return]
+    assert kernel.why_not(op, GPU) is None
+    return kernel.emit(op, GPU, kernel.default_config(op, GPU))  # type: ignore[no-any-return]
 
 
 def run_of(op: SoftmaxStatsOp | AttentionProbsOp) -> Any:
@@ -195,8 +195,8 @@ def test_chosen_rows_of_a_call_without_queries_are_zeros():
 
 def test_what_they_do_not_take_is_named():
     for kernel, asked in ((CudaSoftmaxStatsKernel(), SoftmaxStatsOp), (CudaAttentionProbsKernel(), AttentionProbsOp)):
-        assert "float64" in str(kernel.applies(asked(operation(softmax="float64")), GPU))
-        assert "softcap" in str(kernel.applies(asked(operation(softcap=1e30)), GPU))
+        assert "float64" in str(kernel.why_not(asked(operation(softmax="float64")), GPU))
+        assert "softcap" in str(kernel.why_not(asked(operation(softcap=1e30)), GPU))
         assert kernel.op_type is asked
 
 

@@ -182,4 +182,4 @@ def test_what_none_of_them_takes_is_named(kernel):
         (replace(kernel.operation(**mask), q_length=67, kv_length=131), "not both"),
     ]
     for op, words in refused:
-        assert words in str(kernel.kernel.applies(op, profile))
+        assert words in str(kernel.kernel.why_not(op, profile))

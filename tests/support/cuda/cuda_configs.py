@@ -198,12 +198,12 @@ def kernel_of(name: str) -> Any:
 def space(case: Case, profile: CudaProfile) -> list[Point]:
     """All that can be emitted by the case's kernel, though another one may come before it."""
     kernel = kernel_of(case.kernel)
-    if reason := kernel.applies(case.op, profile):
+    if reason := kernel.why_not(case.op, profile):
         raise AssertionError(f"{case.kernel} does not take {case.name!r} on {profile.name}: {reason}")
-    default = kernel.default(case.op, profile)
-    choices = {knob: sorted({*values, default[knob]}) for knob, values in kernel.space(case.op, profile).items()}
+    default = kernel.default_config(case.op, profile)
+    choices = {knob: sorted({*values, default[knob]}) for knob, values in kernel.search_space(case.op, profile).items()}
     configs = (dict(zip(choices, values, strict=True)) for values in product(*choices.values()))
-    return [Point.of(kernel.name, c) for c in configs if kernel.unfit(case.op, profile, c) is None]
+    return [Point.of(kernel.name, c) for c in configs if kernel.why_not_config(case.op, profile, c) is None]
 
 
 def covering(points: Sequence[Point], strength: int) -> list[Point]:

@@ -46,8 +46,8 @@ def config(*sizes: int) -> Config:
 def translated(op: LinearOp, sizes: tuple[int, ...]) -> tuple[interpreter.Machine, interpreter.Machine, Any]:
     """(run, pack, shapes of what is packed)"""
     kernel = KERNELS[op.dtype]
-    assert kernel.applies(op, gpu()) is None
-    assert kernel.unfit(op, gpu(), config(*sizes)) is None
+    assert kernel.why_not(op, gpu()) is None
+    assert kernel.why_not_config(op, gpu(), config(*sizes)) is None
     emitted = kernel.emit(op, gpu(), config(*sizes))
     return interpreter.Machine(emitted.run), interpreter.Machine(emitted.pack), emitted.packed
 
@@ -74,7 +74,7 @@ def product(op: LinearOp, x: np.ndarray, weights: Any, biases: Any, dtype: torch
 
 
 def check(op: LinearOp, rows: tuple[int, ...], sizes: Config | None = None) -> None:
-    chosen = sizes or KERNELS[op.dtype].default(op, gpu())
+    chosen = sizes or KERNELS[op.dtype].default_config(op, gpu())
     hold(op, rows, *translated(op, tuple(chosen.values())))
 
 

@@ -66,7 +66,7 @@ class TileKernel:
         """By the default config, unless `sizes` say otherwise; on Hopper in an order drawn by `seed`, if any."""
 
         def run(op: AttentionOp, given: Operands, of_call: Sizes) -> np.ndarray:
-            config = self.config(*sizes) if sizes else self.kernel.default(op, self.profile)
+            config = self.config(*sizes) if sizes else self.kernel.default_config(op, self.profile)
             machine, constants = _translated(self, op, tuple(config.items()), seed)
             y = np.full(output_shape(op, of_call), np.nan, NUMPY[op.dtype])
             machine(*placed(op, given), *constants, y)
@@ -91,7 +91,7 @@ def _translated(
     subject: TileKernel, op: AttentionOp, config: tuple[tuple[str, int], ...], seed: int | None
 ) -> tuple[interpreter.Machine, tuple[np.ndarray, ...]]:
     kernel, profile = subject.kernel, subject.profile
-    assert kernel.applies(op, profile) is None and kernel.unfit(op, profile, dict(config)) is None
+    assert kernel.why_not(op, profile) is None and kernel.why_not_config(op, profile, dict(config)) is None
     emitted = kernel.emit(op, profile, dict(config))
     is_of_roles = isinstance(kernel, HopperAttentionKernel)
     machine = HopperMachine(emitted.run, seed=seed) if is_of_roles else interpreter.Machine(emitted.run)

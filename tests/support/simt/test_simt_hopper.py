@@ -26,9 +26,9 @@ from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles, Tenso
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     barrier,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
     store,
     warp_barrier,
 )
@@ -134,8 +134,8 @@ def product(change: str = "") -> HopperMachine:
 
 def _body(change: str, tensor: Tensor, y: Expr, thread: Expr) -> None:
     pool = T.alloc_buffer((16384,), "uint16", scope="shared.dyn")
-    begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(pool[0])), "uint32")
-    first = settle(T.bitwise_and(begin + T.uint32(1023), T.uint32(2**32 - 1024)), "uint32")
+    begin = materialize(T.cuda.cvta_generic_to_shared(T.address_of(pool[0])), "uint32")
+    first = materialize(T.bitwise_and(begin + T.uint32(1023), T.uint32(2**32 - 1024)), "uint32")
     tiles = SwizzledTiles(first, 1, KEYS, WIDTH)
     full = first + T.uint32(tiles.bytes)
     with T.If(thread == 0), T.Then():
@@ -150,15 +150,15 @@ def _body(change: str, tensor: Tensor, y: Expr, thread: Expr) -> None:
             words.arrive_expecting(full, tiles.bytes + more)
             tiles.load(T.int32(0), tensor, T.int32(0), T.int32(0), T.int32(0), full)
         with T.Else():
-            _multiply(change, tiles, full, y, settle(thread - 128))
+            _multiply(change, tiles, full, y, materialize(thread - 128))
 
 
 def _multiply(change: str, tiles: SwizzledTiles, full: Expr, y: Expr, thread: Expr) -> None:
     sums, left = registers(KEYS // 2), registers(4, "uint32")
     for i in range(4):
-        put(left, i, T.uint32(0x3C003C00))  # ones
+        set_register(left, i, T.uint32(0x3C003C00))  # ones
     for i in range(KEYS // 2):
-        put(sums, i, T.float32(0))
+        set_register(sums, i, T.float32(0))
     if change != "nobody waits":
         words.wait(full, T.int32(1 if change == "the wrong phase" else 0))
     if change == "stored plainly":
@@ -224,11 +224,11 @@ def stored(change: str = "") -> HopperMachine:
         tensor.encode()
         with T.launch_thread("blockIdx.x", T.int64(1)), T.launch_thread("threadIdx.x", 128) as thread:
             pool = T.alloc_buffer((8192,), "uint16", scope="shared.dyn")
-            begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(pool[0])), "uint32")
-            first = settle(T.bitwise_and(begin + T.uint32(1023), T.uint32(2**32 - 1024)), "uint32")
+            begin = materialize(T.cuda.cvta_generic_to_shared(T.address_of(pool[0])), "uint32")
+            first = materialize(T.bitwise_and(begin + T.uint32(1023), T.uint32(2**32 - 1024)), "uint32")
             tiles = SwizzledTiles(first, 1, 64, 64)
-            warp, lane = settle(T.truncdiv(thread, T.int32(32))), settle(T.truncmod(thread, T.int32(32)))
-            row = settle(warp * 16)
+            warp, lane = materialize(T.truncdiv(thread, T.int32(32))), materialize(T.truncmod(thread, T.int32(32)))
+            row = materialize(warp * 16)
             for i in range(16):
                 store(tiles.address(T.int32(0), row + i, 2 * lane), [T.cast((row + i) * 32 + lane, "uint32")])
             if change != "no fence":
@@ -275,7 +275,7 @@ def roles(body: Callable[[Expr], None], *, bounded: bool = True) -> None:
             words.one_block() if bounded else nullcontext(),
         ):
             T.alloc_buffer((8,), "uint16", scope="shared.dyn")
-            body(settle(T.truncdiv(thread, T.int32(128))))
+            body(materialize(T.truncdiv(thread, T.int32(128))))
     HopperMachine(builder.get())()
 
 

@@ -13,7 +13,7 @@ from mhsa_compile.frontend.canonicalize.microsoft import attention, group_query_
 from mhsa_compile.frontend.canonicalize.microsoft.node import NotYet, Theirs
 from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import Tensors
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
-from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import settle
+from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.onnx_graph import attributes
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 
@@ -72,7 +72,7 @@ def rewrite(
                 blocks.append(AttentionCoverage(known.name, f"{DOMAIN}.{node.op_type}", True, known.note))
         if len(waiting) == len(theirs):
             raise waiting[0]
-        model = settle(rewriter.finished(), limits)
+        model = propagate_shapes(rewriter.finished(), limits)
     return model, blocks
 
 

@@ -26,7 +26,7 @@ _MOST_ROUNDS = 500  # each lets the shapes of a few nodes more be inferred; a mo
 _MADE_UP = "unk__"  # how onnx begins the names of the symbols that it makes up, anew each time
 
 
-def settle(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
+def propagate_shapes(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
     """The model with all that is known of it as constants, the targets of Reshape and Expand among that.
 
     `limits` is told symbols and the largest size they may have: that of a table of which a part is taken. Shapes are

@@ -13,9 +13,9 @@ from mhsa_compile.kernels.cpu.simd import vector_math
 from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
-    bind,
     constant,
-    settle,
+    let,
+    materialize,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp, MaskInput
 
@@ -24,7 +24,7 @@ MaskReader = Callable[[Expr, Expr, Expr], Expr]  # (head, query, key) -> the mas
 
 def mask_reader(mask: Expr, b: Expr) -> MaskReader:
     """Reads the mask at (head, query, key), a bool or a float32; clamping each index makes an axis of 1 broadcast."""
-    last = [bind(size - 1) for size in mask.shape]
+    last = [let(size - 1) for size in mask.shape]
 
     def read(head: Expr, query: Expr, key: Expr) -> Expr:
         at = [T.min(i, end) for i, end in zip((b, head, query, key), last, strict=True)]
@@ -45,10 +45,10 @@ class CpuExtraInputs(ExtraInputs):
     """Numbers of keys are int64 here."""
 
     def keys(self, b: Expr, kv_length: Expr) -> Expr:
-        return kv_length if self.lengths is None else settle(self.held(b, kv_length))
+        return kv_length if self.lengths is None else materialize(self.held(b, kv_length))
 
     def settled(self, value: Expr) -> Expr:
-        return settle(value, "float32")
+        return materialize(value, "float32")
 
     def element(self, buffer: Expr, head: Expr) -> Expr:
         return load_wide(buffer, [head], 1)
@@ -58,7 +58,7 @@ def place_of(op: AttentionOp, query: Expr, q_length: Expr | int, kv_length: Expr
     """Where a query stands among the keys: what its band, and the distance to a key, are counted from."""
     if op.band is None or op.band.alignment == "top_left":
         return query
-    return settle(query + kv_length - q_length)
+    return materialize(query + kv_length - q_length)
 
 
 def capped(op: AttentionOp, score: Expr, lanes: int) -> Expr:

@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
-from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band
 from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mmla
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
@@ -31,12 +31,12 @@ from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts,
 from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
 from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available, matrix
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import (
     Config,
     Emitted,
-    unfit_tile,
     unknown_knobs,
+    why_not_tile,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.target.profile import CpuProfile
@@ -48,14 +48,14 @@ class CpuAttentionKernel:
     name = "cpu.attention"
     op_type = AttentionOp
 
-    def applies(self, op: AttentionOp, profile: CpuProfile) -> str | None:
+    def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
         if op.static_mask is not None and op.mask_mod is not None:
             return "a static mask or a mask_mod, not both"
-        return unfit_scores(op, functions=True)
+        return why_not_scores(op, functions=True)
 
-    def space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")
         return {
             "queries": tuple(lanes * n for n in (1, 2, 3, 4, 6)),
@@ -63,16 +63,16 @@ class CpuAttentionKernel:
             "keys": (24, 48, 60, 64, 72, 96, 120, 128, 192, 256, 384),
         }
 
-    def unfit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
+    def why_not_config(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("queries", "key_tile", "keys")):
             return reason
         queries, key_tile, keys = config["queries"], config["key_tile"], config["keys"]
         if keys % key_tile:
             return f"a block of {keys} keys is no whole number of tiles of {key_tile}"
         columns = -(-queries // profile.vector_lanes("float32"))
-        return unfit_tile(key_tile, columns, profile.hardware.vector_registers)
+        return why_not_tile(key_tile, columns, profile.hardware.vector_registers)
 
-    def default(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
+    def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the fewest loads a product; a block of keys whose P^T and V fill two thirds of L1."""
         # Of 32 registers 4 x 4 accumulators leave room for the exponentials beside them; of 16, 6 x 2 was the fastest.
         columns, key_tile = (4, 4) if profile.hardware.vector_registers >= 32 else (2, 6)
@@ -109,20 +109,20 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
             views = None if planned is None else plan_arguments(planned)
             y = given.output()
             batch, q_length, inputs, extras = given.batch, given.q_length, given.inputs, given.extras
-            tiles = settle(ceil_div(q_length, queries))
-            total = settle(batch * T.int64(op.num_heads) * tiles)
+            tiles = materialize(ceil_div(q_length, queries))
+            total = materialize(batch * T.int64(op.num_heads) * tiles)
             with _imported(dot), T.parallel(total) as index:
 
                 def task(index: Expr) -> tuple[Expr, Expr, Expr, Runs | None]:
                     """(batch entry, head, first query, runs) of a task; all tiles of a head come one after another."""
-                    b, h = _entry_and_head(op, settle(T.truncdiv(index, tiles)), batch)
-                    tile_index, runs = tile_and_runs(op, settle(T.truncmod(index, tiles)), tiles, h, views)
-                    return b, h, settle(tile_index * queries), runs
+                    b, h = _entry_and_head(op, materialize(T.truncdiv(index, tiles)), batch)
+                    tile_index, runs = tile_and_runs(op, materialize(T.truncmod(index, tiles)), tiles, h, views)
+                    return b, h, materialize(tile_index * queries), runs
 
                 b, h, first_query, runs = task(index)
                 # As a rule the same thread's next task: its rows of Q are asked for meanwhile.
-                next_b, next_h, next_first, _ = task(settle(T.min(index + 1, total - 1)))
-                g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+                next_b, next_h, next_first, _ = task(materialize(T.min(index + 1, total - 1)))
+                g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
                 q = inputs[op.query.buffer]
                 operands = TaskOperands(
                     op,
@@ -168,9 +168,9 @@ def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Ex
     """Heads of one entry come together; of entries with lengths of their own, the entries of one head: an equal share
     of the tasks is then nearly equal work."""
     if op.lengths:
-        return settle(T.truncmod(index, batch)), settle(T.truncdiv(index, batch))
+        return materialize(T.truncmod(index, batch)), materialize(T.truncdiv(index, batch))
     heads = T.int64(op.num_heads)
-    return settle(T.truncdiv(index, heads)), settle(T.truncmod(index, heads))
+    return materialize(T.truncdiv(index, heads)), materialize(T.truncmod(index, heads))
 
 
 def plan_arguments(planned: CpuBlockSparsity) -> list[Expr]:
@@ -187,9 +187,9 @@ def tile_and_runs(
     order, index, runs, bits = views
     # One plan for all heads, where the mask is the same for all.
     head = T.int64(0) if int(order.shape[0]) == 1 else h
-    tile = settle(T.cast(order[head, turn], "int64"))
-    entry = settle(head * tiles + tile)
-    first, end = (settle(T.cast(index[at], "int64")) for at in (entry, entry + 1))
+    tile = materialize(T.cast(order[head, turn], "int64"))
+    entry = materialize(head * tiles + tile)
+    first, end = (materialize(T.cast(index[at], "int64")) for at in (entry, entry + 1))
     return tile, Runs(first, end, runs, bits)
 
 

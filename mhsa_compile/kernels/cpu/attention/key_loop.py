@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.attention.masking import Bits, TileMask
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, settle
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config
 
 
@@ -104,18 +104,18 @@ class KeyLoop:
         first, end = self.visibility.seen_by_any()
         size, blocks = self._blocks(first, end)
         with T.serial(blocks) as turn:
-            first_key = settle(first + self._in_order(turn, T.int64(0), blocks) * size)
-            self._visit(first_key, settle(T.min(size, end - first_key)))
+            first_key = materialize(first + self._in_order(turn, T.int64(0), blocks) * size)
+            self._visit(first_key, materialize(T.min(size, end - first_key)))
 
     def _blocks(self, first: Expr, end: Expr) -> tuple[Expr, Expr]:
         """(keys of a block, a multiple of `key_tile` of them; how many blocks)."""
         if not self.route.equal_blocks:
-            return T.int64(self.keys), settle(ceil_div(end - first, self.keys))
-        length = settle(end - first)
-        fewest = settle(T.max(T.int64(1), ceil_div(length, self.keys)))
-        size = settle(ceil_div(ceil_div(length, fewest), self.key_tile) * self.key_tile)
+            return T.int64(self.keys), materialize(ceil_div(end - first, self.keys))
+        length = materialize(end - first)
+        fewest = materialize(T.max(T.int64(1), ceil_div(length, self.keys)))
+        size = materialize(ceil_div(ceil_div(length, fewest), self.key_tile) * self.key_tile)
         # Without keys the size is 0, which nothing is to be divided by.
-        return size, settle(ceil_div(length, T.max(T.int64(1), size)))
+        return size, materialize(ceil_div(length, T.max(T.int64(1), size)))
 
     def _in_order(self, turn: Expr, first: Expr, end: Expr) -> Expr:
         return first + end - 1 - turn if self.route.backwards else turn
@@ -148,21 +148,21 @@ class KeyLoop:
         self.visitor.end_block(VisitedBlock(first_key, count, groups, hides))
 
     def _groups(self, count: Expr) -> Expr:
-        return settle(ceil_div(count, self.key_tile))
+        return materialize(ceil_div(count, self.key_tile))
 
     def _bounds(self, first_key: Expr, groups: Expr) -> tuple[Expr, Expr]:
         """(first, end): every row sees all of the groups between them."""
         # Both rounded inwards: a group of which some is hidden takes the masks.
         from_key, to_key = self.visibility.seen_by_all()
-        first = settle(T.max(T.int64(0), T.min(groups, ceil_div(from_key - first_key, self.key_tile))))
-        return first, settle(T.max(first, T.min(groups, T.truncdiv(to_key - first_key, T.int64(self.key_tile)))))
+        first = materialize(T.max(T.int64(0), T.min(groups, ceil_div(from_key - first_key, self.key_tile))))
+        return first, materialize(T.max(first, T.min(groups, T.truncdiv(to_key - first_key, T.int64(self.key_tile)))))
 
     # Runs of a static mask.
 
     def _visit_runs(self, runs: Runs) -> None:
         with T.serial(runs.first, runs.end) as turn:
             number = self._in_order(turn, runs.first, runs.end)
-            run = _Run(*(settle(T.cast(runs.runs[number, i], "int64")) for i in range(3)))
+            run = _Run(*(materialize(T.cast(runs.runs[number, i], "int64")) for i in range(3)))
             # The plan does not know how many keys a call's entries have, nor a band that is counted from their end.
             if self.visibility.op.lengths:
                 self._visit_cut(runs, run)
@@ -184,7 +184,7 @@ class KeyLoop:
     def _visit_cut(self, runs: Runs, run: _Run) -> None:
         """What the keys of the batch entry, and a band counted from their end, leave of a run."""
         first, end = self.visibility.seen_by_any()
-        run = _Run(run.first_key, settle(T.min(run.count, end - run.first_key)), run.row)
+        run = _Run(run.first_key, materialize(T.min(run.count, end - run.first_key)), run.row)
         with T.If(T.And(run.count > 0, run.first_key + run.count > first)), T.Then(), T.If(run.row < 0):
             with T.Then():
                 self._visit(run.first_key, run.count)
@@ -214,7 +214,7 @@ class KeyLoop:
     def _seen(self, first: Expr, end: Expr, first_key: Expr) -> None:
         """Every row sees all of them."""
         with T.serial(first, end) as group:
-            base = settle(group * self.key_tile)
+            base = materialize(group * self.key_tile)
             rows = [first_key + base + r for r in range(self.key_tile)]
             self.visitor.add_group(KeyGroup(base, first_key + base, rows, self.query_columns, hides=False))
 
@@ -227,15 +227,15 @@ class KeyLoop:
             if c + 1 < len(self.query_columns):
                 # From this key on, the column sees nothing: its last lane sees up to rightmost + its number.
                 beyond = self.visibility.rightmost + self.query_columns[c + 1][0] - first_key
-                stop = settle(T.max(first, T.min(end, ceil_div(beyond, self.key_tile))))
+                stop = materialize(T.max(first, T.min(end, ceil_div(beyond, self.key_tile))))
             self._hidden(first, stop, first_key, self.query_columns[c:])
             first = stop
 
     def _hidden(self, first: Expr, end: Expr, first_key: Expr, columns: list[Chunk]) -> None:
         """Some is hidden."""
         with T.serial(first, end) as group:
-            base = settle(group * self.key_tile)
+            base = materialize(group * self.key_tile)
             # Beyond the last key the last one is read again; what it gives is hidden.
             last = self.visibility.kv_length - 1
-            rows = [settle(T.min(first_key + (base + r), last)) for r in range(self.key_tile)]
+            rows = [materialize(T.min(first_key + (base + r), last)) for r in range(self.key_tile)]
             self.visitor.add_group(KeyGroup(base, first_key + base, rows, columns, hides=True))

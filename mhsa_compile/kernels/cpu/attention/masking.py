@@ -21,10 +21,10 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     Expr,
     any_lane,
-    bind,
     constant,
+    let,
     load,
-    settle,
+    materialize,
     splat,
     store,
 )
@@ -74,8 +74,8 @@ class TileMask:
         self.place = place_of(op, first_query, q_length, kv_length)  # of lane 0 among the keys
         self.leftmost = self.rightmost = None  # the first and the last key that lane 0 sees; lane i sees i further
         if op.band is not None:
-            self.leftmost = None if op.band.left is None else settle(self.place - op.band.left)
-            self.rightmost = None if op.band.right is None else settle(self.place + op.band.right)
+            self.leftmost = None if op.band.left is None else materialize(self.place - op.band.left)
+            self.rightmost = None if op.band.right is None else materialize(self.place + op.band.right)
         self._bias = T.alloc_buffer((keys, queries), "float32") if self._is_dense else None
         self.columns = vectors.chunks(queries, lanes)
         self.mask_mod, self.score_mod = (self._function(functions, name) for name in ("mask_mod", "score_mod"))
@@ -89,14 +89,14 @@ class TileMask:
             return None
         function = TaskFunction(given.tensors, name, self.queries, frozenset({"q_idx"}))
         first, last = (place_of(self.op, i, self.q_length, self.kv_length) for i in (T.int64(0), self.q_length - 1))
-        low, high = (settle(T.cast(end, "int32"), "int32") for end in (first, last))
-        b, h = (number(settle(value)) for value in (given.b, given.h))
+        low, high = (materialize(T.cast(end, "int32"), "int32") for end in (first, last))
+        b, h = (number(materialize(value)) for value in (given.b, given.h))
         for lane, lanes in self.columns:
             # Rows beyond the last one are as the last one, so that nothing is read from outside of a tensor.
             ahead = T.Ramp(T.int32(0), T.int32(1), lanes) if lanes > 1 else T.int32(0)
-            place = splat(settle(T.cast(self.place + lane, "int32"), "int32"), lanes) + ahead
+            place = splat(materialize(T.cast(self.place + lane, "int32"), "int32"), lanes) + ahead
             held = T.max(splat(low, lanes), T.min(splat(high, lanes), place))
-            q_idx = Value(settle(held, "int32", lanes), "int32", lanes)
+            q_idx = Value(materialize(held, "int32", lanes), "int32", lanes)
             function.prepare(lane, lanes, {"b": b, "h": h, "q_idx": q_idx})
         return function
 
@@ -110,7 +110,7 @@ class TileMask:
         them."""
         if self._modified is None:
             return score
-        score = settle(score, "float32", column[1])
+        score = materialize(score, "float32", column[1])
         store(self._modified, [row, T.int64(column[0])], score, column[1])
         return score
 
@@ -122,15 +122,15 @@ class TileMask:
         for tile in (seen, hidden):
             tile.each(lambda r, c: splat(T.int32(0), self.columns[c][1]))
         with T.serial(count) as row:
-            key = number(settle(first_key + row))
+            key = number(materialize(first_key + row))
             for c, (lane, lanes) in enumerate(self.columns):
-                bias = settle(function.bias(lane, lanes, key), "float32", lanes)
+                bias = materialize(function.bias(lane, lanes, key), "float32", lanes)
                 store(buffer, [row, T.int64(lane)], bias, lanes)
                 one, nothing = splat(T.int32(1), lanes), constant(HIDDEN, lanes)
                 seen.set(0, c, T.Select(bias == nothing, seen.get(0, c), one))
                 # NaN is not seen, either: the masks make a score of it.
                 hidden.set(0, c, T.Select(bias == constant(SEEN, lanes), hidden.get(0, c), one))
-        self._mod_hides = settle(T.cast(self._any(hidden), "int32"), "int32")
+        self._mod_hides = materialize(T.cast(self._any(hidden), "int32"), "int32")
         return self._any(seen)
 
     def _any(self, flags: vectors.RegisterTile) -> Expr:
@@ -155,10 +155,10 @@ class TileMask:
         """(first, end): no row sees a key outside."""
         first, end = T.int64(0), self.kv_length
         if self.leftmost is not None:
-            first = settle(T.max(first, T.min(self.leftmost, self.kv_length)))
+            first = materialize(T.max(first, T.min(self.leftmost, self.kv_length)))
         if self.rightmost is not None:
             # What the last lane sees: it is `queries` - 1 further than lane 0, and the end is one behind.
-            end = settle(T.max(first, T.min(end, self.rightmost + self.queries)))
+            end = materialize(T.max(first, T.min(end, self.rightmost + self.queries)))
         return first, end
 
     def seen_by_all(self) -> tuple[Expr, Expr]:
@@ -172,15 +172,15 @@ class TileMask:
             end = T.min(end, self.rightmost + 1)
         if self._mod_hides is not None:
             end = T.Select(self._mod_hides != T.int32(0), T.int64(0), end)
-        return settle(first), settle(end)
+        return materialize(first), materialize(end)
 
     def seen_by_rows(self, base: Expr, rows: int, first_key: Expr, count: Expr) -> tuple[Expr, Expr]:
         """(first, end) within a block: no lane of base .. base + rows sees a key of it outside."""
         first, end = T.int64(0), count
         if self.leftmost is not None:
-            first = settle(T.max(first, T.min(count, self.leftmost + base - first_key)))
+            first = materialize(T.max(first, T.min(count, self.leftmost + base - first_key)))
         if self.rightmost is not None:
-            end = settle(T.max(first, T.min(count, self.rightmost + (base + rows) - first_key)))
+            end = materialize(T.max(first, T.min(count, self.rightmost + (base + rows) - first_key)))
         return first, end
 
     def read_block(self, first_key: Expr, count: Expr) -> None:
@@ -190,7 +190,7 @@ class TileMask:
         assert self.mask is not None
         # Row by row, as the mask lies in memory; stored with the queries along the lanes, as scores are.
         with T.serial(T.int64(self.queries)) as i:
-            query = settle(T.min(self.first_query + i, self.q_length - 1))
+            query = materialize(T.min(self.first_query + i, self.q_length - 1))
             with T.serial(count) as j:
                 store(self._bias, [j, i], mask_bias(self.op.mask, self.mask(query, first_key + j)), 1)
 
@@ -207,20 +207,20 @@ class TileMask:
                 return score
         if self.mask is not None:
             if self._bias is not None:
-                bias = bind(load(self._bias, [row, T.int64(first)], lanes))
+                bias = let(load(self._bias, [row, T.int64(first)], lanes))
             else:
-                bias = splat(bind(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
+                bias = splat(let(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
             # Not the sum alone: NaN - infinity would be NaN, where the score is hidden.
             score = T.Select(bias == hidden, hidden, score + bias)
         if self._mod_bias is not None:
-            bias = bind(load(self._mod_bias, [row, T.int64(first)], lanes))
+            bias = let(load(self._mod_bias, [row, T.int64(first)], lanes))
             score = T.Select(bias == hidden, hidden, score + bias)
         # One subtraction a key in int64, then int32, whose vectors have as many lanes as the scores'.
         if self.rightmost is not None:  # lane i sees it if it is at most rightmost + i
-            frontier = T.cast(settle(key - self.rightmost - first), "int32")
+            frontier = T.cast(materialize(key - self.rightmost - first), "int32")
             score = T.Select(splat(frontier, lanes) <= lane, score, hidden)
         if self.leftmost is not None:
-            frontier = T.cast(settle(key - self.leftmost - first), "int32")
+            frontier = T.cast(materialize(key - self.leftmost - first), "int32")
             score = T.Select(splat(frontier, lanes) >= lane, score, hidden)
         # Beyond the last key its row was read again; the number tells.
         return T.Select(splat(key < self.kv_length, lanes), score, hidden)

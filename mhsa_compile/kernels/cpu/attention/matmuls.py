@@ -26,9 +26,9 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     constant,
     elements,
     load,
+    materialize,
     prefetch,
     scratch,
-    settle,
     store,
 )
 from mhsa_compile.kernels.interface.kernel import CACHE_LINE
@@ -55,7 +55,7 @@ class TaskOperands:
     def query_rows(self, first: Expr, count: int) -> list[Expr]:
         """Rows first .. first + count of the tile, each clamped to the last; those beyond are never written out."""
         last = self.q_length - 1
-        return [settle(T.min(self.first_query + (first + i), last)) for i in range(count)]
+        return [materialize(T.min(self.first_query + (first + i), last)) for i in range(count)]
 
     def value_row(self, key: Expr, column: Chunk) -> Expr:
         """A vector of V's row `key`, as float32."""

@@ -22,8 +22,8 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     RegisterTile,
     constant,
     load,
+    materialize,
     scratch,
-    settle,
     splat,
     store,
 )
@@ -116,7 +116,7 @@ class PairedProducts:
         with T.serial(T.truncdiv(count, T.int64(2))) as pair:
             for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [pair + self.lead, T.int64(first)]
-                word = settle(load(self.probs, at, lanes), "int32", lanes)
+                word = materialize(load(self.probs, at, lanes), "int32", lanes)
                 factor = load(factors, [T.int64(first)], lanes)
                 low, high = (bfloat16_bits(_half(word, side, lanes) * factor, lanes) for side in (0, 1))
                 both = low | (high << splat(T.uint32(16), lanes))

@@ -21,11 +21,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     Expr,
     RegisterTile,
-    bind,
     constant,
+    let,
     load,
+    materialize,
     scratch,
-    settle,
     splat,
     store,
 )
@@ -90,8 +90,8 @@ class MatrixProducts:
                 _words(load(key.buffer, key.at(row, e * WORD), words * WORD), words)
                 for row in keys[2 * line : 2 * line + 2]
             ]
-            found = [bind(words) for words in found]
-            return [bind(T.Shuffle(found, [T.int32(i), T.int32(words + i)])) for i in range(words)]
+            found = [let(words) for words in found]
+            return [let(T.Shuffle(found, [T.int32(i), T.int32(words + i)])) for i in range(words)]
 
         def add(e: Expr, words: int) -> None:
             pairs = [rows(line, e, words) for line in range(sums.rows)]
@@ -106,7 +106,7 @@ class MatrixProducts:
             # Two words of a key are one load of 16 bytes; an odd last one comes by itself.
             twice = (end - first) // 2
             with T.serial(T.int64(twice)) as turn:
-                add(settle(first + turn * 2), 2)
+                add(materialize(first + turn * 2), 2)
             if (end - first) % 2:
                 add(T.int64(end - 1), 1)
             between(i)
@@ -115,9 +115,9 @@ class MatrixProducts:
 
     def _multiply(self, sums: RegisterTile, lines: Callable[[int], Expr], columns: Callable[[int], Expr]) -> None:
         """sums[l, c] += lines(l) columns(c). Column by column: whole rows of columns would not fit beside the sums."""
-        factors = [bind(lines(line)) for line in range(sums.rows)]
+        factors = [let(lines(line)) for line in range(sums.rows)]
         for c in range(len(sums.columns)):
-            column = bind(columns(c))
+            column = let(columns(c))
             for line, factor in enumerate(factors):
                 sums.set(line, c, self.dot.accumulate(sums.get(line, c), factor, column))
 
@@ -130,7 +130,7 @@ class MatrixProducts:
     def _each_row(self, sums: RegisterTile, take: Callable[[int, int, Expr], None]) -> None:
         for line in range(sums.rows):
             for c in range(len(sums.columns)):
-                for number, part in enumerate(self.dot.unzipped(bind(sums.get(line, c)))):
+                for number, part in enumerate(self.dot.unzipped(let(sums.get(line, c)))):
                     take(2 * line + number, c, part)
 
     def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
@@ -145,23 +145,23 @@ class MatrixProducts:
         with T.serial(T.truncdiv(count, T.int64(WORD))) as j:
             for first, lanes in vectors.chunks(self.queries, self.lanes):
                 at = [j + self.lead, T.int64(first)]
-                word = settle(load(self.probs, at, lanes), "int64", lanes)
+                word = materialize(load(self.probs, at, lanes), "int64", lanes)
                 factor = load(factors, [T.int64(first)], lanes)
                 new = splat(T.int64(0), lanes)
                 for place in range(WORD):
                     bits = bfloat16_bits(_element(word, T.int64(place), lanes) * factor, lanes)
                     wide = T.cast(bits, vector_type("int64", lanes)) << splat(T.int64(16 * place), lanes)
-                    new = settle(new | wide, "int64", lanes)
+                    new = materialize(new | wide, "int64", lanes)
                 store(self.probs, at, new, lanes)
 
     def take_values(self, first_key: Expr, count: Expr) -> None:
         """values[j] = rows 4 j .. 4 j + 3 of the block side by side; beyond the block, zeros."""
-        whole = settle(T.truncdiv(count, T.int64(WORD)))
+        whole = materialize(T.truncdiv(count, T.int64(WORD)))
         with T.serial(whole) as j:
-            self._take_word(j, [(settle(first_key + (j * WORD + i)), None) for i in range(WORD)])
+            self._take_word(j, [(materialize(first_key + (j * WORD + i)), None) for i in range(WORD)])
         with T.If(whole * WORD < count), T.Then():
-            keys = [settle(whole * WORD + i) for i in range(WORD)]
-            self._take_word(whole, [(settle(first_key + T.min(key, count - 1)), key < count) for key in keys])
+            keys = [materialize(whole * WORD + i) for i in range(WORD)]
+            self._take_word(whole, [(materialize(first_key + T.min(key, count - 1)), key < count) for key in keys])
 
     def _take_word(self, j: Expr, rows: list[tuple[Expr, Expr | None]]) -> None:
         """(number of a row, whether it is there) of four."""

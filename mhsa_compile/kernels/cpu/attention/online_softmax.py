@@ -25,11 +25,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
     any_lane,
-    bind,
     constant,
+    let,
     load,
+    materialize,
     scratch,
-    settle,
     store,
 )
 
@@ -59,7 +59,7 @@ class _Constants:
 
     def of(self, group: Expr, number: int) -> Callable[[float, int], Expr]:
         """`constant` for vector `number` of a group."""
-        row = settle((group + number) & T.int64(self.rows - 1))
+        row = materialize((group + number) & T.int64(self.rows - 1))
         return lambda value, lanes: load(self.table, [row, T.int64(self.values.index(value) * self.lanes)], lanes)
 
 
@@ -99,7 +99,7 @@ class OnlineSoftmax:
             nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
             limit, reference, total = nothing, zero, zero
             if (sink := self.scores.sink((first, lanes))) is not None:
-                sink = settle(sink, "float32", lanes)
+                sink = materialize(sink, "float32", lanes)
                 limit, total = sink + constant(RISE, lanes), constant(1.0, lanes)
                 reference = T.Select(sink == nothing, zero, sink)
             store(self.limit, [T.int64(first)], limit, lanes)
@@ -139,7 +139,7 @@ class OnlineSoftmax:
         """The probs of the last group, and the block's sum of probs."""
         # Nothing is multiplied meanwhile: there is no group after it.
         for step in range(self.key_tile // self.products.keys_a_step):
-            self._weigh_pending(settle((groups - 1) * self.key_tile), step)
+            self._weigh_pending(materialize((groups - 1) * self.key_tile), step)
         for lane, lanes in self.query_columns:
             at = [T.int64(lane)]
             store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.block_sum, at, lanes), lanes)
@@ -152,14 +152,14 @@ class OnlineSoftmax:
         taken = self.products.keys_a_step
         first, last = step == 0, (step + 1) * taken == self.key_tile
         # One more than the group's number, which is -1 for what is pending at first.
-        group = None if self.constants is None else settle(T.truncdiv(base, T.int64(self.key_tile)) + 1)
+        group = None if self.constants is None else materialize(T.truncdiv(base, T.int64(self.key_tile)) + 1)
         for c, (lane, lanes) in enumerate(self.query_columns):
             at = [T.int64(lane)]
-            reference = bind(load(self.reference, at, lanes))
+            reference = let(load(self.reference, at, lanes))
             probs = []
             for r in range(step * taken, (step + 1) * taken):
                 score = load(self.pending, [T.int64(r), *at], lanes)
-                probs.append(bind(self._exp2(score - reference, lanes, group, r * len(self.query_columns) + c)))
+                probs.append(let(self._exp2(score - reference, lanes, group, r * len(self.query_columns) + c)))
             self.products.keep_probs(base + step * taken, (lane, lanes), probs)
             total = reduce(add, probs if first else [load(self.group_sum, at, lanes), *probs])
             if last:
@@ -183,7 +183,7 @@ class OnlineSoftmax:
     def _raise_where_exceeded(self, base: Expr, columns: list[Chunk], tile: RegisterTile, key: Expr) -> None:
         """Where a score is too far above the reference: the new one, and all sums so far in its measure. `key` is the
         first of the tile's."""
-        largest = [bind(self._largest(tile, c)) for c in range(len(columns))]
+        largest = [let(self._largest(tile, c)) for c in range(len(columns))]
         exceeded = None
         for (lane, lanes), top in zip(columns, largest, strict=True):
             beyond = top > load(self.limit, [T.int64(lane)], lanes)
@@ -203,14 +203,14 @@ class OnlineSoftmax:
         at, lanes = [T.int64(column[0])], column[1]
         nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
         old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
-        old = settle(old, "float32", lanes)
+        old = materialize(old, "float32", lanes)
         lost = self.scores.move(column, top > old, key)
-        new = settle(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
-        reference = settle(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
+        new = materialize(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
+        reference = materialize(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
         fall = old - reference if lost is None else old - reference - lost
-        factor = settle(vector_math.exp2(fall, lanes), "float32", lanes)
+        factor = materialize(vector_math.exp2(fall, lanes), "float32", lanes)
         store(self.factors, at, factor, lanes)
         # `group_sum` is not among them: the group before is in `block_sum` by now.
         for total in (self.row_sum, self.block_sum):

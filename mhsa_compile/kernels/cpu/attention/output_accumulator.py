@@ -17,12 +17,12 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
     any_lane,
-    bind,
     constant,
+    let,
     load,
+    materialize,
     prefetch,
     scratch,
-    settle,
     splat,
     store,
     zero_if_finite,
@@ -55,7 +55,7 @@ class Accumulator:
     def rescale(self, factors: Expr) -> None:
         """Multiplies each row by its factor."""
         with T.serial(T.int64(self.queries)) as i:
-            factor = bind(factors[i])
+            factor = let(factors[i])
             for first, lanes in self.value_columns:
                 at = [i, T.int64(first)]
                 store(self.accumulator, at, load(self.accumulator, at, lanes) * splat(factor, lanes), lanes)
@@ -65,7 +65,7 @@ class Accumulator:
         rows, groups = self._value_tile()
         for group in groups:
             with T.serial(T.int64(self.queries // rows)) as row_group:
-                base = settle(row_group * rows)
+                base = materialize(row_group * rows)
                 # Keys that none of these rows sees have probs of 0, and are left out.
                 first, end = self.visibility.seen_by_rows(base, rows, first_key, count)
                 tile = RegisterTile(rows, group)
@@ -126,7 +126,7 @@ class Accumulator:
             first, end = self.visibility.seen_by_rows(i, 1, first_key, count)
             with T.serial(first, end) as j:
                 with T.If(self.visibility.sees(i, j, first_key + j)), T.Then():
-                    prob = bind(self.products.prob(j, i))
+                    prob = let(self.products.prob(j, i))
                     for column in self.value_columns:
                         at, lanes = [i, T.int64(column[0])], column[1]
                         value = self.products.operands.value_row(first_key + j, column)
@@ -136,9 +136,9 @@ class Accumulator:
     def write(self, output: HeadView, row_sum: Expr) -> None:
         """Y = O / l, and zeros where a row saw nothing."""
         rows = T.min(T.int64(self.queries), self.visibility.q_length - self.visibility.first_query)
-        with T.serial(bind(rows)) as i:
-            total = bind(row_sum[i])
-            inverse = bind(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
+        with T.serial(let(rows)) as i:
+            total = let(row_sum[i])
+            inverse = let(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
             for first, lanes in self.value_columns:
                 value = load(self.accumulator, [i, T.int64(first)], lanes) * splat(inverse, lanes)
                 index = output.at(self.visibility.first_query + i, T.int64(first))

@@ -20,10 +20,10 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     Expr,
     RegisterTile,
-    bind,
+    let,
     load,
+    materialize,
     scratch,
-    settle,
     splat,
     store,
 )
@@ -51,7 +51,7 @@ class ScoreMods:
         score_mod, keep = self.visibility.score_mod, self.visibility.keep_modified
         if score_mod is None:
             return
-        numbers = [number(settle(key)) for key in keys]
+        numbers = [number(materialize(key)) for key in keys]
 
         def modified(r: int, c: int) -> Expr:
             score = score_mod.score(*tile.columns[c], numbers[r], tile.get(r, c))
@@ -75,7 +75,7 @@ class ScoreMods:
             return
         unbiased = self.unbiased
         # A key's number is exact in float32 up to 2^24.
-        numbers = [settle(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
+        numbers = [materialize(T.cast(first_key + r, "float32"), "float32") for r in range(tile.rows)]
 
         def biased(r: int, c: int) -> Expr:
             first, lanes = tile.columns[c]
@@ -89,11 +89,11 @@ class ScoreMods:
         if self.origins is None:
             return None
         first, lanes = column
-        old = settle(load(self.origins, [T.int64(first)], lanes), "float32", lanes)
-        new = splat(settle(T.cast(key, "float32"), "float32"), lanes)
-        new = settle(T.Select(whether, new, old), "float32", lanes)
+        old = materialize(load(self.origins, [T.int64(first)], lanes), "float32", lanes)
+        new = splat(materialize(T.cast(key, "float32"), "float32"), lanes)
+        new = materialize(T.Select(whether, new, old), "float32", lanes)
         store(self.origins, [T.int64(first)], new, lanes)
-        return settle(self._slope(column) * (new - old), "float32", lanes)
+        return materialize(self._slope(column) * (new - old), "float32", lanes)
 
     def sink(self, column: Chunk) -> Expr | None:
         """The sink, while the origins are the places."""
@@ -110,5 +110,5 @@ class ScoreMods:
     def _places(self, column: Chunk) -> Expr:
         first, lanes = column
         lane = T.Ramp(T.int32(first), T.int32(1), lanes) if lanes > 1 else T.int32(first)
-        places = splat(bind(T.cast(self.place, "int32")), lanes) + lane
+        places = splat(let(T.cast(self.place, "int32")), lanes) + lane
         return T.cast(places, vector_type("float32", lanes))

@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
-from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, unfit_for_few_queries
+from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, why_not_few_queries
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
 from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
@@ -28,18 +28,18 @@ from mhsa_compile.kernels.cpu.simd import dot_product, vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
-    bind,
     constant,
+    let,
     load,
-    settle,
+    materialize,
     splat,
     store,
 )
 from mhsa_compile.kernels.interface.kernel import (
     Config,
     Emitted,
-    unfit_tile,
     unknown_knobs,
+    why_not_tile,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.target.profile import CpuProfile
@@ -59,13 +59,11 @@ class CpuDecodeKernel:
     name = "cpu.decode"
     op_type = AttentionOp
 
-    def applies(self, op: AttentionOp, profile: CpuProfile) -> str | None:
+    def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         has_dot = dot_product.available(profile, op.dtype) or dot_product.matrix(profile, op.dtype)
-        return unfit_for_few_queries(
-            op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS, functions=True
-        )
+        return why_not_few_queries(op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS, functions=True)
 
-    def space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {
             "keys": (32, 64, 128, 256, 512, 1024),
             "value_rows": (1, 2, 3, 4, 6, 8),
@@ -73,12 +71,12 @@ class CpuDecodeKernel:
             "least_keys": (64, 128, 256, 512),
         }
 
-    def unfit(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
+    def why_not_config(self, op: AttentionOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("keys", "value_rows", "value_columns", "least_keys")):
             return reason
-        return unfit_tile(config["value_rows"], config["value_columns"], profile.hardware.vector_registers)
+        return why_not_tile(config["value_rows"], config["value_columns"], profile.hardware.vector_registers)
 
-    def default(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
+    def default_config(self, op: AttentionOp, profile: CpuProfile) -> dict[str, int]:
         """Blocks whose values fill a quarter of L2, from where the second tile of rows reads them again."""
         columns = len(vectors.chunks(op.v_head_dim, profile.vector_lanes("float32")))
         rows, columns = _value_tile(rows_of_key_head(op), columns, profile.hardware.vector_registers)
@@ -180,8 +178,8 @@ class _Decode:
 
     def _heads(self, head: Expr) -> Heads:
         op, groups = self.op, T.int64(self.op.num_kv_heads)
-        b, g = settle(T.truncdiv(head, groups)), settle(T.truncmod(head, groups))
-        first = settle(g * self.ratio)
+        b, g = materialize(T.truncdiv(head, groups)), materialize(T.truncmod(head, groups))
+        first = materialize(g * self.ratio)
         return Heads(
             query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
             key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
@@ -197,11 +195,11 @@ class _Decode:
     def _write(self, head: Expr, row: Expr, total: Expr, accumulator: Callable[[Expr, int], Expr]) -> None:
         """One row of Y: accumulator / total, zeros where nothing was visible."""
         groups, ratio = T.int64(self.op.num_kv_heads), T.int64(self.ratio)
-        b, g = settle(T.truncdiv(head, groups)), settle(T.truncmod(head, groups))
-        query, h = settle(T.truncdiv(row, ratio)), settle(g * self.ratio + T.truncmod(row, ratio))
+        b, g = materialize(T.truncdiv(head, groups)), materialize(T.truncmod(head, groups))
+        query, h = materialize(T.truncdiv(row, ratio)), materialize(g * self.ratio + T.truncmod(row, ratio))
         out: HeadView = head_view(self.y, self.op.output, self.op.v_head_dim, b, h)
-        total = bind(total)
-        inverse = bind(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
+        total = let(total)
+        inverse = let(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
         each_vector(
             self.op.v_head_dim,
             self.lanes,
@@ -224,7 +222,7 @@ class _Decode:
             whole = T.alloc_buffer((width,), "float32")
             each_vector(width, self.lanes, lambda at, n: store(whole, [at], constant(0.0, n), n))
             with T.serial(count) as s:
-                factor = bind(vector_math.exp2(below_largest(first + s), 1))
+                factor = let(vector_math.exp2(below_largest(first + s), 1))
                 T.buffer_store(total, total[0] + factor * self.statistics[first + s, T.int64(1), row], zero)
                 each_vector(width, self.lanes, lambda at, n: add(first + s, row, factor, at, n))
             self._write(head, row, total[0], lambda at, n: load(whole, [at], n))
@@ -241,7 +239,7 @@ class _Decode:
             with T.serial(count) as s:
                 T.buffer_store(largest, T.max(largest[0], maximum(first + s)), zero)
             # Where no part saw anything all maxima are -inf, and -inf - -inf is not a number.
-            top = bind(zero_if_unseen(largest[0], 1))
+            top = let(zero_if_unseen(largest[0], 1))
             return lambda part: maximum(part) - top
 
         def origin(part: Expr) -> Expr:
@@ -249,13 +247,16 @@ class _Decode:
 
         # Distances from place 0 find the part, since they need not be exact for that; what counts is from its origin.
         h = T.truncmod(head, T.int64(self.op.num_kv_heads)) * self.ratio + T.truncmod(row, T.int64(self.ratio))
-        slope, best = self.extras.slope(settle(h)), T.alloc_buffer((1,), "int64")
+        slope, best = self.extras.slope(materialize(h)), T.alloc_buffer((1,), "int64")
         T.buffer_store(best, first, zero)
         with T.serial(count) as s:
-            reach = settle(maximum(first + s) + slope * origin(first + s), "float32")
+            reach = materialize(maximum(first + s) + slope * origin(first + s), "float32")
             with T.If(reach > largest[0]), T.Then():
                 T.buffer_store(largest, reach, zero)
                 T.buffer_store(best, first + s, zero)
-        chosen = settle(best[0])
-        top, from_key = settle(zero_if_unseen(maximum(chosen), 1), "float32"), settle(origin(chosen), "float32")
+        chosen = materialize(best[0])
+        top, from_key = (
+            materialize(zero_if_unseen(maximum(chosen), 1), "float32"),
+            materialize(origin(chosen), "float32"),
+        )
         return lambda part: maximum(part) - top + slope * (origin(part) - from_key)

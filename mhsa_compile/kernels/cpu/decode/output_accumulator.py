@@ -18,10 +18,10 @@ from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
-    bind,
     constant,
+    let,
     load,
-    settle,
+    materialize,
     splat,
     store,
     zero_if_finite,
@@ -80,13 +80,13 @@ class ValueSums:
 
         def rows_of(base: Expr, group: Sequence[vectors.Chunk]) -> None:
             with T.serial(T.int64(self.rows // size)) as index:
-                self._accumulate_tile(begin, count, (settle(index * size), base), size, group, sums)
+                self._accumulate_tile(begin, count, (materialize(index * size), base), size, group, sums)
             if left := self.rows % size:
                 self._accumulate_tile(begin, count, (T.int64(self.rows - left), base), left, group, sums)
 
         if whole:
             with T.serial(T.int64(whole)) as index:
-                rows_of(settle(index * width), vectors.chunks(width, lanes))
+                rows_of(materialize(index * width), vectors.chunks(width, lanes))
         if rest:
             rows_of(T.int64(whole * width), vectors.chunks(rest, lanes))
 
@@ -97,13 +97,13 @@ class ValueSums:
         with T.serial(ceil_div(count, LONGEST_SUM)) as part:
             tile = RegisterTile(rows, group)
             tile.fill(0.0)
-            start = settle(part * LONGEST_SUM)
-            with T.serial(start, settle(T.min(count, start + LONGEST_SUM))) as j:
-                prob, key = settle(self.layout.place(j, 0) + first), settle(begin + j)
-                probs = [bind(load(self.probs, [prob + r], 1)) for r in range(rows)]
+            start = materialize(part * LONGEST_SUM)
+            with T.serial(start, materialize(T.min(count, start + LONGEST_SUM))) as j:
+                prob, key = materialize(self.layout.place(j, 0) + first), materialize(begin + j)
+                probs = [let(load(self.probs, [prob + r], 1)) for r in range(rows)]
                 # Column by column, unlike RegisterTile.outer_product: whole rows of V beside the sums would not fit.
                 for c, (offset, lanes) in enumerate(group):
-                    values = bind(load_wide(value.buffer, value.at(key, base + offset), lanes))
+                    values = let(load_wide(value.buffer, value.at(key, base + offset), lanes))
                     for r in range(rows):
                         tile.set(r, c, tile.get(r, c) + splat(probs[r], lanes) * values)
             for r in range(rows):
@@ -158,7 +158,7 @@ class ValueSums:
         with T.serial(T.int64(self.rows)) as row:
             self.each_vector(lambda at, n: self._add(row, at, n, constant(0.0, n)))
             with T.serial(count) as j:
-                prob = bind(self.probs[self.layout.place(j, 0) + row])
+                prob = let(self.probs[self.layout.place(j, 0) + row])
                 # By its bits: as numbers -0.0 and 0.0 are equal.
                 with T.If(T.reinterpret("int32", prob) != T.reinterpret("int32", T.float32(MASKED))), T.Then():
                     self.each_vector(lambda at, n: add(row, begin + j, prob, at, n))
@@ -168,6 +168,6 @@ def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> No
     whole = width // lanes
     if whole:
         with T.serial(T.int64(whole)) as index:
-            body(settle(index * lanes), lanes)
+            body(materialize(index * lanes), lanes)
     for offset, narrow in vectors.chunks(width, lanes)[whole:]:
         body(T.int64(offset), narrow)

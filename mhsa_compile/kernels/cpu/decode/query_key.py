@@ -17,8 +17,8 @@ from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
-    bind,
     constant,
+    let,
     load,
     splat,
     store,
@@ -76,7 +76,7 @@ class ScoreLayout:
         step = self.lanes // 2
         while step >= self.padded_rows:
             turned = T.Shuffle([vector], [T.int32((lane + step) % self.lanes) for lane in range(self.lanes)])
-            vector = bind(combine(vector, turned))  # type: ignore[operator]
+            vector = let(combine(vector, turned))  # type: ignore[operator]
             step //= 2
         return vector
 
@@ -95,7 +95,7 @@ class PackedQueries:
         for i, (offset, lanes) in enumerate(self.chunks):
             value = load_wide(query.buffer, query.at(at, T.int64(offset)), lanes) * constant(self.scale, lanes)
             place = [row, T.int64(i * self.layout.lanes)]
-            store(self.buffer, place, _padded(bind(value), lanes, self.layout.lanes), self.layout.lanes)
+            store(self.buffer, place, _padded(let(value), lanes, self.layout.lanes), self.layout.lanes)
 
     def scores(self, keys: Sequence[Expr], key: HeadView, row_vector: int) -> list[Expr]:
         """Vectors of q . k for the rows of `row_vector` and `keys` (rows of `key`, one group)."""
@@ -105,9 +105,9 @@ class PackedQueries:
 
         def add_products(offset: Expr, width: int, packed: Expr) -> None:
             # Bound before the keys: each is loaded once for all keys of the group.
-            queries = [bind(load(self.buffer, [T.int64(row), packed], lanes)) for row in rows]
+            queries = [let(load(self.buffer, [T.int64(row), packed], lanes)) for row in rows]
             for i, row in enumerate(keys):
-                values = bind(_padded(load_wide(key.buffer, key.at(row, offset), width), width, lanes))
+                values = let(_padded(load_wide(key.buffer, key.at(row, offset), width), width, lanes))
                 for r, query in enumerate(queries):
                     at = i * len(rows) + r
                     tile.set(at, 0, tile.get(at, 0) + values * query)
@@ -163,6 +163,6 @@ def _add_halves(rows: list[Expr], lanes: int, part: int, span: int) -> list[Expr
         return indices
 
     return [
-        bind(T.Shuffle([a, b], picked(0)) + T.Shuffle([a, b], picked(1)))
+        let(T.Shuffle([a, b], picked(0)) + T.Shuffle([a, b], picked(1)))
         for a, b in zip(rows[::2], rows[1::2], strict=True)
     ]

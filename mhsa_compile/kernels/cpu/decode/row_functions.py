@@ -9,7 +9,7 @@ from mhsa_compile.kernels.cpu.attention.inputs import place_of
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.work import Heads
 from mhsa_compile.kernels.cpu.score_functions import HIDDEN, TaskFunction, number
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, load, settle, splat
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, load, materialize, splat
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -37,18 +37,20 @@ class RowFunctions:
             return
         assert isinstance(self.op.q_length, int)
         ratio, rows = self.op.num_heads // self.op.num_kv_heads, self.layout.rows
-        first_place = settle(T.cast(place_of(self.op, T.int64(0), self.op.q_length, self.kv_length), "int32"), "int32")
-        first_head = settle(T.cast(self.heads.first_head, "int32"), "int32")
+        first_place = materialize(
+            T.cast(place_of(self.op, T.int64(0), self.op.q_length, self.kv_length), "int32"), "int32"
+        )
+        first_head = materialize(T.cast(self.heads.first_head, "int32"), "int32")
         places, numbers = (T.alloc_buffer((self.size,), "int32") for _ in range(2))
         for lane in range(self.size):
             # Rows of padding are as the last row.
             row = min(lane % self.layout.padded_rows, rows - 1)
             T.buffer_store(places, first_place + T.int32(row // ratio), [T.int64(lane)])
             T.buffer_store(numbers, first_head + T.int32(row % ratio), [T.int64(lane)])
-        b = number(settle(self.heads.entry))
+        b = number(materialize(self.heads.entry))
         for slot in range(0, self.size, self.lanes):
             q_idx, h = (
-                Value(settle(load(buffer, [T.int64(slot)], self.lanes), "int32", self.lanes), "int32", self.lanes)
+                Value(materialize(load(buffer, [T.int64(slot)], self.lanes), "int32", self.lanes), "int32", self.lanes)
                 for buffer in (places, numbers)
             )
             for function in (self.mask_mod, self.score_mod):
@@ -59,7 +61,7 @@ class RowFunctions:
         """What score_mod makes of a vector of scores; `key` is its first key."""
         if self.score_mod is None:
             return score
-        return settle(
+        return materialize(
             self.score_mod.score(vector * self.lanes, self.lanes, self._keys(key), score), "float32", self.lanes
         )
 
@@ -67,7 +69,7 @@ class RowFunctions:
         """The scores, -inf where mask_mod hides."""
         if self.mask_mod is None:
             return score
-        bias = settle(self.mask_mod.bias(vector * self.lanes, self.lanes, self._keys(key)), "float32", self.lanes)
+        bias = materialize(self.mask_mod.bias(vector * self.lanes, self.lanes, self._keys(key)), "float32", self.lanes)
         hidden = constant(HIDDEN, self.lanes)
         return T.Select(bias == hidden, hidden, score + bias)
 
@@ -76,4 +78,4 @@ class RowFunctions:
         lanes = self.lanes
         keys = splat(T.cast(first, "int32"), lanes) + self.layout.key_of_lane()
         last = splat(T.cast(self.kv_length - 1, "int32"), lanes)
-        return Value(settle(T.min(keys, last), "int32", lanes), "int32", lanes)
+        return Value(materialize(T.min(keys, last), "int32", lanes), "int32", lanes)

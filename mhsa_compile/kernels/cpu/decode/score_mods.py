@@ -17,10 +17,10 @@ from mhsa_compile.kernels.cpu.decode.work import Heads
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
-    bind,
     constant,
+    let,
     load,
-    settle,
+    materialize,
     splat,
     store,
 )
@@ -49,7 +49,7 @@ class RowTerms:
         assert isinstance(self.op.q_length, int)
         first_place = T.cast(place_of(self.op, T.int64(0), self.op.q_length, self.kv_length), "int32")
         with T.serial(T.int64(self.layout.rows)) as row:
-            place = settle(first_place + T.cast(T.truncdiv(row, T.int64(self.ratio)), "int32"), "int32")
+            place = materialize(first_place + T.cast(T.truncdiv(row, T.int64(self.ratio)), "int32"), "int32")
             slope = self.heads.slope(self._head(row))
             # The distance of a vector's lanes differs by their own key's place in it.
             for key in range(self.layout.keys_per_vector):
@@ -60,7 +60,7 @@ class RowTerms:
     def capped(self, score: Expr) -> Expr:
         """A vector of products as scores in units of log2, without their bias."""
         score = capped(self.op, score, self.lanes)
-        return score if self.slopes is None else bind(score)
+        return score if self.slopes is None else let(score)
 
     def largest_distances(self) -> RegisterTile | None:
         """For `keep_larger`, at the begin of a block."""
@@ -77,8 +77,8 @@ class RowTerms:
         key of the vector among all."""
         if distances is None:
             return largest.set(vector, 0, T.max(largest.get(vector, 0), score))
-        distance, so_far = bind(self._distance(key, vector)), bind(largest.get(vector, 0))
-        score = bind(score + self._slope(vector) * distance)
+        distance, so_far = let(self._distance(key, vector)), let(largest.get(vector, 0))
+        score = let(score + self._slope(vector) * distance)
         distances.set(vector, 0, T.Select(score > so_far, distance, distances.get(vector, 0)))
         largest.set(vector, 0, T.max(so_far, score))
 
@@ -94,10 +94,10 @@ class RowTerms:
             return None
         at, lanes = self._at(vector), self.lanes
         distance = T.Select(in_lanes == top, load(self.largest, at, lanes), constant(-math.inf, lanes))
-        distance = self.layout.over_keys(settle(distance, "float32", lanes), T.max)
-        distance = settle(T.Select(top > old, distance, constant(0.0, lanes)), "float32", lanes)
+        distance = self.layout.over_keys(materialize(distance, "float32", lanes), T.max)
+        distance = materialize(T.Select(top > old, distance, constant(0.0, lanes)), "float32", lanes)
         store(self.offsets, at, load(self.offsets, at, lanes) - distance, lanes)
-        return settle(self._slope(vector) * distance, "float32", lanes)
+        return materialize(self._slope(vector) * distance, "float32", lanes)
 
     def biased(self, score: Expr, key: Expr, vector: int) -> Expr:
         """A vector of scores with their bias; `key` is its first key among all."""
@@ -113,7 +113,7 @@ class RowTerms:
         if not self.op.sinks:
             return
         with T.serial(T.int64(self.layout.rows)) as row:
-            sink = settle(T.Select(whether, self.heads.sink(self._head(row)), T.float32(-math.inf)), "float32")
+            sink = materialize(T.Select(whether, self.heads.sink(self._head(row)), T.float32(-math.inf)), "float32")
             for key in range(self.layout.keys_per_vector):
                 T.buffer_store(row_max, sink, [row + key * self.layout.padded_rows])
             T.buffer_store(row_sum, T.float32(1), [row])  # 2^-inf of any other maximum where there is none
@@ -125,8 +125,8 @@ class RowTerms:
         return load(self.slopes, self._at(vector), self.lanes)
 
     def _distance(self, key: Expr, vector: int) -> Expr:
-        number = splat(settle(T.cast(key, "float32"), "float32"), self.lanes)
+        number = splat(materialize(T.cast(key, "float32"), "float32"), self.lanes)
         return number + load(self.offsets, self._at(vector), self.lanes)
 
     def _head(self, row: Expr) -> Expr:
-        return settle(T.truncmod(row, T.int64(self.ratio)))
+        return materialize(T.truncmod(row, T.int64(self.ratio)))

@@ -18,7 +18,7 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs
 from mhsa_compile.kernels.cpu.decode.work import KeyRange, Span, span_of
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, bind, settle
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, let, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -34,26 +34,26 @@ class SplitKv:
         """
         assert isinstance(op.q_length, int)
         self.kv_length, self.span = kv_length, span_of(op, op.q_length, kv_length)
-        self.heads = settle(batch * op.num_kv_heads)
+        self.heads = materialize(batch * op.num_kv_heads)
         wanted = T.int64(cores)
         # Divisors ascend, so the largest one that divides the heads has the last word.
         for divisor in (d for d in range(2, cores + 1) if cores % d == 0):
             wanted = T.Select(T.truncmod(self.heads, T.int64(divisor)) == 0, T.int64(cores // divisor), wanted)
-        keys = settle(T.max(T.int64(0), self.span.stop - self.span.start))
+        keys = materialize(T.max(T.int64(0), self.span.stop - self.span.start))
         most = T.max(T.int64(1), T.truncdiv(keys, T.int64(least_keys)))
-        self.count = settle(T.min(settle(wanted), most))
+        self.count = materialize(T.min(materialize(wanted), most))
         # Whole groups, so that all parts but the last may take the path without masks.
-        self.size = settle(ceil_div(ceil_div(keys, self.count), group) * group)
+        self.size = materialize(ceil_div(ceil_div(keys, self.count), group) * group)
         self.tasks = self.heads * self.count
         # The size of a buffer must be an expression of the arguments; what is not used is never touched.
         self.parts = batch * (op.num_kv_heads * cores)
 
     def each_part(self, task: Expr, body: Callable[[KeyRange], None]) -> None:
-        head, split = settle(T.truncdiv(task, self.count)), settle(T.truncmod(task, self.count))
+        head, split = materialize(T.truncdiv(task, self.count)), materialize(T.truncmod(task, self.count))
 
         def keys() -> tuple[Expr, Expr]:
-            first = settle(self.span.start + split * self.size)
-            return first, settle(T.min(first + self.size, self.span.stop))
+            first = materialize(self.span.start + split * self.size)
+            return first, materialize(T.min(first + self.size, self.span.stop))
 
         body(KeyRange(head, task, self.kv_length, self.span, keys, begins=split == 0, whole=self.count == 1))
 
@@ -61,7 +61,7 @@ class SplitKv:
         """body(head, number of its first part, parts)"""
         # A head of one part was written by its task.
         with T.If(self.count > 1), T.Then(), T.serial(self.heads) as head:
-            body(head, settle(head * self.count), self.count)
+            body(head, materialize(head * self.count), self.count)
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class SplitKvByLength:
         total = T.alloc_buffer((1,), "int64")
         T.buffer_store(total, T.int64(0), [T.int64(0)])
         self._each_entry(lambda entry: T.buffer_store(total, self._end(entry), [T.int64(0)]))
-        self.total = settle(total[0])
+        self.total = materialize(total[0])
         self.tasks = T.int64(cores)
         # Numbers are head + share, so there are fewer than heads + cores of them.
         self.parts = self.batch * self.op.num_kv_heads + cores
 
     def each_part(self, share: Expr, body: Callable[[KeyRange], None]) -> None:
         """Share i's part of head j is number i + j: from part to part, one of them goes up by one."""
-        low, high = (settle(T.truncdiv(i * self.total, self.tasks)) for i in (share, share + 1))
+        low, high = (materialize(T.truncdiv(i * self.total, self.tasks)) for i in (share, share + 1))
 
         def parts_of(entry: KeyEntry) -> None:
             first, end = T.truncdiv(low - entry.begin, entry.pieces), ceil_div(high - entry.begin, entry.pieces)
@@ -105,27 +105,30 @@ class SplitKvByLength:
         self._each_entry(parts_of)
 
     def _group(self, number: Expr) -> Expr:
-        return settle(T.max(T.int64(0), T.min(T.int64(self.op.num_kv_heads), number)))
+        return materialize(T.max(T.int64(0), T.min(T.int64(self.op.num_kv_heads), number)))
 
     def _part(self, entry: KeyEntry, g: Expr, share: Expr, low: Expr, high: Expr) -> KeyRange:
         """What a share, the pieces `low` to before `high`, has of key head g."""
-        head, begin = settle(entry.b * self.op.num_kv_heads + g), settle(entry.begin + g * entry.pieces)
-        begins, ends = bind(low <= begin), bind(high >= begin + entry.pieces)
-        number, span = settle(head + share), entry.span
+        head, begin = materialize(entry.b * self.op.num_kv_heads + g), materialize(entry.begin + g * entry.pieces)
+        begins, ends = let(low <= begin), let(high >= begin + entry.pieces)
+        number, span = materialize(head + share), entry.span
 
         def keys() -> tuple[Expr, Expr]:
-            first = settle(span.start + T.max(T.int64(0), low - begin) * self.piece)
-            return first, settle(T.min(span.stop, span.start + T.min(entry.pieces, high - begin) * self.piece))
+            first = materialize(span.start + T.max(T.int64(0), low - begin) * self.piece)
+            return first, materialize(T.min(span.stop, span.start + T.min(entry.pieces, high - begin) * self.piece))
 
         return KeyRange(head, number, entry.kv_length, span, keys, begins=begins, whole=T.And(begins, ends))
 
     def each_divided(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
         def of(entry: KeyEntry) -> None:
             with T.serial(T.int64(self.op.num_kv_heads)) as g:
-                head, begin = settle(entry.b * self.op.num_kv_heads + g), settle(entry.begin + g * entry.pieces)
-                first, last = (settle(self._share_of(piece)) for piece in (begin, begin + entry.pieces - 1))
+                head, begin = (
+                    materialize(entry.b * self.op.num_kv_heads + g),
+                    materialize(entry.begin + g * entry.pieces),
+                )
+                first, last = (materialize(self._share_of(piece)) for piece in (begin, begin + entry.pieces - 1))
                 with T.If(last > first), T.Then():
-                    body(head, settle(head + first), settle(last - first + 1))
+                    body(head, materialize(head + first), materialize(last - first + 1))
 
         self._each_entry(of)
 
@@ -141,8 +144,8 @@ class SplitKvByLength:
             kv_length = self.extras.keys(b, self.kv_length)
             span = span_of(self.op, self.op.q_length, kv_length)
             # One that sees no key has a piece as well: somebody must write its zeros.
-            pieces = settle(T.max(T.int64(1), ceil_div(span.stop - span.start, self.piece)))
-            entry = KeyEntry(b, kv_length, span, pieces, settle(begin[0]))
+            pieces = materialize(T.max(T.int64(1), ceil_div(span.stop - span.start, self.piece)))
+            entry = KeyEntry(b, kv_length, span, pieces, materialize(begin[0]))
             body(entry)
             T.buffer_store(begin, self._end(entry), [T.int64(0)])
 

@@ -29,10 +29,10 @@ from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
-    bind,
     constant,
+    let,
     load,
-    settle,
+    materialize,
     splat,
     store,
 )
@@ -87,9 +87,9 @@ class DecodeTask:
         if len(self.span.low) > 1:
             self._write_bounds()
         low, high = self.span.seen_by_all
-        with T.serial(settle(ceil_div(T.max(T.int64(0), end - first), self.keys))) as block:
-            begin = settle(first + block * self.keys)
-            count = settle(T.min(T.int64(self.keys), end - begin))
+        with T.serial(materialize(ceil_div(T.max(T.int64(0), end - first), self.keys))) as block:
+            begin = materialize(first + block * self.keys)
+            count = materialize(T.min(T.int64(self.keys), end - begin))
             if not self.masks:
                 self._visit(begin, count, masked=False)
             elif self.op.mask is not None or self.functions.hide:
@@ -115,7 +115,7 @@ class DecodeTask:
 
     def query_and_head(self, row: Expr) -> tuple[Expr, Expr]:
         """(the query, the query head within the group) of a row."""
-        return settle(T.truncdiv(row, T.int64(self.ratio))), settle(T.truncmod(row, T.int64(self.ratio)))
+        return materialize(T.truncdiv(row, T.int64(self.ratio))), materialize(T.truncmod(row, T.int64(self.ratio)))
 
     def _clear(self) -> None:
         for vector in range(self.layout.row_vectors):
@@ -149,13 +149,13 @@ class DecodeTask:
         dims = self.op.mask.dims
         if dims[1:3] == (1, 1):  # the same for every row: a key's is stored for all of them at once
             with T.serial(count) as j:
-                bias = bind(mask_bias(self.op.mask, mask(T.int64(0), T.int64(0), begin + j)))
+                bias = let(mask_bias(self.op.mask, mask(T.int64(0), T.int64(0), begin + j)))
                 for offset, lanes in vectors.chunks(layout.padded_rows, self.lanes):
                     store(self.bias, [layout.place(j, 0) + offset], splat(bias, lanes), lanes)
             return
         with T.serial(T.int64(self.rows)) as row:
             query, head = self.query_and_head(row)
-            head = settle(self.heads.first_head + head)
+            head = materialize(self.heads.first_head + head)
             with T.serial(count) as j:
                 store(self.bias, [layout.place(j, 0) + row], mask_bias(self.op.mask, mask(head, query, begin + j)), 1)
 
@@ -166,16 +166,16 @@ class DecodeTask:
         largest, distances = RegisterTile(layout.row_vectors, [(0, lanes)]), self.terms.largest_distances()
         largest.fill(-math.inf)
         with T.serial(ceil_div(count, layout.group)) as group:
-            base = settle(group * layout.group)
+            base = materialize(group * layout.group)
             rows = [begin + base + i for i in range(layout.group)]
             if masked:  # beyond the last key the last one is read again; what it gives is masked
-                rows = [settle(T.min(row, self.kv_length - 1)) for row in rows]
+                rows = [materialize(T.min(row, self.kv_length - 1)) for row in rows]
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
                     score = self.functions.modified(self.terms.capped(score), begin + key, vector)
                     if masked:
-                        score = bind(self._mask_score(score, begin, key, vector))
+                        score = let(self._mask_score(score, begin, key, vector))
                     store(self.scores, [layout.place(key, vector)], score, lanes)
                     self.terms.keep_larger(largest, distances, score, begin + key, vector)
         for vector in range(layout.row_vectors):
@@ -186,7 +186,7 @@ class DecodeTask:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
         lanes, hidden = self.lanes, constant(-math.inf, self.lanes)
         if self.bias is not None:
-            bias = bind(load(self.bias, [self.layout.place(key, vector)], lanes))
+            bias = let(load(self.bias, [self.layout.place(key, vector)], lanes))
             score = T.Select(bias == hidden, hidden, score + bias)
         score = self.functions.masked(score, begin + key, vector)
         keys = splat(T.cast(begin + key, "int32"), lanes) + self.layout.key_of_lane()
@@ -200,25 +200,25 @@ class DecodeTask:
         layout, lanes = self.layout, self.lanes
         for vector in range(layout.row_vectors):
             at = [T.int64(vector * lanes)]
-            old = bind(load(self.row_max, at, lanes))
+            old = let(load(self.row_max, at, lanes))
             in_lanes = load(self.rescale, at, lanes)
             top = layout.over_keys(in_lanes, T.max)
             lost = self.terms.move(old, in_lanes, top, vector)
-            largest = bind(T.max(old, top) if lost is None else T.Select(top > old, top - lost, old))
+            largest = let(T.max(old, top) if lost is None else T.Select(top > old, top - lost, old))
             store(self.row_max, at, largest, lanes)
             if masked:
                 # Without masks every row has seen a key.
-                largest = bind(zero_if_unseen(largest, lanes))
-            factor = bind(vector_math.exp2(old - largest if lost is None else old - largest - lost, lanes))
+                largest = let(zero_if_unseen(largest, lanes))
+            factor = let(vector_math.exp2(old - largest if lost is None else old - largest - lost, lanes))
             # In the place of the block's maxima, which are of no more use.
             store(self.rescale, at, factor, lanes)
             store(self.row_sum, at, load(self.row_sum, at, lanes) * factor, lanes)
-            groups = settle(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))
+            groups = materialize(layout.group // layout.keys_per_vector * ceil_div(count, layout.group))
             with T.serial(ceil_div(groups, LONGEST_SUM_OF_WEIGHTS)) as part:
-                start = settle(part * LONGEST_SUM_OF_WEIGHTS)
+                start = materialize(part * LONGEST_SUM_OF_WEIGHTS)
                 total = RegisterTile(1, [(0, lanes)])
                 total.fill(0.0)
-                with T.serial(start, settle(T.min(groups, start + LONGEST_SUM_OF_WEIGHTS))) as index:
+                with T.serial(start, materialize(T.min(groups, start + LONGEST_SUM_OF_WEIGHTS))) as index:
                     total.set(0, 0, total.get(0, 0) + self._prob(begin, index, vector, largest, masked))
                 store(self.row_sum, at, load(self.row_sum, at, lanes) + total.get(0, 0), lanes)
 
@@ -227,12 +227,12 @@ class DecodeTask:
         layout, lanes = self.layout, self.lanes
         key = index * layout.keys_per_vector
         place = [layout.place(key, vector)]
-        score = bind(load(self.scores, place, lanes))
+        score = let(load(self.scores, place, lanes))
         prob = vector_math.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
         if masked:
             # By the score: a prob of 0 may also be one that underflowed, whose NaN counts.
             prob = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), prob)
-        prob = bind(prob)
+        prob = let(prob)
         store(self.scores, place, prob, lanes)
         return prob
 

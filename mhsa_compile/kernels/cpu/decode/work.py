@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.attention.inputs import MaskReader
 from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -42,9 +42,9 @@ def span_of(op: AttentionOp, q_length: int, kv_length: Expr) -> Span:
         return Span((zero,), (kv_length,))
     offset = kv_length - q_length if op.band.alignment == "bottom_right" else zero
     left, right = op.band.left, op.band.right
-    places = [settle(offset + i) for i in range(q_length)]
-    low = [zero if left is None else settle(T.max(zero, p - left)) for p in places]
-    high = [kv_length if right is None else settle(T.max(zero, T.min(kv_length, p + (right + 1)))) for p in places]
+    places = [materialize(offset + i) for i in range(q_length)]
+    low = [zero if left is None else materialize(T.max(zero, p - left)) for p in places]
+    high = [kv_length if right is None else materialize(T.max(zero, T.min(kv_length, p + (right + 1)))) for p in places]
     # A band without ends hides nothing: one interval for all queries.
     if left is None and right is None:
         return Span((zero,), (kv_length,))

@@ -19,7 +19,7 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     each_vector,
     elements,
     load,
-    settle,
+    materialize,
     splat,
     store,
 )
@@ -76,7 +76,7 @@ def prepared(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRo
     width = format.steps * format.terms
     rows = PackedRows(format, _allocated(format, size, "uint16" if format.dot else "float32"))
     with T.parallel(_whole(format, count)) as row:
-        source = settle(T.min(row, count - 1)) if format.joined > 1 else row
+        source = materialize(T.min(row, count - 1)) if format.joined > 1 else row
 
         def copy(k: Expr, n: int) -> None:
             narrow = T.reinterpret(vector_type("uint16", n), load(x, [source, k], n)) if format.dot else None
@@ -98,7 +98,7 @@ def _allocated(format: PackedLayout, size: Expr, dtype: str) -> Expr:
 
 def _whole(format: PackedLayout, count: Expr) -> Expr:
     """Rows, with the last one twice where it would have no neighbour."""
-    return count if format.joined == 1 else settle(ceil_div(count, 2) * 2)
+    return count if format.joined == 1 else materialize(ceil_div(count, 2) * 2)
 
 
 def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
@@ -108,8 +108,8 @@ def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> Packed
     scales = T.alloc_buffer((size,), "float32")
     rows = PackedRows(format, _allocated(format, size, "uint8" if format.dot else "float32"), scales)
     with T.parallel(_whole(format, count)) as row:
-        source = settle(T.min(row, count - 1)) if format.joined > 1 else row
-        largest = settle(_largest(x, source, K, format.lanes), "float32")
+        source = materialize(T.min(row, count - 1)) if format.joined > 1 else row
+        largest = materialize(_largest(x, source, K, format.lanes), "float32")
         store(scales, [source], largest / T.float32(LARGEST), 1)
         factor = quantising_factor(largest)
 
@@ -131,7 +131,7 @@ def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> Packed
 
 def quantising_factor(largest: Expr) -> Expr:
     """What brings numbers of up to that magnitude into -127 .. 127."""
-    return settle(T.Select(largest < T.float32(LEAST), T.float32(0), T.float32(LARGEST) / largest), "float32")
+    return materialize(T.Select(largest < T.float32(LEAST), T.float32(0), T.float32(LARGEST) / largest), "float32")
 
 
 def nearest(value: Expr, factor: Expr, lanes: int) -> Expr:

@@ -24,15 +24,15 @@ from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout, format_o
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
+    materialize,
     register_tile,
-    settle,
     tile_registers,
 )
 from mhsa_compile.kernels.interface.kernel import (
     Config,
     Emitted,
-    unfit_tile,
     unknown_knobs,
+    why_not_tile,
 )
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.target.profile import CpuProfile
@@ -46,12 +46,12 @@ class CpuLinearKernel:
     name = "cpu.linear"
     op_type = LinearOp
 
-    def applies(self, op: LinearOp, profile: CpuProfile) -> str | None:
+    def why_not(self, op: LinearOp, profile: CpuProfile) -> str | None:
         if op.int8_weights and op.in_features > MOST_INT8_TERMS:
             return f"sums of int8 products up to {MOST_INT8_TERMS} terms, not {op.in_features}"
         return None
 
-    def space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: LinearOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         fixed = [dim for dim in op.rows if isinstance(dim, int)]
         count = prod(fixed) if len(fixed) == len(op.rows) else 4096
         format = format_of(op, profile, 1)
@@ -64,16 +64,16 @@ class CpuLinearKernel:
             "group": (1, 2, 4, 8),
         }
 
-    def unfit(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
+    def why_not_config(self, op: LinearOp, profile: CpuProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, ("rows", "columns", "block", "depth", "group")):
             return reason
         joined, rows = format_of(op, profile, 1).joined, config["rows"]
         if rows % joined:
             return f"a tile of {rows} rows, where an instruction takes {joined} at once"
         # So many rows of sums lie in one register, which then holds so many features fewer.
-        return unfit_tile(rows // joined, config["columns"] * joined, profile.hardware.vector_registers)
+        return why_not_tile(rows // joined, config["columns"] * joined, profile.hardware.vector_registers)
 
-    def default(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
+    def default_config(self, op: LinearOp, profile: CpuProfile) -> dict[str, int]:
         """The register tile with the least padding of the output features, then the fewest loads a product; rows that
         divide the usual lengths; a block of rows of x that the caches hold."""
         format = format_of(op, profile, 1)
@@ -125,11 +125,11 @@ def _linear(format: PackedLayout, cores: int, config: Config) -> Expr:
             packed = packed_arguments(format.packed)
             y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
             size = prod(leading[1:], start=leading[0])
-            count = settle(size)
+            count = materialize(size)
             with format.dot.imported() if format.dot else nullcontext():
                 rows = prepared(format, _flat(x, count, op.in_features), count, size)
                 columns = vectors.chunks(format.panel, format.lanes)
-                lines = settle(ceil_div(count, format.joined)) if format.joined > 1 else count
+                lines = materialize(ceil_div(count, format.joined)) if format.joined > 1 else count
                 tasks(Product(format, rows, packed, _flat(y, count, op.pitch), columns, count, lines), cores, config)
     return builder.get()
 

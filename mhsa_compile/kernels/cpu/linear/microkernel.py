@@ -16,9 +16,9 @@ from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow, vector
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
-    bind,
+    let,
     load,
-    settle,
+    materialize,
     splat,
     store,
 )
@@ -60,7 +60,7 @@ class Product:
     def row(self, line: Expr, number: int) -> Expr:
         """Where row `number` of a line lies in x and y; the last one where there is no such row."""
         joined = self.format.joined
-        return line if joined == 1 else settle(T.min(line * joined + number, self.count - 1))
+        return line if joined == 1 else materialize(T.min(line * joined + number, self.count - 1))
 
     def weight(self, p: Expr, step: Expr, column: int) -> Expr:
         """As an instruction takes it: of panel p."""
@@ -79,7 +79,7 @@ class Product:
         array, size = self.packed[0], self.format.steps * self.format.panel
         flat = T.decl_buffer((T.int64(self.format.panels * size),), array.dtype, data=array.data)
         line = CACHE_LINE // DTYPE_BYTES[self.format.weight]
-        first = settle((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)))
+        first = materialize((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)))
         for i in range(PREFETCHED):
             vectors.prefetch(flat, [first + i * line])
 
@@ -101,20 +101,20 @@ def tasks(task: Product, cores: int, config: Config) -> None:
     is computed again, and written again with the same values.
     """
     rows, panels = config["rows"] // task.format.joined, T.int64(task.format.panels)
-    rest = settle(T.truncmod(task.lines, T.int64(rows)))
-    tiles = settle(T.truncdiv(task.lines, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
-    has_half = settle(T.Select(T.And(rest > 0, rest <= rows // 2), T.int64(1), T.int64(0)))
+    rest = materialize(T.truncmod(task.lines, T.int64(rows)))
+    tiles = materialize(T.truncdiv(task.lines, T.int64(rows)) + T.Select(rest > rows // 2, T.int64(1), T.int64(0)))
+    has_half = materialize(T.Select(T.And(rest > 0, rest <= rows // 2), T.int64(1), T.int64(0)))
     # With a multiple of so many blocks, blocks * panels is a multiple of the cores.
     fair = cores // gcd(cores, task.format.panels)
-    wanted = settle(ceil_div(ceil_div(tiles, config["block"]), fair) * fair)
-    blocks = settle(T.max(T.int64(1), T.min(tiles, wanted)))
+    wanted = materialize(ceil_div(ceil_div(tiles, config["block"]), fair) * fair)
+    blocks = materialize(T.max(T.int64(1), T.min(tiles, wanted)))
     with T.parallel(blocks * panels) as index:
         # Panel after panel: a thread goes on with the same rows of x, which its cache still has.
-        p = settle(T.truncmod(index, panels))
-        block = settle(T.truncdiv(index, panels))
-        first = settle(T.truncdiv(block * tiles, blocks))
-        end = settle(T.truncdiv((block + 1) * tiles, blocks))
-        half = settle(T.Select(end == tiles, has_half, T.int64(0)))
+        p = materialize(T.truncmod(index, panels))
+        block = materialize(T.truncdiv(index, panels))
+        first = materialize(T.truncdiv(block * tiles, blocks))
+        end = materialize(T.truncdiv((block + 1) * tiles, blocks))
+        half = materialize(T.Select(end == tiles, has_half, T.int64(0)))
         _task(task, config, p, first, end, half)
 
 
@@ -129,21 +129,21 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
     widens = _widens(task, rows)
     wide = None if widens is False else _scratch((depth, task.format.panel), "float32")
     with T.serial(T.max(T.int64(1), ceil_div(end - first, group))) as g:
-        begin = settle(first + g * group)
-        full = settle(T.min(end - begin, T.int64(group)))
+        begin = materialize(first + g * group)
+        full = materialize(T.min(end - begin, T.int64(group)))
         with T.serial(T.int64(parts)) as number:
-            start = settle(number * depth)
-            part = _Part(number, parts, start, settle(T.min(start + depth, T.int64(steps))), sums)
+            start = materialize(number * depth)
+            part = _Part(number, parts, start, materialize(T.min(start + depth, T.int64(steps))), sums)
 
             def tiles(part: _Part) -> None:
                 with T.serial(full) as i:
                     # A tile asks for lines of its own, so that together they ask for the panel once.
-                    task.prefetch(p, settle((begin - first) * parts + number * full + i))
-                    _tile(task, part, p, settle((begin + i) * rows), rows, settle(i * rows))
+                    task.prefetch(p, materialize((begin - first) * parts + number * full + i))
+                    _tile(task, part, p, materialize((begin + i) * rows), rows, materialize(i * rows))
                 if rows > 1:
                     # Only behind the last group of tiles.
                     with T.If(T.And(half > 0, begin + full == end)), T.Then():
-                        _tile(task, part, p, settle(end * rows), rows // 2, settle(full * rows))
+                        _tile(task, part, p, materialize(end * rows), rows // 2, materialize(full * rows))
 
             def widened() -> None:
                 task.widen(p, part, wide)
@@ -198,7 +198,7 @@ def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, pla
 
     A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up.
     """
-    at = [settle(T.min(first_line + r, task.lines - 1)) for r in range(lines)]
+    at = [materialize(T.min(first_line + r, task.lines - 1)) for r in range(lines)]
     tile = task.tile(lines)
     columns, dot = tile.columns, task.format.dot
 
@@ -244,7 +244,7 @@ def _finish(task: Product, tile: RegisterTile, p: Expr, at: list[Expr]) -> None:
     rows = [[task.row(line, number) for number in range(task.format.joined)] for line in at]
     # Before the branch: inside, the arithmetic would stand there twice.
     values = [
-        (row, c, bind(task.result(sums, row, p, c)))
+        (row, c, let(task.result(sums, row, p, c)))
         for line, c in product(range(len(at)), range(len(columns)))
         for row, sums in zip(rows[line], task.unzipped(tile.get(line, c)), strict=True)
     ]

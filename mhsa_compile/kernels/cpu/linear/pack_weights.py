@@ -24,7 +24,7 @@ from mhsa_compile.kernels.cpu.simd.dtypes import load_wide
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     load,
-    settle,
+    materialize,
     store,
 )
 
@@ -81,11 +81,11 @@ def pack(format: PackedLayout) -> Expr:
 def _pack_column(place: _Place, weights: list[Expr], biases: list[Expr | None]) -> None:
     """Writes whichever feature of the projections side by side belongs there, or zeros."""
     op = place.format.op
-    feature = settle(place.panel * place.format.panel + place.column)
+    feature = materialize(place.panel * place.format.panel + place.column)
     begin = 0
     for width, weight, bias, transposed in zip(op.widths, weights, biases, op.transposed, strict=True):
         with T.If(T.And(feature >= begin, feature < begin + width)), T.Then():
-            _write(place, _Feature(weight, settle(feature - begin), transposed, bias))
+            _write(place, _Feature(weight, materialize(feature - begin), transposed, bias))
         begin += width
     with T.If(feature >= begin), T.Then():
         _write(place, _Feature(None, feature, False, None))
@@ -110,7 +110,7 @@ def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
     with T.serial(T.int64(format.steps)) as step:
         word = T.cast(T.int32(0), format.weight)
         for j in range(format.terms):
-            k = settle(step * format.terms + j)
+            k = materialize(step * format.terms + j)
             # Not a select: of what lies beyond K nothing may be read.
             term = T.if_then_else(k < format.op.in_features, bits(k), T.int32(0))
             word = word | (T.cast(term, format.weight) << T.cast(T.int32(size * j), format.weight))
@@ -130,7 +130,7 @@ def _write_int8(place: _Place, feature: _Feature) -> None:
     store(cell, [0], T.int32(0), 1)
     with T.serial(T.int64(format.op.in_features)) as k:
         store(cell, [0], T.max(cell[0], magnitude(feature.wide(k), 1)), 1)
-    largest = settle(T.reinterpret("float32", cell[0]), "float32")
+    largest = materialize(T.reinterpret("float32", cell[0]), "float32")
     factor = quantising_factor(largest)
     place.store(2, largest / T.float32(LARGEST))
 

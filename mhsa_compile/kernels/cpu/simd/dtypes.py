@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
-    bind,
+    let,
     load,
     splat,
     store,
@@ -65,8 +65,8 @@ def bfloat16_bits(value: Expr, lanes: int) -> Expr:
     def number(bits: int) -> Expr:
         return splat(T.uint32(bits), lanes)
 
-    bits = bind(T.reinterpret(vector_type("uint32", lanes), value))
-    upper = bind(bits >> number(16))
+    bits = let(T.reinterpret(vector_type("uint32", lanes), value))
+    upper = let(bits >> number(16))
     rounded = (bits + number(0x7FFF) + (upper & number(1))) >> number(16)
     is_nan = (bits & number(0x7FFFFFFF)) > number(0x7F800000)
     return T.Select(is_nan, upper | number(0x40), rounded)

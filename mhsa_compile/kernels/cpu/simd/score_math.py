@@ -10,7 +10,7 @@ import math
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.simd.vector_math import EXP2_COEFFICIENTS, natural_log, tanh
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, settle, splat
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, materialize, splat
 
 _ROUNDING = 12582912.0  # 1.5 * 2^23: what it is added to is rounded to a whole number
 # ln 2 in two parts, of which products of the first with numbers below 2^11 are exact (Cody and Waite).
@@ -26,8 +26,8 @@ def exp(x: Expr, lanes: int) -> Expr:
     """e^x, infinity beyond 88.73, denormals and 0 below; NaN for NaN."""
     x = _held(x, -104.0, 90.0, lanes)
     n = _nearest(x * constant(math.log2(math.e), lanes), lanes)
-    rest = settle(x - n * constant(_LN2_HIGH, lanes), "float32", lanes)
-    rest = settle(rest - n * constant(_LN2_LOW, lanes), "float32", lanes)
+    rest = materialize(x - n * constant(_LN2_HIGH, lanes), "float32", lanes)
+    rest = materialize(rest - n * constant(_LN2_LOW, lanes), "float32", lanes)
     return _power(n, rest * constant(math.log2(math.e), lanes), lanes)
 
 
@@ -40,11 +40,11 @@ def exp2(x: Expr, lanes: int) -> Expr:
 
 def log(x: Expr, lanes: int) -> Expr:
     """ln x; -infinity of 0, NaN of less and of NaN."""
-    x = settle(x, "float32", lanes)
+    x = materialize(x, "float32", lanes)
     small, zero = constant(2.0**-126, lanes), constant(0.0, lanes)
-    normal = settle(T.Select(x < small, x * constant(2.0**24, lanes), x), "float32", lanes)
+    normal = materialize(T.Select(x < small, x * constant(2.0**24, lanes), x), "float32", lanes)
     shift = T.Select(x < small, constant(24 * math.log(2), lanes), zero)
-    value = settle(natural_log(normal, lanes) - shift, "float32", lanes)
+    value = materialize(natural_log(normal, lanes) - shift, "float32", lanes)
     value = T.Select(x == constant(math.inf, lanes), constant(math.inf, lanes), value)
     value = T.Select(x < zero, constant(math.nan, lanes), value)
     return T.Select(x == zero, constant(-math.inf, lanes), value)
@@ -68,29 +68,29 @@ def _real(lanes: int) -> str:
 
 def _held(x: Expr, low: float, high: float, lanes: int) -> Expr:
     """x within bounds; NaN fails both comparisons, and stays."""
-    x = settle(x, "float32", lanes)
-    x = settle(T.Select(x < constant(low, lanes), constant(low, lanes), x), "float32", lanes)
-    return settle(T.Select(x > constant(high, lanes), constant(high, lanes), x), "float32", lanes)
+    x = materialize(x, "float32", lanes)
+    x = materialize(T.Select(x < constant(low, lanes), constant(low, lanes), x), "float32", lanes)
+    return materialize(T.Select(x > constant(high, lanes), constant(high, lanes), x), "float32", lanes)
 
 
 def _nearest(x: Expr, lanes: int) -> Expr:
     """The nearest whole number, as a float."""
     rounding = constant(_ROUNDING, lanes)
-    return settle(settle(x + rounding, "float32", lanes) - rounding, "float32", lanes)
+    return materialize(materialize(x + rounding, "float32", lanes) - rounding, "float32", lanes)
 
 
 def _power(n: Expr, fraction: Expr, lanes: int) -> Expr:
     """2^(n + fraction), n whole: in two steps, as 2^n itself may be beyond all floats where the result is not."""
-    fraction = settle(fraction, "float32", lanes)
+    fraction = materialize(fraction, "float32", lanes)
     value = constant(EXP2_COEFFICIENTS[-1], lanes)
     for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
         value = value * fraction + constant(coefficient, lanes)
     whole = "int32" if lanes == 1 else f"int32x{lanes}"
     # NaN has no whole number; its fraction is NaN, too.
-    number = settle(T.cast(T.Select(T.isnan(n), constant(0.0, lanes), n), whole), "int32", lanes)
-    half = settle(number >> splat(T.int32(1), lanes), "int32", lanes)
+    number = materialize(T.cast(T.Select(T.isnan(n), constant(0.0, lanes), n), whole), "int32", lanes)
+    half = materialize(number >> splat(T.int32(1), lanes), "int32", lanes)
     first, second = (
         T.reinterpret(_real(lanes), (part + splat(T.int32(127), lanes)) << splat(T.int32(23), lanes))
         for part in (half, number - half)
     )
-    return settle(value * first, "float32", lanes) * second
+    return materialize(value * first, "float32", lanes) * second

@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     constant,
-    settle,
+    materialize,
     splat,
 )
 
@@ -59,10 +59,10 @@ def exp2(
     """
     integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
     shift, floor = constant(EXP2_SHIFT, lanes), constant(EXP2_FLOOR, lanes)
-    x = settle(x, "float32", lanes)
-    x = settle(at_least(x, floor, lanes), "float32", lanes)
-    bits = settle(T.reinterpret(integer, x + shift), "int32", lanes)
-    fraction = settle(x - (T.reinterpret(real, bits) - shift), "float32", lanes)
+    x = materialize(x, "float32", lanes)
+    x = materialize(at_least(x, floor, lanes), "float32", lanes)
+    bits = materialize(T.reinterpret(integer, x + shift), "int32", lanes)
+    fraction = materialize(x - (T.reinterpret(real, bits) - shift), "float32", lanes)
     power = _polynomial(coefficients, fraction, lanes, constant)
     # Were the product contracted into whoever adds it up, it would be computed twice, on the busiest units.
     product = power * T.reinterpret(real, bits << splat(T.int32(23), lanes))
@@ -99,16 +99,16 @@ def tanh(x: Expr, lanes: int) -> Expr:
     """
     integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
     shift, end, one, two = (constant(value, lanes) for value in (12582912.0 + 127.0, 27.0, 1.0, 2.0))
-    x = settle(x, "float32", lanes)
-    y = settle(T.call_llvm_pure_intrin(real, "llvm.fabs", x) * constant(2 / math.log(2), lanes), "float32", lanes)
-    y = settle(T.Select(y > end, end, y), "float32", lanes)
-    bits = settle(T.reinterpret(integer, y + shift), "int32", lanes)
-    fraction = settle(y - (T.reinterpret(real, bits) - shift), "float32", lanes)
-    part = settle(_polynomial(EXP2M1_COEFFICIENTS, fraction, lanes) * fraction, "float32", lanes)
-    power = settle(T.reinterpret(real, bits << splat(T.int32(23), lanes)), "float32", lanes)
+    x = materialize(x, "float32", lanes)
+    y = materialize(T.call_llvm_pure_intrin(real, "llvm.fabs", x) * constant(2 / math.log(2), lanes), "float32", lanes)
+    y = materialize(T.Select(y > end, end, y), "float32", lanes)
+    bits = materialize(T.reinterpret(integer, y + shift), "int32", lanes)
+    fraction = materialize(y - (T.reinterpret(real, bits) - shift), "float32", lanes)
+    part = materialize(_polynomial(EXP2M1_COEFFICIENTS, fraction, lanes) * fraction, "float32", lanes)
+    power = materialize(T.reinterpret(real, bits << splat(T.int32(23), lanes)), "float32", lanes)
     # Not (1 + part) * power - 1, which would lose the digits of a small e.
-    e = settle(part * power + (power - one), "float32", lanes)
-    ratio = settle(T.Select(e > two, two, e) / (e + two), "float32", lanes)
+    e = materialize(part * power + (power - one), "float32", lanes)
+    ratio = materialize(T.Select(e > two, two, e) / (e + two), "float32", lanes)
     return T.call_llvm_pure_intrin(real, "llvm.copysign", T.Select(e > two, one - ratio, ratio), x)
 
 
@@ -120,13 +120,13 @@ def natural_log(x: Expr, lanes: int) -> Expr:
     integer, real = (f"{kind}32" if lanes == 1 else f"{kind}32x{lanes}" for kind in ("int", "float"))
     least = splat(T.int32(0x3F3504F3), lanes)  # the bits of sqrt(1/2)
     # Counted from sqrt(1/2), so that the exponent steps there and m lies around 1.
-    bits = settle(T.reinterpret(integer, x) - least, "int32", lanes)
+    bits = materialize(T.reinterpret(integer, x) - least, "int32", lanes)
     exponent = T.cast(bits >> splat(T.int32(23), lanes), real)
     m = T.reinterpret(real, (bits & splat(T.int32(0x007FFFFF), lanes)) + least)
-    m = settle(m, "float32", lanes)
+    m = materialize(m, "float32", lanes)
     one = constant(1.0, lanes)
-    t = settle((m - one) / (m + one), "float32", lanes)
-    square = settle(t * t, "float32", lanes)
+    t = materialize((m - one) / (m + one), "float32", lanes)
+    square = materialize(t * t, "float32", lanes)
     series = constant(2.0 / 9.0, lanes)
     # Odd powers only, up to the ninth.
     for n in (7, 5, 3, 1):

@@ -38,7 +38,7 @@ def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> No
     whole = width // lanes
     if whole:
         with T.serial(T.int64(whole)) as i:
-            body(settle(i * lanes), lanes)
+            body(materialize(i * lanes), lanes)
     for offset, size in chunks(width - whole * lanes, lanes):
         body(T.int64(whole * lanes + offset), size)
 
@@ -47,10 +47,10 @@ def each_run(first: Expr, end: Expr, size: int, body: Callable[[Expr, int], None
     """body(begin, size) for the numbers first .. end in runs of `size`, then body(number, 1) for each of the rest."""
     rest = first
     if size > 1:
-        runs = settle(T.truncdiv(end - first, T.int64(size)))
+        runs = materialize(T.truncdiv(end - first, T.int64(size)))
         with T.serial(runs) as i:
-            body(settle(first + i * size), size)
-        rest = settle(first + runs * size)
+            body(materialize(first + i * size), size)
+        rest = materialize(first + runs * size)
     with T.serial(rest, end) as i:
         body(i, 1)
 
@@ -181,9 +181,9 @@ class RegisterTile:
         """tile[r, c] += scalars(r) * vectors(c): the inner loop of every matrix product here. Where an instruction does
         more than that it is `multiply_add(tile[r, c], scalars(r), vectors(c))`."""
         # All vectors, then one scalar at a time: so many registers `register_tile` counts.
-        operands = [bind(vectors(column)) for column in range(len(self.columns))]
+        operands = [let(vectors(column)) for column in range(len(self.columns))]
         for row in range(self.rows):
-            scalar = bind(scalars(row))
+            scalar = let(scalars(row))
             for column, (_, lanes) in enumerate(self.columns):
                 total, operand = self.get(row, column), operands[column]
                 if multiply_add is None:
@@ -192,12 +192,12 @@ class RegisterTile:
                     self.set(row, column, multiply_add(total, scalar, operand))
 
 
-def bind(value: Expr) -> Expr:
+def let(value: Expr) -> Expr:
     """Gives an expression a name, so that it is computed once."""
     return T.Bind(value)
 
 
-def settle(value: Expr, dtype: str = "int64", lanes: int = 1) -> Expr:
+def materialize(value: Expr, dtype: str = "int64", lanes: int = 1) -> Expr:
     """Computes a number or a vector here and now.
 
     TVM's simplifier copies a bound expression into every use and reasons about each copy, which took a minute on a
@@ -205,7 +205,7 @@ def settle(value: Expr, dtype: str = "int64", lanes: int = 1) -> Expr:
     """
     cell = T.alloc_buffer((lanes,), dtype)
     store(cell, [T.int64(0)], value, lanes)
-    return bind(load(cell, [T.int64(0)], lanes))
+    return let(load(cell, [T.int64(0)], lanes))
 
 
 def any_lane(condition: Expr, lanes: int) -> Expr:
@@ -221,7 +221,7 @@ def transpose(rows: Sequence[Expr]) -> list[Expr]:
     high = [T.int32(half + i // 2 + lanes * (i % 2)) for i in range(lanes)]
     for _ in range(lanes.bit_length() - 1):
         pairs = [(rows[i], rows[i + half]) for i in range(half)]
-        rows = [bind(T.Shuffle([a, b], side)) for a, b in pairs for side in (low, high)]
+        rows = [let(T.Shuffle([a, b], side)) for a, b in pairs for side in (low, high)]
     return list(rows)
 
 
@@ -239,7 +239,7 @@ def pack_transposed(
     def pack(first: Expr, size: int) -> None:
         numbers, squares = rows(first, size), width // size
         with T.serial(T.int64(squares)) as square:
-            read_rows = [bind(read(row, square * size, size)) for row in numbers]
+            read_rows = [let(read(row, square * size, size)) for row in numbers]
             for e, column in enumerate(transpose(read_rows)):
                 store(packed, [square * size + e, first], column, size)
         with T.serial(T.int64(squares * size), T.int64(width)) as e:
@@ -253,8 +253,8 @@ def elements(vector: Expr, count: int) -> list[Expr]:
     """Its `count` elements as scalars, each of which a machine may multiply by in place."""
     if count == 1:
         return [vector]
-    vector = bind(vector)
-    return [bind(T.Shuffle([vector], [T.int32(i)])) for i in range(count)]
+    vector = let(vector)
+    return [let(T.Shuffle([vector], [T.int32(i)])) for i in range(count)]
 
 
 def part(vector: Expr, first: int, size: int, lanes: int) -> Expr:

@@ -17,7 +17,7 @@ from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.target.profile import CpuProfile
@@ -40,7 +40,7 @@ class Call(AttentionArguments[CpuExtraInputs]):
     def task(self, b: Expr, h: Expr, first_query: Expr, mask: MaskReader | None) -> tuple[Products, TileMask]:
         """Allocates the scratch of one tile of query rows."""
         op, config, lanes = self.op, self.config, self.profile.vector_lanes("float32")
-        g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
+        g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
         query = head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, h)
         operands = TaskOperands(
             op,

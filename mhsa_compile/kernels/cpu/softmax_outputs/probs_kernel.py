@@ -26,7 +26,7 @@ from mhsa_compile.kernels.cpu.attention.key_loop import Runs
 from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, settle, store
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize, store
 from mhsa_compile.kernels.cpu.softmax_outputs.call import (
     Call,
     call_arguments,
@@ -47,16 +47,16 @@ class CpuAttentionProbsKernel:
     name = "cpu.weights"
     op_type = AttentionProbsOp
 
-    def applies(self, op: AttentionProbsOp, profile: CpuProfile) -> str | None:
-        return CpuAttentionKernel().applies(op.attention, profile)
+    def why_not(self, op: AttentionProbsOp, profile: CpuProfile) -> str | None:
+        return CpuAttentionKernel().why_not(op.attention, profile)
 
-    def space(self, op: AttentionProbsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return CpuAttentionKernel().space(op.attention, profile)
+    def search_space(self, op: AttentionProbsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return CpuAttentionKernel().search_space(op.attention, profile)
 
-    def unfit(self, op: AttentionProbsOp, profile: CpuProfile, config: Config) -> str | None:
-        return CpuAttentionKernel().unfit(op.attention, profile, config)
+    def why_not_config(self, op: AttentionProbsOp, profile: CpuProfile, config: Config) -> str | None:
+        return CpuAttentionKernel().why_not_config(op.attention, profile, config)
 
-    def default(self, op: AttentionProbsOp, profile: CpuProfile) -> dict[str, int]:
+    def default_config(self, op: AttentionProbsOp, profile: CpuProfile) -> dict[str, int]:
         # A chosen row is a task of its own, with one query in one lane: its neighbours are not wanted.
         return default_config(profile) | ({} if op.rows is None else {"queries": 1})
 
@@ -93,16 +93,16 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned:
         heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")
         y = argument("weights", [call.batch, heads, call.q_length, call.kv_length], attention.dtype)
         queries = config["queries"]
-        tiles = settle(ceil_div(call.q_length, queries))
-        total = settle(call.batch * heads * tiles)
+        tiles = materialize(ceil_div(call.q_length, queries))
+        total = materialize(call.batch * heads * tiles)
         with imported(call.dot) if call.dot else nullcontext(), T.parallel(total) as index:
-            head_index = settle(T.truncdiv(index, tiles))
-            b, place = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
-            h = settle(T.cast(chosen[place], "int64"))
-            tile, runs = tile_and_runs(attention, settle(T.truncmod(index, tiles)), tiles, h, views)
-            first_query = settle(tile * queries)
+            head_index = materialize(T.truncdiv(index, tiles))
+            b, place = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
+            h = materialize(T.cast(chosen[place], "int64"))
+            tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)
+            first_query = materialize(tile * queries)
             products, visibility = call.task(b, h, first_query, call.reader(b, h))
-            rows = settle(T.min(T.int64(queries), call.q_length - first_query))
+            rows = materialize(T.min(T.int64(queries), call.q_length - first_query))
             view = HeadView(y, lambda row, key: [b, place, first_query + row, key])
             _write_weights(call, products, visibility, runs, view, rows)
 
@@ -127,11 +127,11 @@ def _chosen_weights(op: AttentionProbsOp, profile: CpuProfile, config: Config) -
         rows, chosen_rows = T.int64(len(op.rows or ())), argument("rows", [T.int64(len(op.rows or ()))], "int32")
         bits = None if hidden_rows is None else argument("visible", list(map(T.int64, hidden_rows)), "bool")
         y = argument("weights", [call.batch, heads, rows, call.kv_length], attention.dtype)
-        with T.parallel(settle(call.batch * heads * rows)) as index:
-            head_index, place = settle(T.truncdiv(index, rows)), settle(T.truncmod(index, rows))
-            b, head = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
-            h, row = (settle(T.cast(number, "int64")) for number in (chosen[head], chosen_rows[place]))
-            row = settle(T.Select(row < 0, row + call.q_length, row))
+        with T.parallel(materialize(call.batch * heads * rows)) as index:
+            head_index, place = materialize(T.truncdiv(index, rows)), materialize(T.truncmod(index, rows))
+            b, head = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
+            h, row = (materialize(T.cast(number, "int64")) for number in (chosen[head], chosen_rows[place]))
+            row = materialize(T.Select(row < 0, row + call.q_length, row))
             view = HeadView(y, lambda _, key: [b, head, place, key])
             products, visibility = call.task(b, h, row, _row_reader(bits, h, place) or call.reader(b, h))
             with T.If(T.And(row >= 0, row < call.q_length)):

@@ -17,11 +17,11 @@ from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
-    bind,
     constant,
+    let,
     load,
+    materialize,
     scratch,
-    settle,
     store,
 )
 from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import TileRowStats
@@ -51,27 +51,27 @@ class WeightsWriter:
         for c, (first, lanes) in enumerate(self.sums.columns):
             zero, nothing = constant(0.0, lanes), constant(-math.inf, lanes)
             for r in range(self.sums.key_tile):
-                score = settle(scores.get(r, c), "float32", lanes)
+                score = materialize(scores.get(r, c), "float32", lanes)
                 weight = T.Select(score == nothing, zero, self.sums.prob((first, lanes), score))
                 store(self.block, [base + r, T.int64(first)], weight, lanes)
 
     def end_block(self, first_key: Expr, count: Expr) -> None:
         self._turn(count)
-        vectors_of_keys = settle(T.truncdiv(count, T.int64(self.lanes)))
+        vectors_of_keys = materialize(T.truncdiv(count, T.int64(self.lanes)))
         with T.serial(self.rows) as i:
             with T.serial(vectors_of_keys) as j:
-                base = settle(j * self.lanes)
+                base = materialize(j * self.lanes)
                 self._write(i, base, first_key, self.lanes)
-            with T.serial(settle(vectors_of_keys * self.lanes), count) as j:
+            with T.serial(materialize(vectors_of_keys * self.lanes), count) as j:
                 self._write(i, j, first_key, 1)
 
     def _turn(self, count: Expr) -> None:
         """turned[i, j] = block[j, i], a square at a time; the last one reaches beyond the block."""
         # Squares of a column of queries each.
         for first, lanes in self.sums.columns:
-            with T.serial(settle(ceil_div(count, lanes))) as square:
-                base = settle(square * lanes)
-                rows = [bind(load(self.block, [base + j, T.int64(first)], lanes)) for j in range(lanes)]
+            with T.serial(materialize(ceil_div(count, lanes))) as square:
+                base = materialize(square * lanes)
+                rows = [let(load(self.block, [base + j, T.int64(first)], lanes)) for j in range(lanes)]
                 for i, row in enumerate(vectors.transpose(rows)):
                     store(self.turned, [T.int64(first + i), base], row, lanes)
 

@@ -27,11 +27,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
     any_lane,
-    bind,
     constant,
+    let,
     load,
+    materialize,
     scratch,
-    settle,
     splat,
     store,
 )
@@ -76,7 +76,7 @@ class TileRowStats:
             nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
             limit, reference, total = nothing, zero, zero
             if (sink := self.scores.sink((first, lanes))) is not None:
-                sink = settle(sink, "float32", lanes)
+                sink = materialize(sink, "float32", lanes)
                 limit = sink + constant(RISE, lanes)
                 reference = T.Select(sink == nothing, zero, sink)
                 total = T.Select(sink == nothing, zero, constant(1.0, lanes))
@@ -95,14 +95,14 @@ class TileRowStats:
         self._raise_where_exceeded(scores, first_key)
         for c, (first, lanes) in enumerate(self.columns):
             at = [T.int64(first)]
-            reference = bind(load(self.reference, at, lanes))
+            reference = let(load(self.reference, at, lanes))
             weights, moments = [], []
             for r in range(self.key_tile):
-                distance = settle(scores.get(r, c) - reference, "float32", lanes)
+                distance = materialize(scores.get(r, c) - reference, "float32", lanes)
                 # The distance on the false side: a comparison with NaN is false, and NaN must come through.
                 least = constant(LEAST, lanes)
-                distance = settle(T.Select(distance < least, least, distance), "float32", lanes)
-                weights.append(bind(vector_math.exp2(distance, lanes)))
+                distance = materialize(T.Select(distance < least, least, distance), "float32", lanes)
+                weights.append(let(vector_math.exp2(distance, lanes)))
                 moments.append(weights[-1] * distance)
             for block, terms in ((self.block_total, weights), (self.block_moment, moments)):
                 if block is not None:
@@ -117,7 +117,7 @@ class TileRowStats:
 
     def _raise_where_exceeded(self, scores: RegisterTile, first_key: Expr) -> None:
         """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
-        largest = [bind(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
+        largest = [let(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
         exceeded = None
         for (first, lanes), top in zip(self.columns, largest, strict=True):
             beyond = top > load(self.limit, [T.int64(first)], lanes)
@@ -131,20 +131,20 @@ class TileRowStats:
         at, lanes = [T.int64(column[0])], column[1]
         nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
         is_first = load(self.limit, at, lanes) == nothing
-        old = settle(T.Select(is_first, nothing, load(self.reference, at, lanes)), "float32", lanes)
+        old = materialize(T.Select(is_first, nothing, load(self.reference, at, lanes)), "float32", lanes)
         lost = self.scores.move(column, top > old, key)
         if lost is not None and self._lower is not None:
             self._lower(column, lost)
-        new = settle(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
-        reference = settle(T.Select(new == nothing, zero, new), "float32", lanes)
+        new = materialize(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
+        reference = materialize(T.Select(new == nothing, zero, new), "float32", lanes)
         store(self.limit, at, new + constant(RISE, lanes), lanes)
         store(self.reference, at, reference, lanes)
         fall = old - reference if lost is None else old - reference - lost
-        factor = settle(vector_math.exp2(fall, lanes), "float32", lanes)
-        shift = settle(T.Select(old == nothing, zero, fall), "float32", lanes)
+        factor = materialize(vector_math.exp2(fall, lanes), "float32", lanes)
+        shift = materialize(T.Select(old == nothing, zero, fall), "float32", lanes)
         for total, moment in ((self.total, self.moment), (self.block_total, self.block_moment)):
             # Before it shrinks: the moment takes Z by the old reference.
-            sum_so_far = settle(load(total, at, lanes), "float32", lanes)
+            sum_so_far = materialize(load(total, at, lanes), "float32", lanes)
             if moment is not None:
                 store(moment, at, (load(moment, at, lanes) + shift * sum_so_far) * factor, lanes)
             store(total, at, sum_so_far * factor, lanes)
@@ -152,7 +152,7 @@ class TileRowStats:
     def _inverse(self, column: Chunk) -> Expr:
         """1 / Z, and 0 where a row saw nothing."""
         first, lanes = column
-        total = settle(load(self.total, [T.int64(first)], lanes), "float32", lanes)
+        total = materialize(load(self.total, [T.int64(first)], lanes), "float32", lanes)
         zero = constant(0.0, lanes)
         return T.Select(total == zero, zero, constant(1.0, lanes) / total)
 
@@ -160,12 +160,12 @@ class TileRowStats:
         """2^(s - m) / Z; NaN in all of a row that sees one."""
         first, lanes = column
         reference = load(self.reference, [T.int64(first)], lanes)
-        return settle(vector_math.exp2(score - reference, lanes) * self._inverse(column), "float32", lanes)
+        return materialize(vector_math.exp2(score - reference, lanes) * self._inverse(column), "float32", lanes)
 
     def lse(self, column: Chunk) -> Expr:
         first, lanes = column
         at = [T.int64(first)]
-        total = settle(load(self.total, at, lanes), "float32", lanes)
+        total = materialize(load(self.total, at, lanes), "float32", lanes)
         reference = load(self.reference, at, lanes)
         if self.scores.op.slopes:
             reference = reference + self.scores.lack(column)
@@ -176,9 +176,9 @@ class TileRowStats:
         first, lanes = column
         at, zero = [T.int64(first)], constant(0.0, lanes)
         assert self.moment is not None
-        total = settle(load(self.total, at, lanes), "float32", lanes)
+        total = materialize(load(self.total, at, lanes), "float32", lanes)
         moment = load(self.moment, at, lanes)
-        value = settle(
+        value = materialize(
             vector_math.natural_log(total, lanes) - constant(LN_2, lanes) * (moment / total), "float32", lanes
         )
         # Rounding may leave less than nothing; and what saw nothing is 0 / 0.
@@ -235,8 +235,8 @@ class Candidates:
         with T.serial(T.int64(self.k)) as i:
             for carried, kept in ((self._key, self.keys), (self._score, self.scores)):
                 dtype = str(kept.dtype)
-                there = settle(load(kept, [i, *at], lanes), dtype, lanes)
-                here = settle(load(carried, at, lanes), dtype, lanes)
+                there = materialize(load(kept, [i, *at], lanes), dtype, lanes)
+                here = materialize(load(carried, at, lanes), dtype, lanes)
                 is_larger = score > load(self.scores, [i, *at], lanes)
                 # The scores come last: what is compared with must still be there.
                 store(carried, at, T.Select(is_larger, there, here), lanes)

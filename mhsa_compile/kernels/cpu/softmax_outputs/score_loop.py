@@ -16,7 +16,7 @@ from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
 from mhsa_compile.kernels.cpu.simd import vectors
-from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, settle
+from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, materialize
 from mhsa_compile.kernels.interface.kernel import Config
 
 
@@ -75,7 +75,7 @@ class _Handing:
 
     def add_group(self, group: KeyGroup) -> None:
         tile = self._scores(group)
-        key = settle(group.first_key)
+        key = materialize(group.first_key)
         self.scores.add_bias(tile, key)
         for taker in self.takers:
             taker.take(tile, group.base, key)

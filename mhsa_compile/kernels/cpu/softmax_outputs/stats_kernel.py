@@ -29,8 +29,8 @@ from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     load,
+    materialize,
     scratch,
-    settle,
     store,
 )
 from mhsa_compile.kernels.cpu.softmax_outputs.call import (
@@ -52,16 +52,16 @@ class CpuSoftmaxStatsKernel:
     name = "cpu.statistics"
     op_type = SoftmaxStatsOp
 
-    def applies(self, op: SoftmaxStatsOp, profile: CpuProfile) -> str | None:
-        return CpuAttentionKernel().applies(op.attention, profile)
+    def why_not(self, op: SoftmaxStatsOp, profile: CpuProfile) -> str | None:
+        return CpuAttentionKernel().why_not(op.attention, profile)
 
-    def space(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
-        return CpuAttentionKernel().space(op.attention, profile)
+    def search_space(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
+        return CpuAttentionKernel().search_space(op.attention, profile)
 
-    def unfit(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> str | None:
-        return CpuAttentionKernel().unfit(op.attention, profile, config)
+    def why_not_config(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> str | None:
+        return CpuAttentionKernel().why_not_config(op.attention, profile, config)
 
-    def default(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, int]:
+    def default_config(self, op: SoftmaxStatsOp, profile: CpuProfile) -> dict[str, int]:
         return default_config(profile)
 
     def emit(self, op: SoftmaxStatsOp, profile: CpuProfile, config: Config) -> Emitted:
@@ -82,14 +82,14 @@ def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, planned
         weights = argument("top_k_weights", rows + top, "float32") if op.top_k else None
         keys = argument("top_k_keys", rows + top, "int64") if op.top_k else None
         queries = config["queries"]
-        tiles = settle(ceil_div(call.q_length, queries))
+        tiles = materialize(ceil_div(call.q_length, queries))
         heads = T.int64(attention.num_heads)
-        total = settle(call.batch * heads * tiles)
+        total = materialize(call.batch * heads * tiles)
         with imported(call.dot) if call.dot else nullcontext(), T.parallel(total) as index:
-            head_index = settle(T.truncdiv(index, tiles))
-            b, h = settle(T.truncdiv(head_index, heads)), settle(T.truncmod(head_index, heads))
-            tile, runs = tile_and_runs(attention, settle(T.truncmod(index, tiles)), tiles, h, views)
-            first_query = settle(tile * queries)
+            head_index = materialize(T.truncdiv(index, tiles))
+            b, h = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
+            tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)
+            first_query = materialize(tile * queries)
             products, visibility = call.task(b, h, first_query, call.reader(b, h))
             gathered = _Gathered(op, products, visibility, call, runs)
             gathered.gather()
@@ -112,7 +112,7 @@ class _Gathered:
         self.queries, self.key_tile = config["queries"], config["key_tile"]
         self.columns = vectors.chunks(self.queries, lanes)
         self.first_query = visibility.first_query
-        self.rows = settle(T.min(T.int64(self.queries), call.q_length - self.first_query))
+        self.rows = materialize(T.min(T.int64(self.queries), call.q_length - self.first_query))
         self.sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
         self.largest = Candidates(op.top_k, self.queries, self.key_tile, lanes) if op.top_k else None
         # Where origins move, the candidates' scores move with them.
@@ -143,7 +143,7 @@ class _Gathered:
         assert largest is not None
         with T.serial(T.int64(largest.k)) as n:
             for first, lanes in self.columns:
-                score = settle(load(largest.scores, [n, T.int64(first)], lanes), "float32", lanes)
+                score = materialize(load(largest.scores, [n, T.int64(first)], lanes), "float32", lanes)
                 store(largest.weights, [n, T.int64(first)], self.sums.prob((first, lanes), score), lanes)
             with T.serial(self.rows) as i:
                 place = [*at, self.first_query + i, n]

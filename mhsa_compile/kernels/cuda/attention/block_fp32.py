@@ -20,7 +20,7 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.launch import AttentionBlock, TileShape
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.online_softmax import raised
+from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, StridedCells
@@ -31,10 +31,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     barrier,
     exp2,
     load,
+    materialize,
     over_warp,
-    put,
     registers,
-    settle,
+    set_register,
     store,
     warp_barrier,
 )
@@ -111,15 +111,15 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         self.order = KeyTiles(op, visibility.key_range, shape.keys)
         rows, columns = shape.rows, CHUNK * shape.chunks
         self.scored = registers(rows * shape.keys_of_lane)
-        self.summed, self.added = registers(rows * columns), registers(rows * columns)
-        self.largest, self.total, self.shrink = registers(rows), registers(rows), registers(rows)
+        self.acc, self.added = registers(rows * columns), registers(rows * columns)
+        self.row_max, self.row_sum, self.rescale = registers(rows), registers(rows), registers(rows)
         self.left = registers(rows * CHUNK)
         self.right = registers(CHUNK * max(shape.chunks, 1))
 
     @staticmethod
     def layout(shape: Fp32BlockShape, place: ThreadIndex, first: Expr) -> tuple[tuple[Expr, ...], Fragment]:
         row, lane = _rows_and_lane(shape, place)
-        base = settle(first + row)
+        base = materialize(first + row)
         return tuple(base + i for i in range(shape.rows)), StridedCells(lane, LANES, lane == 0)
 
     def emit(self) -> None:
@@ -141,7 +141,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
     def _visit(self, turn: Expr) -> None:
         # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
-        slot = settle(T.truncmod(turn, T.int32(stages)))
+        slot = materialize(T.truncmod(turn, T.int32(stages)))
         first_key = self.order.first_key(turn)
         bits_row, hides = self.order.hides(turn, first_key)
         # 1. K has arrived; all are done with the V before.
@@ -172,7 +172,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
         """A loop over chunks of the head, of a size that the cache of instructions holds."""
         rows, keys = self.shape.rows, self.shape.keys_of_lane
         for at in range(rows * keys):
-            put(self.scored, at, T.float32(0))
+            set_register(self.scored, at, T.float32(0))
         with T.serial(T.int32(self.shape.head_dim // CHUNK)) as chunk:
             column = chunk * CHUNK
             for row in range(rows):
@@ -187,7 +187,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
     def _add_values(self, slot: Expr, hides: Expr) -> None:
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
         for at in range(rows * columns):
-            put(self.added, at, T.float32(0))
+            set_register(self.added, at, T.float32(0))
         # Two copies of the loop, since the one with care has a select for each multiply-add.
         if not self.hides_values:
             self._multiply_values(slot, hides=False)
@@ -199,7 +199,7 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                     self._multiply_values(slot, hides=False)
         for row in range(rows):
             for at in range(row * columns, (row + 1) * columns):
-                put(self.summed, at, self.summed[at] * self.shrink[row] + self.added[at])
+                set_register(self.acc, at, self.acc[at] * self.rescale[row] + self.added[at])
 
     def _multiply_values(self, slot: Expr, *, hides: bool) -> None:
         rows, columns = self.shape.rows, CHUNK * self.shape.chunks
@@ -222,46 +222,46 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
                         self._multiply_add(self.added, at, term)
 
     def _multiply_add(self, sums: Expr, at: int, product: Expr) -> None:
-        put(sums, at, sums[at] + product)
+        set_register(sums, at, sums[at] + product)
 
     # The softmax.
 
     def _clear(self) -> None:
         for row in range(self.shape.rows):
-            self.scores.begin(self.largest, self.total, row)
+            self.scores.begin(self.row_max, self.row_sum, row)
         for at in range(self.shape.rows * CHUNK * self.shape.chunks):
-            put(self.summed, at, T.float32(0))
+            set_register(self.acc, at, T.float32(0))
 
     def _weigh(self, row: int, hides: Expr) -> None:
         """A row's scores become probs, or HIDDEN, in shared memory."""
         keys, factor, new = self.shape.keys_of_lane, T.float32(self.scores.factor), registers(1)
         cells = range(row * keys, (row + 1) * keys)
-        put(new, 0, T.float32(-math.inf))
+        set_register(new, 0, T.float32(-math.inf))
         for at in cells:
-            put(new, 0, T.max(new[0], self.scored[at]))
+            set_register(new, 0, T.max(new[0], self.scored[at]))
         # Each half of the warp by itself: the other one has other rows.
         over_warp(new, 0, T.max, end=LANES)
-        origin = raised(new[0] * factor, self.largest, self.total, self.shrink, row)
+        origin = update_row_max(new[0] * factor, self.row_max, self.row_sum, self.rescale, row)
         for key, at in enumerate(cells):
-            hidden = settle(T.And(hides, self.scored[at] == T.float32(-math.inf)), "bool")
+            hidden = materialize(T.And(hides, self.scored[at] == T.float32(-math.inf)), "bool")
             exp2(self.scored, at, self.scored[at] * factor - origin)
-            put(self.total, row, self.total[row] + self.scored[at])
+            set_register(self.row_sum, row, self.row_sum[row] + self.scored[at])
             prob = self.scored[at]
             if self.hides_values:
-                prob = settle(T.Select(hidden, T.float32(HIDDEN), prob), "float32")
+                prob = materialize(T.Select(hidden, T.float32(HIDDEN), prob), "float32")
             store(self.probs.address(T.int32(0), self.first_row + row, self.lane + key * LANES), [prob])
 
     def _write(self) -> None:
         for row, number in enumerate(self.visibility.numbers):
-            over_warp(self.total, row, lambda a, b: a + b, end=LANES)
-            total = self.total[row]
-            part = settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")
+            over_warp(self.row_sum, row, lambda a, b: a + b, end=LANES)
+            row_sum = self.row_sum[row]
+            part = materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
             for chunk in range(self.shape.chunks):
                 column = self._column(chunk)
                 there = T.And(number < self.visibility.key_range.q_length, column < self.shape.v_head_dim)
                 with T.If(there), T.Then():
                     first = (row * self.shape.chunks + chunk) * CHUNK
-                    values = [self.summed[first + i] * part for i in range(CHUNK)]
+                    values = [self.acc[first + i] * part for i in range(CHUNK)]
                     store(T.address_of(self.operands[3](number, column)), values, "global")
 
     def _column(self, chunk: int) -> Expr:
@@ -270,6 +270,6 @@ class Fp32AttentionBlock(AttentionBlock[Fp32BlockShape]):
 
 def _rows_and_lane(shape: Fp32BlockShape, place: ThreadIndex) -> tuple[Expr, Expr]:
     """(a thread's first row in the block, its number among the lanes that have the same rows)."""
-    return settle(T.truncdiv(place.thread, T.int32(LANES)) * shape.rows), settle(
+    return materialize(T.truncdiv(place.thread, T.int32(LANES)) * shape.rows), materialize(
         T.truncmod(place.thread, T.int32(LANES))
     )

@@ -40,11 +40,11 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     barrier,
     load,
     load_matrices,
+    materialize,
     multiply_add,
     pack,
-    put,
     registers,
-    settle,
+    set_register,
     store,
     warp_barrier,
 )
@@ -114,7 +114,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.depth_steps, self.key_steps = padded(E) // DEPTH, shape.keys // DEPTH
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(F) // COLUMNS
         self.softmax = Softmax(2 * shape.row_tiles, self.key_tiles, self.value_tiles, scores)
-        self.scored, self.summed = self.softmax.scored, self.softmax.summed
+        self.scored, self.acc = self.softmax.scored, self.softmax.acc
         self.attempts = registers(1, "int32")
         words = 4 * shape.row_tiles
         self.query_words = registers(words * (self.depth_steps if shape.holds_queries else 1), "uint32")
@@ -130,12 +130,12 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self._copy(self.queries, T.int32(0), self.operands[0], rows.first_row, rows.q_length)
         # 2. One tile after the other, and once more if need be.
         if self.hides_values:
-            put(self.attempts, 0, T.int32(0))
+            set_register(self.attempts, 0, T.int32(0))
             with T.While(self.attempts[0] < 2):
                 self._sweep()
                 # `attempts` is the same in all threads, so all come to the barrier in `any_of_block`, or none.
                 begins_anew = T.And(self.attempts[0] == 0, any_of_block(self.softmax.is_spoilt()))
-                put(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
+                set_register(self.attempts, 0, T.Select(begins_anew, T.int32(1), T.int32(2)))
         else:
             self._sweep()
         # 3. O / l.
@@ -157,7 +157,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         # Groups of copies that may still be under way: K and V of the tiles ahead.
         pending, stages = 2 * (self.shape.stages - 1), self.shape.stages
         # A constant where there is one slot: all its addresses are then base and constant.
-        slot = settle(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
+        slot = materialize(T.truncmod(turn, T.int32(stages))) if stages > 1 else T.int32(0)
         first_key = self.order.first_key(turn)
         bits_row, hides = self.order.hides(turn, first_key)
         # 1. K has arrived; all are done with the V before.
@@ -180,12 +180,12 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         self.scores.convert(self.scored, self.key_tiles, first_key)
         with T.If(hides), T.Then():
             self.visibility.hide(self.scored, self.key_tiles, first_key, bits_row)
-        with T.If(self.softmax.raise_maxima()), T.Then():
-            self.softmax.scale_sums()
+        with T.If(self.softmax.update_max()), T.Then():
+            self.softmax.rescale_acc()
         sizes = self.shape.row_tiles, self.shape.keys
         # Before scores become probs: what is hidden is still told by its -inf.
-        self._with_care(hides, lambda: self.repair.resolve(slot, turn, self.scored, self.summed, *sizes))
-        self.softmax.weigh()
+        self._with_care(hides, lambda: self.repair.resolve(slot, turn, self.scored, self.acc, *sizes))
+        self.softmax.softmax_step()
         # 5. O = O + P V.
         self._multiply_values(slot)
 
@@ -225,7 +225,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
         row = T.truncdiv(lane, T.int32(16)) * 8 + T.truncmod(lane, T.int32(8))
         column = T.truncmod(T.truncdiv(lane, T.int32(8)), T.int32(2)) * 8
         for at in range(2 * self.shape.row_tiles * self.key_tiles * 2):
-            put(self.scored, at, T.float32(0))
+            set_register(self.scored, at, T.float32(0))
         for step in range(self.depth_steps):
             if not self.shape.holds_queries:
                 self._load_queries(step)
@@ -254,19 +254,19 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                 for m in range(self.shape.row_tiles):
                     for half in range(2):
                         at = 4 * (m * self.value_tiles + 2 * pair + half)
-                        multiply_add(self.summed, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
+                        multiply_add(self.acc, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
 
     def _write(self) -> None:
         """The rows of O, each divided by its sum; through shared memory, so that whole chunks of a row go out at
         once."""
         barrier()  # all are done with Q, K and V
         share = self.shape.row_tiles * ROWS
-        first = settle(self.place.warp * share)
+        first = materialize(self.place.warp * share)
         for row in range(2 * self.shape.row_tiles):
-            part = self.softmax.part_of(row)
+            part = self.softmax.inverse_row_sum(row)
             number = first + self.place.g + (ROWS * (row // 2) + 8 * (row % 2))
             for n in range(self.value_tiles):
-                low, high = (self.summed[cell(row, self.value_tiles, n, e)] * part for e in range(2))
+                low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
                 column = 2 * self.place.q + n * COLUMNS
                 store(self.output.address(T.int32(0), number, column), [self.words[0]])

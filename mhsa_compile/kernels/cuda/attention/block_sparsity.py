@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band, seen_in_band
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, StaticMask, WindowSpec
 
 WORD = 32  # bits
@@ -97,11 +97,11 @@ class Visits:
 
     def tile(self, turn: Expr) -> Expr:
         """The number of a tile."""
-        return settle(self.visits[self.first + turn, 0])
+        return materialize(self.visits[self.first + turn, 0])
 
     def bits_row(self, turn: Expr) -> Expr:
         """The row of `bits` for the block's first query, -1 for a whole tile."""
-        return settle(self.visits[self.first + turn, 1])
+        return materialize(self.visits[self.first + turn, 1])
 
 
 def plan_arguments(planned: CudaBlockSparsity) -> list[Expr]:
@@ -112,7 +112,7 @@ def visits_of(views: list[Expr], turn: Expr, blocks: Expr, h: Expr) -> tuple[Exp
     """(the block of queries whose turn it is, what it visits)."""
     order, index, visits, bits = views
     head = T.int64(0) if int(order.shape[0]) == 1 else h
-    block = settle(T.cast(order[head, turn], "int64"), "int64")
-    entry = settle(head * blocks + block, "int64")
-    first = settle(index[entry])
-    return block, Visits(settle(index[entry + 1] - first), first, visits, bits)
+    block = materialize(T.cast(order[head, turn], "int64"), "int64")
+    entry = materialize(head * blocks + block, "int64")
+    first = materialize(index[entry])
+    return block, Visits(materialize(index[entry + 1] - first), first, visits, bits)

@@ -13,7 +13,7 @@ from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, attention
 from mhsa_compile.kernels.cuda.attention.score_mods import QUICK_SOFTCAP
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, room_for
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.target.profile import CudaProfile
@@ -33,10 +33,10 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
     dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
     knobs = KNOBS
 
-    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (64, 128), "keys": (16, 32, 48, 64, 96, 128), "stages": (1, 2, 3)}
 
-    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
+    def default_config(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         """Two blocks are to share a multiprocessor, so that one multiplies while the other waits or takes exponentials.
         With 128 rows, each piece of K and V that comes out of shared memory is multiplied by twice as many queries;
         with 64, there are blocks for more multiprocessors."""
@@ -45,19 +45,19 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
             shape = self.shape(op, config)
             together = profile.blocks_at_once(shape.threads, MOST_REGISTERS, shape.shared_bytes)
             fills = shape.queries == 64 or _blocks(op, shape) >= profile.hardware.multiprocessors
-            if self.unfit(op, profile, config) is None and together >= 2 and fills:
+            if self.why_not_config(op, profile, config) is None and together >= 2 and fills:
                 return config
         return dict(zip(KNOBS, (64, 16, 1), strict=True))
 
     def shape(self, op: AttentionOp, config: Config) -> MmaBlockShape:
         return MmaBlockShape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
 
-    def unfit_config(self, config: Config) -> str | None:
+    def why_not_knobs(self, config: Config) -> str | None:
         if config["queries"] % (16 * WARPS) or config["keys"] % 16:
             return f"queries in multiples of {16 * WARPS} and keys of 16, not {dict(config)}"
         return None
 
-    def unfit_shape(self, op: AttentionOp, shape: MmaBlockShape) -> str | None:
+    def why_not_shape(self, op: AttentionOp, shape: MmaBlockShape) -> str | None:
         if shape.row_tiles * shape.keys > MOST_KEYS:
             return f"{shape.keys} keys, where {shape.queries} rows go with {MOST_KEYS // shape.row_tiles} at most"
         needed = _registers(op, shape)
@@ -66,7 +66,7 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
     def function(
         self, op: AttentionOp, shape: MmaBlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
-        together = room_for(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
+        together = occupancy_hint(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
         return attention(op, shape, planned, MmaAttentionBlock, together)
 
 

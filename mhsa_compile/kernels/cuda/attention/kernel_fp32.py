@@ -11,7 +11,7 @@ from mhsa_compile.kernels.cuda.attention.block_fp32 import Fp32AttentionBlock, F
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import attention
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
-from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, room_for
+from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.target.profile import CudaProfile
@@ -30,15 +30,15 @@ class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
     dtypes, dtypes_in_words = ("float32",), "float32"
     knobs = KNOBS
 
-    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"queries": (16, 32, 64), "keys": (16, 32, 48, 64), "stages": (1, 2)}
 
-    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
+    def default_config(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         """Two blocks are to share a multiprocessor, so that one multiplies while the other waits; many rows, since a
         thread multiplies each key and value by all of its own."""
         sizes = [(64, 64, 1), (64, 48, 1), (64, 32, 1), (32, 64, 1), (32, 32, 1), (32, 16, 1), (16, 16, 1)]
         configs = [dict(zip(KNOBS, chosen, strict=True)) for chosen in sizes]
-        fitting = [config for config in configs if self.unfit(op, profile, config) is None]
+        fitting = [config for config in configs if self.why_not_config(op, profile, config) is None]
         return next((config for config in fitting if self._together(op, profile, config) >= 2), fitting[-1])
 
     def _together(self, op: AttentionOp, profile: CudaProfile, config: Config) -> int:
@@ -48,19 +48,19 @@ class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
     def shape(self, op: AttentionOp, config: Config) -> Fp32BlockShape:
         return Fp32BlockShape(config["queries"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
 
-    def unfit_config(self, config: Config) -> str | None:
+    def why_not_knobs(self, config: Config) -> str | None:
         if config["queries"] % 8 or config["keys"] % 16:
             return f"queries in multiples of 8 and keys of 16, not {dict(config)}"
         return None
 
-    def unfit_shape(self, op: AttentionOp, shape: Fp32BlockShape) -> str | None:
+    def why_not_shape(self, op: AttentionOp, shape: Fp32BlockShape) -> str | None:
         needed = _registers(shape)
         return f"{needed} registers of {MOST_REGISTERS}" if needed > MOST_REGISTERS else None
 
     def function(
         self, op: AttentionOp, shape: Fp32BlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
-        together = room_for(profile, shape.threads, _registers(shape) + _LIKED, shape.shared_bytes)
+        together = occupancy_hint(profile, shape.threads, _registers(shape) + _LIKED, shape.shared_bytes)
         return attention(op, shape, planned, Fp32AttentionBlock, together)
 
 

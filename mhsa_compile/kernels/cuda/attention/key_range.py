@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.block_sparsity import Visits
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
 FAR = 1 << 30  # beyond every key, and added to a key's number still an int32
@@ -22,11 +22,11 @@ def span(band: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr,
         return first, end
     shift = kv_length - q_length if band.alignment == "bottom_right" else T.int32(0)
     if band.left is not None:
-        first = settle(T.max(first, T.min(first_row + shift - min(band.left, FAR), kv_length)))
+        first = materialize(T.max(first, T.min(first_row + shift - min(band.left, FAR), kv_length)))
     if band.right is not None:
         # Of the rows that there are: the last block may have fewer than `queries`.
         last = T.min(first_row + queries, q_length) - 1
-        end = settle(T.max(first, T.min(end, last + shift + (min(band.right, FAR) + 1))))
+        end = materialize(T.max(first, T.min(end, last + shift + (min(band.right, FAR) + 1))))
     return first, end
 
 
@@ -46,7 +46,7 @@ class BlockKeyRange:
         self.op, self.first_row, self.queries, self.visits = op, first_row, queries, visits
         self.q_length, self.kv_length = q_length, kv_length
         late = op.band is not None and op.band.alignment == "bottom_right"
-        self.shift = settle(kv_length - q_length) if late else T.int32(0)  # from a query's number to its place
+        self.shift = materialize(kv_length - q_length) if late else T.int32(0)  # from a query's number to its place
         self.left = None if op.band is None or op.band.left is None else min(op.band.left, FAR)
         self.right = None if op.band is None or op.band.right is None else min(op.band.right, FAR)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
@@ -19,22 +19,22 @@ class KeyTiles:
             return
         first, end = key_range.seen_by_any()
         # Tiles are counted from key 0, wherever a window begins.
-        self._first = settle(T.truncdiv(first, T.int32(keys)))
-        self.count = settle(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
+        self._first = materialize(T.truncdiv(first, T.int32(keys)))
+        self.count = materialize(T.max(T.int32(0), T.truncdiv(end + (keys - 1), T.int32(keys)) - self._first))
 
     def first_key(self, turn: Expr) -> Expr:
         tile = self._first + turn if self.visits is None else self.visits.tile(turn)
-        return settle(tile * self.keys)
+        return materialize(tile * self.keys)
 
     def hides(self, turn: Expr, first_key: Expr) -> tuple[Expr | None, Expr]:
         """(the tile's row of bits, whether anything of it is hidden from any row)."""
         seen = self.key_range.seen_by_all(first_key, self.keys)
         if self.visits is None:
-            return None, settle(T.Not(seen), "bool")
+            return None, materialize(T.Not(seen), "bool")
         bits_row = self.visits.bits_row(turn)
         # The plan knows neither lengths nor what is counted from them.
         late = self.op.lengths or self.op.band is not None
-        return bits_row, settle(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
+        return bits_row, materialize(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
 
 
 def hides_values(op: AttentionOp, *, copied_to_length: bool) -> bool:

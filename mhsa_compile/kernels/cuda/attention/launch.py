@@ -25,8 +25,8 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
     ThreadIndex,
-    at_once,
-    settle,
+    materialize,
+    min_blocks_per_sm,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -99,7 +99,7 @@ def attention(
     block_type: type[AttentionBlock[Shape]],
     together: int | None,
 ) -> Expr:
-    """The kernel: a block for each `shape.queries` rows of each head; `together` is what `at_once` is told."""
+    """The kernel: a block for each `shape.queries` rows of each head; `together` is what `min_blocks_per_sm` is told."""
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")
@@ -112,22 +112,22 @@ def attention(
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
-                at_once(together),
+                min_blocks_per_sm(together),
             ):
                 # 1. Which rows of which head: a block's neighbours share its K and V.
-                turn, head = (settle(f(T.cast(block, "int64"), tiles), "int64") for f in (T.truncmod, T.truncdiv))
-                b, h = (settle(f(head, T.int64(op.num_heads)), "int64") for f in (T.truncdiv, T.truncmod))
-                g = settle(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)), "int64")
+                turn, head = (materialize(f(T.cast(block, "int64"), tiles), "int64") for f in (T.truncmod, T.truncdiv))
+                b, h = (materialize(f(head, T.int64(op.num_heads)), "int64") for f in (T.truncdiv, T.truncmod))
+                g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)), "int64")
                 visits = None
                 if views is not None:
                     turn, visits = visits_of(views, turn, tiles, h)
                 elif op.band is not None:
-                    turn = settle(tiles - 1 - turn, "int64")  # long rows of a causal head first
+                    turn = materialize(tiles - 1 - turn, "int64")  # long rows of a causal head first
                 place = ThreadIndex(thread)
-                first_row = settle(T.cast(turn * shape.queries, "int32"))
+                first_row = materialize(T.cast(turn * shape.queries, "int32"))
                 numbers, cells = block_type.layout(shape, place, first_row)
                 # 2. What they see, and what their scores are.
-                q_length, kv_length = settle(T.cast(given.q_length, "int32")), extras.keys(b, given.kv_length)
+                q_length, kv_length = materialize(T.cast(given.q_length, "int32")), extras.keys(b, given.kv_length)
                 reader = None if given.mask is None else MaskReader(given.mask, b, h)
                 key_range = BlockKeyRange(
                     op, first_row, shape.queries, q_length=q_length, kv_length=kv_length, visits=visits

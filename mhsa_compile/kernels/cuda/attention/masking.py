@@ -21,9 +21,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     Expr,
     ThreadIndex,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
 )
 
 
@@ -31,7 +31,7 @@ def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[
     """Where each warp has as many of the block's rows as another, and a thread those two of C that it holds of each
     tile of its warp: number 2 m + h is row 16 m + g + 8 h of the warp."""
     share = queries // warps
-    base = settle(first + place.warp * share + place.g)
+    base = materialize(first + place.warp * share + place.g)
     return tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2))
 
 
@@ -61,11 +61,11 @@ class ScoreMask:
     def _add_mask(self, scores: Expr, tiles: int, first_key: Expr) -> None:
         """Two rows at a time, so that enough is under way at once, and not more than there are registers for."""
         # Every other offset: the one behind it is the other half of a pair.
-        base, offsets = settle(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
+        base, offsets = materialize(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
         readers = [of_row(self.mask, row) for row in range(len(self.numbers))]
         assert readers[0] is not None
         # One branch for all rows: it depends on the mask's width and on these keys alone.
-        has_pairs = settle(readers[0].has_pairs(first_key + tiles * COLUMNS), "bool")
+        has_pairs = materialize(readers[0].has_pairs(first_key + tiles * COLUMNS), "bool")
         for first in range(0, len(readers), 2):
             rows = [(row, reader) for row, reader in enumerate(readers[first : first + 2], first) if reader is not None]
             count = len(offsets) * readers[0].pair_words
@@ -82,18 +82,18 @@ class ScoreMask:
                 for number in range(2 * len(offsets)):
                     at = self.cells.at(row, tiles, number)
                     element = reader.element(words, i * count + number // 2 * reader.pair_words, number % 2)
-                    put(scores, at, self._with_mask(scores[at], element))
+                    set_register(scores, at, self._with_mask(scores[at], element))
 
     def _hide_by_place(
         self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int
     ) -> None:
-        base = settle(first_key + self.cells.first)
+        base = materialize(first_key + self.cells.first)
         offsets, left = self.cells.offsets(tiles), self.key_range.left
         for row, number in enumerate(self.numbers):
             # A thread's words are shifted to its first key, so that offsets are constant bits of them.
             words = None if bits_row is None else self._bits(number, bits_row, offsets[-1], first_word)
-            end = settle(self.key_range.end_of(number) - base)
-            first = None if left is None else settle(number + self.key_range.shift - left - base)
+            end = materialize(self.key_range.end_of(number) - base)
+            first = None if left is None else materialize(number + self.key_range.shift - left - base)
             for i, offset in enumerate(offsets):
                 at = self.cells.at(row, tiles, i)
                 score = scores[at] if self.cells.in_pairs else self._masked(scores[at], row, base + offset)
@@ -104,7 +104,7 @@ class ScoreMask:
                     score = _select(T.int32(offset) < end, score)
                 if first is not None:
                     score = _select(T.int32(offset) >= first, score)
-                put(scores, at, score)
+                set_register(scores, at, score)
 
     def _bits(self, number: Expr, bits_row: Expr, last: int, first_word: Expr | int) -> Expr:
         """The words of a query from `first_word` on, its thread's first key in bit 0, up to that at offset
@@ -115,7 +115,7 @@ class ScoreMask:
         words, shift = registers(count, "uint32"), T.cast(self.cells.first, "uint32")
         for w in range(count):
             read = visits.bits[T.max(bits_row, T.int32(0)) + row, first_word + w]
-            put(words, w, T.if_then_else(bits_row >= 0, read >> shift, T.uint32(0xFFFFFFFF)))
+            set_register(words, w, T.if_then_else(bits_row >= 0, read >> shift, T.uint32(0xFFFFFFFF)))
         return words
 
     def _masked(self, score: Expr, row: int, key: Expr) -> Expr:
@@ -132,7 +132,7 @@ class ScoreMask:
         """By an element that says whether it takes part, or what is added to it."""
         if self.op.mask is not None and self.op.mask.dtype == "bool":
             return _select(element, score)
-        bias = settle(wide(element), "float32")
+        bias = materialize(wide(element), "float32")
         # What overflows to -inf in units of log2 hides as -inf does, whatever the score.
         return T.Select(bias < T.float32(-LARGEST / LOG2_E), T.float32(-math.inf), score + bias * T.float32(LOG2_E))
 

@@ -21,8 +21,8 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     barrier,
     load,
     over_quad,
-    put,
     registers,
+    set_register,
     store,
     unpack,
 )
@@ -51,12 +51,12 @@ class BlockNonFiniteRepair:
 
     def find(self, slot: Expr, thread: Expr, threads: int) -> None:
         """Looks through this thread's pieces, of so many threads'."""
-        put(self.found, 0, T.uint32(0))
+        set_register(self.found, 0, T.uint32(0))
 
         def piece(row: Expr, column: Expr) -> None:
             load(self._words, 0, 4, self.values.address(slot, row, column))
             for i in range(4):
-                put(self.found, 0, self.found[0] | self._infinite(self._words[i]))
+                set_register(self.found, 0, self.found[0] | self._infinite(self._words[i]))
 
         self.values.each_chunk(thread, threads, piece)
 
@@ -86,7 +86,7 @@ class BlockNonFiniteRepair:
             word = self._words[i]
             # A bit for each half becomes all bits of it.
             halves = (self._infinite(word) >> T.uint32(15)) * T.uint32(0xFFFF)
-            put(self._words, i, word & (halves ^ T.uint32(0xFFFFFFFF)))
+            set_register(self._words, i, word & (halves ^ T.uint32(0xFFFFFFFF)))
         store(address, [self._words[i] for i in range(4)])
 
     def _add(self, slot: Expr, scores: Expr, sums: Expr, row_tiles: int, keys: int) -> None:
@@ -114,7 +114,7 @@ class BlockNonFiniteRepair:
                             at = cell(row, value_tiles, n, e)
                             sees = ((seen[row] >> T.cast(key, "uint32")) & T.uint32(1)) != T.uint32(0)
                             adds = T.And(sees, self._infinite_half(self._words[0], e))
-                            put(sums, at, T.Select(adds, sums[at] + value, sums[at]))
+                            set_register(sums, at, T.Select(adds, sums[at] + value, sums[at]))
 
     def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:
         """The address of this lane's word of a row's chunk, by the chunk's number."""
@@ -123,13 +123,13 @@ class BlockNonFiniteRepair:
     def _note_seen(self, seen: Expr, row: int, cells: list[tuple[int, int]], scores: Expr) -> None:
         """seen[row]: bit i, whether the row sees key i of 32. `cells`: the first key of a tile, and where its score
         is."""
-        put(seen, row, T.uint32(0))
+        set_register(seen, row, T.uint32(0))
         for first, at in cells:
             for e in range(2):
                 bit = T.Select(scores[at + e] == T.float32(-math.inf), T.uint32(0), T.uint32(1 << first + e))
-                put(seen, row, seen[row] | bit)
+                set_register(seen, row, seen[row] | bit)
         # A lane has two keys of every eight; together the quad's words have all 32.
-        put(seen, row, seen[row] << T.cast(2 * self.place.q, "uint32"))
+        set_register(seen, row, seen[row] << T.cast(2 * self.place.q, "uint32"))
         over_quad(seen, row, lambda a, b: a | b)
 
     def _infinite_half(self, word: Expr, half: int) -> Expr:

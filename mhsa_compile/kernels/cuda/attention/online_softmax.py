@@ -1,7 +1,7 @@
 """The online softmax: m, l and O of rows, brought up to date tile of keys by tile of keys.
 
 `Softmax` is that of a thread's rows of `block_mma`. Its m stays as it is while no row of the warp outgrows it by
-much, so few tiles scale O (FlashAttention-4 does so). `raised` is one row's step where m always follows.
+much, so few tiles scale O (FlashAttention-4 does so). `update_row_max` is one row's step where m always follows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     any_of_warp,
     exp2,
+    materialize,
     over_quad,
-    put,
     registers,
-    settle,
+    set_register,
 )
 
 GROWTH = 8.0
@@ -33,73 +33,73 @@ class Softmax:
     def __init__(self, rows: int, key_tiles: int, value_tiles: int, scores: RowScoreMods) -> None:
         self.rows, self.key_tiles, self.value_tiles, self.scores = range(rows), key_tiles, value_tiles, scores
         self.scored = registers(rows * key_tiles * 2)  # S and then P: tile (m, n) from 4 (m key_tiles + n) on
-        self.summed = registers(rows * value_tiles * 2)  # O
-        self.largest, self.total = registers(rows), registers(rows)  # m and this thread's part of l
-        self._shrink = registers(rows)  # from sums by the last m to those by the new one
+        self.acc = registers(rows * value_tiles * 2)  # O
+        self.row_max, self.row_sum = registers(rows), registers(rows)  # m and this thread's part of l
+        self._rescale = registers(rows)  # from sums by the last m to those by the new one
 
     def begin(self) -> None:
         for row in self.rows:
-            self.scores.begin(self.largest, self.total, row)
+            self.scores.begin(self.row_max, self.row_sum, row)
             for at in self._sums(row):
-                put(self.summed, at, T.float32(0))
+                set_register(self.acc, at, T.float32(0))
 
-    def raise_maxima(self) -> Expr:
+    def update_max(self) -> Expr:
         """Maxima that are outgrown become the new ones, and l is brought to them. Gives whether any is, of the warp's:
-        then `scale_sums` has to follow, sooner or later."""
-        raised = registers(len(self.rows))
+        then `rescale_acc` has to follow, sooner or later."""
+        new_max = registers(len(self.rows))
         grows = T.bool(False)
         for row in self.rows:
-            put(raised, row, T.float32(-math.inf))
+            set_register(new_max, row, T.float32(-math.inf))
             for a, b in self._pairs(row):  # in pairs, so that fewer wait for the one before
-                put(raised, row, T.max(raised[row], T.max(self.scored[a], self.scored[b])))
-            over_quad(raised, row, T.max)
+                set_register(new_max, row, T.max(new_max[row], T.max(self.scored[a], self.scored[b])))
+            over_quad(new_max, row, T.max)
             # Of plain products: the factor is positive then, so their maximum is that of the scores.
-            largest = settle(raised[row] * T.float32(self.scores.factor), "float32")
-            outgrown = settle(largest > self.largest[row] + T.float32(GROWTH), "bool")
-            put(raised, row, T.Select(outgrown, largest, self.largest[row]))
+            row_max = materialize(new_max[row] * T.float32(self.scores.factor), "float32")
+            outgrown = materialize(row_max > self.row_max[row] + T.float32(GROWTH), "bool")
+            set_register(new_max, row, T.Select(outgrown, row_max, self.row_max[row]))
             grows = T.Or(grows, outgrown)
         # The warp decides together, so that its lanes stay together for the products.
-        some = settle(any_of_warp(grows), "bool")
+        some = materialize(any_of_warp(grows), "bool")
         with T.If(some), T.Then():
             for row in self.rows:
-                exp2(self._shrink, row, self.largest[row] - _reference(raised[row]))
-                put(self.largest, row, raised[row])
-                put(self.total, row, self.total[row] * self._shrink[row])
+                exp2(self._rescale, row, self.row_max[row] - _reference(new_max[row]))
+                set_register(self.row_max, row, new_max[row])
+                set_register(self.row_sum, row, self.row_sum[row] * self._rescale[row])
         return some
 
-    def scale_sums(self) -> None:
+    def rescale_acc(self) -> None:
         """Brings O to the new maxima."""
         for row in self.rows:
             for at in self._sums(row):
-                put(self.summed, at, self.summed[at] * self._shrink[row])
+                set_register(self.acc, at, self.acc[at] * self._rescale[row])
 
-    def weigh(self) -> None:
+    def softmax_step(self) -> None:
         """Scores become probs, and are added up."""
         for row in self.rows:
-            reference = zero_if_unseen(self.largest[row])
+            reference = zero_if_unseen(self.row_max[row])
             for pair in self._pairs(row):
                 for at in pair:
                     exp2(self.scored, at, self.scored[at] * T.float32(self.scores.factor) - reference)
                 # Pairs first: half as many additions wait for the one before.
-                put(self.total, row, self.total[row] + (self.scored[pair[0]] + self.scored[pair[1]]))
+                set_register(self.row_sum, row, self.row_sum[row] + (self.scored[pair[0]] + self.scored[pair[1]]))
 
     def is_spoilt(self) -> Expr:
         """Whether anything that this thread has summed is NaN: then the sum of it all is, too."""
         sums = registers(len(self.rows))
         for row in self.rows:
-            put(sums, row, T.float32(0))
+            set_register(sums, row, T.float32(0))
             for at in self._sums(row):
-                put(sums, row, sums[row] + self.summed[at])
+                set_register(sums, row, sums[row] + self.acc[at])
             if row:
-                put(sums, 0, sums[0] + sums[row])
+                set_register(sums, 0, sums[0] + sums[row])
         return T.isnan(sums[0])
 
-    def part_of(self, row: int) -> Expr:
+    def inverse_row_sum(self, row: int) -> Expr:
         """1 / l at the end, 0 where the row has seen nothing."""
         # Only now: until the end each lane sums its own columns.
-        over_quad(self.total, row, lambda a, b: a + b)
-        total = self.total[row]
-        return settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")
+        over_quad(self.row_sum, row, lambda a, b: a + b)
+        row_sum = self.row_sum[row]
+        return materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
 
     def _pairs(self, row: int) -> list[tuple[int, int]]:
         """Where a row's scores are, two neighbours at a time."""
@@ -109,22 +109,22 @@ class Softmax:
         return [cell(row, self.value_tiles, n, e) for n in range(self.value_tiles) for e in range(2)]
 
 
-def zero_if_unseen(largest: Expr) -> Expr:
+def zero_if_unseen(row_max: Expr) -> Expr:
     """What scores are counted from: their maximum, 0 where nothing was seen."""
-    return settle(_reference(largest), "float32")
+    return materialize(_reference(row_max), "float32")
 
 
-def raised(new: Expr, largest: Expr, total: Expr, shrink: Expr, row: int) -> Expr:
+def update_row_max(new: Expr, row_max: Expr, row_sum: Expr, rescale: Expr, row: int) -> Expr:
     """Raises the maximum of a row to that of `new` scores, and brings l to that; O is to become `shrink[row]` times
     what it was. Gives what the new scores are to be counted from."""
-    maximum = settle(T.max(largest[row], new), "float32")
+    maximum = materialize(T.max(row_max[row], new), "float32")
     origin = zero_if_unseen(maximum)
-    exp2(shrink, row, largest[row] - origin)
-    put(largest, row, maximum)
-    put(total, row, total[row] * shrink[row])
+    exp2(rescale, row, row_max[row] - origin)
+    set_register(row_max, row, maximum)
+    set_register(row_sum, row, row_sum[row] * rescale[row])
     return origin
 
 
-def _reference(largest: Expr) -> Expr:
+def _reference(row_max: Expr) -> Expr:
     """`zero_if_unseen` as an expression, for use in one place."""
-    return T.Select(largest == T.float32(-math.inf), T.float32(0), largest)
+    return T.Select(row_max == T.float32(-math.inf), T.float32(0), row_max)

@@ -21,10 +21,10 @@ from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     exp2,
-    put,
+    materialize,
     reciprocal,
     registers,
-    settle,
+    set_register,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -47,24 +47,24 @@ class RowScoreMods:
     def _origin(self, row: int) -> Expr:
         """The key that the distances of a row are counted from."""
         keys, number = self.visibility.key_range, self.visibility.numbers[row]
-        last = settle(keys.end_of(number) - 1)
+        last = materialize(keys.end_of(number) - 1)
         first = T.int32(0) if keys.left is None else T.max(T.int32(0), number + keys.shift - keys.left)
-        return settle(T.Select(of_row(self.slope, row) >= T.float32(0), last, first))
+        return materialize(T.Select(of_row(self.slope, row) >= T.float32(0), last, first))
 
-    def begin(self, largest: Expr, total: Expr, row: int) -> None:
+    def begin(self, row_max: Expr, row_sum: Expr, row: int) -> None:
         """The maximum and the sum of a row before its first key: those of the sink, which one of its threads holds."""
         sink = of_row(self.sink, row)
         if sink is None:
-            put(largest, row, T.float32(-math.inf))
-            put(total, row, T.float32(0))
+            set_register(row_max, row, T.float32(-math.inf))
+            set_register(row_sum, row, T.float32(0))
             return
         if self.slope is not None:
             place = self.visibility.numbers[row] + self.visibility.key_range.shift
             sink = sink - of_row(self.slope, row) * T.cast(self._origins[row] - place, "float32")
-        put(largest, row, sink)
+        set_register(row_max, row, sink)
         # Sums of the threads that share a row are added up in the end: one of them counts the sink.
-        counts = T.And(self.visibility.cells.leads, T.Not(largest[row] == T.float32(-math.inf)))
-        put(total, row, T.Select(counts, T.float32(1), T.float32(0)))
+        counts = T.And(self.visibility.cells.leads, T.Not(row_max[row] == T.float32(-math.inf)))
+        set_register(row_sum, row, T.Select(counts, T.float32(1), T.float32(0)))
 
     def convert(self, scores: Expr, tiles: int, first_key: Expr) -> None:
         """Products become scores in units of log2, with what the distance adds; nothing to do for plain ones."""
@@ -74,13 +74,13 @@ class RowScoreMods:
         for row in range(len(self.visibility.numbers)):
             slope, bias = of_row(self.slope, row), None
             if slope is not None:
-                bias = settle(T.cast(first_key + cells.first - self._origins[row], "float32"), "float32")
+                bias = materialize(T.cast(first_key + cells.first - self._origins[row], "float32"), "float32")
             for i, offset in enumerate(cells.offsets(tiles)):
                 at = cells.at(row, tiles, i)
                 score = self._capped(scores, at) if self.op.softcap else scores[at] * T.float32(self.op.scale * LOG2_E)
                 if bias is not None:
                     score = score + slope * (bias + T.float32(offset))
-                put(scores, at, score)
+                set_register(scores, at, score)
 
     def _capped(self, scores: Expr, at: int) -> Expr:
         """softcap tanh(s / softcap), where tanh(x) = 1 - 2 / (1 + e^(2 x)): off by 2^-21, whatever x, which the softcap

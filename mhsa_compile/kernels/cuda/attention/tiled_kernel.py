@@ -6,9 +6,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
-from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, planned_apart
-from mhsa_compile.kernels.cuda.primitives.inputs import unfit_widths
+from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -44,31 +44,31 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
         """The sizes of a block."""
 
     @abstractmethod
-    def unfit_config(self, config: Config) -> str | None:
+    def why_not_knobs(self, config: Config) -> str | None:
         """Why a block cannot be of such sizes, whatever the attention and the GPU."""
 
     @abstractmethod
-    def unfit_shape(self, op: AttentionOp, shape: Shape) -> str | None:
+    def why_not_shape(self, op: AttentionOp, shape: Shape) -> str | None:
         """Why the threads of a block have too few registers."""
 
     @abstractmethod
     def function(self, op: AttentionOp, shape: Shape, planned: CudaBlockSparsity | None, profile: CudaProfile) -> Expr:
         """The PrimFunc."""
 
-    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
+    def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if op.dtype not in self.dtypes:
             return f"of {self.dtypes_in_words}, not {op.dtype}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        return unfit_widths(op) or unfit_scores(op)
+        return why_not_widths(op) or why_not_scores(op)
 
-    def unfit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
-        if reason := unknown_knobs(config, self.knobs) or self.unfit_config(config):
+    def why_not_config(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
+        if reason := unknown_knobs(config, self.knobs) or self.why_not_knobs(config):
             return reason
         shape, available = self.shape(op, config), profile.hardware.shared_kib_per_block * 1024
         if shape.shared_bytes > available:
             return f"{shape.shared_bytes} bytes of shared memory of {available}"
-        return self.unfit_shape(op, shape)
+        return self.why_not_shape(op, shape)
 
     def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:
         shape = self.shape(op, config)

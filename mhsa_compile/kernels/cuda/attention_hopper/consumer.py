@@ -34,10 +34,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
     Expr,
     ThreadIndex,
+    materialize,
     pack,
-    put,
     registers,
-    settle,
+    set_register,
     store,
     warp_barrier,
 )
@@ -61,15 +61,15 @@ class AttentionConsumer:
         output: Tensor,
     ) -> None:
         self.op, self.shape, self.place, self.memory, self.output = op, shape, place, memory, output
-        self.group = settle(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
+        self.group = materialize(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
         self.key_tiles, self.value_tiles = shape.keys // COLUMNS, padded(shape.v_head_dim) // COLUMNS
         self.probs = registers(shape.keys // 4, "uint32")  # P in 16 bits: four words for 16 keys
         self.words = registers(1, "uint32")
         self.items, self.tiles = registers(1, "int32"), registers(1, "int32")  # how many came before
 
     def begin(self) -> None:
-        put(self.items, 0, T.int32(0))
-        put(self.tiles, 0, T.int32(0))
+        set_register(self.items, 0, T.int32(0))
+        set_register(self.tiles, 0, T.int32(0))
         # As if the last one had just had its turn: the first may begin.
         with T.If(self.group == self.shape.consumers - 1), T.Then():
             self._pass_token()
@@ -81,9 +81,9 @@ class AttentionConsumer:
 
     def item(self, visibility: ScoreMask, scores: RowScoreMods, b: Expr, h: Expr) -> None:
         tiles = KeyTiles(self.op, visibility.key_range, self.shape.keys)
-        before, item = settle(self.tiles[0]), settle(self.items[0])
+        before, item = materialize(self.tiles[0]), materialize(self.items[0])
         self.softmax = Softmax(2, self.key_tiles, self.value_tiles, scores)
-        self.scored, self.summed = self.softmax.scored, self.softmax.summed
+        self.scored, self.acc = self.softmax.scored, self.softmax.acc
         self.softmax.begin()
         self.memory.queries.wait_full(item)
         with T.If(tiles.count > 0), T.Then():
@@ -95,7 +95,7 @@ class AttentionConsumer:
             self._tile(tiles, visibility, scores, T.int32(0), before, None)
             # 2. The others, each with the values of the one before.
             with T.serial(tiles.count - 1) as number:
-                turn = settle(number + 1)
+                turn = materialize(number + 1)
                 self._take_token()
                 self._multiply_keys(before + turn)
                 self._multiply_values(before + number)
@@ -104,13 +104,13 @@ class AttentionConsumer:
                 self._wait_keys(1, before + turn)
                 self._tile(tiles, visibility, scores, turn, before + turn, before + number)
             # 3. The last values.
-            last = settle(before + tiles.count - 1)
+            last = materialize(before + tiles.count - 1)
             self._multiply_values(last)
             self._wait_values(last)
         # 4. O / l.
         self._write(visibility.key_range.first_row, b, h)
-        put(self.tiles, 0, before + tiles.count)
-        put(self.items, 0, item + 1)
+        set_register(self.tiles, 0, before + tiles.count)
+        set_register(self.items, 0, item + 1)
 
     # The token.
 
@@ -151,11 +151,11 @@ class AttentionConsumer:
         words.products_begin()
         for step in range(self.shape.keys // DEPTH):
             b = right + T.uint64(values.tiles.column_step(step))
-            words.multiply_held(self.summed, 8 * self.value_tiles, self.probs, 4 * step, b, self.op.dtype)
+            words.multiply_held(self.acc, 8 * self.value_tiles, self.probs, 4 * step, b, self.op.dtype)
         words.products_end()
 
     def _pin_sums(self) -> None:
-        words.pin(self.summed, 4 * self.value_tiles)
+        words.pin(self.acc, 4 * self.value_tiles)
 
     def _wait_keys(self, pending: int, use: Expr) -> None:
         words.products_wait(pending)
@@ -179,15 +179,15 @@ class AttentionConsumer:
         scores.convert(self.scored, self.key_tiles, first_key)
         with T.If(hides), T.Then():
             visibility.hide(self.scored, self.key_tiles, first_key, bits_row)
-        grows = self.softmax.raise_maxima()
-        self.softmax.weigh()
+        grows = self.softmax.update_max()
+        self.softmax.softmax_step()
         # 2. O by it. The values are of use in a moment; that somebody may have to wait for them here keeps the compiler
         #    from waiting for O any earlier, which it would do before the exponentials.
         self.memory.values.wait_full(use)
         if values is not None:
             self._wait_values(values)
             with T.If(grows), T.Then():
-                self.softmax.scale_sums()
+                self.softmax.rescale_acc()
         # 3. P as the left operand.
         for step in range(self.shape.keys // DEPTH):
             for i in range(4):
@@ -206,24 +206,24 @@ class AttentionConsumer:
         )
 
         def hide(scores: Expr, tiles: int, part: Expr) -> None:
-            visibility.hide(scores, tiles, settle(first_key + part * WORD), bits_row, part)
+            visibility.hide(scores, tiles, materialize(first_key + part * WORD), bits_row, part)
 
         with T.If(repair.look_together(slot)), T.Then():
-            repair.resolve_together(slot, self.summed, self.shape.keys, hide)
+            repair.resolve_together(slot, self.acc, self.shape.keys, hide)
 
     def _write(self, first_row: Expr, b: Expr, h: Expr) -> None:
         """The rows of O, each divided by its sum, by way of the queries' place in shared memory."""
         words.meet(T.cast(self.group + _GROUP, "uint32"), words.WARPGROUP)  # all are done with their queries
-        first = settle(self.place.warp * ROWS)
+        first = materialize(self.place.warp * ROWS)
         # The addresses below are computed anew for each item: kept, they would take registers that O needs.
         g, q = words.fresh(self.place.g), words.fresh(self.place.q)
         tiles = self.memory.output
         for row in range(2):
-            part = self.softmax.part_of(row)
+            part = self.softmax.inverse_row_sum(row)
             number = first + g + 8 * row
-            start = settle(tiles.row_start(T.int32(0), number) + T.cast(4 * q, "uint32"), "uint32")
+            start = materialize(tiles.row_start(T.int32(0), number) + T.cast(4 * q, "uint32"), "uint32")
             for n in range(self.value_tiles):
-                low, high = (self.summed[cell(row, self.value_tiles, n, e)] * part for e in range(2))
+                low, high = (self.acc[cell(row, self.value_tiles, n, e)] * part for e in range(2))
                 pack(self.words, 0, low, high, self.op.dtype)
                 store(start + tiles.chunk_in_row(n, g), [self.words[0]])
         # First each lane's own writes, then all of the warp's: one lane stores for all.

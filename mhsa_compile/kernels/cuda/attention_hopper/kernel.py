@@ -39,19 +39,19 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
     dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
     knobs = KNOBS
 
-    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
+    def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if not profile.has_wgmma:
             return "made for GPUs whose warpgroups multiply"
-        if reason := super().applies(op, profile):
+        if reason := super().why_not(op, profile):
             return reason
         if next(self._fitting(op, profile), None) is None:
             return f"no tile of keys fits the registers and shared memory beside heads of {op.head_dim, op.v_head_dim}"
         return None
 
-    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"consumers": (2, 3), "keys": (*KEYS, 144, 160, 176), "stages": (2, 3, 4)}
 
-    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
+    def default_config(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         return next(self._fitting(op, profile))
 
     def _fitting(self, op: AttentionOp, profile: CudaProfile) -> Iterator[dict[str, int]]:
@@ -61,20 +61,20 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
             for keys in KEYS:
                 config = dict(zip(KNOBS, (consumers, keys, 2), strict=True))
                 is_worth_it = consumers == 2 or keys >= _WORTH_THREE
-                if is_worth_it and self.unfit(op, profile, config) is None:
+                if is_worth_it and self.why_not_config(op, profile, config) is None:
                     yield config
 
     def shape(self, op: AttentionOp, config: Config) -> HopperBlockShape:
         return HopperBlockShape(config["consumers"], config["keys"], config["stages"], op.head_dim, op.v_head_dim)
 
-    def unfit_config(self, config: Config) -> str | None:
+    def why_not_knobs(self, config: Config) -> str | None:
         if config["consumers"] not in REGISTERS or config["keys"] % 16 or config["keys"] > 256:
             return f"two or three consumers, and keys in multiples of 16 up to 256, not {dict(config)}"
         if config["stages"] < 2:  # the values of one tile are waited for before those of the last are given back
             return "a ring of two tiles at least"
         return None
 
-    def unfit_shape(self, op: AttentionOp, shape: HopperBlockShape) -> str | None:
+    def why_not_shape(self, op: AttentionOp, shape: HopperBlockShape) -> str | None:
         needed, held = _registers(op, shape), REGISTERS[shape.consumers][1]
         return f"{needed} registers of {held}" if needed > held else None
 

@@ -21,9 +21,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     Expr,
     ThreadIndex,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
 )
 
 
@@ -48,12 +48,12 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         with T.serial(T.int32(-(-keys // WORD))) as part:
             scores, seen = registers(4 * tiles), registers(2, "uint32")
             for at in range(4 * tiles):
-                put(scores, at, T.float32(0))
+                set_register(scores, at, T.float32(0))
             hide(scores, tiles, part)
             for row in range(2):
                 self._note_seen(seen, row, [(n * COLUMNS, cell(row, tiles, n, 0)) for n in range(tiles)], scores)
-            first = settle(part * WORD)
-            self._add_keys(slot, seen, 2, first, settle(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
+            first = materialize(part * WORD)
+            self._add_keys(slot, seen, 2, first, materialize(T.min(T.int32(WORD), T.int32(keys) - first)), sums)
         # All have added before anyone clears; named, since the warpgroup that copies does not come.
         meet(self._barrier, self.threads)
         self.clear(slot, self.place.thread, self.threads)
@@ -64,5 +64,5 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         """As for all tiles, but computed for each row anew: 32 addresses kept over all rows would take the registers
         that sums need."""
         row = fresh(row)
-        start = settle(self._tiles.row_start(slot, row) + T.cast(4 * self.place.q, "uint32"), "uint32")
+        start = materialize(self._tiles.row_start(slot, row) + T.cast(4 * self.place.q, "uint32"), "uint32")
         return lambda chunk: start + self._tiles.chunk_in_row(chunk, row)

@@ -10,7 +10,7 @@ from mhsa_compile.kernels.cuda.primitives.hopper_ptx import ROWS, WARPGROUP
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import ALIGNMENT, SwizzledTiles, tile_bytes
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import BARRIER_BYTES, Slots
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT, padded
-from mhsa_compile.kernels.cuda.primitives.warp import WARP, settle
+from mhsa_compile.kernels.cuda.primitives.warp import WARP, materialize
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class AttentionSharedMemory:
         pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), "uint16", scope="shared.dyn")
         # A view: TVM would make the buffer itself as small as what it sees accessed.
         whole = T.decl_buffer((shape.shared_bytes // ELEMENT,), "uint16", data=pool.data, scope="shared.dyn")
-        begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
+        begin = materialize(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
         # The pool begins anywhere; swizzled tiles begin at multiples of ALIGNMENT, for which it has room to spare.
-        first = settle(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
+        first = materialize(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
         barriers = first + T.uint32(shape.barriers_byte)
         self.consumer_warps = shape.consumer_threads // WARP
         queries = SwizzledTiles(first, 1, shape.queries, shape.head_dim)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import ELEMENT
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 CACHED_BYTES = 20 << 20
@@ -33,22 +33,22 @@ class Schedule:
 
     def each(self, block: Expr, body: Callable[[Expr, Expr], None]) -> None:
         """body(head among all, turn of its tile) for the items of a block."""
-        items = settle(self.heads * self.tiles)
+        items = materialize(self.heads * self.tiles)
         with T.serial(T.truncdiv(items + (self.blocks - 1), self.blocks)) as turn:
             back = T.Select(T.truncmod(turn, T.int32(2)) == 0, block, self.blocks - 1 - block)
-            item = settle(turn * self.blocks + back)
+            item = materialize(turn * self.blocks + back)
             with T.If(item < items), T.Then():
                 body(*self._item(item))
 
     def _item(self, item: Expr) -> tuple[Expr, Expr]:
-        size = settle(self.section * self.tiles)
-        section = settle(T.truncdiv(item, size))
-        rest = settle(item - section * size)
-        first = settle(section * self.section)
-        heads = settle(T.min(self.section, self.heads - first))
+        size = materialize(self.section * self.tiles)
+        section = materialize(T.truncdiv(item, size))
+        rest = materialize(item - section * size)
+        first = materialize(section * self.section)
+        heads = materialize(T.min(self.section, self.heads - first))
         # Heads change fastest: all heads of a section come to their longest tiles first.
-        turn = settle(T.truncdiv(rest, heads))
-        return settle(first + (rest - turn * heads)), turn
+        turn = materialize(T.truncdiv(rest, heads))
+        return materialize(first + (rest - turn * heads)), turn
 
 
 def scheduled(op: AttentionOp, sizes: tuple[Expr, Expr, Expr], queries: int, multiprocessors: int) -> Schedule:
@@ -61,4 +61,4 @@ def scheduled(op: AttentionOp, sizes: tuple[Expr, Expr, Expr], queries: int, mul
     # Heads that share a key head share its cached bytes.
     section = T.min(shared * (op.num_heads // op.num_kv_heads), heads)
     blocks = T.min(heads * tiles, T.int64(multiprocessors))
-    return Schedule(*(settle(T.cast(number, "int32")) for number in (heads, tiles, blocks, section)))
+    return Schedule(*(materialize(T.cast(number, "int32")) for number in (heads, tiles, blocks, section)))

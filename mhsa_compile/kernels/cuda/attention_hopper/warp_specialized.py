@@ -35,9 +35,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     ThreadIndex,
     barrier,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -65,9 +65,9 @@ class Items:
         """body(its rows, batch entry, head) for each item."""
 
         def item(head: Expr, turn: Expr) -> None:
-            b, h = (settle(f(head, T.int32(self.op.num_heads))) for f in (T.truncdiv, T.truncmod))
+            b, h = (materialize(f(head, T.int32(self.op.num_heads))) for f in (T.truncdiv, T.truncmod))
             tile, visits = self._tile(turn, h)
-            body(ItemRows(settle(tile * self.shape.queries), visits), b, h)
+            body(ItemRows(materialize(tile * self.shape.queries), visits), b, h)
 
         self.schedule.each(self.block, item)
 
@@ -82,7 +82,7 @@ class Items:
     def key_range(self, rows: ItemRows, b: Expr) -> BlockKeyRange:
         """Which keys an item's rows see."""
         given = self.given
-        q_length = settle(T.cast(given.q_length, "int32"))
+        q_length = materialize(T.cast(given.q_length, "int32"))
         kv_length = given.extras.keys(T.cast(b, "int64"), given.kv_length)
         return BlockKeyRange(
             self.op, rows.first, self.shape.queries, q_length=q_length, kv_length=kv_length, visits=rows.visits
@@ -126,7 +126,7 @@ def attention(
                 # No one is to arrive at an mbarrier that is not there yet.
                 barrier()
                 schedule = scheduled(op, sizes, shape.queries, multiprocessors)
-                items = Items(op, shape, given, views, schedule, settle(T.cast(block, "int32")))
+                items = Items(op, shape, given, views, schedule, materialize(T.cast(block, "int32")))
                 # 3. The roles.
                 # The thread that copies needs few registers; those that compute take the rest.
                 few, many = REGISTERS[shape.consumers]
@@ -138,7 +138,7 @@ def attention(
                             _copy(items, memory, loaded)
                     with T.Else():
                         words.take_registers(many)
-                        _compute(items, memory, ThreadIndex(settle(thread - words.WARPGROUP)), output)
+                        _compute(items, memory, ThreadIndex(materialize(thread - words.WARPGROUP)), output)
     return builder.get()
 
 
@@ -171,8 +171,8 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
     for tensor in tensors:
         words.fetch_map(tensor.map)
     before, tiles_before = registers(1, "int32"), registers(1, "int32")
-    put(before, 0, T.int32(0))
-    put(tiles_before, 0, T.int32(0))
+    set_register(before, 0, T.int32(0))
+    set_register(tiles_before, 0, T.int32(0))
 
     def load(slots: Slots, use: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr) -> None:
         slots.wait_empty(use)
@@ -182,16 +182,16 @@ def _copy(items: Items, memory: AttentionSharedMemory, tensors: list[Tensor]) ->
 
     def item(rows: ItemRows, b: Expr, h: Expr) -> None:
         key_range = items.key_range(rows, b)
-        g = settle(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
+        g = materialize(T.truncdiv(h, T.int32(items.op.num_heads // items.op.num_kv_heads)))
         tiles = KeyTiles(items.op, key_range, items.shape.keys)
-        load(memory.queries, settle(before[0]), query, rows.first, h, b)
+        load(memory.queries, materialize(before[0]), query, rows.first, h, b)
         with T.serial(tiles.count) as turn:
-            use, first_key = settle(tiles_before[0] + turn), tiles.first_key(turn)
+            use, first_key = materialize(tiles_before[0] + turn), tiles.first_key(turn)
             # Each has a barrier of its own: products with K begin while V is on its way.
             load(memory.keys, use, key, first_key, g, b)
             load(memory.values, use, value, first_key, g, b)
-        put(before, 0, before[0] + 1)
-        put(tiles_before, 0, tiles_before[0] + tiles.count)
+        set_register(before, 0, before[0] + 1)
+        set_register(tiles_before, 0, tiles_before[0] + tiles.count)
 
     items.each(item)
 

@@ -33,9 +33,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     ThreadIndex,
     barrier,
+    materialize,
     pack,
     registers,
-    settle,
     store,
     warp_barrier,
 )
@@ -93,7 +93,7 @@ class DecodeBlock:
         shape = self.shape
         sources = self._sources(part)
         visibility, scores = self._semantics(part)
-        count = settle(part.end - part.first)
+        count = materialize(part.end - part.first)
         # 1. The rings full but for one tile, and Q.
         for turn in range(shape.stages - 1):
             self._copy(part, sources, T.int32(turn), count)
@@ -102,8 +102,8 @@ class DecodeBlock:
             barrier()
         # 2. One tile of the warp's after the other.
         with T.serial(count) as turn:
-            slot, first_key = self._slot(turn), settle(self._first_key(part, turn))
-            hides = settle(T.Not(visibility.key_range.seen_by_all(first_key, shape.keys)), "bool")
+            slot, first_key = self._slot(turn), materialize(self._first_key(part, turn))
+            hides = materialize(T.Not(visibility.key_range.seen_by_all(first_key, shape.keys)), "bool")
             # One group of copies a turn; those of the tiles behind this one may still be under way.
             smem_pipeline.wait(shape.stages - 2)
             if shape.hides_values:
@@ -140,7 +140,7 @@ class DecodeBlock:
         """(query, head) of a row."""
         ratio = T.int32(self.ratio)
         query, head = T.truncdiv(row, ratio), part.g * self.ratio + T.truncmod(row, ratio)
-        return settle(query), settle(T.cast(head, "int64"), "int64")
+        return materialize(query), materialize(T.cast(head, "int64"), "int64")
 
     def _queries(self, part: SplitPart) -> Element:
         """Elements of Q by row."""
@@ -167,12 +167,12 @@ class DecodeBlock:
 
     def _slot(self, turn: Expr) -> Expr:
         stages = self.shape.stages
-        return settle(self.place.warp * stages + T.truncmod(turn, T.int32(stages)))
+        return materialize(self.place.warp * stages + T.truncmod(turn, T.int32(stages)))
 
     def _copy(self, part: SplitPart, sources: tuple[Element, Element], turn: Expr, count: Expr) -> None:
         """Begins to copy the warp's tile of this turn, if there is one."""
         with T.If(turn < count), T.Then():
-            slot, first = self._slot(turn), settle(self._first_key(part, turn))
+            slot, first = self._slot(turn), materialize(self._first_key(part, turn))
             for tiles, source in zip((self.keys, self.values), sources, strict=True):
                 tiles.copy(slot, source, first, part.entry.end_key, self.place.lane, 32)
         # Outside of the branch: an empty group counts too, so `wait` means the same in every turn.
@@ -189,14 +189,14 @@ class DecodeBlock:
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads
         # Two results of a share at most: of a head that another one began, and of one that it begins.
-        slot = settle(2 * self.share + T.Select(part.begins, T.int32(1), T.int32(0)))
-        whole = settle(T.And(part.begins, part.ends), "bool")
+        slot = materialize(2 * self.share + T.Select(part.begins, T.int32(1), T.int32(0)))
+        whole = materialize(T.And(part.begins, part.ends), "bool")
         with T.serial(T.int32(-(-total // threads))) as turn:
-            number = settle(self.place.thread + turn * threads)
+            number = materialize(self.place.thread + turn * threads)
             with T.If(number < total), T.Then():
-                row = settle(T.truncdiv(number, T.int32(chunks)))
-                column = settle(T.truncmod(number, T.int32(chunks)) * CHUNK)
-                largest, row_sum, sums = self.area.joined(row, column, CHUNK)
+                row = materialize(T.truncdiv(number, T.int32(chunks)))
+                column = materialize(T.truncmod(number, T.int32(chunks)) * CHUNK)
+                row_max, row_sum, sums = self.area.joined(row, column, CHUNK)
                 with T.If(whole):
                     with T.Then():
                         query, head = self._row(part, row)
@@ -207,14 +207,14 @@ class DecodeBlock:
                         store(T.address_of(place), sums, "global")
                         with T.If(column == 0), T.Then():
                             place = self.arrays.workspace[(*at, T.int64(self.shape.v_head_dim))]
-                            store(T.address_of(place), [largest, row_sum], "global")
+                            store(T.address_of(place), [row_max, row_sum], "global")
 
 
 def write(
-    op: AttentionOp, y: Expr, b: Expr, head: Expr, query: Expr, column: Expr, total: Expr, sums: list[Expr]
+    op: AttentionOp, y: Expr, b: Expr, head: Expr, query: Expr, column: Expr, row_sum: Expr, sums: list[Expr]
 ) -> None:
     """Four columns of a row of Y: O / l, zeros where nothing was visible."""
-    part = settle(T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total), "float32")
+    part = materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
     element = elements(y, op.output, op.v_head_dim, T.cast(b, "int64"), T.cast(head, "int64"))
     address = T.address_of(element(query, column))
     values = [value * part for value in sums]

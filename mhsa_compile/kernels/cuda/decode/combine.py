@@ -17,8 +17,8 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     barrier,
     load,
+    materialize,
     registers,
-    settle,
     store,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -32,15 +32,15 @@ def combine(
     low, high = shares.begin_of(share), shares.begin_of(share + 1)
     with T.If(low < high), T.Then():
         head, begin = shares.head_of(high - 1)
-        b, g = (settle(f(head, T.int32(op.num_kv_heads))) for f in (T.truncdiv, T.truncmod))
-        end = settle(begin + shares.entry(b).pieces)
+        b, g = (materialize(f(head, T.int32(op.num_kv_heads))) for f in (T.truncdiv, T.truncmod))
+        end = materialize(begin + shares.entry(b).pieces)
         # This share begins the head and another one goes on with it: all others have nothing to do here.
         with T.If(T.And(begin >= low, end > high)), T.Then():
             last = shares.share_of(end - 1)
             ratio = op.num_heads // op.num_kv_heads
             query, number = (f(row, T.int32(ratio)) for f in (T.truncdiv, T.truncmod))
-            out = (b, settle(g * ratio + number), settle(query))
-            _combine_row(op, shape, thread, share, settle(last - share + 1), row, arrays, out)
+            out = (b, materialize(g * ratio + number), materialize(query))
+            _combine_row(op, shape, thread, share, materialize(last - share + 1), row, arrays, out)
 
 
 def _combine_row(
@@ -56,7 +56,7 @@ def _combine_row(
     """Joins row `row` of `count` shares' results, from share `first` on; `out` is its batch entry, head and query."""
     chunks = shape.v_head_dim // CHUNK
     groups = THREADS // chunks
-    group, chunk = (settle(f(thread, T.int32(chunks))) for f in (T.truncdiv, T.truncmod))
+    group, chunk = (materialize(f(thread, T.int32(chunks))) for f in (T.truncdiv, T.truncmod))
     column = chunk * CHUNK
     words = CHUNK + 2
     pool = T.alloc_buffer((groups * chunks * words,), "float32", scope="shared.dyn")
@@ -66,15 +66,15 @@ def _combine_row(
     with T.If(group < groups), T.Then():
         # 1. Every so manieth result.
         with T.serial(T.truncdiv(count - group + (groups - 1), T.int32(groups))) as turn:
-            number = settle(group + turn * groups)
-            slot = settle(
+            number = materialize(group + turn * groups)
+            slot = materialize(
                 T.cast(2 * (first + number) + T.Select(number == 0, T.int32(1), T.int32(0)), "int64"), "int64"
             )
             at = [slot, T.cast(row, "int64")]
             load(statistics, 0, 2, T.address_of(arrays.workspace[(*at, T.int64(shape.v_head_dim))]), "global")
             load(read, 0, CHUNK, T.address_of(arrays.workspace[(*at, T.cast(column, "int64"))]), "global")
             joined.add(statistics[0], statistics[1], [read[i] for i in range(CHUNK)])
-        for i, value in enumerate([joined.largest, joined.total, *joined.sums]):
+        for i, value in enumerate([joined.row_max, joined.row_sum, *joined.sums]):
             store(T.address_of(left[group, chunk, T.int32(i)]), [value])
     barrier()
     # 2. All groups'.
@@ -84,4 +84,4 @@ def _combine_row(
             for i in range(words):
                 load(read, i, 1, T.address_of(left[T.int32(other), chunk, T.int32(i)]))
             joined.add(read[0], read[1], [read[2 + i] for i in range(CHUNK)])
-        write(op, arrays.y, *out, column, joined.total, joined.sums)
+        write(op, arrays.y, *out, column, joined.row_sum, joined.sums)

@@ -13,18 +13,18 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import argument
-from mhsa_compile.kernels.common.decode_limits import rows_of_key_head, unfit_for_few_queries
+from mhsa_compile.kernels.common.decode_limits import rows_of_key_head, why_not_few_queries
 from mhsa_compile.kernels.cuda.decode import combine
 from mhsa_compile.kernels.cuda.decode.block import Arrays, DecodeBlock
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
-from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, unfit_widths
+from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, why_not_widths
 from mhsa_compile.kernels.cuda.primitives.warp import (
     MOST_REGISTERS,
     Expr,
     ThreadIndex,
-    at_once,
-    settle,
+    materialize,
+    min_blocks_per_sm,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
@@ -41,17 +41,17 @@ class CudaDecodeKernel:
     name = "cuda.decode"
     op_type = AttentionOp
 
-    def applies(self, op: AttentionOp, profile: CudaProfile) -> str | None:
-        if reason := unfit_for_few_queries(op, MOST_QUERIES, MOST_ROWS) or unfit_widths(op):
+    def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
+        if reason := why_not_few_queries(op, MOST_QUERIES, MOST_ROWS) or why_not_widths(op):
             return reason
         if not self._fitting(op, profile):
             return f"{rows_of_key_head(op)} rows of {op.v_head_dim} columns are more than a block has room for"
         return None
 
-    def space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: AttentionOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"keys": (8, 16, 32), "stages": (2, 3, 4), "warps": (2, 4, 8), "blocks": (1, 2, 3, 4, 6)}
 
-    def default(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
+    def default_config(self, op: AttentionOp, profile: CudaProfile) -> dict[str, int]:
         return self._fitting(op, profile)[0]
 
     def _fitting(self, op: AttentionOp, profile: CudaProfile) -> list[dict[str, int]]:
@@ -60,9 +60,9 @@ class CudaDecodeKernel:
         keys = 8 if op.dtype == "float32" else 16
         preferred = ((keys, 3, 4, 2), (keys, 2, 4, 2), (keys, 3, 4, 1), (keys, 2, 4, 1), (keys, 2, 2, 1))
         configs = [dict(zip(KNOBS, sizes, strict=True)) for sizes in preferred]
-        return [config for config in configs if self.unfit(op, profile, config) is None]
+        return [config for config in configs if self.why_not_config(op, profile, config) is None]
 
-    def unfit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
+    def why_not_config(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, KNOBS):
             return reason
         if config["keys"] not in ((8, 16, 32) if op.dtype == "float32" else (16, 32)) or config["stages"] < 2:
@@ -113,15 +113,17 @@ def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -
             with (
                 T.launch_thread("blockIdx.x", T.int64(count)) as block,
                 T.launch_thread("threadIdx.x", shape.threads) as thread,
-                at_once(blocks),
+                min_blocks_per_sm(blocks),
             ):
                 place = ThreadIndex(thread)
-                DecodeBlock(op, shape, place, settle(block), shares(place.lane), arrays).emit()
+                DecodeBlock(op, shape, place, materialize(block), shares(place.lane), arrays).emit()
             with (
                 T.launch_thread("blockIdx.x", T.int64(count * shape.rows)) as block,
                 T.launch_thread("threadIdx.x", combine.THREADS) as thread,
             ):
-                share, row = (settle(f(T.cast(block, "int32"), T.int32(shape.rows))) for f in (T.truncdiv, T.truncmod))
-                lane = settle(T.truncmod(thread, T.int32(32)))
+                share, row = (
+                    materialize(f(T.cast(block, "int32"), T.int32(shape.rows))) for f in (T.truncdiv, T.truncmod)
+                )
+                lane = materialize(T.truncmod(thread, T.int32(32)))
                 combine.combine(op, shape, thread, share, row, shares(lane), arrays)
     return builder.get()

@@ -22,9 +22,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ThreadIndex,
     from_lane,
     load,
+    materialize,
     over_warp,
     registers,
-    settle,
     warp_barrier,
 )
 
@@ -55,7 +55,7 @@ class WarpNonFiniteRepair:
         with T.If(self.pieces.found[0] != T.uint32(0)), T.Then():
             for n in range(tiles):
                 with T.serial(T.int32(8)) as turn:
-                    holder = settle(turn * 4 + self.place.q)
+                    holder = materialize(turn * 4 + self.place.q)
                     seen = [self._of_lane(sees(row, n), holder) for row in range(rows)]
                     for tile in range(padded(self.values.width) // ROWS):
                         for half in range(2):
@@ -67,16 +67,16 @@ class WarpNonFiniteRepair:
             warp_barrier()
 
     def _of_lane(self, flag: Expr, lane: Expr) -> Expr:
-        number = settle(T.Select(flag, T.int32(1), T.int32(0)))
-        return settle(from_lane(number, lane) != 0, "bool")
+        number = materialize(T.Select(flag, T.int32(1), T.int32(0)))
+        return materialize(from_lane(number, lane) != 0, "bool")
 
     def _value(self, slot: Expr, key: Expr, column: Expr) -> Expr:
         """A value as float32 if it is not finite, else zero."""
         load(self._word, 0, 1, self.values.address(slot, key, T.truncdiv(column, T.int32(2)) * 2))
         shift = T.cast(T.truncmod(column, T.int32(2)) * 16, "uint32")
-        half = settle((self._word[0] >> shift) & T.uint32(0xFFFF), "uint32")
+        half = materialize((self._word[0] >> shift) & T.uint32(0xFFFF), "uint32")
         exponent = T.uint32(EXPONENT[self.dtype])
         infinite = ((half & T.uint32(0x8000)) << T.uint32(16)) | T.uint32(0x7F800000)
         bits = T.Select((half & T.uint32(0x7FFF)) == exponent, infinite, T.uint32(0x7FC00000))
         bits = T.Select((half & exponent) == exponent, bits, T.uint32(0))
-        return settle(T.reinterpret("float32", settle(bits, "uint32")), "float32")
+        return materialize(T.reinterpret("float32", materialize(bits, "uint32")), "float32")

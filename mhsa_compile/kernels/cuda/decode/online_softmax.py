@@ -17,9 +17,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     exp2,
     load,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
     store,
 )
 
@@ -34,12 +34,12 @@ class Area:
     def _word(self, warp: Expr, row: Expr) -> Expr:
         return (warp * self.shape.rows + row) * self.shape.result_pitch
 
-    def put_sums(self, row: Expr, column: Expr, sums: Sequence[Expr]) -> None:
+    def set_sums(self, row: Expr, column: Expr, sums: Sequence[Expr]) -> None:
         store(self.address(self._word(self.warp, row) + column), sums)
 
-    def put_statistics(self, row: Expr, largest: Expr, total: Expr) -> None:
+    def set_stats(self, row: Expr, row_max: Expr, row_sum: Expr) -> None:
         """Several threads may put the same."""
-        store(self.address(self._word(self.warp, row) + self.shape.v_head_dim), [largest, total])
+        store(self.address(self._word(self.warp, row) + self.shape.v_head_dim), [row_max, row_sum])
 
     def joined(self, row: Expr, column: Expr, count: int) -> tuple[Expr, Expr, list[Expr]]:
         """(m, l, `count` columns of O) of a row, of all warps together."""
@@ -47,11 +47,11 @@ class Area:
         sums = registers(count)
         # In the order of the warps, so that results are the same every time.
         for warp in range(self.shape.warps):
-            word = settle(self._word(T.int32(warp), row))
+            word = materialize(self._word(T.int32(warp), row))
             load(found, 0, 2, self.address(word + self.shape.v_head_dim))
             load(sums, 0, count, self.address(word + column))
             joined.add(found[0], found[1], [sums[i] for i in range(count)])
-        return joined.largest, joined.total, joined.sums
+        return joined.row_max, joined.row_sum, joined.sums
 
 
 class JoinedResults:
@@ -59,26 +59,26 @@ class JoinedResults:
 
     def __init__(self, count: int) -> None:
         self.cells, self.count = registers(count + 2), count
-        put(self.cells, count, T.float32(-math.inf))
+        set_register(self.cells, count, T.float32(-math.inf))
         for i in (*range(count), count + 1):
-            put(self.cells, i, T.float32(0))
+            set_register(self.cells, i, T.float32(0))
 
-    def add(self, largest: Expr, total: Expr, sums: Sequence[Expr]) -> None:
+    def add(self, row_max: Expr, row_sum: Expr, sums: Sequence[Expr]) -> None:
         factors, count = registers(2), self.count
-        maximum = settle(T.max(self.cells[count], largest), "float32")
+        maximum = materialize(T.max(self.cells[count], row_max), "float32")
         origin = zero_if_unseen(maximum)
         exp2(factors, 0, self.cells[count] - origin)
-        exp2(factors, 1, largest - origin)
-        put(self.cells, count, maximum)
-        for i, value in [*enumerate(sums), (count + 1, total)]:
-            put(self.cells, i, self.cells[i] * factors[0] + value * factors[1])
+        exp2(factors, 1, row_max - origin)
+        set_register(self.cells, count, maximum)
+        for i, value in [*enumerate(sums), (count + 1, row_sum)]:
+            set_register(self.cells, i, self.cells[i] * factors[0] + value * factors[1])
 
     @property
-    def largest(self) -> Expr:
+    def row_max(self) -> Expr:
         return self.cells[self.count]
 
     @property
-    def total(self) -> Expr:
+    def row_sum(self) -> Expr:
         return self.cells[self.count + 1]
 
     @property

@@ -23,10 +23,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     from_below,
     from_lane,
+    materialize,
     over_warp,
-    put,
     registers,
-    settle,
+    set_register,
 )
 
 
@@ -61,68 +61,68 @@ class CudaSplitKv:
         op = self.op = given.op
         assert isinstance(op.q_length, int)
         self.kv_length, self.extras, self.lane, self.piece = given.kv_length, given.extras, lane, piece
-        self.batch = settle(T.cast(given.batch, "int32"))
+        self.batch = materialize(T.cast(given.batch, "int32"))
         self.heads = op.num_kv_heads
         self.alike = None if op.lengths else self._entry(T.int64(0))
         total = self._sum() if self.alike is None else self.batch * self.heads * self.alike.pieces
-        self.total = settle(total)
+        self.total = materialize(total)
         # The first `more` shares have one piece more than `least`.
-        self.least, self.more = (settle(f(self.total, T.int32(count))) for f in (T.truncdiv, T.truncmod))
+        self.least, self.more = (materialize(f(self.total, T.int32(count))) for f in (T.truncdiv, T.truncmod))
 
     def begin_of(self, share: Expr) -> Expr:
         """The number of its first piece."""
-        return settle(share * self.least + T.min(share, self.more))
+        return materialize(share * self.least + T.min(share, self.more))
 
     def share_of(self, number: Expr) -> Expr:
         """Whose a piece is."""
         long = self.more * (self.least + 1)
         # Where `least` is 0 all pieces lie before `long`; only the division must not fail.
         after = self.more + T.truncdiv(number - long, T.max(T.int32(1), self.least))
-        return settle(T.Select(number < long, T.truncdiv(number, self.least + 1), after))
+        return materialize(T.Select(number < long, T.truncdiv(number, self.least + 1), after))
 
     def each_part(self, share: Expr, body: Callable[[SplitPart], None]) -> None:
         low, high = self.begin_of(share), self.begin_of(share + 1)
         with T.If(low < high), T.Then():
             state = registers(2, "int32")  # a head, and the number of its first piece
             for i, value in enumerate(self.head_of(low)):
-                put(state, i, value)
+                set_register(state, i, value)
             with T.While(state[1] < high):
-                head, begin = (settle(state[i]) for i in range(2))
-                b, g = (settle(f(head, T.int32(self.heads))) for f in (T.truncdiv, T.truncmod))
+                head, begin = (materialize(state[i]) for i in range(2))
+                b, g = (materialize(f(head, T.int32(self.heads))) for f in (T.truncdiv, T.truncmod))
                 entry = self.entry(b)
-                first, end = settle(T.max(low - begin, T.int32(0))), settle(T.min(high - begin, entry.pieces))
-                begins, ends = settle(first == 0, "bool"), settle(end == entry.pieces, "bool")
+                first, end = materialize(T.max(low - begin, T.int32(0))), materialize(T.min(high - begin, entry.pieces))
+                begins, ends = materialize(first == 0, "bool"), materialize(end == entry.pieces, "bool")
                 body(SplitPart(b, g, entry, first, end, begins, ends))
-                put(state, 0, head + 1)
-                put(state, 1, begin + entry.pieces)
+                set_register(state, 0, head + 1)
+                set_register(state, 1, begin + entry.pieces)
 
     def head_of(self, number: Expr) -> tuple[Expr, Expr]:
         """(the head that a piece belongs to, of all entries' in a row; the number of the head's first piece)."""
         if self.alike is not None:
-            head = settle(T.truncdiv(number, self.alike.pieces))
-            return head, settle(head * self.alike.pieces)
+            head = materialize(T.truncdiv(number, self.alike.pieces))
+            return head, materialize(head * self.alike.pieces)
         passed = registers(3, "int32")  # whole entries before it, their pieces; pieces of all entries so far
         for i in range(3):
-            put(passed, i, T.int32(0))
+            set_register(passed, i, T.int32(0))
         with T.serial(self._rounds()) as turn:
             pieces, end, below = registers(1, "int32"), registers(1, "int32"), registers(2, "int32")
-            put(pieces, 0, self._pieces_of(turn * WARP + self.lane))
-            put(end, 0, pieces[0])
+            set_register(pieces, 0, self._pieces_of(turn * WARP + self.lane))
+            set_register(end, 0, pieces[0])
             # A running sum over the lanes: 32 batch entries at a time.
             for apart in (1, 2, 4, 8, 16):
-                before = settle(from_below(end[0], apart))
-                put(end, 0, T.Select(self.lane >= apart, end[0] + before, end[0]))
-            is_below = settle(T.And(passed[2] + end[0] <= number, turn * WARP + self.lane < self.batch), "bool")
-            put(below, 0, T.Select(is_below, T.int32(1), T.int32(0)))
-            put(below, 1, T.Select(is_below, pieces[0], T.int32(0)))
+                before = materialize(from_below(end[0], apart))
+                set_register(end, 0, T.Select(self.lane >= apart, end[0] + before, end[0]))
+            is_below = materialize(T.And(passed[2] + end[0] <= number, turn * WARP + self.lane < self.batch), "bool")
+            set_register(below, 0, T.Select(is_below, T.int32(1), T.int32(0)))
+            set_register(below, 1, T.Select(is_below, pieces[0], T.int32(0)))
             for i in range(2):
                 over_warp(below, i, lambda a, b: a + b)
-                put(passed, i, passed[i] + below[i])
-            put(passed, 2, passed[2] + from_lane(end[0], T.int32(WARP - 1)))
-        b, begin = settle(passed[0]), settle(passed[1])
+                set_register(passed, i, passed[i] + below[i])
+            set_register(passed, 2, passed[2] + from_lane(end[0], T.int32(WARP - 1)))
+        b, begin = materialize(passed[0]), materialize(passed[1])
         pieces_of_head = self.entry(b).pieces
-        g = settle(T.truncdiv(number - begin, pieces_of_head))
-        return settle(b * self.heads + g), settle(begin + g * pieces_of_head)
+        g = materialize(T.truncdiv(number - begin, pieces_of_head))
+        return materialize(b * self.heads + g), materialize(begin + g * pieces_of_head)
 
     def entry(self, b: Expr) -> SplitEntry:
         return self.alike if self.alike is not None else self._entry(T.cast(b, "int64"))
@@ -132,24 +132,24 @@ class CudaSplitKv:
         keys, rows = self.extras.keys(b, self.kv_length), self.op.q_length
         first, end = span(self.op.band, T.int32(0), rows, T.int32(rows), keys)
         # One that sees no key has a piece as well: somebody must write its zeros.
-        pieces = settle(T.max(T.int32(1), T.truncdiv(end - first + (self.piece - 1), T.int32(self.piece))))
+        pieces = materialize(T.max(T.int32(1), T.truncdiv(end - first + (self.piece - 1), T.int32(self.piece))))
         return SplitEntry(keys, first, end, pieces)
 
     def _rounds(self) -> Expr:
-        return settle(T.truncdiv(self.batch + (WARP - 1), T.int32(WARP)))
+        return materialize(T.truncdiv(self.batch + (WARP - 1), T.int32(WARP)))
 
     def _pieces_of(self, b: Expr) -> Expr:
         """Those of all heads of an entry, none where there is no such entry."""
         pieces = registers(1, "int32")
-        put(pieces, 0, T.int32(0))
+        set_register(pieces, 0, T.int32(0))
         with T.If(b < self.batch), T.Then():
-            put(pieces, 0, self.entry(b).pieces * self.heads)
+            set_register(pieces, 0, self.entry(b).pieces * self.heads)
         return pieces[0]
 
     def _sum(self) -> Expr:
         total = registers(1, "int32")
-        put(total, 0, T.int32(0))
+        set_register(total, 0, T.int32(0))
         with T.serial(self._rounds()) as turn:
-            put(total, 0, total[0] + self._pieces_of(turn * WARP + self.lane))
+            set_register(total, 0, total[0] + self._pieces_of(turn * WARP + self.lane))
         over_warp(total, 0, lambda a, b: a + b)
         return total[0]

@@ -12,7 +12,7 @@ import math
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.online_softmax import raised
+from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
@@ -26,10 +26,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     exp2,
     from_lane,
     load,
+    materialize,
     over_warp,
-    put,
     registers,
-    settle,
+    set_register,
     store,
 )
 
@@ -46,20 +46,20 @@ class SimtWarp:
         self.shape, self.place, self.keys, self.values, self.queries = shape, place, keys, values, queries
         self.rows = tuple(T.int32(row) for row in range(shape.rows))
         self.lanes = shape.lanes_of_key
-        self.key = settle(T.truncdiv(place.lane, T.int32(self.lanes)))
-        self.part = settle(T.truncmod(place.lane, T.int32(self.lanes)))
+        self.key = materialize(T.truncdiv(place.lane, T.int32(self.lanes)))
+        self.part = materialize(T.truncmod(place.lane, T.int32(self.lanes)))
         chunks = shape.v_head_dim // CHUNK
         # Chunks rounded up to a power of two, so that they divide the warp.
         self.sharing = max(1, WARP // (1 << (chunks - 1).bit_length())) if chunks < WARP else 1
         self.sharing = min(self.sharing, shape.keys)
         self.sharers = WARP // self.sharing  # the lanes with different columns
-        self.column = settle(T.truncmod(place.lane, T.int32(self.sharers)))  # the number of its first chunk
-        self.turn = settle(T.truncdiv(place.lane, T.int32(self.sharers)))  # among those that share its columns
+        self.column = materialize(T.truncmod(place.lane, T.int32(self.sharers)))  # the number of its first chunk
+        self.turn = materialize(T.truncdiv(place.lane, T.int32(self.sharers)))  # among those that share its columns
         self.chunks = -(-chunks // self.sharers)
         R = shape.rows
-        self.scored, self.shrink = registers(R), registers(R)
-        self.summed, self.added = (registers(R * self.chunks * CHUNK) for _ in range(2))
-        self.largest, self.total = registers(R), registers(R)
+        self.scored, self.rescale = registers(R), registers(R)
+        self.acc, self.added = (registers(R * self.chunks * CHUNK) for _ in range(2))
+        self.row_max, self.row_sum = registers(R), registers(R)
         self.left, self.right, self.read = registers(CHUNK), registers(CHUNK), registers(self.chunks * CHUNK)
 
     def cells(self, counts: Expr) -> Fragment:
@@ -74,9 +74,9 @@ class SimtWarp:
 
         self.queries.each_chunk(self.place.thread, self.shape.threads, piece)
         for at in range(self.shape.rows * self.chunks * CHUNK):
-            put(self.summed, at, T.float32(0))
+            set_register(self.acc, at, T.float32(0))
         for row in range(self.shape.rows):
-            scores.begin(self.largest, self.total, row)
+            scores.begin(self.row_max, self.row_sum, row)
 
     def look(self, slot: Expr) -> None:
         """Hidden values are left out where they are read."""
@@ -104,19 +104,19 @@ class SimtWarp:
         """Writes O, m and l of the rows."""
         for row in range(self.shape.rows):
             # The lanes of one key have the same sum: only different keys are added up.
-            over_warp(self.total, row, lambda a, b: a + b, step=self.lanes)
-            area.put_statistics(T.int32(row), self.largest[row], self.total[row])
+            over_warp(self.row_sum, row, lambda a, b: a + b, step=self.lanes)
+            area.set_stats(T.int32(row), self.row_max[row], self.row_sum[row])
             for chunk in range(self.chunks):
                 cells = [(row * self.chunks + chunk) * CHUNK + i for i in range(CHUNK)]
                 for at in cells:
-                    over_warp(self.summed, at, lambda a, b: a + b, step=self.sharers)
+                    over_warp(self.acc, at, lambda a, b: a + b, step=self.sharers)
                 with T.If(self._has(chunk)), T.Then():
-                    area.put_sums(T.int32(row), self._column(chunk), [self.summed[at] for at in cells])
+                    area.set_sums(T.int32(row), self._column(chunk), [self.acc[at] for at in cells])
 
     def _multiply_keys(self, slot: Expr) -> None:
         E = self.shape.head_dim
         for row in range(self.shape.rows):
-            put(self.scored, row, T.float32(0))
+            set_register(self.scored, row, T.float32(0))
         steps = -(-E // (CHUNK * self.lanes))
         for step in range(steps):
             column = (self.part + step * self.lanes) * CHUNK
@@ -128,7 +128,7 @@ class SimtWarp:
         for row in range(self.shape.rows):
             apart = 1
             while apart < self.lanes:
-                put(self.scored, row, self.scored[row] + exchanged(self.scored[row], apart))
+                set_register(self.scored, row, self.scored[row] + exchanged(self.scored[row], apart))
                 apart *= 2
 
     def _multiply_chunk(self, slot: Expr, column: Expr) -> None:
@@ -138,25 +138,25 @@ class SimtWarp:
             sums = self.scored[row]
             for i in range(CHUNK):
                 sums = sums + self.left[i] * self.right[i]
-            put(self.scored, row, sums)
+            set_register(self.scored, row, sums)
 
     def _weigh(self, row: int, factor: float, hides: Expr) -> None:
         """A lane's score of a row becomes its prob, or HIDDEN in a tile that hides anything."""
-        hidden = settle(T.And(hides, self.scored[row] == T.float32(-math.inf)), "bool")
-        largest = registers(1)
-        put(largest, 0, self.scored[row])
-        over_warp(largest, 0, T.max, step=self.lanes)
-        origin = raised(largest[0] * T.float32(factor), self.largest, self.total, self.shrink, row)
+        hidden = materialize(T.And(hides, self.scored[row] == T.float32(-math.inf)), "bool")
+        row_max = registers(1)
+        set_register(row_max, 0, self.scored[row])
+        over_warp(row_max, 0, T.max, step=self.lanes)
+        origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
         exp2(self.scored, row, self.scored[row] * T.float32(factor) - origin)
-        put(self.total, row, self.total[row] + self.scored[row])
+        set_register(self.row_sum, row, self.row_sum[row] + self.scored[row])
         if self.shape.hides_values:
-            put(self.scored, row, T.Select(hidden, T.float32(HIDDEN), self.scored[row]))
+            set_register(self.scored, row, T.Select(hidden, T.float32(HIDDEN), self.scored[row]))
 
     def _add_values(self, slot: Expr, *, hides: bool) -> None:
         """The sum of the tile first: so there are no sums of very many terms."""
         width = self.chunks * CHUNK
         for at in range(self.shape.rows * width):
-            put(self.added, at, T.float32(0))
+            set_register(self.added, at, T.float32(0))
         for turn in range(self.shape.keys // self.sharing):
             key = turn * self.sharing + self.turn
             for chunk in range(self.chunks):
@@ -165,15 +165,15 @@ class SimtWarp:
                 load(self.read, chunk * CHUNK, CHUNK, self.values.address(slot, key, column))
             for row in range(self.shape.rows):
                 # All lanes of a key have its prob; the first one is asked.
-                prob = settle(from_lane(self.scored[row], key * self.lanes), "float32")
+                prob = materialize(from_lane(self.scored[row], key * self.lanes), "float32")
                 for i in range(width):
                     term = prob * self.read[i]
                     # 0 * NaN would be NaN.
                     term = T.Select(prob < T.float32(0), T.float32(0), term) if hides else term
-                    put(self.added, row * width + i, self.added[row * width + i] + term)
+                    set_register(self.added, row * width + i, self.added[row * width + i] + term)
         for row in range(self.shape.rows):
             for at in range(row * width, (row + 1) * width):
-                put(self.summed, at, self.summed[at] * self.shrink[row] + self.added[at])
+                set_register(self.acc, at, self.acc[at] * self.rescale[row] + self.added[at])
 
     def _column(self, chunk: int) -> Expr:
         return (self.column + chunk * self.sharers) * CHUNK

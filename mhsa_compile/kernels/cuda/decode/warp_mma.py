@@ -16,7 +16,7 @@ import math
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.online_softmax import raised
+from mhsa_compile.kernels.cuda.attention.online_softmax import update_row_max
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.nonfinite_values import WarpNonFiniteRepair
@@ -36,12 +36,12 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     exp2,
     load,
     load_matrices,
+    materialize,
     multiply_add,
     over_warp,
     pack,
-    put,
     registers,
-    settle,
+    set_register,
     store,
     transpose,
 )
@@ -80,13 +80,13 @@ class TensorWarp:
         self.row_tiles = shape.row_tiles
         self.held = 2 * self.row_tiles
         self.numbers = [2 * place.q + (8 * (row // 2) + row % 2) for row in range(self.held)]
-        self.rows = tuple(settle(self._existing(number)) for number in self.numbers)
+        self.rows = tuple(materialize(self._existing(number)) for number in self.numbers)
         self.tiles, self.value_tiles = shape.keys // 8, padded(shape.v_head_dim) // ROWS
         self.depth_steps = padded(shape.head_dim) // DEPTH
         self.layout = _Cells(place, self.row_tiles, T.bool(True))
         self.scored = registers(2 * self.tiles * self.row_tiles)
-        self.summed = registers(4 * self.value_tiles * self.row_tiles)
-        self.largest, self.total, self.shrink = (registers(self.held) for _ in range(3))
+        self.acc = registers(4 * self.value_tiles * self.row_tiles)
+        self.row_max, self.row_sum, self.rescale = (registers(self.held) for _ in range(3))
         held_steps = self.depth_steps if queries is None else 2
         self.query_words, self.words = registers(2 * self.row_tiles * held_steps, "uint32"), registers(4, "uint32")
         self.probs = registers(2, "uint32")
@@ -109,9 +109,9 @@ class TensorWarp:
         else:
             self._share_queries(self.queries, query)
         for at in range(4 * self.value_tiles * self.row_tiles):
-            put(self.summed, at, T.float32(0))
+            set_register(self.acc, at, T.float32(0))
         for row in range(self.held):
-            scores.begin(self.largest, self.total, row)
+            scores.begin(self.row_max, self.row_sum, row)
 
     def look(self, slot: Expr) -> None:
         """Notes whether the values of a tile that hides anything are finite, by the pieces that this lane copied."""
@@ -131,7 +131,7 @@ class TensorWarp:
         for row in range(self.held):
             for at in self._places(row):
                 exp2(self.scored, at, self.scored[at] * T.float32(scores.factor) - references[row])
-                put(self.total, row, self.total[row] + self.scored[at])
+                set_register(self.row_sum, row, self.row_sum[row] + self.scored[at])
         # 3. O^T = O^T + V^T P^T.
         self._multiply_values(slot)
 
@@ -139,14 +139,14 @@ class TensorWarp:
         """Writes O, m and l of the rows."""
         for row, number in enumerate(self.numbers):
             # Over g: lanes 4 g + q of one q have the same rows.
-            over_warp(self.total, row, lambda a, b: a + b, step=4)
+            over_warp(self.row_sum, row, lambda a, b: a + b, step=4)
             with T.If(number < self.shape.rows), T.Then():
-                area.put_statistics(number, self.largest[row], self.total[row])
+                area.set_stats(number, self.row_max[row], self.row_sum[row])
                 for tile in range(self.value_tiles):
                     for half in range(2):
                         if tile * ROWS + 8 * half < self.shape.v_head_dim:
                             column = self.place.g + (tile * ROWS + 8 * half)
-                            area.put_sums(number, column, [self.summed[self._sum(row, tile, half)]])
+                            area.set_sums(number, column, [self.acc[self._sum(row, tile, half)]])
 
     # Q.
 
@@ -157,7 +157,7 @@ class TensorWarp:
                 for tile in range(self.row_tiles):
                     at = 2 * (step * self.row_tiles + tile) + half
                     if column >= self.shape.head_dim:
-                        put(self.query_words, at, T.uint32(0))
+                        set_register(self.query_words, at, T.uint32(0))
                         continue
                     row = self._existing(self.place.g + 8 * tile)
                     load(self.query_words, at, 1, T.address_of(query(row, column + 2 * self.place.q)), "global")
@@ -191,7 +191,7 @@ class TensorWarp:
         lane = self.place.lane
         row, column = T.truncmod(lane, T.int32(16)), T.truncdiv(lane, T.int32(16)) * 8
         for at in range(2 * self.tiles * self.row_tiles):
-            put(self.scored, at, T.float32(0))
+            set_register(self.scored, at, T.float32(0))
         for step in range(self.depth_steps):
             b = [self._query_words(step, tile) for tile in range(self.row_tiles)]
             for m in range(self.shape.keys // ROWS):
@@ -217,20 +217,20 @@ class TensorWarp:
                 load_matrices(self.words, 0, address, transposed=True)
                 for tile in range(self.row_tiles):
                     at = 4 * (v * self.row_tiles + tile)
-                    multiply_add(self.summed, at, self.words, 0, probs, 2 * tile, self.dtype)
+                    multiply_add(self.acc, at, self.words, 0, probs, 2 * tile, self.dtype)
 
     # The softmax.
 
     def _reference(self, row: int, factor: float) -> Expr:
-        largest = registers(1)
-        put(largest, 0, T.float32(-math.inf))
+        row_max = registers(1)
+        set_register(row_max, 0, T.float32(-math.inf))
         for at in self._places(row):
-            put(largest, 0, T.max(largest[0], self.scored[at]))
-        over_warp(largest, 0, T.max, step=4)
+            set_register(row_max, 0, T.max(row_max[0], self.scored[at]))
+        over_warp(row_max, 0, T.max, step=4)
         sums = [self._sum(row, tile, half) for tile in range(self.value_tiles) for half in range(2)]
-        origin = raised(largest[0] * T.float32(factor), self.largest, self.total, self.shrink, row)
+        origin = update_row_max(row_max[0] * T.float32(factor), self.row_max, self.row_sum, self.rescale, row)
         for at in sums:
-            put(self.summed, at, self.summed[at] * self.shrink[row])
+            set_register(self.acc, at, self.acc[at] * self.rescale[row])
         return origin
 
     def _places(self, row: int) -> list[int]:
@@ -246,4 +246,4 @@ class TensorWarp:
 
     def _add_value(self, row: int, tile: int, half: int, value: Expr) -> None:
         at = self._sum(row, tile, half)
-        put(self.summed, at, self.summed[at] + value)
+        set_register(self.acc, at, self.acc[at] + value)

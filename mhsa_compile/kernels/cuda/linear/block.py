@@ -25,9 +25,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ThreadIndex,
     barrier,
     load,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
     store,
 )
 
@@ -50,12 +50,12 @@ class LinearOperands:
 def dealt(part: Expr, rows: Expr, columns: int, size: tuple[int, int]) -> tuple[Expr, Expr]:
     """(first row, first column) of one part of y, of this size."""
     height, width = size
-    lines, across = settle(T.truncdiv(rows + (height - 1), T.int32(height))), -(-columns // width)
-    group = settle(T.truncdiv(part, T.int32(GROUP * across)))
-    among = settle(T.min(T.int32(GROUP), lines - group * GROUP))
-    rest = settle(part - group * (GROUP * across))
+    lines, across = materialize(T.truncdiv(rows + (height - 1), T.int32(height))), -(-columns // width)
+    group = materialize(T.truncdiv(part, T.int32(GROUP * across)))
+    among = materialize(T.min(T.int32(GROUP), lines - group * GROUP))
+    rest = materialize(part - group * (GROUP * across))
     line = group * GROUP + T.truncmod(rest, among)
-    return settle(line * height), settle(T.truncdiv(rest, among) * width)
+    return materialize(line * height), materialize(T.truncdiv(rest, among) * width)
 
 
 class LinearBlock:
@@ -73,10 +73,10 @@ class LinearBlock:
         # Of the one dtype that all its views have: TVM gives the whole another one's, and leaves its count as it was.
         self.pool = T.alloc_buffer((shape.shared_bytes // element,), dtype, scope="shared.dyn")
         across = T.int32(shape.columns // shape.warp_columns)
-        self.slice = settle(T.truncdiv(place.warp, T.int32(shape.parts)))
-        self.part = settle(T.truncmod(place.warp, T.int32(shape.parts)))
-        self.part_row = settle(T.truncdiv(self.part, across) * shape.warp_rows)
-        self.part_column = settle(T.truncmod(self.part, across) * shape.warp_columns)
+        self.slice = materialize(T.truncdiv(place.warp, T.int32(shape.parts)))
+        self.part = materialize(T.truncmod(place.warp, T.int32(shape.parts)))
+        self.part_row = materialize(T.truncdiv(self.part, across) * shape.warp_rows)
+        self.part_column = materialize(T.truncmod(self.part, across) * shape.warp_columns)
         self.sums = registers(shape.sums)
         self.words = registers(4, "uint32")
 
@@ -88,7 +88,7 @@ class LinearBlock:
                 self.copy(T.int32(turn), T.int32(turn))
             smem_pipeline.commit()
         for at in range(self.shape.sums):
-            put(self.sums, at, T.float32(0))
+            set_register(self.sums, at, T.float32(0))
         # 2. One tile of terms after the other.
         with T.serial(T.int32(turns)) as turn:
             smem_pipeline.wait(ahead - 1)
@@ -120,7 +120,7 @@ class LinearBlock:
         raise NotImplementedError
 
     def _slot(self, turn: Expr) -> Expr:
-        return settle(T.truncmod(turn, T.int32(self.shape.stages)))
+        return materialize(T.truncmod(turn, T.int32(self.shape.stages)))
 
     def _of_slice(self, body: Callable[[], None], number: Expr) -> None:
         if self.shape.slices == 1:
@@ -148,6 +148,8 @@ class LinearBlock:
                 for quad in range(quads):
                     load(self.words, 0, 4, address(number, quad))
                     for i in range(4):
-                        put(self.sums, 4 * quad + i, self.sums[4 * quad + i] + T.reinterpret("float32", self.words[i]))
+                        set_register(
+                            self.sums, 4 * quad + i, self.sums[4 * quad + i] + T.reinterpret("float32", self.words[i])
+                        )
 
         self._of_slice(add, T.int32(0))

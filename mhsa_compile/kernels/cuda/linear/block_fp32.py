@@ -23,9 +23,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     ThreadIndex,
     load,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
     store,
 )
 from mhsa_compile.kernels.interface.ops import LinearOp
@@ -54,20 +54,20 @@ class ThreadBlock(LinearBlock):
         end = self.x_tiles.end
         self.weight_tiles = MatrixTiles(self.pool, end, shape.stages, shape.depth, shape.columns, weight, turned=False)
         lane = place.lane
-        self.r = settle(((lane >> T.int32(1)) & T.int32(1)) | ((lane >> T.int32(4)) << T.int32(1)))
-        self.c = settle((lane & T.int32(1)) | (((lane >> T.int32(2)) & T.int32(3)) << T.int32(1)))
+        self.r = materialize(((lane >> T.int32(1)) & T.int32(1)) | ((lane >> T.int32(4)) << T.int32(1)))
+        self.c = materialize((lane & T.int32(1)) | (((lane >> T.int32(2)) & T.int32(3)) << T.int32(1)))
         self.height, self.width = shape.thread_rows, shape.thread_columns
         self.partial = registers(shape.sums)
         self.left, self.right = registers(self.height * VECTOR, "uint32"), registers(self.width, "uint32")
 
     def copy(self, turn: Expr, slot: Expr) -> None:
-        term, thread, threads = settle(turn * self.shape.depth), self.place.thread, self.shape.threads
+        term, thread, threads = materialize(turn * self.shape.depth), self.place.thread, self.shape.threads
         self.x_tiles.copy(slot, self.first_row, term, thread, threads)
         self.weight_tiles.copy(slot, term, self.first_column, thread, threads)
 
     def multiply(self, slot: Expr) -> None:
         for at in range(self.shape.sums):
-            put(self.partial, at, T.float32(0))
+            set_register(self.partial, at, T.float32(0))
         vectors = self.shape.depth // VECTOR // self.shape.slices
         with T.unroll(T.int32(vectors)) as vector:
             chunk = self.slice * vectors + vector
@@ -78,7 +78,7 @@ class ThreadBlock(LinearBlock):
                 self._multiply_term(slot, chunk * VECTOR + term, term)
         # The tile's own sum is added as a whole: so no chain has more terms than a slice of a tile.
         for at in range(self.shape.sums):
-            put(self.sums, at, self.sums[at] + self.partial[at])
+            set_register(self.sums, at, self.sums[at] + self.partial[at])
 
     def _multiply_term(self, slot: Expr, row: Expr, term: int) -> None:
         """An outer product: a column of x, of which `left` has four, by row `row` of the weights' tile."""
@@ -89,18 +89,18 @@ class ThreadBlock(LinearBlock):
             x = T.reinterpret("float32", self.left[VECTOR * i + term])
             for j in range(self.width):
                 at = i * self.width + j
-                put(self.partial, at, self.partial[at] + x * T.reinterpret("float32", self.right[j]))
+                set_register(self.partial, at, self.partial[at] + x * T.reinterpret("float32", self.right[j]))
 
     def write(self) -> None:
         """Four columns at once, or fewer where rows of y begin at multiples of fewer."""
         unit = gcd(VECTOR, self.op.out_features, self.op.pitch)
         for j in range(self.width // VECTOR):
-            column = settle(self.first_column + self.part_column + (self.c + j * _COLUMNS) * VECTOR)
+            column = materialize(self.first_column + self.part_column + (self.c + j * _COLUMNS) * VECTOR)
             load(self.words, 0, VECTOR, T.address_of(self.operands.bias[column]), "global")
-            bias = [settle(T.reinterpret("float32", self.words[e]), "float32") for e in range(VECTOR)]
+            bias = [materialize(T.reinterpret("float32", self.words[e]), "float32") for e in range(VECTOR)]
             for i in range(self.height):
-                row = settle(self.first_row + self.part_row + self.r + i * _ROWS)
-                place = settle(T.cast(row, "int64") * T.int64(self.op.pitch) + T.cast(column, "int64"), "int64")
+                row = materialize(self.first_row + self.part_row + self.r + i * _ROWS)
+                place = materialize(T.cast(row, "int64") * T.int64(self.op.pitch) + T.cast(column, "int64"), "int64")
                 at = i * self.width + j * VECTOR
                 for first in range(0, VECTOR, unit):
                     with T.If(T.And(row < self.operands.rows, column + first < self.op.out_features)), T.Then():

@@ -23,10 +23,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     ThreadIndex,
     load,
     load_matrices,
+    materialize,
     multiply_add,
     pack,
     registers,
-    settle,
     store,
     warp_barrier,
 )
@@ -52,13 +52,13 @@ class TensorBlock(LinearBlock):
         self.right = [registers(2 * self.column_tiles, "uint32") for _ in range(2)]
 
     def copy(self, turn: Expr, slot: Expr) -> None:
-        term, thread, threads = settle(turn * self.shape.depth), self.place.thread, self.shape.threads
+        term, thread, threads = materialize(turn * self.shape.depth), self.place.thread, self.shape.threads
         self.x_tiles.copy(slot, self.first_row, term, thread, threads)
         self.weight_tiles.copy(slot, self.first_column, term, thread, threads)
 
     def multiply(self, slot: Expr) -> None:
         steps = self.shape.depth // DEPTH // self.shape.slices
-        first = settle(self.slice * (2 * steps)) if self.shape.slices > 1 else T.int32(0)
+        first = materialize(self.slice * (2 * steps)) if self.shape.slices > 1 else T.int32(0)
         self._load(slot, first, 0)
         for step in range(steps):
             if step + 1 < steps:
@@ -90,7 +90,7 @@ class TensorBlock(LinearBlock):
         for n in range(self.column_tiles):
             column = self.first_column + self.part_column + (n * COLUMNS + 2 * self.place.q)
             load(self.words, 0, 2, T.address_of(self.operands.bias[column]), "global")
-            bias = [settle(T.reinterpret("float32", self.words[e]), "float32") for e in range(2)]
+            bias = [materialize(T.reinterpret("float32", self.words[e]), "float32") for e in range(2)]
             for m in range(self.row_tiles):
                 for half in range(2):
                     at = 4 * (m * self.column_tiles + n) + 2 * half

@@ -114,7 +114,7 @@ class LinearBlockShape:
         by_shared = profile.blocks_at_once(self.threads, 1, self.shared_bytes)
         return most if most == by_shared and self.thread_registers + SPARE <= MOST_REGISTERS else None
 
-    def unfit(self, profile: CudaProfile) -> str | None:
+    def why_not(self, profile: CudaProfile) -> str | None:
         """Why there is no such block on this GPU, or None."""
         sizes = (self.rows, self.columns, self.depth, self.warp_rows, self.warp_columns, self.slices)
         if any(size & (size - 1) for size in sizes):
@@ -210,5 +210,5 @@ class ThreadShape(LinearBlockShape):
         return 1 + loads + self.slices / self.depth
 
 
-def unfit_knobs(config: Config) -> str | None:
+def why_not_knobs(config: Config) -> str | None:
     return unknown_knobs(config, KNOBS)

@@ -29,10 +29,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     ThreadIndex,
     load,
+    materialize,
     pack,
-    put,
     registers,
-    settle,
+    set_register,
     store,
     warp_barrier,
 )
@@ -111,8 +111,8 @@ class LinearSharedMemory:
         pool = T.alloc_buffer((shape.shared_bytes // ELEMENT,), "uint16", scope="shared.dyn")
         # A view: TVM would make the buffer itself as small as what it sees accessed.
         whole = T.decl_buffer((shape.shared_bytes // ELEMENT,), "uint16", data=pool.data, scope="shared.dyn")
-        begin = settle(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
-        first = settle(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
+        begin = materialize(T.cuda.cvta_generic_to_shared(T.address_of(whole[0])), "uint32")
+        first = materialize(T.bitwise_and(begin + T.uint32(ALIGNMENT - 1), T.uint32(2**32 - ALIGNMENT)), "uint32")
         self.x = SwizzledTiles(first, shape.stages, shape.rows, shape.depth)
         behind = shape.stages * self.x.bytes
         self.weight = SwizzledTiles(first + T.uint32(behind), shape.stages, shape.columns, shape.depth)
@@ -125,10 +125,10 @@ def produce(
 ) -> None:
     """Asks for the tiles of one part, each as soon as its place is free."""
     with T.serial(T.int32(turns)) as turn:
-        use = settle(before + turn)
+        use = materialize(before + turn)
         memory.ring.wait_empty(use)
         slot = memory.ring.slot(use)
-        there, term = memory.ring.full(slot), settle(turn * PANEL)
+        there, term = memory.ring.full(slot), materialize(turn * PANEL)
         # Before the copies: their bytes may arrive at once.
         words.arrive_expecting(there, memory.x.bytes + memory.weight.bytes)
         words.load_box(memory.x.start(slot), maps[0], (term, row), there)
@@ -143,16 +143,16 @@ class LinearConsumer:
     ) -> None:
         self.dtype, self.shape, self.memory, self.place = dtype, shape, memory, place
         self.bias, self.output = bias, output
-        self.group = settle(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
+        self.group = materialize(words.same_for_warp(T.truncdiv(place.thread, T.int32(words.WARPGROUP))))
         self.held = shape.columns // 2  # sums of a thread
         self.sums, self.words = registers(self.held), registers(3, "uint32")
 
     def part(self, turns: int, row: Expr, column: Expr, before: Expr) -> None:
         ring, memory, lane = self.memory.ring, self.memory, self.place.lane
         for at in range(self.held):
-            put(self.sums, at, T.float32(0))
+            set_register(self.sums, at, T.float32(0))
         with T.serial(T.int32(turns)) as turn:
-            use = settle(before + turn)
+            use = materialize(before + turn)
             ring.wait_full(use)
             slot = ring.slot(use)
             left, right = memory.x.by_rows(slot, self.group * words.ROWS), memory.weight.by_rows(slot)
@@ -181,15 +181,15 @@ class LinearConsumer:
         # The warp's rows of the part before must have left shared memory.
         self.end()
         warp_barrier()
-        first = settle(self.place.warp * ROWS)
+        first = materialize(self.place.warp * ROWS)
         tiles, g, q = self.memory.output, self.place.g, self.place.q
         starts = [
-            settle(tiles.row_start(T.int32(0), first + g + 8 * half) + T.cast(4 * q, "uint32"), "uint32")
+            materialize(tiles.row_start(T.int32(0), first + g + 8 * half) + T.cast(4 * q, "uint32"), "uint32")
             for half in range(2)
         ]
         for n in range(self.shape.columns // COLUMNS):
             load(self.words, 0, 2, T.address_of(self.bias[column + (n * COLUMNS + 2 * q)]), "global")
-            bias = [settle(T.reinterpret("float32", self.words[e]), "float32") for e in range(2)]
+            bias = [materialize(T.reinterpret("float32", self.words[e]), "float32") for e in range(2)]
             for half in range(2):
                 at = 4 * n + 2 * half
                 pack(self.words, 2, self.sums[at] + bias[0], self.sums[at + 1] + bias[1], self.dtype)

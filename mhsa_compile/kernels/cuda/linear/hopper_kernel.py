@@ -39,7 +39,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     ThreadIndex,
     barrier,
-    settle,
+    materialize,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
@@ -58,8 +58,8 @@ class HopperLinearKernel:
     op_type = LinearOp
     few = MmaLinearKernel()
 
-    def applies(self, op: LinearOp, profile: CudaProfile) -> str | None:
-        if reason := self.few.applies(op, profile):
+    def why_not(self, op: LinearOp, profile: CudaProfile) -> str | None:
+        if reason := self.few.why_not(op, profile):
             return reason
         if not profile.has_wgmma:
             return "made for GPUs with wgmma"
@@ -73,10 +73,10 @@ class HopperLinearKernel:
             return f"parts of y for half of the multiprocessors, not {most} for {profile.hardware.multiprocessors}"
         return None
 
-    def space(self, op: LinearOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: LinearOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         return {"columns": (64, 128, 192, 256), "stages": (2, 3, 4, 5, 6, 7)}
 
-    def default(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
+    def default_config(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
         """The columns that are fastest by the estimate, and as many tiles as fit."""
         sizes = (
             {"columns": columns, "stages": stages} for columns in (256, 192, 128, 64) for stages in (6, 5, 4, 3, 2)
@@ -95,7 +95,7 @@ class HopperLinearKernel:
     def _fits(self, config: Config, profile: CudaProfile) -> bool:
         return HopperShape(**config).shared_bytes <= 1024 * profile.hardware.shared_kib_per_block
 
-    def unfit(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
+    def why_not_config(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, KNOBS):
             return reason
         if config["columns"] % PANEL or config["columns"] > WIDEST or config["stages"] < 2:
@@ -142,16 +142,16 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Argum
             memory.ring.begin(CONSUMERS * words.WARPGROUP // WARP)
             words.barriers_begun()
         barrier()
-        number, count, all_blocks = (settle(T.cast(n, "int32")) for n in (block, parts, blocks))
-        lines = settle(T.cast(rows, "int32"))
+        number, count, all_blocks = (materialize(T.cast(n, "int32")) for n in (block, parts, blocks))
+        lines = materialize(T.cast(rows, "int32"))
         turns = -(-op.in_features // shape.depth)
 
         def each_part(body: Callable[[Expr, Expr, Expr], None]) -> None:
             """body(first row, first column, how many tiles came before)"""
             with T.serial(T.truncdiv(count - number + (all_blocks - 1), all_blocks)) as turn:
-                part = settle(number + turn * all_blocks)
+                part = materialize(number + turn * all_blocks)
                 row, column = dealt(part, lines, op.out_features, (shape.rows, shape.columns))
-                body(row, column, settle(turn * turns))
+                body(row, column, materialize(turn * turns))
 
         # 3. The roles.
         few, many = REGISTERS[CONSUMERS]
@@ -163,7 +163,7 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Argum
             with T.Else():
                 words.take_registers(many)
                 consumer = LinearConsumer(
-                    op.dtype, shape, memory, ThreadIndex(settle(thread - words.WARPGROUP)), given.bias, maps[2]
+                    op.dtype, shape, memory, ThreadIndex(materialize(thread - words.WARPGROUP)), given.bias, maps[2]
                 )
                 each_part(lambda row, column, before: consumer.part(turns, row, column, before))
                 consumer.end()

@@ -28,7 +28,7 @@ from mhsa_compile.kernels.cuda.linear.block_shape import (
     LinearBlockShape,
     TensorShape,
     ThreadShape,
-    unfit_knobs,
+    why_not_knobs,
 )
 from mhsa_compile.kernels.cuda.linear.pack_weights import (
     WIDEST,
@@ -36,12 +36,12 @@ from mhsa_compile.kernels.cuda.linear.pack_weights import (
     pack,
     packed,
 )
-from mhsa_compile.kernels.cuda.linear.smem_tiles import unfit_copy
+from mhsa_compile.kernels.cuda.linear.smem_tiles import why_not_copy
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     ThreadIndex,
-    at_once,
-    settle,
+    materialize,
+    min_blocks_per_sm,
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp
@@ -101,17 +101,17 @@ class _LinearOnGpu:
     defaults: tuple[tuple[int, ...], ...]
     """In the order of KNOBS; the last one fits everywhere."""
 
-    def applies(self, op: LinearOp, profile: CudaProfile) -> str | None:
+    def why_not(self, op: LinearOp, profile: CudaProfile) -> str | None:
         if op.int8_weights:
             return "weights of the inputs' dtype, not of eight bits"
         if op.dtype not in self.dtypes:
             return f"of {' or '.join(self.dtypes)}, not {op.dtype}"
-        return self.unfit_operation(op)
+        return self.why_not_operation(op)
 
-    def unfit_operation(self, op: LinearOp) -> str | None:
+    def why_not_operation(self, op: LinearOp) -> str | None:
         return None
 
-    def space(self, op: LinearOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
+    def search_space(self, op: LinearOp, profile: CudaProfile) -> dict[str, tuple[int, ...]]:
         rows = tuple(n for n in (4, 8, 16, 32, 64, 128, 256) if n >= self.shape.least_rows)
         most = next((n for n in rows if n >= max(likely_rows(op))), rows[-1])
         return {
@@ -124,10 +124,10 @@ class _LinearOnGpu:
             "slices": (1, 2, 4, 8),
         }
 
-    def default(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
+    def default_config(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
         """The fastest of those that fit, by the estimate; in the geometric mean over the rows that there may be."""
         configs = [dict(zip(KNOBS, sizes, strict=True)) for sizes in self.defaults]
-        fitting = [config for config in configs if self.unfit(op, profile, config) is None] or configs[-1:]
+        fitting = [config for config in configs if self.why_not_config(op, profile, config) is None] or configs[-1:]
 
         def clocks(config: dict[str, int]) -> float:
             shape = self.shape(**config)
@@ -135,17 +135,17 @@ class _LinearOnGpu:
 
         return min(fitting, key=clocks)
 
-    def unfit(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
-        if reason := unfit_knobs(config):
+    def why_not_config(self, op: LinearOp, profile: CudaProfile, config: Config) -> str | None:
+        if reason := why_not_knobs(config):
             return reason
         shape = self.shape(**config)
         if shape.columns > WIDEST:
             return f"blocks of up to {WIDEST} columns, not {shape.columns}"
-        return shape.unfit(profile) or self.unfit_copies(op, shape)
+        return shape.why_not(profile) or self.why_not_copies(op, shape)
 
-    def unfit_copies(self, op: LinearOp, shape: LinearBlockShape) -> str | None:
+    def why_not_copies(self, op: LinearOp, shape: LinearBlockShape) -> str | None:
         unit = gcd(CHUNK // shape.element, op.in_features)
-        return unfit_copy(shape.depth, unit, shape.threads)
+        return why_not_copy(shape.depth, unit, shape.threads)
 
     def emit(self, op: LinearOp, profile: CudaProfile, config: Config) -> Emitted:
         width = self.packed_width(op)
@@ -178,7 +178,7 @@ class _LinearOnGpu:
 
     def launch_few(self, op: LinearOp, profile: CudaProfile, rows: int, arguments: Arguments) -> None:
         """The default for so many rows."""
-        config = self.default(replace(op, rows=(rows,)), profile)
+        config = self.default_config(replace(op, rows=(rows,)), profile)
         self.launch(op, self.shape(**config), profile, arguments)
 
     def launch(self, op: LinearOp, shape: LinearBlockShape, profile: CudaProfile, arguments: Arguments) -> None:
@@ -187,9 +187,9 @@ class _LinearOnGpu:
         with (
             T.launch_thread("blockIdx.x", blocks) as block,
             T.launch_thread("threadIdx.x", shape.threads) as thread,
-            at_once(shape.together(profile)),
+            min_blocks_per_sm(shape.together(profile)),
         ):
-            rows = settle(T.cast(arguments.rows, "int32"))
+            rows = materialize(T.cast(arguments.rows, "int32"))
             first = dealt(T.cast(block, "int32"), rows, op.out_features, (shape.rows, shape.columns))
             x, weight, bias, y = map(_flat, arguments[:4])
             self.block(op, shape, ThreadIndex(thread), LinearOperands(x, weight, bias, y, rows), first).emit()
@@ -216,7 +216,7 @@ class MmaLinearKernel(_LinearOnGpu):
         (64, 64, 32, 3, 32, 32, 1),
     )
 
-    def unfit_operation(self, op: LinearOp) -> str | None:
+    def why_not_operation(self, op: LinearOp) -> str | None:
         chunk = CHUNK // TensorShape.element
         if op.in_features % chunk:
             return f"rows of whole chunks of {CHUNK} bytes: {chunk} features, not {op.in_features}"

@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.op_args import packed_arguments, weight_arguments
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import LinearOp
 
 THREADS = 256
@@ -39,8 +39,8 @@ def pack(op: LinearOp, width: int | None) -> Expr:
                 T.launch_thread("blockIdx.x", T.int64(-(-count // THREADS))) as block,
                 T.launch_thread("threadIdx.x", THREADS) as thread,
             ):
-                number = settle(T.cast(block, "int64") * T.int64(THREADS) + T.cast(thread, "int64"), "int64")
-                row, column = (settle(f(number, T.int64(inner)), "int64") for f in (T.truncdiv, T.truncmod))
+                number = materialize(T.cast(block, "int64") * T.int64(THREADS) + T.cast(thread, "int64"), "int64")
+                row, column = (materialize(f(number, T.int64(inner)), "int64") for f in (T.truncdiv, T.truncmod))
                 feature, term = (row, column) if width is None else (column, row)
 
                 def copy(i: int, own: Expr) -> None:
@@ -67,5 +67,5 @@ def _of_feature(op: LinearOp, feature: Expr, body: Callable[[int, Expr], None]) 
     begin = 0
     for i, width in enumerate(op.widths):
         with T.If(T.And(feature >= T.int64(begin), feature < T.int64(begin + width))), T.Then():
-            body(i, settle(feature - T.int64(begin), "int64"))
+            body(i, materialize(feature - T.int64(begin), "int64"))
         begin += width

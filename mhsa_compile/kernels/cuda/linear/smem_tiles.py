@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.cuda.linear.block_shape import CHUNK
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 
 BANKED = 8  # chunks that lie side by side in all banks
 
@@ -70,13 +70,13 @@ class MatrixTiles(LinearTiles):
         """Begins to copy the tile at this place of the matrix."""
         units = self.width // self.unit
         stride = threads // units  # rows that are copied at once
-        line = settle(T.truncdiv(thread, T.int32(units)))
-        at = settle(T.truncmod(thread, T.int32(units)) * self.unit)
+        line = materialize(T.truncdiv(thread, T.int32(units)))
+        at = materialize(T.truncmod(thread, T.int32(units)) * self.unit)
         pitch = T.int64(self.matrix.columns)
-        first = settle(T.cast(row + line, "int64") * pitch + T.cast(column + at, "int64"), "int64")
+        first = materialize(T.cast(row + line, "int64") * pitch + T.cast(column + at, "int64"), "int64")
         inside = None
         if self.matrix.columns % self.width:
-            inside = settle(column + at < self.matrix.columns, "bool")
+            inside = materialize(column + at < self.matrix.columns, "bool")
         for turn in range(-(-self.rows // stride)):
             number = line + turn * stride
             # From turn to turn a constant further: one address to compute.
@@ -105,7 +105,7 @@ class MatrixTiles(LinearTiles):
             T.evaluate(T.ptx[name](target, source, size))
 
 
-def unfit_copy(width: int, unit: int, threads: int) -> str | None:
+def why_not_copy(width: int, unit: int, threads: int) -> str | None:
     """Why so many threads cannot copy tiles of this width by so many elements at once, or None."""
     if threads % (width // unit):
         return f"{threads} threads copy rows of {width // unit} pieces"

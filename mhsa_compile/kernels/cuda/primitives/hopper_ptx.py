@@ -12,7 +12,7 @@ from typing import Any
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, put, registers
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, registers, set_register
 
 WARPGROUP = 128  # threads
 ROWS, DEPTH = 64, 16
@@ -149,7 +149,7 @@ def fresh(value: Expr) -> Expr:
     """The same number, int32, as one that the compiler knows nothing of: what follows from it is computed where it is
     needed, not once for all items and kept in registers that products need."""
     cell = registers(1, "int32")
-    put(cell, 0, value)
+    set_register(cell, 0, value)
     pin(cell, 1, "int32")
     return T.Bind(cell[0])
 

@@ -28,7 +28,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import DEPTH, load_box, store_box
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import CHUNK, ELEMENT, padded
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 PANEL = 64  # columns
@@ -78,9 +78,9 @@ class SwizzledTiles:
         """body(row, column) for the chunks of a tile that are this thread's, the same at every call."""
         total, chunks = self.rows * self.chunks, T.int32(self.chunks)
         with T.serial(T.int32(-(-total // threads))) as turn:
-            number = settle(thread + turn * threads)
+            number = materialize(thread + turn * threads)
             with T.If(number < total), T.Then():
-                body(settle(T.truncdiv(number, chunks)), settle(T.truncmod(number, chunks) * CHUNK))
+                body(materialize(T.truncdiv(number, chunks)), materialize(T.truncmod(number, chunks) * CHUNK))
 
     def load(self, slot: Expr, tensor: Tensor, row: Expr, head: Expr, b: Expr, barrier: Expr) -> None:
         """Starts copying rows row .. row + `rows` of a head; columns and rows that it does not have become zeros."""
@@ -119,7 +119,7 @@ class SwizzledTiles:
 
 def _descriptor(start: Expr, *, leading: int, stride: int) -> Expr:
     fixed = _SWIZZLE_128 | (stride >> 4) << 32 | (leading >> 4) << 16
-    return settle(T.cast(T.shift_right(start, T.uint32(4)), "uint64") + T.uint64(fixed), "uint64")
+    return materialize(T.cast(T.shift_right(start, T.uint32(4)), "uint64") + T.uint64(fixed), "uint64")
 
 
 class Tensor:

@@ -9,14 +9,14 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import ExtraInputs
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 
 WIDEST = 256
 """Heads of queries, keys and values, of all attentions here."""
 
 
-def unfit_widths(op: AttentionOp) -> str | None:
+def why_not_widths(op: AttentionOp) -> str | None:
     """Why copies of 16 bytes, from addresses that are multiples of so many, do not fit, or None."""
     chunk = 4 if op.dtype == "float32" else 8
     widths = (op.head_dim, op.v_head_dim)
@@ -37,10 +37,10 @@ class CudaExtraInputs(ExtraInputs):
     """Numbers of keys are int32 here."""
 
     def keys(self, b: Expr, kv_length: Expr) -> Expr:
-        return settle(T.cast(self.held(b, kv_length), "int32"))
+        return materialize(T.cast(self.held(b, kv_length), "int32"))
 
     def settled(self, value: Expr) -> Expr:
-        return settle(value, "float32")
+        return materialize(value, "float32")
 
     def element(self, buffer: Expr, head: Expr) -> Expr:
         return wide(buffer[head])
@@ -53,6 +53,6 @@ def elements(buffer: Expr, place: HeadLayout, head_dim: int, b: Expr, head: Expr
         first, pitch = b * (buffer.shape[1] * place.width) + head * head_dim + place.offset, place.width
     else:
         first, pitch = (b * buffer.shape[1] + head) * (buffer.shape[2] * head_dim), head_dim
-    start, count = settle(first, "int64"), functools.reduce(operator.mul, buffer.shape)
+    start, count = materialize(first, "int64"), functools.reduce(operator.mul, buffer.shape)
     flat = T.decl_buffer((count,), buffer.dtype, data=buffer.data)
     return lambda row, column: flat[start + T.cast(row, "int64") * pitch + column]

@@ -16,9 +16,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     load_element,
     load_pair,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
     unpack,
 )
 
@@ -31,8 +31,8 @@ class MaskReader:
     def __init__(self, mask: Expr, b: Expr, h: Expr) -> None:
         self._mask, self.dtype = mask, str(mask.dtype)
         last = [size - 1 for size in mask.shape]
-        self._entry, self._head = settle(T.min(b, last[0]), "int64"), settle(T.min(h, last[1]), "int64")
-        self._last_row, self._last_key = (settle(T.cast(size, "int32")) for size in last[2:])
+        self._entry, self._head = materialize(T.min(b, last[0]), "int64"), materialize(T.min(h, last[1]), "int64")
+        self._last_row, self._last_key = (materialize(T.cast(size, "int32")) for size in last[2:])
         count = functools.reduce(operator.mul, mask.shape)
         # Of one axis, so that neighbours differ by a constant.
         self._flat = T.decl_buffer((count,), mask.dtype, data=mask.data)
@@ -54,23 +54,23 @@ class MaskReader:
 
     def read_pairs(self, words: Expr, first: int, query: Expr, key: Expr, offsets: Sequence[int]) -> None:
         """words[first ..]: of the keys `key` + offset and the next, for each offset. To be called where `has_pairs`."""
-        start = settle(self._row(query) + T.cast(key, "int64"), "int64")
+        start = materialize(self._row(query) + T.cast(key, "int64"), "int64")
         for i, offset in enumerate(offsets):
             load_pair(words, first + i * self.pair_words, T.address_of(self._flat[start + offset]), self.dtype)
 
     def read_each(self, words: Expr, first: int, query: Expr, key: Expr, offsets: Sequence[int]) -> None:
         """Reads the elements one by one, of keys that may have no elements of their own."""
-        start, read = settle(self._row(query), "int64"), registers(2, "uint32")
+        start, read = materialize(self._row(query), "int64"), registers(2, "uint32")
         for i, offset in enumerate(offsets):
             for e in range(2):
                 column = T.cast(T.min(key + (offset + e), self._last_key), "int64")
                 load_element(read, e, T.address_of(self._flat[start + column]), self.dtype)
             at = first + i * self.pair_words
             if self.pair_words == 2:
-                put(words, at, read[0])
-                put(words, at + 1, read[1])
+                set_register(words, at, read[0])
+                set_register(words, at + 1, read[1])
             else:
-                put(words, at, read[0] | read[1] << T.uint32(_BITS[self.dtype]))
+                set_register(words, at, read[0] | read[1] << T.uint32(_BITS[self.dtype]))
 
     def element(self, words: Expr, at: int, e: int) -> Expr:
         """One of the pair that begins in words[at]: whether it takes part, or what it adds, as float32."""

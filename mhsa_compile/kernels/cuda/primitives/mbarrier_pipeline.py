@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cuda.primitives.hopper_ptx import arrive, begin_barrier, wait
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import SwizzledTiles
-from mhsa_compile.kernels.cuda.primitives.warp import Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 
 BARRIER_BYTES = 8
 REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -33,7 +33,7 @@ class Slots:
 
     def slot(self, use: Expr) -> Expr:
         """Which slot it is whose turn comes as number `use`, of all uses of all slots."""
-        return settle(T.truncmod(use, T.int32(self.count))) if self.count > 1 else T.int32(0)
+        return materialize(T.truncmod(use, T.int32(self.count))) if self.count > 1 else T.int32(0)
 
     def full(self, slot: Expr) -> Expr:
         return self._full + T.cast(slot, "uint32") * T.uint32(BARRIER_BYTES)

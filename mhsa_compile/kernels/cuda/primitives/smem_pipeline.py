@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cuda.primitives.warp import DEPTH, Expr, settle
+from mhsa_compile.kernels.cuda.primitives.warp import DEPTH, Expr, materialize
 
 CHUNK = 8  # elements of 16 bits in the 16 bytes that one copy moves
 ELEMENT = 2  # bytes
@@ -97,8 +97,8 @@ class SharedTiles:
         """Starts copying rows first .. first + `rows` of a matrix that has `end` rows; beyond them there will be zeros,
         and beyond the width too: of what is not there nothing is read, so its address need not be one."""
         row, column = self._origin(thread, threads)
-        start = settle(first + row)
-        left = settle(end - start)
+        start = materialize(first + row)
+        left = materialize(end - start)
         copy = T.ptx["cp.async.cg.shared.global.L2::128B"]
 
         def chunk(down: int, right: int) -> None:
@@ -130,12 +130,12 @@ class SharedTiles:
         """
         # So many threads side by side divide a row, and all threads: a thread's chunks are constants apart.
         across = math.gcd(self.chunks, threads)
-        row = settle(T.truncdiv(thread, T.int32(across)))
-        column = settle(T.truncmod(thread, T.int32(across)) * self.form.chunk)
+        row = materialize(T.truncdiv(thread, T.int32(across)))
+        column = materialize(T.truncmod(thread, T.int32(across)) * self.form.chunk)
         is_odd = self.form.pitch // self.form.chunk % 2 == 1
         if across in (2, 4) and is_odd and threads // across % _AT_ONCE == 0:
             several, of_eight = T.int32(_AT_ONCE // across), T.truncmod(row, T.int32(_AT_ONCE))
-            row = settle(row - of_eight + T.truncmod(of_eight, several) * across + T.truncdiv(of_eight, several))
+            row = materialize(row - of_eight + T.truncmod(of_eight, several) * across + T.truncdiv(of_eight, several))
         return row, column
 
     def _each(self, row: Expr, threads: int, body: Callable[[int, int], None], rows: int | None = None) -> None:

@@ -14,10 +14,10 @@ from mhsa_compile.kernels.cuda.primitives.inputs import wide
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     load,
+    materialize,
     pack,
-    put,
     registers,
-    settle,
+    set_register,
     store,
 )
 from mhsa_compile.kernels.interface.ops import HeadLayout
@@ -45,7 +45,7 @@ def each_thread(total: Expr, body: Callable[[Expr], None]) -> None:
     """Launches body(number) for the numbers 0 .. `total`, int64."""
     blocks = ceil_div(total, THREADS)
     with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", THREADS) as thread:
-        number = settle(T.cast(block, "int64") * T.int64(THREADS) + T.cast(thread, "int64"), "int64")
+        number = materialize(T.cast(block, "int64") * T.int64(THREADS) + T.cast(thread, "int64"), "int64")
         with T.If(number < total), T.Then():
             body(number)
 
@@ -54,8 +54,8 @@ def coordinates(number: Expr, *sizes: Expr) -> list[Expr]:
     """A flat number as one on each axis; `sizes` are those of all axes but the first."""
     found: list[Expr] = []
     for size in reversed(sizes):
-        found.insert(0, settle(T.truncmod(number, size), "int64"))
-        number = settle(T.truncdiv(number, size), "int64")
+        found.insert(0, materialize(T.truncmod(number, size), "int64"))
+        number = materialize(T.truncdiv(number, size), "int64")
     return [number, *found]
 
 
@@ -82,12 +82,12 @@ class Piece:
         if self._words:
             load(self._held, 0, self._words, T.address_of(buffer[tuple(at)]), "global")
         else:
-            put(self._held, 0, wide(buffer[tuple(at)]))
+            set_register(self._held, 0, wide(buffer[tuple(at)]))
 
     def fill_with_nan(self) -> None:
         for i in range(max(self._words, 1)):
-            nan = settle(T.uint32(_NAN[self.dtype if self._words else "float32"]), "uint32")
-            put(self._held, i, nan if self._words else T.reinterpret("float32", nan))
+            nan = materialize(T.uint32(_NAN[self.dtype if self._words else "float32"]), "uint32")
+            set_register(self._held, i, nan if self._words else T.reinterpret("float32", nan))
 
     def __getitem__(self, i: int) -> Expr:
         """Element i, float32."""
@@ -104,10 +104,10 @@ class Piece:
     def set(self, values: Sequence[Expr]) -> None:
         """From float32, each rounded once."""
         if not self._words:
-            put(self._held, 0, values[0])
+            set_register(self._held, 0, values[0])
         elif self.dtype == "float32":
             for i, value in enumerate(values):
-                put(self._held, i, T.reinterpret("uint32", value))
+                set_register(self._held, i, T.reinterpret("uint32", value))
         else:
             for i in range(self._words):
                 pack(self._held, i, values[2 * i], values[2 * i + 1], self.dtype)

@@ -26,7 +26,7 @@ MOST_REGISTERS = 255  # of a thread, on every GPU
 ROWS, DEPTH, COLUMNS = 16, 16, 8
 """Of one product: rows of A and C, columns of A and rows of B, columns of B and C."""
 SPARE = 16
-"""Of them, where `at_once` may say something: with fewer ptxas spills when it is told, and does not when it is not."""
+"""Of them, where `min_blocks_per_sm` may say something: with fewer ptxas spills when it is told, and does not when it is not."""
 _EVERY_LANE = 0xFFFFFFFF
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _AS_BITS = {"bool": "u8", "bfloat16": "u16", "float16": "u16", "float32": "b32"}
@@ -37,18 +37,18 @@ def registers(count: int, dtype: str = "float32") -> Expr:
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
-def put(cells: Expr, index: int, value: Expr) -> None:
+def set_register(cells: Expr, index: int, value: Expr) -> None:
     T.buffer_store(cells, value, [T.int32(index)])
 
 
-def settle(value: Expr, dtype: str = "int32") -> Expr:
+def materialize(value: Expr, dtype: str = "int32") -> Expr:
     """Computes a number here and now: what TVM's simplifier cannot see through it does not copy into every use."""
     cell = registers(1, dtype)
-    put(cell, 0, value)
+    set_register(cell, 0, value)
     return T.Bind(cell[0])
 
 
-def at_once(blocks: int | None) -> Any:
+def min_blocks_per_sm(blocks: int | None) -> Any:
     """A context inside a launch's: a thread gets so few registers that a multiprocessor has room for `blocks`; as many
     as ptxas likes, where that is None."""
     if blocks is None:
@@ -56,8 +56,8 @@ def at_once(blocks: int | None) -> Any:
     return T.attr(T.int32(0), "tirx.launch_bounds_min_blocks_per_sm", T.int32(blocks))
 
 
-def room_for(profile: CudaProfile, threads: int, registers: int, shared_bytes: int) -> int | None:
-    """What `at_once` is to be told of blocks whose threads take about so many registers. ptxas does not know that they
+def occupancy_hint(profile: CudaProfile, threads: int, registers: int, shared_bytes: int) -> int | None:
+    """What `min_blocks_per_sm` is to be told of blocks whose threads take about so many registers. ptxas does not know that they
     take shared memory too: left to itself, it spilt a word or two for the sake of blocks that there is no room for.
     Where hardly a register is to spare it was the other way round."""
     return profile.blocks_at_once(threads, registers, shared_bytes) if registers + SPARE <= MOST_REGISTERS else None
@@ -123,7 +123,7 @@ def over_warp(cells: Expr, index: int, join: Any, *, step: int = 1, end: int = W
 
 def _over(cells: Expr, index: int, join: Any, step: int, end: int) -> None:
     while step < end:
-        put(cells, index, join(cells[index], exchanged(cells[index], step)))
+        set_register(cells, index, join(cells[index], exchanged(cells[index], step)))
         step *= 2
 
 
@@ -206,7 +206,7 @@ class ThreadIndex:
 
     def __init__(self, thread: Expr) -> None:
         self.thread = thread
-        self.warp = settle(T.truncdiv(thread, T.int32(WARP)))
-        self.lane = settle(T.truncmod(thread, T.int32(WARP)))
-        self.g = settle(T.truncdiv(self.lane, T.int32(4)))
-        self.q = settle(T.truncmod(self.lane, T.int32(4)))
+        self.warp = materialize(T.truncdiv(thread, T.int32(WARP)))
+        self.lane = materialize(T.truncmod(thread, T.int32(WARP)))
+        self.g = materialize(T.truncdiv(self.lane, T.int32(4)))
+        self.q = materialize(T.truncmod(self.lane, T.int32(4)))

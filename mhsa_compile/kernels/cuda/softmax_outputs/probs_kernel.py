@@ -13,13 +13,13 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
-from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
     ThreadIndex,
-    settle,
+    materialize,
 )
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
     ROWS,
@@ -42,8 +42,8 @@ class CudaAttentionProbsKernel(Fixed):
     name = "cuda.weights"
     op_type = AttentionProbsOp
 
-    def applies(self, op: AttentionProbsOp, profile: TargetProfile) -> str | None:
-        return unfit_scores(op.attention)
+    def why_not(self, op: AttentionProbsOp, profile: TargetProfile) -> str | None:
+        return why_not_scores(op.attention)
 
     def emit(self, op: AttentionProbsOp, profile: TargetProfile, config: Config) -> Emitted:
         mask, chosen = op.attention.static_mask, (op.heads, op.rows)
@@ -67,14 +67,18 @@ def _weights(op: AttentionProbsOp) -> Expr:
         blocks = call.batch * heads * tiles
         with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
             # 1. Which rows of the result, and of which head and queries they are.
-            b, place_of_head, tile = coordinates(settle(T.cast(block, "int64"), "int64"), heads, tiles)
+            b, place_of_head, tile = coordinates(materialize(T.cast(block, "int64"), "int64"), heads, tiles)
             place = ThreadIndex(thread)
-            first = settle(tile * (WARPS * count) + T.cast(place.warp * count, "int64"), "int64")
-            written = [settle(first + r < rows, "bool") for r in range(count)]
+            first = materialize(tile * (WARPS * count) + T.cast(place.warp * count, "int64"), "int64")
+            written = [materialize(first + r < rows, "bool") for r in range(count)]
             with T.If(written[0]), T.Then():
-                places = [settle(T.min(first + r, rows - 1), "int64") for r in range(count)]
-                h = place_of_head if of_heads is None else settle(T.cast(of_heads[place_of_head], "int64"), "int64")
-                queries = settle(T.cast(call.q_length, "int32"))
+                places = [materialize(T.min(first + r, rows - 1), "int64") for r in range(count)]
+                h = (
+                    place_of_head
+                    if of_heads is None
+                    else materialize(T.cast(of_heads[place_of_head], "int64"), "int64")
+                )
+                queries = materialize(T.cast(call.q_length, "int32"))
                 numbers = [_number(of_rows, at, queries) for at in places]
                 # 2. Their sums, then their weights.
                 scores = RowScores(call, b, h, numbers, place.lane)
@@ -82,7 +86,7 @@ def _weights(op: AttentionProbsOp) -> Expr:
                 sums.clear()
                 scores.over(sums.take)
                 sums.join()
-                exists = [settle(T.And(number >= 0, number < queries), "bool") for number in numbers]
+                exists = [materialize(T.And(number >= 0, number < queries), "bool") for number in numbers]
                 at = [[b, place_of_head, row] for row in places]
                 _write(y, scores, sums, at, written, exists)
     return builder.get()
@@ -95,22 +99,22 @@ def _chosen(name: str, numbers: tuple[int, ...] | None) -> Expr | None:
 def _number(of_rows: Expr | None, place: Expr, queries: Expr) -> Expr:
     """The query whose weights come to a row of the result, int32; none where it is negative or too large."""
     if of_rows is None:
-        return settle(T.cast(place, "int32"))
-    number = settle(of_rows[place])
-    return settle(T.Select(number < 0, number + queries, number))
+        return materialize(T.cast(place, "int32"))
+    number = materialize(of_rows[place])
+    return materialize(T.Select(number < 0, number + queries, number))
 
 
 def _write(
     y: Expr, scores: RowScores, sums: WarpRowStats, at: list[list[Expr]], written: list[Expr], exists: list[Expr]
 ) -> None:
     """All keys, of which those that no row sees take zeros, as do rows of queries that there are not."""
-    count, ends = settle(T.cast(y.shape[3], "int32")), scores.groups()
-    with T.serial(settle(T.truncdiv(count + (WARP - 1), T.int32(WARP)))) as group:
+    count, ends = materialize(T.cast(y.shape[3], "int32")), scores.groups()
+    with T.serial(materialize(T.truncdiv(count + (WARP - 1), T.int32(WARP)))) as group:
         scores.at(group, ends)
-        key = settle(group * WARP + scores.lane)
+        key = materialize(group * WARP + scores.lane)
         for r in range(len(at)):
-            base = settle(scores.bases[r], "float32")
+            base = materialize(scores.bases[r], "float32")
             hidden = T.Or(T.Not(exists[r]), base == T.float32(-math.inf))  # also where the row sees a NaN
-            weight = settle(T.Select(hidden, T.float32(0), sums.prob(r, base, key)), "float32")
+            weight = materialize(T.Select(hidden, T.float32(0), sums.prob(r, base, key)), "float32")
             with T.If(T.And(written[r], key < count)), T.Then():
                 T.buffer_store(y, narrow(weight, str(y.dtype)), [*at[r], T.cast(key, "int64")])

@@ -27,9 +27,9 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, piece_of, ro
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp, StaticMask
 
@@ -67,20 +67,20 @@ class RowScores:
     def __init__(self, call: RowCall, b: Expr, h: Expr, numbers: list[Expr], lane: Expr) -> None:
         op = self.op = call.op
         self.lane, self.bits, self._head = lane, call.bits, h
-        queries = settle(T.cast(call.q_length, "int32"))
+        queries = materialize(T.cast(call.q_length, "int32"))
         self.kv_length, self._is_asked = call.extras.keys(b, call.kv_length), queries > 0
         self.sink, self.slope = call.extras.sink(h), call.extras.slope(h)
-        self.rows = [settle(T.max(T.int32(0), T.min(number, queries - 1))) for number in numbers]
+        self.rows = [materialize(T.max(T.int32(0), T.min(number, queries - 1))) for number in numbers]
         late = op.band is not None and op.band.alignment == "bottom_right"
-        shift = settle(self.kv_length - queries) if late else T.int32(0)
-        self.places = [settle(row + shift) for row in self.rows]
+        shift = materialize(self.kv_length - queries) if late else T.int32(0)
+        self.places = [materialize(row + shift) for row in self.rows]
         left, right = (None, None) if op.band is None else (op.band.left, op.band.right)
-        self._left = None if left is None else [settle(place - min(left, FAR)) for place in self.places]
+        self._left = None if left is None else [materialize(place - min(left, FAR)) for place in self.places]
         self._end = self._ends(right)
         self._mask = None if call.mask is None else MaskReader(call.mask, b, h)
         group = T.int64(op.num_heads // op.num_kv_heads)
         self._query = head_view(call.inputs[op.query.buffer], op.query, op.head_dim, b, h)
-        key_head = settle(T.truncdiv(h, group), "int64")
+        key_head = materialize(T.truncdiv(h, group), "int64")
         self._key = head_view(call.inputs[op.key.buffer], op.key, op.head_dim, b, key_head)
         self._piece = piece_of(op.dtype, op.head_dim, *row_steps(op.query), *row_steps(op.key))
         self.bases = registers(len(self.rows))
@@ -90,7 +90,7 @@ class RowScores:
         """The first key that each row does not see any more."""
         if right is None:
             return [self.kv_length for _ in self.rows]
-        return [settle(T.min(self.kv_length, place + (min(right, FAR) + 1))) for place in self.places]
+        return [materialize(T.min(self.kv_length, place + (min(right, FAR) + 1))) for place in self.places]
 
     def groups(self) -> tuple[Expr, Expr]:
         """(first, end) in groups of 32 keys: no row sees a key outside."""
@@ -103,14 +103,14 @@ class RowScores:
                 first = T.min(first, other)
             first = T.max(T.int32(0), first)
         end = T.Select(self._is_asked, T.max(T.int32(0), end), T.int32(0))  # where nobody asks, nothing is read
-        first = settle(T.truncdiv(first, T.int32(WARP)))
-        return first, settle(T.max(first, T.truncdiv(end + (WARP - 1), T.int32(WARP))))
+        first = materialize(T.truncdiv(first, T.int32(WARP)))
+        return first, materialize(T.max(first, T.truncdiv(end + (WARP - 1), T.int32(WARP))))
 
     def over(self, body: Callable[[Expr], None]) -> None:
         """body(first key) for every group that some row may see, the bases made."""
         first, end = self.groups()
         with T.serial(first, end) as group:
-            first_key = settle(group * WARP)
+            first_key = materialize(group * WARP)
             if self.bits is None:
                 self._score(first_key, [])
                 body(first_key)
@@ -124,17 +124,19 @@ class RowScores:
     def at(self, group: Expr, ends: tuple[Expr, Expr]) -> None:
         """Makes the bases of one group, of which the rows see nothing outside of `ends`."""
         for r in range(len(self.rows)):
-            put(self.bases, r, T.float32(-math.inf))
+            set_register(self.bases, r, T.float32(-math.inf))
         with T.If(T.And(group >= ends[0], group < ends[1])), T.Then():
             words = [] if self.bits is None else self._words(group)
             with T.If(self._any(words)), T.Then():
-                self._score(settle(group * WARP), words)
+                self._score(materialize(group * WARP), words)
 
     def _words(self, group: Expr) -> list[Expr]:
         """The static mask's bits of a group, for each row."""
         assert self.bits is not None
         head = T.int64(0) if int(self.bits.shape[0]) == 1 else self._head
-        return [settle(self.bits[head, T.cast(row, "int64"), T.cast(group, "int64")], "uint32") for row in self.rows]
+        return [
+            materialize(self.bits[head, T.cast(row, "int64"), T.cast(group, "int64")], "uint32") for row in self.rows
+        ]
 
     def _any(self, words: list[Expr]) -> Expr:
         """Whether a group has to be visited."""
@@ -146,9 +148,9 @@ class RowScores:
         return joined != T.uint32(0)
 
     def _score(self, first_key: Expr, words: list[Expr]) -> None:
-        key = settle(first_key + self.lane)
+        key = materialize(first_key + self.lane)
         # A lane beyond the last key reads that one; its own number hides it.
-        there = settle(T.max(T.int32(0), T.min(key, self.kv_length - 1)))
+        there = materialize(T.max(T.int32(0), T.min(key, self.kv_length - 1)))
         self._multiply(T.cast(there, "int64"))
         for r, row in enumerate(self.rows):
             base = self._masked(self._scaled(self.bases[r]), row, there)
@@ -158,20 +160,20 @@ class RowScores:
             if words:
                 flag = (words[r] >> T.cast(self.lane, "uint32")) & T.uint32(1)
                 seen = T.And(seen, flag != T.uint32(0))
-            put(self.bases, r, T.Select(seen, base, T.float32(-math.inf)))
+            set_register(self.bases, r, T.Select(seen, base, T.float32(-math.inf)))
 
     def _multiply(self, key: Expr) -> None:
         """The products of all rows with this lane's key."""
         of_key, of_query = (Piece(self._piece, self.op.dtype) for _ in range(2))
         for r in range(len(self.rows)):
-            put(self.bases, r, T.float32(0))
+            set_register(self.bases, r, T.float32(0))
         with T.serial(T.int64(self.op.head_dim // self._piece)) as step:
             column = step * self._piece
             of_key.load(self._key.buffer, self._key.at(key, column))
             for r, row in enumerate(self.rows):
                 of_query.load(self._query.buffer, self._query.at(T.cast(row, "int64"), column))
                 for i in range(self._piece):
-                    put(self.bases, r, self.bases[r] + of_query[i] * of_key[i])
+                    set_register(self.bases, r, self.bases[r] + of_query[i] * of_key[i])
 
     def _scaled(self, product: Expr) -> Expr:
         score = product * T.float32(score_factor(self.op))
@@ -184,5 +186,5 @@ class RowScores:
         element, hidden = self._mask(row, key), T.float32(-math.inf)
         if self.op.mask.dtype == "bool":
             return T.Select(element, base, hidden)
-        bias = settle(wide(element) * T.float32(LOG2_E), "float32")
+        bias = materialize(wide(element) * T.float32(LOG2_E), "float32")
         return T.Select(bias == hidden, hidden, base + bias)

@@ -20,9 +20,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     exchanged,
     exp2,
-    put,
+    materialize,
     registers,
-    settle,
+    set_register,
 )
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import RowScores
 
@@ -42,8 +42,8 @@ class WarpRowStats:
 
     def __init__(self, scores: RowScores) -> None:
         self.scores, self.count = scores, len(scores.rows)
-        self.largest, self.keys = registers(self.count), registers(self.count, "int32")
-        self.total, self.moment = registers(self.count), registers(self.count)
+        self.row_max, self.keys = registers(self.count), registers(self.count, "int32")
+        self.row_sum, self.moment = registers(self.count), registers(self.count)
         self.inverse = registers(self.count)
         """1 / Z, and 0 where a row saw nothing; known from `join` on."""
 
@@ -53,10 +53,10 @@ class WarpRowStats:
             sink: Expr = T.float32(_NOTHING)
             if self.scores.sink is not None:
                 sink = T.Select(self.scores.lane == 0, self.scores.sink, sink)
-            put(self.largest, r, sink)
-            put(self.keys, r, place)
-            put(self.total, r, T.Select(self.largest[r] == T.float32(_NOTHING), T.float32(0), T.float32(1)))
-            put(self.moment, r, T.float32(0))
+            set_register(self.row_max, r, sink)
+            set_register(self.keys, r, place)
+            set_register(self.row_sum, r, T.Select(self.row_max[r] == T.float32(_NOTHING), T.float32(0), T.float32(1)))
+            set_register(self.moment, r, T.float32(0))
 
     def beyond(self, base: Expr, key: Expr, other_base: Expr, other_key: Expr) -> Expr:
         """How far a score of a row is above another one."""
@@ -67,27 +67,27 @@ class WarpRowStats:
 
     def take(self, first_key: Expr) -> None:
         """The bases that have just been made."""
-        key = settle(first_key + self.scores.lane)
+        key = materialize(first_key + self.scores.lane)
         for r in range(self.count):
-            base = settle(self.scores.bases[r], "float32")
+            base = materialize(self.scores.bases[r], "float32")
             with T.If(T.Not(base == T.float32(_NOTHING))), T.Then():
                 self._add(r, base, key)
 
     def _add(self, r: int, base: Expr, key: Expr) -> None:
-        is_first = settle(self.largest[r] == T.float32(_NOTHING), "bool")
-        gap = self.beyond(base, key, self.largest[r], self.keys[r])
-        gap = settle(T.Select(is_first, T.float32(0), gap), "float32")
+        is_first = materialize(self.row_max[r] == T.float32(_NOTHING), "bool")
+        gap = self.beyond(base, key, self.row_max[r], self.keys[r])
+        gap = materialize(T.Select(is_first, T.float32(0), gap), "float32")
         shrunk = power(_lowered(gap))
         with T.If(T.Or(is_first, gap > T.float32(0))):
             with T.Then():
                 # Before Z shrinks: U takes the old one.
-                put(self.moment, r, (self.moment[r] - gap * self.total[r]) * shrunk)
-                put(self.total, r, self.total[r] * shrunk + _one_if_finite(base))
-                put(self.largest, r, base)
-                put(self.keys, r, key)
+                set_register(self.moment, r, (self.moment[r] - gap * self.row_sum[r]) * shrunk)
+                set_register(self.row_sum, r, self.row_sum[r] * shrunk + _one_if_finite(base))
+                set_register(self.row_max, r, base)
+                set_register(self.keys, r, key)
             with T.Else():
-                put(self.moment, r, self.moment[r] + gap * shrunk)
-                put(self.total, r, self.total[r] + shrunk)
+                set_register(self.moment, r, self.moment[r] + gap * shrunk)
+                set_register(self.row_sum, r, self.row_sum[r] + shrunk)
 
     def join(self) -> None:
         """All lanes come to know the sums of all."""
@@ -97,45 +97,45 @@ class WarpRowStats:
                 self._join_with(r, apart)
             apart *= 2
         for r in range(self.count):
-            total = self.total[r]
-            put(self.inverse, r, T.Select(total == T.float32(0), T.float32(0), T.float32(1) / total))
+            row_sum = self.row_sum[r]
+            set_register(self.inverse, r, T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum))
 
     def _join_with(self, r: int, apart: int) -> None:
-        base, total, moment = (
-            settle(exchanged(cells[r], apart), "float32") for cells in (self.largest, self.total, self.moment)
+        base, row_sum, moment = (
+            materialize(exchanged(cells[r], apart), "float32") for cells in (self.row_max, self.row_sum, self.moment)
         )
-        key, nothing = settle(exchanged(self.keys[r], apart)), T.float32(_NOTHING)
-        alone = T.Or(self.largest[r] == nothing, base == nothing)
-        gap = self.beyond(base, key, self.largest[r], self.keys[r])
-        gap = settle(T.Select(alone, T.float32(0), gap), "float32")
-        takes = settle(T.Or(self.largest[r] == nothing, gap > T.float32(0)), "bool")
-        lowered = settle(_lowered(gap), "float32")
+        key, nothing = materialize(exchanged(self.keys[r], apart)), T.float32(_NOTHING)
+        alone = T.Or(self.row_max[r] == nothing, base == nothing)
+        gap = self.beyond(base, key, self.row_max[r], self.keys[r])
+        gap = materialize(T.Select(alone, T.float32(0), gap), "float32")
+        takes = materialize(T.Or(self.row_max[r] == nothing, gap > T.float32(0)), "bool")
+        lowered = materialize(_lowered(gap), "float32")
         shrunk = power(lowered)
-        pairs = ((self.total[r], total), (self.moment[r], moment))
-        less, less_moment = (settle(T.Select(takes, own, other), "float32") for own, other in pairs)
-        more, more_moment = (settle(T.Select(takes, other, own), "float32") for own, other in pairs)
-        put(self.total, r, more + less * shrunk)
-        put(self.moment, r, more_moment + (less_moment + lowered * less) * shrunk)
-        put(self.largest, r, T.Select(takes, base, self.largest[r]))
-        put(self.keys, r, T.Select(takes, key, self.keys[r]))
+        pairs = ((self.row_sum[r], row_sum), (self.moment[r], moment))
+        less, less_moment = (materialize(T.Select(takes, own, other), "float32") for own, other in pairs)
+        more, more_moment = (materialize(T.Select(takes, other, own), "float32") for own, other in pairs)
+        set_register(self.row_sum, r, more + less * shrunk)
+        set_register(self.moment, r, more_moment + (less_moment + lowered * less) * shrunk)
+        set_register(self.row_max, r, T.Select(takes, base, self.row_max[r]))
+        set_register(self.keys, r, T.Select(takes, key, self.keys[r]))
 
     # From `join` on.
 
     def prob(self, r: int, base: Expr, key: Expr) -> Expr:
         """2^(s - m) / Z: 0 of what is hidden; NaN in all of a row that sees one."""
-        m = settle(T.Select(self.largest[r] == T.float32(_NOTHING), T.float32(0), self.largest[r]), "float32")
-        return settle(power(self.beyond(base, key, m, self.keys[r])) * self.inverse[r], "float32")
+        m = materialize(T.Select(self.row_max[r] == T.float32(_NOTHING), T.float32(0), self.row_max[r]), "float32")
+        return materialize(power(self.beyond(base, key, m, self.keys[r])) * self.inverse[r], "float32")
 
     def lse(self, r: int) -> Expr:
-        largest = self.beyond(self.largest[r], self.keys[r], T.float32(0), self.scores.places[r])
-        value = largest * T.float32(LN_2) + natural_log(self.total[r])
-        return T.Select(self.total[r] == T.float32(0), T.float32(_NOTHING), value)
+        row_max = self.beyond(self.row_max[r], self.keys[r], T.float32(0), self.scores.places[r])
+        value = row_max * T.float32(LN_2) + natural_log(self.row_sum[r])
+        return T.Select(self.row_sum[r] == T.float32(0), T.float32(_NOTHING), value)
 
     def entropy(self, r: int) -> Expr:
-        total, zero = self.total[r], T.float32(0)
-        value = settle(natural_log(total) - T.float32(LN_2) * (self.moment[r] / total), "float32")
+        row_sum, zero = self.row_sum[r], T.float32(0)
+        value = materialize(natural_log(row_sum) - T.float32(LN_2) * (self.moment[r] / row_sum), "float32")
         # Rounding may leave less than nothing; and what saw nothing is 0 / 0.
-        return T.Select(T.Or(total == zero, value < zero), zero, value)
+        return T.Select(T.Or(row_sum == zero, value < zero), zero, value)
 
 
 def natural_log(value: Expr) -> Expr:
@@ -145,7 +145,7 @@ def natural_log(value: Expr) -> Expr:
 
 def _one_if_finite(value: Expr) -> Expr:
     """NaN of what is infinite or NaN: its row is then. TVM takes x - x to be 0, unless x comes from two places."""
-    return T.float32(1) + (settle(value, "float32") - settle(value, "float32"))
+    return T.float32(1) + (materialize(value, "float32") - materialize(value, "float32"))
 
 
 def _lowered(gap: Expr) -> Expr:

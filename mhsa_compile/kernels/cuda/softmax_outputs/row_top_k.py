@@ -19,10 +19,10 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
     ballot,
     load,
+    materialize,
     of_lane,
-    put,
     registers,
-    settle,
+    set_register,
     store,
     warp_barrier,
 )
@@ -45,24 +45,24 @@ class Largest:
 
     def clear(self) -> None:
         for r in range(len(self.there)):
-            put(self._least, r, T.float32(-math.inf))
-            put(self._least_key, r, T.int32(-1))
+            set_register(self._least, r, T.float32(-math.inf))
+            set_register(self._least_key, r, T.int32(-1))
         self._each_entry(lambda r, slot: self._set(r, slot, T.float32(-math.inf), T.int32(-1)))
         warp_barrier()
 
     def take(self, first_key: Expr) -> None:
         """The bases that have just been made."""
         for r in range(len(self.there)):
-            key = settle(first_key + self.scores.lane)
-            base = settle(self.scores.bases[r], "float32")
-            put(self._pending, 0, ballot(T.And(self.there[r], self._exceeds(r, base, key))))
+            key = materialize(first_key + self.scores.lane)
+            base = materialize(self.scores.bases[r], "float32")
+            set_register(self._pending, 0, ballot(T.And(self.there[r], self._exceeds(r, base, key))))
             with T.While(self._pending[0] != T.uint32(0)):
-                source = settle(T.cuda.ffs_u32(self._pending[0]) - 1)
-                put(self._pending, 0, self._pending[0] & (self._pending[0] - T.uint32(1)))
-                candidate = settle(of_lane(base, source), "float32")
+                source = materialize(T.cuda.ffs_u32(self._pending[0]) - 1)
+                set_register(self._pending, 0, self._pending[0] & (self._pending[0] - T.uint32(1)))
+                candidate = materialize(of_lane(base, source), "float32")
                 # Asked again: what was inserted meanwhile may be larger.
                 with T.If(self._exceeds(r, candidate, first_key + source)), T.Then():
-                    self._insert(r, candidate, settle(first_key + source))
+                    self._insert(r, candidate, materialize(first_key + source))
 
     def _exceeds(self, r: int, base: Expr, key: Expr) -> Expr:
         """Whether a key belongs into the list; of equals the first one does, and they come in order."""
@@ -73,20 +73,20 @@ class Largest:
         """From where it is larger on, each entry moves down by one: 32 of them at a time, the last ones first."""
         turns = -(-self.k // WARP)
         with T.serial(T.int32(turns)) as turn:
-            slot = settle((turns - 1 - turn) * WARP + self.scores.lane)
-            inside = settle(slot < self.k, "bool")
-            own, before = (settle(T.max(T.int32(0), T.min(slot - back, T.int32(self.k - 1)))) for back in (0, 1))
+            slot = materialize((turns - 1 - turn) * WARP + self.scores.lane)
+            inside = materialize(slot < self.k, "bool")
+            own, before = (materialize(T.max(T.int32(0), T.min(slot - back, T.int32(self.k - 1)))) for back in (0, 1))
             # Both are read before anyone writes: lanes move entries that others read.
             there, moved = ((self._base(r, i), self._key(r, i)) for i in (own, before))
-            stays = settle(self._is_before(there, base, key), "bool")
-            here = settle(T.Or(slot == 0, self._is_before(moved, base, key)), "bool")
+            stays = materialize(self._is_before(there, base, key), "bool")
+            here = materialize(T.Or(slot == 0, self._is_before(moved, base, key)), "bool")
             warp_barrier()
             with T.If(T.And(inside, T.Not(stays))), T.Then():
                 self._set(r, own, T.Select(here, base, moved[0]), T.Select(here, key, moved[1]))
             warp_barrier()
         last = T.int32(self.k - 1)
-        put(self._least, r, self._base(r, last))
-        put(self._least_key, r, self._key(r, last))
+        set_register(self._least, r, self._base(r, last))
+        set_register(self._least_key, r, self._key(r, last))
 
     def _is_before(self, entry: tuple[Expr, Expr], base: Expr, key: Expr) -> Expr:
         """Whether an entry stays in front of a key that comes after it; an empty one is -inf, and does not."""
@@ -105,7 +105,7 @@ class Largest:
         """body(row, slot) for the entries of all lists, shared among the lanes."""
         for r, there in enumerate(self.there):
             with T.If(there), T.Then(), T.serial(T.int32(-(-self.k // WARP))) as turn:
-                slot = settle(turn * WARP + self.scores.lane)
+                slot = materialize(turn * WARP + self.scores.lane)
                 with T.If(slot < self.k), T.Then():
                     body(r, slot)
 
@@ -114,15 +114,15 @@ class Largest:
 
     def _base(self, r: int, slot: Expr) -> Expr:
         load(self._read[0], 0, 1, self._address(self.weights, r, slot), "global")
-        return settle(self._read[0][0], "float32")
+        return materialize(self._read[0][0], "float32")
 
     def _key(self, r: int, slot: Expr) -> Expr:
         load(self._read[1], 0, 2, self._address(self.keys, r, slot), "global")
-        return settle(T.reinterpret("int32", self._read[1][0]))
+        return materialize(T.reinterpret("int32", self._read[1][0]))
 
     def _set(self, r: int, slot: Expr, base: Expr, key: Expr) -> None:
         store(self._address(self.weights, r, slot), [base], "global")
-        key = settle(key)
+        key = materialize(key)
         # An int64 as two words, the upper one full of the sign: -1 is none.
         halves = [T.reinterpret("uint32", half) for half in (key, T.shift_right(key, T.int32(31)))]
         store(self._address(self.keys, r, slot), halves, "global")

@@ -10,13 +10,13 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
-from mhsa_compile.kernels.common.score_scale import unfit_scores
+from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
     ThreadIndex,
-    settle,
+    materialize,
 )
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
     ROWS,
@@ -40,8 +40,8 @@ class CudaSoftmaxStatsKernel(Fixed):
     name = "cuda.statistics"
     op_type = SoftmaxStatsOp
 
-    def applies(self, op: SoftmaxStatsOp, profile: TargetProfile) -> str | None:
-        return unfit_scores(op.attention)
+    def why_not(self, op: SoftmaxStatsOp, profile: TargetProfile) -> str | None:
+        return why_not_scores(op.attention)
 
     def emit(self, op: SoftmaxStatsOp, profile: TargetProfile, config: Config) -> Emitted:
         mask = op.attention.static_mask
@@ -64,9 +64,9 @@ def _statistics(op: SoftmaxStatsOp) -> Expr:
         blocks = call.batch * T.int64(attention.num_heads) * tiles
         with T.launch_thread("blockIdx.x", blocks) as block, T.launch_thread("threadIdx.x", WARPS * WARP) as thread:
             # 1. Which rows a warp has.
-            b, h, tile = coordinates(settle(T.cast(block, "int64"), "int64"), shape[1], tiles)
+            b, h, tile = coordinates(materialize(T.cast(block, "int64"), "int64"), shape[1], tiles)
             place = ThreadIndex(thread)
-            first = settle(T.cast(tile * (WARPS * count), "int32") + place.warp * count)
+            first = materialize(T.cast(tile * (WARPS * count), "int32") + place.warp * count)
             numbers = [first + r for r in range(count)]
             there = [T.cast(number, "int64") < call.q_length for number in numbers]
             with T.If(there[0]), T.Then():
