@@ -6,6 +6,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.nn import softmax_outputs
+from mhsa_compile.nn.score_functions import Functions
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.mask_patterns import Pattern
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
+
+ScoreMod = Callable[[Tensor], Tensor]
 
 
 def attend(
@@ -29,8 +33,9 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
-    """softmax(cap(q k^T * scale) + bias) v over the visible keys.
+    """softmax(mod(cap(q k^T * scale)) + bias) v over the visible keys.
 
     q (B, H, L, E), k (B, G, S, E), v (B, G, S, F) -> (B, H, L, F)
     visible     bool, broadcastable to (B, H, L, S), or None: all are
@@ -38,11 +43,12 @@ def attend(
     softcap     cap(s) = softcap * tanh(s / softcap), where it is not 0
     sinks       (H,) or None: for each head one more score of the softmax, of no value
     dropout     the probability with which a weight becomes 0; the others grow by 1 / (1 - dropout)
+    score_mod   what becomes of scores (B, H, L, S), or None; one of -inf hides its key
 
     The textbook form ("Attention Is All You Need", eq. 1; https://arxiv.org/abs/1706.03762), as PyTorch's eager one.
     """
     v = _for_each_query_head(v, q)
-    scores, visible = _scores(q, k, visible, bias, scale, softcap)
+    scores, visible = _scores(q, k, visible, bias, scale, softcap, score_mod)
     if visible is None:
         return _dropped(_softmax(scores, sinks), dropout) @ v
     blind = ~visible.any(dim=-1, keepdim=True)
@@ -60,9 +66,10 @@ def softmax_outputs_of(
     softcap: float,
     sinks: Tensor | None,
     wanted: SoftmaxOutputs,
+    score_mod: ScoreMod | None = None,
 ) -> dict[str, Tensor]:
     """What the rows of `attend`'s softmax are like: the arrays `wanted.names`, as `outputs` says."""
-    scores, visible = _scores(q, k, visible, bias, scale, softcap)
+    scores, visible = _scores(q, k, visible, bias, scale, softcap, score_mod)
     return softmax_outputs.softmax_outputs_of_rows(
         scores if visible is None else scores.masked_fill(~visible, -torch.inf), sinks, wanted
     )
@@ -75,12 +82,22 @@ def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _scores(
-    q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    score_mod: ScoreMod | None,
 ) -> tuple[Tensor, Tensor | None]:
     """(capped and biased scores, what is visible once the bias has masked as well)."""
     scores = (q * scale) @ _for_each_query_head(k, q).transpose(-1, -2)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
+    if score_mod is not None:
+        scores = score_mod(scores)
+        seen = scores != -torch.inf
+        visible = seen if visible is None else visible & seen
     if bias is None:
         return scores, visible
     seen = bias != -torch.inf
@@ -122,12 +139,14 @@ def attention(
     slopes: Tensor | None = None,
     lengths: Tensor | None = None,
     dropout: float = 0.0,
+    functions: Functions | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The eager core: what each query sees is resolved, then `attend`; and what `spec.outputs` wants of the softmax.
 
     sinks, slopes   (H,), of a spec with `sinks` and `alibi`
     lengths         int64 (B,): how many of the S keys are valid; the queries are the last of them
     dropout         of the weights that meet the values; what `spec.outputs` wants is of those before it
+    functions       the spec's mask_mod and score_mod, traced
     """
     B, H, L, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     mask = checked_mask(spec, mask)
@@ -147,12 +166,29 @@ def attention(
         wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
         alibi = (wide.view(-1, 1, 1) * distance).to(q.dtype)
         bias = alibi if bias is None else bias + alibi
+    score_mod = None
+    if functions is not None:
+        places = _places(distance, B, H, S)
+        stated += functions.visible(places)
+        score_mod = functions.score_function(places)
     visible = functools.reduce(torch.logical_and, stated) if stated else None
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     seen, softcap = (visible, bias, scale), spec.softcap or 0.0
     wanted = inside_of(spec.outputs)
-    extra = softmax_outputs_of(q, k, *seen, softcap, sinks, wanted) if wanted.names else {}
-    return attend(q, k, v, *seen, softcap, sinks, dropout), extra
+    extra = softmax_outputs_of(q, k, *seen, softcap, sinks, wanted, score_mod) if wanted.names else {}
+    return attend(q, k, v, *seen, softcap, sinks, dropout, score_mod), extra
+
+
+def _places(distance: Tensor, B: int, H: int, S: int) -> dict[str, Tensor]:
+    """What functions are told of a pair, each broadcastable to (B, H, L, S); `distance` is that of `_distance`."""
+    device = distance.device
+    keys = torch.arange(S, device=device)
+    return {
+        "b": torch.arange(B, device=device).view(-1, 1, 1, 1),
+        "h": torch.arange(H, device=device).view(-1, 1, 1),
+        "q_idx": (keys - distance)[..., :1] if S else distance,
+        "kv_idx": keys,
+    }
 
 
 def _distance(spec: AttentionSpec, L: int, S: int, lengths: Tensor | None, device: torch.device) -> Tensor:

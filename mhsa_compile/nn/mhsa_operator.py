@@ -4,22 +4,34 @@ It is ONNX's Attention with more inputs (sinks, slopes) and more outputs, behind
 6 top_k_weights, 7 top_k_keys, 8 weights, as `outputs` says. Attributes: top_k, the number of keys; weights_heads and
 weights_rows, which of them output 8 holds, all where they are absent.
 
-Its definition is a function, so that any ONNX tool can run the file. A bias that grows with the distance is an additive
-mask. A sink takes its share of the softmax: the output is the one without it, times the share of the others,
+A node with functions of scores (FUNCTIONS) has no definition. That of any other is a function, so that any ONNX tool
+can run the file. A bias that grows with the distance is an additive mask. A sink takes its share of the softmax: the
+output is the one without it, times the share of the others,
 sum exp(score) / (sum exp(score) + exp(sink)).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 import onnx
 from onnx import FunctionProto, NodeProto, parser
 
+from mhsa_compile.errors import SpecError
+from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
+from mhsa_compile.spec.score_functions import ScoreFunction
 
 FIRST = 4
 """Outputs before it are the standard's: Y, present_key, present_value, qk_matmul_output."""
 NAMES = ("lse", "entropy", "top_k_weights", "top_k_keys", "weights")
+FUNCTIONS = ("mask_mod", "score_mod")
+"""Attributes that hold a traced ScoreFunction each, as JSON. What they capture are the inputs from FIRST_TENSOR on,
+that of score_mod first."""
+FIRST_TENSOR = 10
 ATTRIBUTES = ("top_k", "weights_heads", "weights_rows")
 _INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
 _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax
@@ -32,6 +44,24 @@ def attributes_of(wanted: SoftmaxOutputs) -> dict[str, int | list[int]]:
         if chosen is not None:
             said[name] = list(chosen)
     return said
+
+
+def function_attributes(mask_mod: ScoreFunction | None, score_mod: ScoreFunction | None) -> dict[str, str]:
+    """What a node says of its functions."""
+    given = zip(FUNCTIONS, (mask_mod, score_mod), strict=True)
+    return {name: msgspec.json.encode(function).decode() for name, function in given if function is not None}
+
+
+def functions_of(said: Mapping[str, Any]) -> tuple[ScoreFunction | None, ScoreFunction | None]:
+    """(mask_mod, score_mod) of a node's attributes. Raises SpecError where they are none."""
+    return tuple(_function(name, said.get(name)) for name in FUNCTIONS)  # type: ignore[return-value]
+
+
+def _function(name: str, text: bytes | str | None) -> ScoreFunction | None:
+    if not text:
+        return None
+    with reading(SpecError, name, "the steps of a traced function"):
+        return msgspec.json.decode(text, type=ScoreFunction)
 
 
 def wanted_of(node: onnx.NodeProto) -> SoftmaxOutputs:

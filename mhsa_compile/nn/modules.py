@@ -26,9 +26,12 @@ from mhsa_compile.nn.functional import (
     to_numpy,
     written,
 )
+from mhsa_compile.nn.score_functions import Functions
+from mhsa_compile.nn.score_tracing import traced
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
 from mhsa_compile.spec.position_encoding import Rope, alibi_slopes
+from mhsa_compile.spec.score_functions import ScoreFunction
 
 _Cache = tuple[Tensor, Tensor, Tensor] | None  # past_key, past_value, length
 _Arrays = dict[str, Tensor]  # by the names of `outputs.array_names`
@@ -52,6 +55,8 @@ class _AttentionModule(nn.Module):
         if spec.rope is not None:
             for name, table in zip(("rope_cos", "rope_sin"), spec.rope.tables(), strict=True):
                 self.register_buffer(name, torch.from_numpy(table).to(dtype), persistent=False)
+        for name in ("mask_mod", "score_mod"):
+            self._trace(name)
         if spec.alibi:
             self.register_buffer("alibi_slopes", torch.tensor(alibi_slopes(spec.num_heads), dtype=dtype), False)
 
@@ -81,7 +86,33 @@ class _AttentionModule(nn.Module):
 
     @property
     def _extra(self) -> dict[str, Any]:
-        return {"sinks": self.sinks, "slopes": self.alibi_slopes if self.spec.alibi else None}
+        slopes = self.alibi_slopes if self.spec.alibi else None
+        return {"sinks": self.sinks, "slopes": slopes, "functions": self.functions}
+
+    def _trace(self, name: str) -> None:
+        """Makes the spec's function a traced one, and what it captures buffers: `score_mod_0`, `score_mod_1`, ..."""
+        function = getattr(self.spec, name)
+        if isinstance(function, ScoreFunction):
+            if function.tensors:
+                got = f"one of {len(function.tensors)} captured tensors, without their values"
+                raise SpecError(name, "the function itself", got, "A spec that was written down does not hold them.")
+        elif function is not None:
+            function, tensors = traced(name, function)
+            for i, tensor in enumerate(tensors):
+                self.register_buffer(f"{name}_{i}", tensor, persistent=False)
+        self.spec = msgspec.structs.replace(self.spec, **{name: function})
+
+    @property
+    def functions(self) -> Functions | None:
+        """The spec's mask_mod and score_mod with what they capture; None if it has neither."""
+        spec = self.spec
+        if spec.mask_mod is None and spec.score_mod is None:
+            return None
+        tensors = (
+            tuple(getattr(self, f"{name}_{i}") for i in range(len(function.tensors))) if function is not None else ()
+            for name, function in (("mask_mod", spec.mask_mod), ("score_mod", spec.score_mod))
+        )
+        return Functions(spec.mask_mod, spec.score_mod, *tensors)
 
     @property
     def _dropout_now(self) -> float:

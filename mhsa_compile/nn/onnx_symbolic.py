@@ -2,7 +2,7 @@
 
 What ONNX Attention has no word for (sinks, ALiBi, what the softmax is like) is one operator of the domain "mhsa", also
 named Attention: inputs 0 to 6, attributes and outputs 0 to 3 as the standard's, input 7 the sinks (H,), input 8 the
-slopes (H,); `mhsa_operator` says the other outputs.
+slopes (H,), from input 10 on what mask_mod and score_mod capture; `mhsa_operator` says the rest.
 `mhsa_operator.attention_function` defines it for everybody else.
 
 Notation: B batch, L query length, S key length, C capacity of a cache, H heads, G key/value heads, E head dim.
@@ -18,6 +18,7 @@ from torch.onnx.ops import symbolic, symbolic_multi_out
 
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.nn.functional import checked_mask
+from mhsa_compile.nn.score_functions import Functions
 from mhsa_compile.spec.attention_spec import DOMAIN, AttentionSpec
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.spec.position_encoding import Rope
@@ -42,12 +43,14 @@ def attention_node(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     lengths: Tensor | None = None,
+    functions: Functions | None = None,
     free_lengths: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Attention in the 3-D form (heads side by side) or the 4-D one, by the rank of q; and what `spec.outputs` wants of
     its softmax.
 
     lengths        the operator's nonpad_kv_seqlen, int64 (B,)
+    functions      the spec's mask_mod and score_mod, traced
     free_lengths   whether S may differ from L
     """
     attributes = _attributes(spec, by_rows=q.ndim == 3)
@@ -55,10 +58,13 @@ def attention_node(
         # The operator's offset is nonpad_kv_seqlen - L from opset 24 on: all S keys are valid, so it is S - L.
         lengths = _key_lengths(k)
     inputs = [q, k, v, checked_mask(spec, mask), None, None, lengths, sinks, slopes]
+    if functions is not None:
+        attributes |= mhsa_operator.function_attributes(functions.mask_mod, functions.score_mod)
+        inputs += [None, *functions.tensors]
     while inputs[-1] is None and len(inputs) > 4:
         inputs.pop()
     wanted = inside_of(spec.outputs)
-    own = sinks is not None or slopes is not None or wanted.names != ()
+    own = sinks is not None or slopes is not None or wanted.names != () or functions is not None
     name = f"{DOMAIN}::Attention" if own else "Attention"
     version = 1 if own else attention_opset(spec, free_lengths=free_lengths)
     shape = (*q.shape[:-1], spec.num_heads * spec.v_head_dim if q.ndim == 3 else spec.v_head_dim)

@@ -15,15 +15,21 @@ from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 from mhsa_compile.runtime.artifact.stored_weights import parsed
 from mhsa_compile.runtime.call_arguments import Argument
 from mhsa_compile.spec.position_encoding import TABLES
+from mhsa_compile.spec.score_functions import CAPTURED
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def reads_own(manifest: Manifest, weights: Weights | None) -> bool:
-    """Whether the weights that an artifact stores are needed: all of them, or the tables, which nobody has to bring
-    since they follow from the spec."""
+    """Whether the weights that an artifact stores are needed: all of them, or those that nobody has to bring."""
     names = {info.name for info in manifest.weights}
-    return bool(names if weights is None else names.intersection(TABLES))
+    return any(weights is None or _is_made(name) for name in names)
+
+
+def _is_made(name: str) -> bool:
+    """Whether a weight is a table that follows from the spec, or what a function of the spec captured: neither is among
+    a module's parameters."""
+    return name in TABLES or name.startswith(CAPTURED)
 
 
 def weight_arrays(
@@ -35,7 +41,7 @@ def weight_arrays(
         with reading(InputError, "weights", f"a .safetensors file, {WEIGHTS!r}"):
             found = parsed(stored)
     if weights is not None:
-        tables = {name: array for name, array in found.items() if name in TABLES}
+        tables = {name: array for name, array in found.items() if _is_made(name)}
         found = {**tables, **(weights if isinstance(weights, Mapping) else _read(weights))}
     names = {info.name for info in manifest.weights}
     if missing := sorted(names - found.keys()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +28,11 @@ from mhsa_compile.spec.checks import (
 from mhsa_compile.spec.mask_patterns import AnyPattern, Pattern, checked_static_mask
 from mhsa_compile.spec.outputs import checked_outputs
 from mhsa_compile.spec.position_encoding import Rope, checked_rope
+from mhsa_compile.spec.score_functions import ScoreFunction, checked_function
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
@@ -55,8 +60,12 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
                             True is accepted in self-attention, where L = S and both mean the same
     window                  None, or (left, right): query i sees the keys p - left to p + right, where p = i, or
                             p = i + S - L if causal is "bottom_right"; -1 is unbounded. With `causal` both hold
-    static_mask             None, or a pattern of `masks`, such as Longformer(window=256): a constant mask. Its lengths
-                            must be fixed when it is compiled
+    static_mask             None, or a pattern of `masks`, such as Longformer(window=256), or a bool array (L, S): a
+                            constant mask. Its lengths must be fixed when it is compiled
+    mask_mod                None, or a function mask_mod(b, h, q_idx, kv_idx) in FlexAttention's form: whether a query
+                            sees a key, beside all else that hides some. q_idx is the query's place p, as for `window`
+    score_mod               None, or a function score_mod(score, b, h, q_idx, kv_idx): what a score becomes, after scale
+                            and softcap, before masks and ALiBi. docs/score-functions.md says what both may use
     mask                    what a call takes as `mask=`: None; "bool" (True takes part) or "additive" (added to the
                             scaled scores), broadcastable to (B, H, L, S); "key_padding": bool (B, S), True takes
                             part. Where it is bool, integers 0 and 1 say the same
@@ -94,6 +103,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     causal: str | None = None
     window: tuple[int, int] | None = None
     static_mask: AnyPattern | None = None
+    mask_mod: Any = None  # a function as it was given, or a ScoreFunction: what modules make of it
+    score_mod: Any = None
     mask: str | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -118,7 +129,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             dtype: str = "float32",
             causal: str | bool | None = None,
             window: Sequence[int] | None = None,
-            static_mask: Pattern | Mapping[str, Any] | None = None,
+            static_mask: Pattern | Mapping[str, Any] | NDArray[np.bool_] | None = None,
+            mask_mod: Callable[..., Any] | ScoreFunction | None = None,
+            score_mod: Callable[..., Any] | ScoreFunction | None = None,
             mask: str | None = None,
             scale: float | None = None,
             softcap: float | None = None,
@@ -144,6 +157,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         self._resolve_causal()
         self._set("window", checked_window(self.window))
         self._resolve_static_mask()
+        for name in ("mask_mod", "score_mod"):
+            self._set(name, checked_function(name, getattr(self, name)))
         self._resolve_rope()
         if self.scale is not None:
             self._set("scale", checked_positive_float("scale", self.scale, "1 / sqrt(head_dim)"))
@@ -250,7 +265,15 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return pairs
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that are set, resolved, as plain values; None is left out. `from_dict` gives an equal spec."""
+        """The fields that are set, resolved, as plain values; None is left out. `from_dict` gives an equal spec.
+
+        Raises SpecError for a function that no module has traced yet.
+        """
+        for name in ("mask_mod", "score_mod"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, ScoreFunction):
+                hint = "A module has it so: MultiHeadAttention(spec).spec."
+                raise SpecError(name, "a traced function, to be written down", f"{given!r}", hint)
         return dict(_stated(msgspec.to_builtins(self)))
 
     @classmethod

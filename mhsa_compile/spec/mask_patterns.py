@@ -5,13 +5,16 @@ True takes part. Query i and key i stand at the same place of the sequence. Nota
 
 from __future__ import annotations
 
+import base64
 import difflib
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mhsa_compile.errors import InputError, SpecError
+from mhsa_compile.files.foreign_errors import reading
 
 if TYPE_CHECKING:  # what only reads a spec does not load NumPy
     import numpy as np
@@ -190,12 +193,54 @@ class Documents(Pattern, frozen=True):
         return visible
 
 
-AnyPattern = Longformer | BigBird | Strided | BlockDiagonal | Documents
-ARRAYS = (
-    "An array goes into a module of your own, as a buffer that is the attn_mask of F.scaled_dot_product_attention: "
-    'mhsa.compile(module, example_inputs=...) looks at it as at a pattern. Or each call takes it: mask="bool".'
-)
-"""How to compile for a constant mask that is none of the patterns."""
+class ArrayMask(Pattern, frozen=True):
+    """A mask of your own, bool (L, S): `static_mask=array` makes one.
+
+    shape   its (L, S); it fits no other lengths
+    bits    row after row, eight to a byte, compressed by zlib, as base64: a spec is text
+
+    >>> import numpy as np
+    >>> ArrayMask.of(np.eye(2, 3, dtype=np.bool_)).array(2, 3).astype(int)
+    array([[1, 0, 0],
+           [0, 1, 0]])
+    """
+
+    shape: tuple[int, int]
+    bits: str
+
+    @classmethod
+    def of(cls, array: BoolArray) -> ArrayMask:
+        """Raises SpecError unless it is bool of two axes."""
+        import numpy as np
+
+        if array.dtype != np.bool_ or array.ndim != 2:
+            got = f"{array.dtype} of shape {array.shape}"
+            raise SpecError("static_mask", "a bool array (L, S), True takes part", got, _OTHER_MASKS)
+        packed = zlib.compress(np.packbits(array).tobytes(), 6)
+        return cls(shape=(array.shape[0], array.shape[1]), bits=base64.b64encode(packed).decode())
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape) if isinstance(self.shape, list | tuple) else ()
+        if len(shape) != 2:
+            raise SpecError("arraymask.shape", "(L, S)", repr(self.shape))
+        for size in shape:
+            _check(self, "shape", size, 0)
+        msgspec.structs.force_setattr(self, "shape", shape)
+
+    def rows(self, first: int, last: int, L: int, S: int) -> BoolArray:
+        """Raises InputError for other lengths, SpecError for bits that are not as many."""
+        import numpy as np
+
+        if self.shape != (L, S):
+            raise InputError("dims", f"the lengths of the mask's array, {self.shape}", f"L, S = {L}, {S}")
+        with reading(SpecError, "arraymask.bits", "base64 of zlib's bytes"):
+            packed = np.frombuffer(zlib.decompress(base64.b64decode(self.bits)), np.uint8)
+            seen = np.unpackbits(packed, count=L * S).reshape(L, S).astype(np.bool_)
+        return np.asarray(seen[first:last])
+
+
+AnyPattern = Longformer | BigBird | Strided | BlockDiagonal | Documents | ArrayMask
+_OTHER_MASKS = 'A mask that differs from head to head is a mask_mod; one that differs from call to call is mask="bool".'
 
 KINDS: dict[str, type[Pattern]] = {
     "longformer": Longformer,
@@ -203,21 +248,24 @@ KINDS: dict[str, type[Pattern]] = {
     "strided": Strided,
     "blockdiagonal": BlockDiagonal,
     "documents": Documents,
+    "arraymask": ArrayMask,
 }
 
 
 def checked_static_mask(value: object) -> Pattern | None:
-    """A pattern of KINDS, or None, from one or from plain values. Raises SpecError."""
+    """A pattern of KINDS, or None, from one, from plain values or from an array. Raises SpecError."""
     made = pattern(value) if isinstance(value, Mapping) else value
     if made is None or type(made) in KINDS.values():
         return made  # type: ignore[return-value]
     if isinstance(made, Pattern):
         known = ", ".join(kind.__name__ for kind in KINDS.values())
-        hint = f"An artifact stores a pattern by its fields, and no code: lay yours out as an array. {ARRAYS}"
+        hint = "An artifact stores a pattern by its fields, and no code: give yours as an array, pattern.array(L, S)."
         raise SpecError("static_mask", f"one of {known}", f"{type(made).__name__}, a class of your own", hint)
-    shape = getattr(made, "shape", None)
-    got = type(made).__name__ if shape is None else f"an array of shape {tuple(shape)}"
-    raise SpecError("static_mask", "a pattern of mhsa_compile.masks", got, ARRAYS)
+    if hasattr(made, "__array__"):
+        import numpy as np
+
+        return ArrayMask.of(np.asarray(made))
+    raise SpecError("static_mask", "a pattern of mhsa_compile.masks, or a bool array (L, S)", type(made).__name__)
 
 
 def pattern(fields: Mapping[str, Any]) -> Pattern:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mhsa_compile.errors import InputError
 from mhsa_compile.spec.checks import ALIGNMENTS
 from mhsa_compile.spec.mask_patterns import (
+    ArrayMask,
     BigBird,
     BlockDiagonal,
     Documents,
@@ -25,6 +26,7 @@ from mhsa_compile.spec.mask_patterns import (
 )
 
 __all__ = [
+    "ArrayMask",
     "BigBird",
     "BlockDiagonal",
     "Documents",

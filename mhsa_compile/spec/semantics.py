@@ -38,3 +38,5 @@ class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bool_mask: str
     fully_masked_row: str
     softmax: str
+    mask_mod: str | None = None
+    score_mod: str | None = None

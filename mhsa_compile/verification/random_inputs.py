@@ -51,6 +51,8 @@ def _longest(model: onnx.ModelProto, spec: AttentionSpec | None) -> int:
     capacity = next((dims[2] for name, _, dims in _signature(model) if name == "past_key" and len(dims) == 4), "C")
     limits = [capacity] if isinstance(capacity, int) else []
     limits += [spec.rope.max_length] if spec is not None and spec.rope is not None else []
+    if spec is not None:
+        limits += [most for symbol, most in largest_sizes(model).items() if symbol in ("L", "S")]
     return min(limits, default=max(map(sum, LENGTHS)))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.runtime.symbolic_dims import is_expression
+from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.verification.oracle.evaluate import Array, Arrays
 from mhsa_compile.verification.random_inputs import random_inputs, whole_masks
 
@@ -113,7 +114,15 @@ class SelfCheckInputs:
     # Why a check does not apply; "" where it does.
 
     @property
+    def _functions(self) -> list[ScoreFunction]:
+        """Of scores, in the spec."""
+        spec = self.manifest.spec
+        return [] if spec is None else [given for given in (spec.mask_mod, spec.score_mod) if given is not None]
+
+    @property
     def why_no_batch(self) -> str:
+        if any(function.depends_on("b") for function in self._functions):
+            return "a function of scores asks which entry of the batch it is"
         return self._why_no_entries or ("the batch is fixed at 1" if self.sizes[self.batch] == 1 else "")
 
     @property
@@ -129,6 +138,10 @@ class SelfCheckInputs:
     def why_no_padding(self) -> str:
         if self.mask is None and not self.cached:
             return "it takes no mask"
+        if self._functions and not self.cached:
+            return "a function of scores asks for places, which padding shifts"
+        if any(function.depends_on("b") for function in self._functions):
+            return "a function of scores asks which entry of the batch it is"
         return self._why_no_entries if self.keys in self.free else "the length is fixed"
 
     @property

@@ -74,7 +74,8 @@ def weighed(
     for name in nodes:
         node = next(node for node in probing.graph.node if name in node.output)
         probe, weights = f"{name}.probe", f"{name}.weights"
-        node.input.extend([""] * (_INPUT - len(node.input)) + [probe])
+        node.input.extend([""] * (_INPUT + 1 - len(node.input)))
+        node.input[_INPUT] = probe
         node.output.extend([""] * (_OUTPUT - len(node.output)) + [weights])
         probing.graph.input.append(helper.make_tensor_value_info(probe, TensorProto.INT64, [None] * 4))
         for output in (node.output[_WEIGHTS] or f"{name}.largest", weights):

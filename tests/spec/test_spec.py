@@ -14,7 +14,7 @@ from support.cases import PARITY
 
 from mhsa_compile import masks
 from mhsa_compile.bench.protocol.workloads import WORKLOADS
-from mhsa_compile.errors import MhsaError, SpecError
+from mhsa_compile.errors import InputError, MhsaError, SpecError
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import resolve_causal
 from mhsa_compile.spec.position_encoding import Rope, alibi_slopes, parse_rope
@@ -100,6 +100,20 @@ def test_refusals_name_the_field(fields: dict[str, object], named: str, expected
     assert expected in caught.value.expected
 
 
+def test_an_array_is_a_constant_mask() -> None:
+    array = np.random.default_rng(0).random((7, 5)) < 0.5
+    spec = AttentionSpec(embed_dim=64, num_heads=4, static_mask=array)
+    for again in (AttentionSpec.from_json(spec.to_json()), AttentionSpec.from_toml(spec.to_toml())):
+        assert again == spec and again.static_mask is not None
+        assert np.array_equal(again.static_mask.array(7, 5), array)
+        assert np.array_equal(again.static_mask.rows(2, 4, 7, 5), array[2:4])
+        with pytest.raises(InputError, match=r"dims: expected the lengths of the mask's array, \(7, 5\)"):
+            again.static_mask.array(5, 7)
+    spoiled = {"kind": "arraymask", "shape": [7, 5], "bits": "no zlib"}
+    with pytest.raises(SpecError, match=r"arraymask\.bits"):
+        AttentionSpec(embed_dim=64, num_heads=4, static_mask=spoiled).static_mask.array(7, 5)
+
+
 class Wider(masks.Longformer, frozen=True):
     """What a user might write."""
 
@@ -108,8 +122,8 @@ class Wider(masks.Longformer, frozen=True):
     ("given", "said"),
     [
         (
-            np.ones((7, 5), np.bool_),
-            r"got an array of shape \(7, 5\)\. An array goes into a module of your own, as a buffer",
+            np.ones((2, 7, 5), np.bool_),
+            r"a bool array \(L, S\), True takes part, got bool of shape \(2, 7, 5\)",
         ),
         (Wider(window=4), r"got Wider, a class of your own\. An artifact stores a pattern by its fields, and no code"),
     ],

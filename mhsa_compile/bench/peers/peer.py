@@ -37,7 +37,7 @@ SCORES_SHARE = 4
 WRONG = 10
 """An error of so many budgets is no rounding: a mask was ignored, or a query that sees nothing became NaN."""
 
-_BEYOND_PEERS = ("softcap", "rope", "alibi", "sinks", "kv_cache")
+_BEYOND_PEERS = ("softcap", "rope", "alibi", "sinks", "kv_cache", "mask_mod", "score_mod")
 """Fields of a spec that peers, which are written after it, do not know."""
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ROWS = 64
 """Query rows that are sampled; all of them where there are no more."""
 
-_WHOLE = ("softcap", "rope", "alibi", "sinks", "kv_cache")
+_WHOLE = ("softcap", "rope", "alibi", "sinks", "kv_cache", "mask_mod", "score_mod")
 """Fields of a spec that the sampled rows do not know: all rows are computed by the graph."""
 
 

@@ -11,11 +11,12 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from tvm import relax, te, tirx
 
+from mhsa_compile.compiler.fallback.score_functions import PlainFunctions
 from mhsa_compile.frontend.relax.masks import masked_element
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
@@ -60,6 +61,7 @@ class _Plain:
         self.lengths = next(rest) if op.lengths else None
         self.sinks = next(rest) if op.sinks else None
         self.slopes = next(rest) if op.slopes else None
+        self.functions = PlainFunctions(op, [next(rest) for _ in op.tensors])
         self.static_mask = next(rest) if op.static_mask is not None else None
         query, key = self.buffers[op.query.buffer], self.buffers[op.key.buffer]
         self.batch, self.queries = query.shape[0], _length(query, op.query)
@@ -97,12 +99,16 @@ class _Plain:
 
     def masked(self, *at: Expr) -> Expr:
         b, h, i, j = at
-        score = self.capped(*at)
+        score = self.functions.score(self._places(*at), self.capped(*at))
         if self.slopes is not None:
             score = score + _exact(self.slopes[h]) * tirx.Cast(EXACT, j - self._place(b, i))
         if self.mask is not None and self.mask.dtype != "bool":
             score = score + _exact(self.mask[masked_element(self.mask, *at)])
         return tirx.Select(self._sees(*at), score, _HIDDEN)
+
+    def _places(self, b: Expr, h: Expr, i: Expr, j: Expr) -> dict[str, Expr]:
+        """What functions are told of a pair."""
+        return {"b": b, "h": h, "q_idx": self._place(b, i), "kv_idx": j}
 
     def _place(self, b: Expr, i: Expr) -> Expr:
         """Where query i stands among the keys."""
@@ -128,19 +134,29 @@ class _Plain:
         if self.mask is not None:
             flag = self.mask[masked_element(self.mask, b, h, i, j)]
             seen.append(flag if self.mask.dtype == "bool" else _exact(flag) != _HIDDEN)
-        return tirx.all(*seen)
+        return tirx.all(*seen, self.functions.sees(self._places(b, h, i, j)))
 
     def weight(self, *at: Expr) -> Expr:
         """Zero where a key is hidden; a row of nothing but hidden keys has no sum to divide by."""
         exponents, sums = self._exponents
         total = sums[at[:3]]
         share = exponents[at] / tirx.Select(total == 0, tirx.const(1, EXACT), total)
-        return tirx.Select(self._sees(*at), share, tirx.const(0, EXACT))
+        return tirx.Select(self._is_left(*at), share, tirx.const(0, EXACT))
+
+    def _is_left(self, *at: Expr) -> Expr:
+        """Whether a query sees a key, and score_mod has not hidden it."""
+        if self.op.score_mod is None:
+            return self._sees(*at)
+        return tirx.all(self._sees(*at), self._masked_scores[at] != _HIDDEN)
+
+    @cached_property
+    def _masked_scores(self) -> te.Tensor:
+        return te.compute(self.shape, self.masked, "masked")
 
     @property
     def _exponents(self) -> tuple[te.Tensor, te.Tensor]:
         """exp(masked - max), and its sum over the keys (and the sink)."""
-        rows, masked = self.shape[:3], te.compute(self.shape, self.masked, "masked")
+        rows, masked = self.shape[:3], self._masked_scores
         over = te.reduce_axis((0, self.keys), "j")
         largest = te.compute(rows, lambda b, h, i: _maximum(masked[b, h, i, over], over), "largest")
 
@@ -167,7 +183,7 @@ class _Plain:
 
         def term(b: Expr, h: Expr, i: Expr, f: Expr) -> Expr:
             value = self._element(op.value, op.v_head_dim, b, h // self.group, along, f)
-            seen = self._sees(b, h, i, along)
+            seen = self._is_left(b, h, i, along)
             return te.sum(tirx.Select(seen, weights[b, h, i, along] * value, tirx.const(0, EXACT)), axis=along)
 
         heads = te.compute((*self.shape[:3], tirx.const(op.v_head_dim, "int64")), term, "heads")

@@ -54,7 +54,7 @@ class Canonical:
 def canonicalize(model: onnx.ModelProto) -> Canonical:
     """Raises ModelError where nothing in the model is attention, or an operator of Microsoft's has no standard form."""
     if any(entry.key == SPEC_KEY for entry in model.metadata_props):
-        return Canonical(model, _standard(model), {})
+        return Canonical(model, _standard(model), _stated_limits(model))
     limits = _stated_limits(model)
     small, tensors = light(weight_constants.rewrite(model))
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets

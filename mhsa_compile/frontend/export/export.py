@@ -34,6 +34,7 @@ from mhsa_compile.frontend.export.free_dims import (
     with_names,
 )
 from mhsa_compile.frontend.export.module_calls import Called, flattened, with_own_names
+from mhsa_compile.frontend.export.score_functions import sizes_within
 from mhsa_compile.frontend.export.sdpa_translation import TRANSLATIONS
 from mhsa_compile.frontend.export.signatures import (
     IN_PLACE,
@@ -112,6 +113,7 @@ def _export_any(called: Called, program: Program) -> onnx.ModelProto:
     version = {"opset_version": opset(called.module), "custom_translation_table": TRANSLATIONS}
     model = with_own_names(_converted(program.exported, **names, **version))
     with_names(model, program.names)
+    _import_own_operators(model)
     onnx.checker.check_model(model)
     if freedom.most:
         onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
@@ -128,6 +130,8 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
         _set_mask(model, mask)
     _define_own_operator(model, module.spec)
     said = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
+    if module.functions is not None and (limits := sizes_within(module.spec, module.functions, _places(signature))):
+        said[LIMITS_KEY] = json.dumps(limits)
     if module.spec.kv_cache:
         said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
     onnx.helper.set_model_props(model, said)
@@ -156,14 +160,9 @@ def _shapes(signature: Signature) -> dict[str, Shape]:
 
 def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> BoolArray | None:
     """The spec's constant mask, (L, S). Raises InputError unless its lengths are fixed."""
-    pattern = module.spec.static_mask
+    pattern, (L, S) = module.spec.static_mask, _lengths(module, signature)
     if pattern is None:
         return None
-    if isinstance(module, MultiHeadAttention):
-        L = signature["x"][0][1]
-        S = signature["context"][0][1] if "context" in signature else L
-    else:
-        L, S = signature["q"][0][2], signature["k"][0][2]
     if isinstance(L, str) or isinstance(S, str):
         symbols = " and ".join(dict.fromkeys(dim for dim in (L, S) if isinstance(dim, str)))
         expected = "fixed lengths, as the spec's static_mask is laid out at compile time"
@@ -173,15 +172,43 @@ def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signatu
     return pattern.array(L, S)
 
 
+def _places(signature: Signature) -> dict[str, int | str]:
+    """The sizes that places of a pair are below, fixed or by name; h has the spec's."""
+    dims = [shape for shape, _ in signature.values()]
+    cross = "context" in signature or "k" in signature
+    axis = 2 if "k" in signature else 1
+    return {"b": dims[0][0], "q_idx": dims[0][axis], "kv_idx": dims[1 if cross else 0][axis]}
+
+
+def _lengths(
+    module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature
+) -> tuple[int | str, int | str]:
+    """L and S, fixed or by name."""
+    if isinstance(module, MultiHeadAttention):
+        L = signature["x"][0][1]
+        S = signature["context"][0][1] if "context" in signature else L
+    else:
+        L, S = signature["q"][0][2], signature["k"][0][2]
+    return L, S
+
+
 def _define_own_operator(model: onnx.ModelProto, spec: AttentionSpec) -> None:
     """Gives the operator of our domain, if the graph has it, its definition in standard ones."""
     for node in model.graph.node:
         if node.domain == DOMAIN:
             mhsa_operator.put_in_place(node, inside_of(spec.outputs))
+            if any(attribute.name in mhsa_operator.FUNCTIONS for attribute in node.attribute):
+                continue
             standard = next(entry.version for entry in model.opset_import if entry.domain == "")
             model.functions.append(attention_function(node, standard, bool_mask=spec.mask != "additive"))
-            if all(entry.domain != DOMAIN for entry in model.opset_import):
-                model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    _import_own_operators(model)
+
+
+def _import_own_operators(model: onnx.ModelProto) -> None:
+    """States the version of our domain, where the graph has operators of it."""
+    used = any(node.domain == DOMAIN for node in model.graph.node)
+    if used and all(entry.domain != DOMAIN for entry in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
 
 
 def _set_mask(model: onnx.ModelProto, mask: BoolArray) -> None:

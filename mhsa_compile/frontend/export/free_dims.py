@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.frontend.export.flex_attention import as_operators
 from mhsa_compile.frontend.export.module_calls import Called
 from mhsa_compile.frontend.export.signatures import (
     Axis,
@@ -246,8 +247,10 @@ def traced(called: Called, wanted: Freedom) -> Program:
     given: dict[str, Any] = {"kwargs": {"inputs": examples}, "dynamic_shapes": {"inputs": hints}}
     try:
         # With gradients, PyTorch may choose kernels whose strides it cannot trace.
-        with quiet(), torch.no_grad(), plain_layers(called):
+        with quiet(), torch.no_grad(), plain_layers(called), as_operators():
             exported = torch.export.export(called, (), strict=False, **given)
+    except ModelError:
+        raise
     except Exception as error:  # it is the user's code that runs here
         hint = "If it speaks of a dim, leave it out of dynamic_shapes, or fix it in dims."
         raise ModelError("module", "one that torch.export can export", cause(error), hint) from error

@@ -18,6 +18,7 @@ from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.checks import DTYPES
 from mhsa_compile.spec.outputs import SoftmaxOutputs
+from mhsa_compile.spec.score_functions import ScoreFunction
 
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
 OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
@@ -61,6 +62,9 @@ class AttentionNode:
     wanted: SoftmaxOutputs
     query_length: Dim
     keys: Dim
+    mask_mod: ScoreFunction | None
+    score_mod: ScoreFunction | None
+    tensors: tuple[str, ...]
 
     def refusal(self, expected: str, got: str, next_step: str = "") -> ModelError:
         return refusal(self.node, expected, got, next_step)
@@ -72,7 +76,7 @@ def refusal(node: onnx.NodeProto, expected: str, got: str, next_step: str = "") 
 
 def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
     """Raises ModelError."""
-    names = dict(zip(INPUTS, [*node.input, *[""] * (len(INPUTS) - len(node.input))], strict=True))
+    names = dict(zip(INPUTS, [*node.input[: len(INPUTS)], *[""] * (len(INPUTS) - len(node.input))], strict=True))
     said = attributes(node)
     _check_company(node, names)
     dtype = _dtype(graph, node, names)
@@ -86,6 +90,7 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
         if names[role] and found != (dtype, (axes[0][1],)):
             raise refusal(node, f"{role} of {dtype}, one for each of {axes[0][1]} heads", f"{found[0]} of {found[1]}")
     left, right = _window(node, said)
+    mask_mod, score_mod = _functions(graph, node, said, names)
     return AttentionNode(
         node=node,
         dtype=dtype,
@@ -108,7 +113,33 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
         wanted=_wanted(node, said, int(axes[0][1] or 0)),
         query_length=axes[0][2],
         keys=_sum(axes[1][2], past_axes[0][2] if past else 0),
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        tensors=tuple(node.input[mhsa_operator.FIRST_TENSOR :]),
     )
+
+
+def _functions(
+    graph: GraphView, node: onnx.NodeProto, said: dict[str, Any], names: dict[str, str]
+) -> tuple[ScoreFunction | None, ScoreFunction | None]:
+    """(mask_mod, score_mod), once their tensors are what they say."""
+    mask_mod, score_mod = functions = mhsa_operator.functions_of(said)
+    if mask_mod is None and score_mod is None:
+        return functions
+    if names["past_key"] or (len(node.output) > 3 and node.output[3]):
+        got = "past_key" if names["past_key"] else "qk_matmul_output"
+        raise refusal(node, "mask_mod and score_mod without a past and without scores as they are", f"both and {got}")
+    wanted = [kind for function in (score_mod, mask_mod) if function is not None for kind in function.tensors]
+    given = node.input[mhsa_operator.FIRST_TENSOR :]
+    if len(given) != len(wanted):
+        raise refusal(node, f"{len(wanted)} tensors that mask_mod and score_mod capture", str(len(given)))
+    for name, kind in zip(given, wanted, strict=True):
+        if graph.dtype(name) != kind.dtype or len(graph.shape(name) or ()) != len(kind.shape):
+            got = f"{graph.dtype(name)} of {graph.shape(name)}"
+            raise refusal(
+                node, f"{name!r} of {kind.dtype} and {len(kind.shape)} axes, as mask_mod or score_mod says", got
+            )
+    return functions
 
 
 def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> SoftmaxOutputs:

@@ -31,6 +31,10 @@ class AttentionPattern:
         self.lengths, self.alignment = self._find_lengths()
         self.output, self.output_layout = self._find_output()
         self.static_mask = self._find_static_mask()
+        self.mask_mod, self.tensors = asked.mask_mod, asked.tensors
+        if (evaluated := self._evaluated_mask()) is not None:
+            self.static_mask = evaluated if self.static_mask is None else self.static_mask & evaluated
+            self.mask_mod, self.tensors = None, self._apart()[0]
         self.mask, self.key_mask = ("", False) if self.static_mask is not None else self._find_mask()
 
     @property
@@ -112,6 +116,28 @@ class AttentionPattern:
             raise self.asked.refusal(f"an attn_mask that broadcasts to {(1, *full)}", str(mask.shape))
         return np.broadcast_to(visible, (len(visible), L, S))
 
+    def _apart(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(what score_mod captures, what mask_mod does)."""
+        asked = self.asked
+        count = 0 if asked.score_mod is None else len(asked.score_mod.tensors)
+        return asked.tensors[:count], asked.tensors[count:]
+
+    def _evaluated_mask(self) -> np.ndarray[Any, Any] | None:
+        """What mask_mod says of every pair, bool (1 or H, L, S), where all that it asks for is known now."""
+        asked = self.asked
+        L, S = asked.query_length, asked.keys
+        arrays = [self.graph.constant(name) for name in self._apart()[1]]
+        of_call = self.lengths or (asked.mask and self.static_mask is None)
+        if asked.mask_mod is None or of_call or not isinstance(L, int) or not isinstance(S, int):
+            return None
+        known = [array for array in arrays if array is not None]
+        if len(known) < len(arrays):
+            return None
+        from mhsa_compile.nn.score_masks import fixed_mask  # PyTorch is needed here only
+
+        offset = S - L if self.alignment == "bottom_right" else 0
+        return fixed_mask(asked.mask_mod, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
+
     def _find_mask(self) -> tuple[str, bool]:
         """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
         name = self.asked.mask
@@ -143,7 +169,7 @@ class AttentionPattern:
     def fused_node(self) -> onnx.NodeProto:
         asked, (q, k, v) = self.asked, self.operands
         past_key, past_value = asked.past or ("", "")
-        others = (self.mask, self.lengths, asked.sinks, asked.slopes, past_key, past_value)
+        others = (self.mask, self.lengths, asked.sinks, asked.slopes, past_key, past_value, *self.tensors)
         names = dict.fromkeys((q.source, k.source, v.source, *filter(None, others)))
         inputs = {name: number for number, name in enumerate(names)}
         outputs = {**asked.outputs, "y": self.output}
@@ -174,6 +200,9 @@ class AttentionPattern:
             past_value=inputs.get(past_value),
             scale=asked.scale,
             static_mask=self.static_mask,
+            mask_mod=self.mask_mod,
+            score_mod=asked.score_mod,
+            tensors=tuple(inputs[name] for name in self.tensors) or None,
         )
         return fused.to_node(self.node, list(inputs), list(outputs.values()))
 

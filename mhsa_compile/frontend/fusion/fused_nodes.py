@@ -17,6 +17,7 @@ from onnx import numpy_helper
 from mhsa_compile.kernels.interface.ops import HeadLayout
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
+from mhsa_compile.spec.score_functions import ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class FusedAttention(FusedNode):
     mask to past_value  the numbers of these inputs; None of those that are not there
     scale               None is 1 / sqrt(E)
     static_mask         bool (1 or H, L, S)
+    tensors             the numbers of the inputs that score_mod captures, then of those that mask_mod does
     """
 
     op_type = "MhsaAttention"
@@ -153,3 +155,6 @@ class FusedAttention(FusedNode):
     past_value: int | None = None
     scale: float | None = None
     static_mask: np.ndarray[Any, Any] | None = None
+    mask_mod: ScoreFunction | None = None
+    score_mod: ScoreFunction | None = None
+    tensors: tuple[int, ...] | None = None

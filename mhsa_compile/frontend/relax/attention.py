@@ -31,6 +31,7 @@ from mhsa_compile.kernels.interface.ops import (
     ScoresOp,
     SoftmaxStatsOp,
     StaticMask,
+    TensorInput,
     WindowSpec,
 )
 
@@ -143,9 +144,11 @@ class AttentionImport:
         lengths, sinks, slopes = map(self._input, (fused.lengths, fused.sinks, fused.slopes))
         if lengths is not None and (name := self.context.input_name(lengths)) is not None:
             self.context.result.limits[name] = stated(full[3])
-        if band is None and slopes is not None:  # which count from the queries' places
+        counted = slopes is not None or fused.mask_mod is not None or fused.score_mod is not None
+        if band is None and counted:  # from the queries' places
             band = WindowSpec(None, None, fused.alignment)
-        inputs += [value for value in (mask, lengths, sinks, slopes) if value is not None]
+        tensors = [self._as_captured(self.inputs[number]) for number in fused.tensors or ()]
+        inputs += [value for value in (mask, lengths, sinks, slopes) if value is not None] + tensors
         return AttentionOp(
             batch=dim(full[0]),
             q_length=dim(full[2]),
@@ -168,7 +171,15 @@ class AttentionImport:
             sinks=sinks is not None,
             slopes=slopes is not None,
             softmax=fused.softmax,
+            mask_mod=fused.mask_mod,
+            score_mod=fused.score_mod,
+            tensors=tuple(TensorInput(str(value.ty.dtype), tuple(map(dim, dims(value)))) for value in tensors),
         )
+
+    def _as_captured(self, value: Value) -> Value:
+        """A tensor that a function reads, of a dtype that kernels gather."""
+        wanted = {"bool": "int32", "bfloat16": "float32", "float16": "float32"}.get(str(value.ty.dtype))
+        return value if wanted is None else self.bb.emit(relax.op.astype(value, wanted))
 
     def _mask(self, full: list[Size]) -> Value | None:
         """The mask with four axes. One from the call is checked there; a computed one here, as far as that goes."""

@@ -63,7 +63,8 @@ Extras = TypeVar("Extras", bound=ExtraInputs)
 @dataclass(frozen=True)
 class AttentionArguments(Generic[Extras]):
     """The arguments of an attention before its constants, and the sizes that they state. `inputs` are one for each
-    distinct input of Q, K and V: a fused projection hands all three over in one buffer."""
+    distinct input of Q, K and V: a fused projection hands all three over in one buffer. `tensors` are what functions of
+    scores capture."""
 
     op: AttentionOp
     batch: Expr
@@ -72,6 +73,7 @@ class AttentionArguments(Generic[Extras]):
     inputs: dict[int, Expr]
     mask: Expr | None
     extras: Extras
+    tensors: tuple[Expr, ...]
 
     def output(self) -> Expr:
         """The argument behind the constants."""
@@ -91,7 +93,10 @@ def attention_arguments(op: AttentionOp, extras: type[Extras]) -> AttentionArgum
         argument("sinks", [heads], op.dtype) if op.sinks else None,
         argument("slopes", [heads], op.dtype) if op.slopes else None,
     )
-    return AttentionArguments(op, *sizes, inputs, mask, more)
+    tensors = tuple(
+        argument(f"tensor{i}", [dim(size) for size in tensor.dims], tensor.dtype) for i, tensor in enumerate(op.tensors)
+    )
+    return AttentionArguments(op, *sizes, inputs, mask, more, tensors)
 
 
 def _inputs(op: AttentionOp, batch: Expr, q_length: Expr, kv_length: Expr) -> dict[int, Expr]:

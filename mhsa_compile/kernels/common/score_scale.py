@@ -11,8 +11,13 @@ LARGEST = (2 - 2.0**-23) * 2.0**127  # float32
 SOFTCAPS = (1e-12, 1e12)
 
 
-def why_not_scores(op: AttentionOp) -> str | None:
-    """Why scores cannot be computed in float32, in units of the softcap where there is one, or None if they can."""
+def why_not_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
+    """Why scores cannot be computed in float32, in units of the softcap where there is one, or None if they can.
+
+    `functions`: whether the kernel computes mask_mod and score_mod.
+    """
+    if not functions and (op.mask_mod is not None or op.score_mod is not None):
+        return "no functions of scores: mask_mod and score_mod are computed on CPUs"
     if op.softmax != "float32":
         return f"its softmax is float32, not {op.softmax}"
     if not op.softcap or SOFTCAPS[0] <= op.softcap <= SOFTCAPS[1]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.spec.semantics import BandMeaning, Semantics
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
@@ -90,6 +91,14 @@ class WindowSpec:
         return f"window {self.left}, {self.right}, {self.alignment}"
 
 
+@dataclass(frozen=True)
+class TensorInput:
+    """A tensor that a function of scores reads by whole numbers."""
+
+    dtype: str
+    dims: tuple[Dim, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class StaticMask:
     """A mask known when the attention is compiled: bool (1 or H, L, S), True takes part."""
@@ -113,7 +122,12 @@ class AttentionOp:
               to the scores (after softcap), the place counted as for a band, "top_left" where there is none
     softmax   what scores, statistics and sums are computed in; what asks for less gets float32
 
-    Inputs come in this order: those of Q, K and V, then mask, lengths, sinks, slopes.
+    mask_mod  whether a query sees a key, beside all else that hides some; its q_idx is the query's place, counted as
+              for `slopes`
+    score_mod what a score becomes, after softcap and before any mask or bias; one of -inf hides its key
+    tensors   what score_mod captures, then what mask_mod does
+
+    Inputs come in this order: those of Q, K and V, then mask, lengths, sinks, slopes, tensors.
     """
 
     kind: ClassVar[str] = "attention"
@@ -139,6 +153,9 @@ class AttentionOp:
     sinks: bool = False
     slopes: bool = False
     softmax: Literal["float32", "float64"] = "float32"
+    mask_mod: ScoreFunction | None = None
+    score_mod: ScoreFunction | None = None
+    tensors: tuple[TensorInput, ...] = ()
 
     def summary(self) -> str:
         grouped = "" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}"
@@ -148,6 +165,8 @@ class AttentionOp:
             "sinks": self.sinks,
             "ALiBi": self.slopes,
             f"softcap {self.softcap:g}": self.softcap,
+            "mask_mod": self.mask_mod,
+            "score_mod": self.score_mod,
         }
         return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *_words_that_hold(words)])
 
@@ -169,6 +188,8 @@ class AttentionOp:
             lengths="a number of keys for each batch entry" if self.lengths else None,
             sinks=self.sinks,
             alibi=self.slopes,
+            mask_mod=None if self.mask_mod is None else self.mask_mod.text(),
+            score_mod=None if self.score_mod is None else self.score_mod.text(),
             mask=None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
             bool_mask="True takes part",
             fully_masked_row="zeros",

@@ -16,6 +16,7 @@ import onnx
 from onnx.reference.op_run import OpRun
 
 from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.nn.mhsa_operator import FIRST_TENSOR
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle import softmax_outputs
@@ -23,6 +24,7 @@ from mhsa_compile.verification.oracle.scores import (
     Array,
     Scoring,
     View,
+    ViewFunctions,
     padded,
     stages,
 )
@@ -53,6 +55,7 @@ class _Inputs(NamedTuple):
     sinks: Array | None = None
     slopes: Array | None = None
     probe: Array | None = None
+    tensors: tuple[Array, ...] = ()
 
 
 def attention_operators(arithmetic: Arithmetic) -> list[type]:
@@ -63,7 +66,8 @@ def attention_operators(arithmetic: Arithmetic) -> list[type]:
 
     class Attention(OpRun):  # type: ignore[misc]  # the evaluator goes by this name
         def _run(self, *inputs: Any, **attributes: Any) -> tuple[Array, ...]:
-            evaluation = _Evaluation.of(_Inputs(*inputs), attributes, self.run_params["opsets"][""], arithmetic)
+            given = _Inputs(*inputs[:FIRST_TENSOR])._replace(tensors=inputs[FIRST_TENSOR:])
+            evaluation = _Evaluation.of(given, attributes, self.run_params["opsets"][""], arithmetic)
             return evaluation.outputs(self.onnx_node)
 
     return [Attention, type("Attention", (Attention,), {"op_domain": DOMAIN})]
@@ -96,7 +100,7 @@ class _Evaluation:
         if mask is not None:
             mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
             mask = padded(mask, S) if opset >= 24 else mask
-        view = View(S, offset, inputs.lengths, mask, inputs.slopes, attributes)
+        view = View(S, offset, inputs.lengths, mask, inputs.slopes, attributes, _functions(inputs, attributes))
         return cls(q, k, v, inputs, attributes, view, arithmetic)
 
     def outputs(self, node: onnx.NodeProto) -> tuple[Array, ...]:
@@ -142,12 +146,21 @@ class _Evaluation:
     def _scoring(self, rows: slice) -> Scoring:
         stated = self.attributes.get("scale")
         scale = self.q.shape[3] ** -0.5 if stated is None else stated
-        return Scoring(*self.view.of(rows), scale, self.attributes.get("softcap") or 0.0, self.inputs.sinks)
+        B, H = self.q.shape[:2]
+        visible, bias = self.view.of(rows, B, H)
+        terms = scale, self.attributes.get("softcap") or 0.0, self.inputs.sinks
+        return Scoring(visible, bias, *terms, self.view.score_mod(rows, B, H))
 
     def _blocks(self) -> Iterator[slice]:
         L = self.q.shape[2]
         for first in range(0, max(L, 1), QUERIES):  # none at all is a block, too: its shape is the result's
             yield slice(first, min(first + QUERIES, L))
+
+
+def _functions(inputs: _Inputs, attributes: Mapping[str, Any]) -> ViewFunctions:
+    mask_mod, score_mod = mhsa_operator.functions_of(attributes)
+    count = 0 if score_mod is None else len(score_mod.tensors)
+    return ViewFunctions(mask_mod, score_mod, inputs.tensors[count:], inputs.tensors[:count])
 
 
 def _split_heads(array: Array, heads: int) -> Array:

@@ -6,7 +6,7 @@ positions away; `eager` is the same graph at its own dtype with PyTorch's arithm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -179,12 +179,20 @@ def _promote_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def _attend_in_torch(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
-    return to_numpy(attend(to_torch(q), to_torch(k), to_torch(v), *_in_torch(scoring)))
+    return to_numpy(
+        attend(to_torch(q), to_torch(k), to_torch(v), *_in_torch(scoring), score_mod=_score_mod_in_torch(scoring))
+    )
 
 
 def _look_in_torch(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    found = softmax_outputs_of(to_torch(q), to_torch(k), *_in_torch(scoring), wanted)
+    found = softmax_outputs_of(to_torch(q), to_torch(k), *_in_torch(scoring), wanted, _score_mod_in_torch(scoring))
     return {name: to_numpy(tensor) for name, tensor in found.items()}
+
+
+def _score_mod_in_torch(scoring: Scoring) -> Callable[[Tensor], Tensor] | None:
+    """Computed in float32 at least, and rounded to the dtype of the scores."""
+    score_mod = scoring.score_mod
+    return None if score_mod is None else lambda scores: to_torch(score_mod(to_numpy(scores)))
 
 
 def _in_torch(scoring: Scoring) -> tuple[Tensor, Tensor | None, float, float, Tensor | None]:

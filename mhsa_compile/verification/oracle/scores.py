@@ -5,18 +5,49 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mhsa_compile.spec.outputs import SoftmaxOutputs
-from mhsa_compile.verification.oracle import softmax_outputs
+from mhsa_compile.spec.score_functions import ScoreFunction
+from mhsa_compile.verification.oracle import score_functions, softmax_outputs
 
 Array = np.ndarray
 LARGEST_FILL = -1e4
 """What is added to hide a key is no more than this."""
+
+
+@dataclass(frozen=True)
+class ViewFunctions:
+    """mask_mod and score_mod of `mhsa.Attention`, and what each captures."""
+
+    mask_mod: ScoreFunction | None
+    score_mod: ScoreFunction | None
+    mask_tensors: Sequence[Array]
+    score_tensors: Sequence[Array]
+
+
+@dataclass(frozen=True)
+class ScoreMod:
+    """What becomes of the scores of some queries and keys. A score is NaN where `broken`, too."""
+
+    function: ScoreFunction | None
+    tensors: Sequence[Array]
+    places: Mapping[str, Array]
+    broken: Array
+
+    def of_keys(self, keys: slice) -> ScoreMod:
+        places = {**self.places, "kv_idx": self.places["kv_idx"][keys]}
+        return replace(self, places=places, broken=self.broken[..., keys] if self.broken.ndim else self.broken)
+
+    def __call__(self, scores: Array) -> Array:
+        made = scores
+        if self.function is not None:
+            made = score_functions.evaluated(self.function, self.tensors, self.places, scores)
+        return np.where(self.broken, np.nan, np.broadcast_to(made, scores.shape)).astype(scores.dtype)
 
 
 @dataclass(frozen=True)
@@ -27,6 +58,7 @@ class Scoring:
     bias     what is added to the scores, as `visible` but for its dtype; -inf hides
     softcap  0 is none
     sinks    (H,)
+    score_mod   what becomes of scores within their softcap; one of -inf hides its key
     """
 
     visible: Array
@@ -34,6 +66,7 @@ class Scoring:
     scale: float
     softcap: float
     sinks: Array | None
+    score_mod: ScoreMod | None = None
 
     @property
     def seen(self) -> Array:
@@ -54,7 +87,8 @@ class Scoring:
 
     def of_keys(self, keys: slice) -> Scoring:
         bias = None if self.bias is None else _take(self.bias, 3, keys)
-        return replace(self, visible=self.visible[..., keys], bias=bias)
+        score_mod = None if self.score_mod is None else self.score_mod.of_keys(keys)
+        return replace(self, visible=self.visible[..., keys], bias=bias, score_mod=score_mod)
 
 
 @dataclass(frozen=True)
@@ -73,16 +107,41 @@ class View:
     mask: Array | None
     slopes: Array | None
     attributes: Mapping[str, Any]
+    functions: ViewFunctions
 
-    def of(self, rows: slice) -> tuple[Array, Array | None]:
+    def of(self, rows: slice, B: int, H: int) -> tuple[Array, Array | None]:
         """What these queries see, bool (1 or B, 1 or H, rows, S), and what is added to their scores."""
         visible = self._band(rows)
+        mask_mod = self.functions.mask_mod
+        if mask_mod is not None:
+            places = self._places(rows, B, H)
+            visible = visible & score_functions.evaluated(mask_mod, self.functions.mask_tensors, places)
         if self.lengths is not None:
             visible = visible & (np.arange(self.S) < self.lengths.reshape(-1, 1, 1, 1))
         bias = None if self.mask is None else _take(self.mask, 2, rows)
         if bias is not None and bias.dtype == np.bool_:
             visible, bias = visible & bias, None
         return visible, bias if self.slopes is None else self._with_slopes(bias, rows, self.slopes)
+
+    def score_mod(self, rows: slice, B: int, H: int) -> ScoreMod | None:
+        """What becomes of these queries' scores of all S keys."""
+        given = self.functions
+        if given.score_mod is None and given.mask_mod is None:
+            return None
+        places, broken = self._places(rows, B, H), np.zeros((), np.bool_)
+        if given.mask_mod is not None:
+            broken = score_functions.broken_pairs(given.mask_mod, given.mask_tensors, places)
+        return ScoreMod(given.score_mod, given.score_tensors, places, broken)
+
+    def _places(self, rows: slice, B: int, H: int) -> dict[str, Array]:
+        """What functions are told of a pair, each broadcastable to (B, H, rows, S)."""
+        q_idx = np.arange(rows.start, rows.stop)[:, np.newaxis] + self.offset
+        return {
+            "b": np.arange(B).reshape(-1, 1, 1, 1),
+            "h": np.arange(H).reshape(-1, 1, 1),
+            "q_idx": np.asarray(q_idx, np.int64),
+            "kv_idx": np.arange(self.S),
+        }
 
     def _band(self, rows: slice) -> Array:
         """Causality and windows, (1 or B, 1, rows, S)."""
@@ -123,10 +182,11 @@ def stages(q: Array, k: Array, scoring: Scoring) -> tuple[Array, Array, Array, A
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf may come, and are carried as IEEE says
         raw = (q * scale) @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)
         capped = np.tanh(raw / softcap) * softcap if scoring.softcap else raw
-        biased = np.where(visible, capped if bias is None else capped + bias, -np.inf)
+        modified = capped if scoring.score_mod is None else scoring.score_mod(capped)
+        biased = np.where(visible, modified if bias is None else modified + bias, -np.inf)
         if bias is not None:
             biased = np.where(np.isneginf(bias), -np.inf, biased)
-        sighted = seen.any(axis=-1, keepdims=True)
+        sighted = seen.any(axis=-1, keepdims=True) & ~np.isneginf(biased).all(axis=-1, keepdims=True)
         largest = np.where(sighted, biased.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         if sinks is not None:
             largest = np.maximum(largest, sinks.reshape(-1, 1, 1))
@@ -140,9 +200,11 @@ def stages(q: Array, k: Array, scoring: Scoring) -> tuple[Array, Array, Array, A
 
 def attend_exactly(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     """Attention (B, H, L, F); a non-finite value is added key by key, to the queries that see it."""
-    weights = stages(q, k, scoring)[3]
+    _, _, biased, weights = stages(q, k, scoring)
     v = np.repeat(v, q.shape[1] // v.shape[1], axis=1)
     seen = np.broadcast_to(scoring.seen, weights.shape)
+    if scoring.score_mod is not None:  # whose scores of -inf hide, too
+        seen = seen & ~np.isneginf(biased)
     broken = ~np.isfinite(v).all(axis=(0, 1, 3))
     y = weights @ np.where(broken[:, np.newaxis], 0, v)
     with np.errstate(invalid="ignore"):

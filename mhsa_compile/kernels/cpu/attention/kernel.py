@@ -24,11 +24,12 @@ from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mm
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
 from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
-from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
+from mhsa_compile.kernels.cpu.attention.masking import FunctionInputs, MaskReader, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts, words_fit
 from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
+from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available, matrix
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import (
@@ -50,7 +51,9 @@ class CpuAttentionKernel:
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        return why_not_scores(op)
+        if op.static_mask is not None and op.mask_mod is not None:
+            return "a static mask or a mask_mod, not both"
+        return why_not_scores(op, functions=True)
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")
@@ -136,8 +139,11 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
                 output = head_view(y, op.output, op.v_head_dim, b, h)
                 reader = None if given.mask is None else partial(mask_reader(given.mask, b), h)
 
+                task_functions = FunctionInputs(CapturedTensors(op, given.tensors), b, h)
+
                 def tile(width: int) -> None:
-                    _emit_tile(operands, profile, {**config, "queries": width}, output, reader, runs, dot)
+                    shape = {**config, "queries": width}
+                    _emit_tile(operands, profile, shape, output, reader, task_functions, runs, dot)
 
                 _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
@@ -207,6 +213,7 @@ def _emit_tile(
     config: Config,
     output: HeadView,
     mask: MaskReader | None,
+    functions: FunctionInputs,
     runs: Runs | None,
     dot: Dot | None,
 ) -> None:
@@ -228,6 +235,8 @@ def _emit_tile(
         q_length=operands.q_length,
         kv_length=operands.kv_length,
         mask=mask,
+        functions=functions,
+        lanes=lanes,
     )
     AttentionTile(
         products,

@@ -124,6 +124,13 @@ class KeyLoop:
         """One block, by all but the bits of a static mask."""
         # A way over the same keys before this one may have left bits.
         self.visibility.bits = None
+        if self.visibility.mask_mod is None:
+            return self._visit_block(first_key, count)
+        with T.If(self.visibility.read_function(first_key, count)), T.Then():
+            self._visit_block(first_key, count)
+
+    def _visit_block(self, first_key: Expr, count: Expr) -> None:
+        """One block of which something is seen, as far as mask_mod tells."""
         self.visibility.read_block(first_key, count)
         groups = self._groups(count)
         if self.route.begins_early:
@@ -137,6 +144,7 @@ class KeyLoop:
             self._seen(lead, whole, first_key)
         self._trailing(whole, groups, first_key)
         hides = T.Or(lead > 0, whole < groups) if self.visibility.hides else None
+        hides = T.bool(True) if self.visibility.score_hides else hides
         self.visitor.end_block(VisitedBlock(first_key, count, groups, hides))
 
     def _groups(self, count: Expr) -> Expr:
@@ -187,7 +195,8 @@ class KeyLoop:
         """A run that every row sees. `groups` are its groups, where the visitor has begun."""
         groups = self._begun(run) if groups is None else groups
         self._seen(T.int64(0), groups, run.first_key)
-        self.visitor.end_block(VisitedBlock(run.first_key, run.count, groups, None))
+        hides = T.bool(True) if self.visibility.score_hides else None
+        self.visitor.end_block(VisitedBlock(run.first_key, run.count, groups, hides))
 
     def _visit_partial(self, runs: Runs, run: _Run, groups: Expr | None) -> None:
         """A run with a bit for each pair."""

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.common.score_emission import Value
 from mhsa_compile.kernels.cpu.attention.inputs import mask_bias, place_of
+from mhsa_compile.kernels.cpu.score_functions import HIDDEN, SEEN, CapturedTensors, TaskFunction, number
+from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
     Expr,
+    any_lane,
     constant,
     let,
     load,
@@ -39,6 +43,15 @@ class Bits:
     lanes: int
 
 
+@dataclass(frozen=True)
+class FunctionInputs:
+    """What the functions of scores of one task are told beside its rows and keys."""
+
+    tensors: CapturedTensors
+    b: Expr
+    h: Expr
+
+
 class TileMask:
     """Which keys the rows of one tile see."""
 
@@ -52,6 +65,8 @@ class TileMask:
         q_length: Expr,
         kv_length: Expr,
         mask: MaskReader | None,
+        functions: FunctionInputs,
+        lanes: int,
     ) -> None:
         self.op, self.queries, self.mask = op, queries, mask
         self.first_query, self.q_length, self.kv_length = first_query, q_length, kv_length
@@ -62,6 +77,68 @@ class TileMask:
             self.leftmost = None if op.band.left is None else materialize(self.place - op.band.left)
             self.rightmost = None if op.band.right is None else materialize(self.place + op.band.right)
         self._bias = T.alloc_buffer((keys, queries), "float32") if self._is_dense else None
+        self.columns = vectors.chunks(queries, lanes)
+        self.mask_mod, self.score_mod = (self._function(functions, name) for name in ("mask_mod", "score_mod"))
+        self._mod_bias = None if self.mask_mod is None else T.alloc_buffer((keys, queries), "float32")
+        self._mod_hides: Expr | None = None  # whether mask_mod hides anything of the block
+        self._modified = T.alloc_buffer((keys, queries), "float32") if self.score_hides else None
+
+    def _function(self, given: FunctionInputs, name: str) -> TaskFunction | None:
+        """The spec's function of this name, ready to be computed with the scores of the tile."""
+        if getattr(self.op, name) is None:
+            return None
+        function = TaskFunction(given.tensors, name, self.queries, frozenset({"q_idx"}))
+        first, last = (place_of(self.op, i, self.q_length, self.kv_length) for i in (T.int64(0), self.q_length - 1))
+        low, high = (materialize(T.cast(end, "int32"), "int32") for end in (first, last))
+        b, h = (number(materialize(value)) for value in (given.b, given.h))
+        for lane, lanes in self.columns:
+            # Rows beyond the last one are as the last one, so that nothing is read from outside of a tensor.
+            ahead = T.Ramp(T.int32(0), T.int32(1), lanes) if lanes > 1 else T.int32(0)
+            place = splat(materialize(T.cast(self.place + lane, "int32"), "int32"), lanes) + ahead
+            held = T.max(splat(low, lanes), T.min(splat(high, lanes), place))
+            q_idx = Value(materialize(held, "int32", lanes), "int32", lanes)
+            function.prepare(lane, lanes, {"b": b, "h": h, "q_idx": q_idx})
+        return function
+
+    @property
+    def score_hides(self) -> bool:
+        """Whether score_mod may make a score -inf."""
+        return self.op.score_mod is not None and self.op.score_mod.may_be_infinite
+
+    def keep_modified(self, score: Expr, row: Expr, column: Chunk) -> Expr:
+        """The scores that score_mod gave a column of queries for key number `row` of the block, once `sees` has
+        them."""
+        if self._modified is None:
+            return score
+        score = materialize(score, "float32", column[1])
+        store(self._modified, [row, T.int64(column[0])], score, column[1])
+        return score
+
+    def read_function(self, first_key: Expr, count: Expr) -> Expr:
+        """Computes mask_mod over the keys of a block. Whether any row sees any of them."""
+        assert self.mask_mod is not None and self._mod_bias is not None
+        function, buffer = self.mask_mod, self._mod_bias
+        seen, hidden = (vectors.RegisterTile(1, self.columns, "int32") for _ in range(2))
+        for tile in (seen, hidden):
+            tile.each(lambda r, c: splat(T.int32(0), self.columns[c][1]))
+        with T.serial(count) as row:
+            key = number(materialize(first_key + row))
+            for c, (lane, lanes) in enumerate(self.columns):
+                bias = materialize(function.bias(lane, lanes, key), "float32", lanes)
+                store(buffer, [row, T.int64(lane)], bias, lanes)
+                one, nothing = splat(T.int32(1), lanes), constant(HIDDEN, lanes)
+                seen.set(0, c, T.Select(bias == nothing, seen.get(0, c), one))
+                # NaN is not seen, either: the masks make a score of it.
+                hidden.set(0, c, T.Select(bias == constant(SEEN, lanes), hidden.get(0, c), one))
+        self._mod_hides = materialize(T.cast(self._any(hidden), "int32"), "int32")
+        return self._any(seen)
+
+    def _any(self, flags: vectors.RegisterTile) -> Expr:
+        found = None
+        for c, (_, lanes) in enumerate(self.columns):
+            one = any_lane(flags.get(0, c) != splat(T.int32(0), lanes), lanes)
+            found = one if found is None else T.Or(found, one)
+        return found
 
     @property
     def _is_dense(self) -> bool:
@@ -71,7 +148,8 @@ class TileMask:
     @property
     def hides(self) -> bool:
         """Whether any key is hidden from any query."""
-        return self.op.band is not None or self.op.mask is not None or self.op.static_mask is not None
+        op = self.op
+        return self.score_hides or any(x is not None for x in (op.band, op.mask, op.static_mask, op.mask_mod))
 
     def seen_by_any(self) -> tuple[Expr, Expr]:
         """(first, end): no row sees a key outside."""
@@ -92,6 +170,8 @@ class TileMask:
             first = self.leftmost + (self.queries - 1)
         if self.rightmost is not None:
             end = T.min(end, self.rightmost + 1)
+        if self._mod_hides is not None:
+            end = T.Select(self._mod_hides != T.int32(0), T.int64(0), end)
         return materialize(first), materialize(end)
 
     def seen_by_rows(self, base: Expr, rows: int, first_key: Expr, count: Expr) -> tuple[Expr, Expr]:
@@ -132,6 +212,9 @@ class TileMask:
                 bias = splat(let(mask_bias(self.op.mask, self.mask(T.int64(0), key))), lanes)
             # Not the sum alone: NaN - infinity would be NaN, where the score is hidden.
             score = T.Select(bias == hidden, hidden, score + bias)
+        if self._mod_bias is not None:
+            bias = let(load(self._mod_bias, [row, T.int64(first)], lanes))
+            score = T.Select(bias == hidden, hidden, score + bias)
         # One subtraction a key in int64, then int32, whose vectors have as many lanes as the scores'.
         if self.rightmost is not None:  # lane i sees it if it is at most rightmost + i
             frontier = T.cast(materialize(key - self.rightmost - first), "int32")
@@ -153,6 +236,10 @@ class TileMask:
         if self.mask is not None:
             query = T.min(self.first_query + lane, self.q_length - 1)
             seen = T.And(seen, mask_bias(self.op.mask, self.mask(query, key)) != T.float32(-math.inf))
+        if self._modified is not None:
+            seen = T.And(seen, self._modified[row, lane] != T.float32(HIDDEN))
+        if self._mod_bias is not None:
+            seen = T.And(seen, self._mod_bias[row, lane] != T.float32(HIDDEN))
         if self.rightmost is not None:
             seen = T.And(seen, key <= self.rightmost + lane)
         if self.leftmost is not None:

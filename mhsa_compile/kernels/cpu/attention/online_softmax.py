@@ -80,7 +80,7 @@ class OnlineSoftmax:
         overwrites_summands: bool,
     ) -> None:
         self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
-        self.scores = ScoreMods(products.operands, visibility.place, queries, key_tile)
+        self.scores = ScoreMods(products.operands, visibility, queries, key_tile)
         self.query_columns = vectors.chunks(queries, lanes)
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
@@ -122,7 +122,7 @@ class OnlineSoftmax:
         tile = RegisterTile(self.key_tile, columns)
         # At a block's first group what is pending are scores of -inf; their probs, zeros, go in front of the block.
         self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
-        self.scores.cap(tile)
+        self.scores.cap(tile, keys, base)
         if group.hides:
             tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, group.first_key + r, columns[c]))
         # After hiding, so that the tile which is kept for `renew_bias` has -inf where it is hidden.

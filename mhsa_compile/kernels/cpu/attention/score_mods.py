@@ -12,7 +12,9 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.attention.inputs import capped
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import TaskOperands
+from mhsa_compile.kernels.cpu.score_functions import number
 from mhsa_compile.kernels.cpu.simd.dtypes import vector_type
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -28,10 +30,11 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 
 
 class ScoreMods:
-    """Softcap, ALiBi and sinks of one head. `place` is that of query lane 0 among the keys."""
+    """Softcap, score_mod, ALiBi and sinks of one head."""
 
-    def __init__(self, operands: TaskOperands, place: Expr, queries: int, key_tile: int) -> None:
-        self.op, self.operands, self.place = operands.op, operands, place
+    def __init__(self, operands: TaskOperands, visibility: TileMask, queries: int, key_tile: int) -> None:
+        self.op, self.operands = operands.op, operands
+        self.visibility, self.place = visibility, visibility.place
         self.origins = scratch((queries,)) if self.op.slopes else None  # of the distances, a key for each query
         self.unbiased = scratch((key_tile, queries)) if self.op.slopes else None  # the tile before its bias
 
@@ -40,10 +43,21 @@ class ScoreMods:
             for column in columns:
                 store(self.origins, [T.int64(column[0])], self._places(column), column[1])
 
-    def cap(self, tile: RegisterTile) -> None:
-        """Products of queries and keys, times score_factor, become scores in units of log2; plain ones are already."""
+    def cap(self, tile: RegisterTile, keys: list[Expr], base: Expr) -> None:
+        """Products of queries and keys, times score_factor, become scores in units of log2; plain ones are already. Row
+        r is of keys[r], number base + r of its block."""
         if self.op.softcap:
             tile.each(lambda r, c: capped(self.op, tile.get(r, c), tile.columns[c][1]))
+        score_mod, keep = self.visibility.score_mod, self.visibility.keep_modified
+        if score_mod is None:
+            return
+        numbers = [number(materialize(key)) for key in keys]
+
+        def modified(r: int, c: int) -> Expr:
+            score = score_mod.score(*tile.columns[c], numbers[r], tile.get(r, c))
+            return keep(score, base + r, tile.columns[c])
+
+        tile.each(modified)
 
     def add_bias(self, tile: RegisterTile, first_key: Expr) -> None:
         """Adds slope * (key - origin) to scores, masked or not; row r is of key first_key + r."""

@@ -23,6 +23,7 @@ from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.split_kv import SplitKv, SplitKvByLength
 from mhsa_compile.kernels.cpu.decode.task import DecodeTask, zero_if_unseen
 from mhsa_compile.kernels.cpu.decode.work import Heads, KeyRange
+from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
 from mhsa_compile.kernels.cpu.simd import dot_product, vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -60,7 +61,7 @@ class CpuDecodeKernel:
 
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
         has_dot = dot_product.available(profile, op.dtype) or dot_product.matrix(profile, op.dtype)
-        return why_not_few_queries(op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS)
+        return why_not_few_queries(op, MOST_QUERIES_BESIDE_DOT if has_dot else MOST_QUERIES, MOST_ROWS, functions=True)
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         return {
@@ -145,6 +146,7 @@ class _Decode:
         op = given.op
         self.op, self.config = op, config
         self.inputs, self.mask, self.extras, self.y = given.inputs, given.mask, given.extras, y
+        self.tensors = CapturedTensors(op, given.tensors)
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = rows_of_key_head(op)
@@ -183,6 +185,8 @@ class _Decode:
             key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
             value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
             mask=None if self.mask is None else mask_reader(self.mask, b),
+            entry=b,
+            tensors=self.tensors,
             first_head=first,
             sink=lambda h: self.extras.sink(first + h),
             slope=lambda h: self.extras.slope(first + h),

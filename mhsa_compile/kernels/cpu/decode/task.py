@@ -22,6 +22,7 @@ from mhsa_compile.kernels.common.score_scale import score_factor
 from mhsa_compile.kernels.cpu.attention.inputs import mask_bias
 from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
+from mhsa_compile.kernels.cpu.decode.row_functions import RowFunctions
 from mhsa_compile.kernels.cpu.decode.score_mods import RowTerms
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
@@ -66,7 +67,9 @@ class DecodeTask:
         self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.rescale = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.values = ValueSums(op, config, layout, heads.value, self.scores, self.rescale)
+        self.functions = RowFunctions(op, layout, kv_length, heads)
         self.masks = op.mask is not None or op.band is not None or op.lengths or not self._divides_into_groups
+        self.masks = self.masks or self.functions.hide
         self.bounds: tuple[Expr, Expr] | None = None
 
     @property
@@ -78,6 +81,7 @@ class DecodeTask:
         takes the sinks."""
         self._pack_queries()
         self.terms.prepare()
+        self.functions.prepare()
         self._clear()
         self.terms.begin(self.row_max, self.row_sum, begins)
         if len(self.span.low) > 1:
@@ -88,7 +92,7 @@ class DecodeTask:
             count = materialize(T.min(T.int64(self.keys), end - begin))
             if not self.masks:
                 self._visit(begin, count, masked=False)
-            elif self.op.mask is not None:
+            elif self.op.mask is not None or self.functions.hide:
                 self._visit(begin, count, masked=True)
             else:
                 whole = T.And(begin >= low, begin + count <= high)
@@ -169,7 +173,7 @@ class DecodeTask:
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
-                    score = self.terms.capped(score)
+                    score = self.functions.modified(self.terms.capped(score), begin + key, vector)
                     if masked:
                         score = let(self._mask_score(score, begin, key, vector))
                     store(self.scores, [layout.place(key, vector)], score, lanes)
@@ -184,6 +188,7 @@ class DecodeTask:
         if self.bias is not None:
             bias = let(load(self.bias, [self.layout.place(key, vector)], lanes))
             score = T.Select(bias == hidden, hidden, score + bias)
+        score = self.functions.masked(score, begin + key, vector)
         keys = splat(T.cast(begin + key, "int32"), lanes) + self.layout.key_of_lane()
         if self.bounds is None:
             return T.Select(keys < splat(T.cast(self.span.stop, "int32"), lanes), score, hidden)

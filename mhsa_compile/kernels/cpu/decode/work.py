@@ -9,6 +9,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.cpu.attention.inputs import MaskReader
+from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -58,6 +59,8 @@ class Heads:
     key: HeadView
     value: HeadView
     mask: MaskReader | None
+    entry: Expr
+    tensors: CapturedTensors
     first_head: Expr
     sink: Callable[[Expr], Expr]  # query head within the group -> its sink, in units of log2, if there are any
     slope: Callable[[Expr], Expr]  # likewise

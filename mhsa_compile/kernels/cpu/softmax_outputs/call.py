@@ -12,9 +12,10 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
-from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
+from mhsa_compile.kernels.cpu.attention.masking import FunctionInputs, MaskReader, TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
+from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config
@@ -69,6 +70,8 @@ class Call(AttentionArguments[CpuExtraInputs]):
             q_length=self.q_length,
             kv_length=operands.kv_length,
             mask=mask,
+            functions=FunctionInputs(CapturedTensors(op, self.tensors), b, h),
+            lanes=lanes,
         )
         return products, visibility
 

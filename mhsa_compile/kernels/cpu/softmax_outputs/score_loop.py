@@ -44,7 +44,7 @@ class Sweep:
         self.products, self.visibility, self.config = products, visibility, config
         self.runs, self.lanes = runs, lanes
         self.query_columns = vectors.chunks(config["queries"], lanes)
-        self.scores = ScoreMods(products.operands, visibility.place, config["queries"], config["key_tile"])
+        self.scores = ScoreMods(products.operands, visibility, config["queries"], config["key_tile"])
 
     def prepare(self) -> None:
         """Once, before the first way."""
@@ -52,8 +52,9 @@ class Sweep:
         self.scores.prepare(self.query_columns)
 
     def ends(self) -> tuple[Expr, Expr]:
-        """(first, end): no key outside is visited."""
-        return self.visibility.seen_by_any() if self.runs is None else (T.int64(0), T.int64(0))
+        """(first, end): no key outside is visited, and every block inside is."""
+        all_visited = self.runs is None and self.visibility.mask_mod is None
+        return self.visibility.seen_by_any() if all_visited else (T.int64(0), T.int64(0))
 
     def over(self, takers: Sequence[Taker]) -> None:
         """All keys, in their order, and all columns of queries."""
@@ -86,7 +87,7 @@ class _Handing:
     def _scores(self, group: KeyGroup) -> RegisterTile:
         tile = RegisterTile(len(group.rows), group.columns)
         self.products.score(tile, group.rows, lambda step: None)
-        self.scores.cap(tile)
+        self.scores.cap(tile, group.rows, group.base)
         if group.hides:
             hide, base, first_key, columns = self.visibility.hide, group.base, group.first_key, group.columns
             tile.each(lambda r, c: hide(tile.get(r, c), base + r, first_key + r, columns[c]))

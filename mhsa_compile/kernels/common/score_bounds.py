@@ -1,0 +1,116 @@
+"""What is known of the whole numbers of a score function before any call: between which bounds each lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from mhsa_compile.kernels.interface.ops import AttentionOp, Dim
+from mhsa_compile.spec.score_functions import ScoreFunction, Step, constant_value
+
+LONGEST = 1 << 30
+"""No length is larger: places are numbers of 32 bits, and so are their differences."""
+Bounds = tuple[int, int]
+INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
+INT64: Bounds = (-(1 << 63), (1 << 63) - 1)
+SATURATED: Bounds = (-2147483520, 2147483520)
+"""What a float may become as a whole number: the largest floats of 32 bits within 32-bit numbers."""
+
+
+def place_bounds(op: AttentionOp) -> dict[str, Bounds]:
+    """Of the places that the functions of an attention are given."""
+    return {
+        "b": (0, _last(op.batch)),
+        "h": (0, op.num_heads - 1),
+        "q_idx": _query_bounds(op),
+        "kv_idx": (0, _last(op.kv_length)),
+    }
+
+
+def last_place(op: AttentionOp, leaf: str) -> Dim | None:
+    """The size that a place is below at every call, as `AttentionOp` calls it; None where it has no name."""
+    counted_from_end = op.band is not None and op.band.alignment == "bottom_right"
+    sizes = {"b": op.batch, "h": op.num_heads, "kv_idx": op.kv_length}
+    if leaf == "q_idx":
+        # The last query stands at the last key; the first ones may stand before all, which the bounds tell.
+        return op.kv_length if counted_from_end else op.q_length
+    return sizes[leaf]
+
+
+def _query_bounds(op: AttentionOp) -> Bounds:
+    if op.band is None or op.band.alignment == "top_left":
+        return (0, _last(op.q_length))
+    if isinstance(op.q_length, int) and isinstance(op.kv_length, int):
+        first = -op.q_length if op.lengths else op.kv_length - op.q_length
+        return (first, op.kv_length - 1)
+    if op.q_length == op.kv_length and not op.lengths:
+        return (0, LONGEST)
+    return (-_last(op.q_length) - 1, _last(op.kv_length))
+
+
+def _last(size: Dim) -> int:
+    return max(0, size - 1) if isinstance(size, int) else LONGEST - 1
+
+
+def bounds_of(function: ScoreFunction, places: Mapping[str, Bounds]) -> list[Bounds]:
+    """Of each step; of floats and bools none that mean anything."""
+    found: list[Bounds] = []
+    for step in function.steps:
+        found.append(_of_step(function, step, [found[arg] for arg in step.args], places))
+    return found
+
+
+def _of_step(function: ScoreFunction, step: Step, args: Sequence[Bounds], places: Mapping[str, Bounds]) -> Bounds:
+    if step.kind != "int":
+        return (0, 1)
+    if step.op in places:
+        return places[step.op]
+    if step.op == "constant":
+        value = int(constant_value(step))
+        return (value, value)
+    if step.op == "load":
+        return INT32 if function.tensors[int(step.value)].dtype == "int32" else INT64
+    if step.op == "cast":
+        return (0, 1) if function.steps[step.args[0]].kind == "bool" else SATURATED
+    combine = _OF_OPS.get(step.op)
+    low, high = INT64 if combine is None else combine(*args)
+    return (low, high) if INT64[0] <= low and high <= INT64[1] else INT64
+
+
+def _corners(combine: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
+    def bounds(one: Bounds, other: Bounds) -> Bounds:
+        values = [combine(a, b) for a in one for b in other]
+        return min(values), max(values)
+
+    return bounds
+
+
+def _quotient(one: Bounds, other: Bounds) -> Bounds:
+    if other[0] > 0:
+        return _corners(lambda a, b: a // b)(one, other)
+    most = max(abs(one[0]), abs(one[1]))
+    return (-most, most)
+
+
+def _remainder(one: Bounds, other: Bounds) -> Bounds:
+    return (0, other[1] - 1) if other[0] > 0 else (min(0, other[0] + 1), max(0, other[1] - 1))
+
+
+def _bits(one: Bounds, other: Bounds) -> Bounds:
+    if one[0] < 0 or other[0] < 0:
+        return INT64
+    return (0, (1 << max(one[1], other[1]).bit_length()) - 1)
+
+
+_OF_OPS: dict[str, Callable[..., Bounds]] = {
+    "add": lambda one, other: (one[0] + other[0], one[1] + other[1]),
+    "sub": lambda one, other: (one[0] - other[1], one[1] - other[0]),
+    "mul": _corners(lambda a, b: a * b),
+    "min": lambda one, other: (min(one[0], other[0]), min(one[1], other[1])),
+    "max": lambda one, other: (max(one[0], other[0]), max(one[1], other[1])),
+    "floor_div": _quotient,
+    "mod": _remainder,
+    "neg": lambda one: (-one[1], -one[0]),
+    "abs": lambda one: (0 if one[0] <= 0 <= one[1] else min(map(abs, one)), max(map(abs, one))),
+    "where": lambda chosen, one, other: (min(one[0], other[0]), max(one[1], other[1])),
+    **dict.fromkeys(("and", "or", "xor"), _bits),
+}

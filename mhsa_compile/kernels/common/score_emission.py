@@ -1,0 +1,292 @@
+"""A traced score function as expressions of TVM: step by step, of numbers or of vectors of them.
+
+Whole numbers have 32 bits where their bounds show that these are enough, else 64. What must not happen (an index
+outside of its tensor, a division by 0) is gathered in a flag beside the value, wherever the bounds do not rule it out;
+memory outside is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tvm import tirx
+
+from mhsa_compile.kernels.common.score_bounds import (
+    INT32,
+    SATURATED,
+    Bounds,
+    bounds_of,
+    last_place,
+    place_bounds,
+)
+from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
+from mhsa_compile.spec.score_functions import COMPARISONS, LEAVES, ScoreFunction, Step, constant_value
+
+Expr = Any  # tirx.PrimExpr
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value of a step: of a scalar dtype, in so many lanes."""
+
+    expr: Expr
+    dtype: str
+    lanes: int = 1
+
+
+class StepArithmetic(Protocol):
+    """What a family of kernels computes steps with."""
+
+    floating: str
+
+    def vector(self, value: Value, lanes: int) -> Value:
+        """The value in so many lanes, where it had one."""
+        ...
+
+    def kept(self, value: Value) -> Value:
+        """The value, computed once and here."""
+        ...
+
+    def function(self, op: str, x: Value) -> Expr:
+        """exp, exp2, log, tanh, sigmoid or sqrt."""
+        ...
+
+    def element(self, tensor: int, indices: Sequence[Value]) -> Value:
+        """An element, of int32, int64, bool or `floating`; the indices are inside of the tensor."""
+        ...
+
+    def size(self, tensor: int, axis: int) -> Expr:
+        """int64."""
+        ...
+
+
+class ScoreEmission:
+    """Emits one function of an attention. `tensors` are those that it captures."""
+
+    def __init__(
+        self, op: AttentionOp, function: ScoreFunction, tensors: Sequence[TensorInput], arithmetic: StepArithmetic
+    ) -> None:
+        self.op, self.function, self.tensors, self.arithmetic = op, function, tensors, arithmetic
+        self.bounds = bounds_of(function, place_bounds(op))
+        self.dependences = function.dependences()
+
+    def emit(
+        self, numbers: Sequence[int], leaves: Mapping[str, Value], known: dict[int, Value], flags: list[Value]
+    ) -> None:
+        """Puts the values of these steps, which come in their order, into `known`, and into `flags` what must hold."""
+        for number in numbers:
+            if number in known:
+                continue
+            step = self.function.steps[number]
+            value = self._value(number, step, leaves, [known[arg] for arg in step.args], flags)
+            known[number] = self.arithmetic.kept(value) if self._is_shared(number) else value
+
+    def _is_shared(self, number: int) -> bool:
+        step = self.function.steps[number]
+        return bool(step.args) and sum(later.args.count(number) for later in self.function.steps) > 1
+
+    def _value(
+        self, number: int, step: Step, leaves: Mapping[str, Value], args: list[Value], flags: list[Value]
+    ) -> Value:
+        if step.op in LEAVES:
+            return leaves[step.op]
+        if step.op == "constant":
+            dtype = self._dtype(number)
+            return Value(tirx.const(constant_value(step), dtype), dtype)
+        if step.op == "load":
+            return self._loaded(step, args, flags)
+        if step.op == "cast":
+            return self._cast(args[0], self._dtype(number))
+        lanes = max(arg.lanes for arg in args)
+        if step.op == "where":
+            return self._where(args, self._dtype(number), lanes)
+        if step.op in COMPARISONS:
+            one, other = self._alike(args, self._widest(args), lanes)
+            return Value(_COMPARED[step.op](one, other), "bool", lanes)
+        if self.function.steps[number].kind == "bool":
+            return self._logical(step.op, args, lanes)
+        dtype = self._dtype(number)
+        if step.kind == "int":  # also what is computed with must fit
+            dtype = "int64" if "int64" in (dtype, self._widest(args)) else "int32"
+        operands = self._alike(args, dtype, lanes)
+        if step.op in ("floor_div", "mod"):
+            operands[1] = self._divisor(operands[1], self.bounds[step.args[1]], dtype, lanes, flags)
+        if step.op in ("exp", "exp2", "log", "tanh", "sigmoid", "sqrt"):
+            return Value(self.arithmetic.function(step.op, Value(operands[0], dtype, lanes)), dtype, lanes)
+        return Value(self._computed(step.op, operands, dtype, lanes), dtype, lanes)
+
+    def _dtype(self, number: int) -> str:
+        kind = self.function.steps[number].kind
+        if kind == "int":
+            low, high = self.bounds[number]
+            return "int32" if INT32[0] < low and high <= INT32[1] else "int64"
+        return "bool" if kind == "bool" else self.arithmetic.floating
+
+    def _widest(self, args: Sequence[Value]) -> str:
+        dtypes = {arg.dtype for arg in args}
+        for dtype in (self.arithmetic.floating, "int64", "int32"):
+            if dtype in dtypes:
+                return dtype
+        return "bool"
+
+    def _alike(self, args: Sequence[Value], dtype: str, lanes: int) -> list[Expr]:
+        """The arguments of one dtype, and in so many lanes."""
+        return [self._vector(self._cast(arg, dtype), lanes) for arg in args]
+
+    def _vector(self, value: Value, lanes: int) -> Expr:
+        return self.arithmetic.vector(value, lanes).expr
+
+    def _constant(self, value: Any, dtype: str, lanes: int) -> Expr:
+        return self._vector(Value(tirx.const(value, dtype), dtype), lanes)
+
+    def _cast(self, value: Value, dtype: str) -> Value:
+        lanes = value.lanes
+        if value.dtype == dtype:
+            return value
+        if dtype == "bool":
+            zero = self._constant(0, value.dtype, lanes)
+            return Value(value.expr != zero, dtype, lanes)
+        if value.dtype == "bool":
+            one, zero = (self._constant(number, dtype, lanes) for number in (1, 0))
+            return Value(tirx.Select(value.expr, one, zero), dtype, lanes)
+        if value.dtype == self.arithmetic.floating:
+            return self._whole(value, dtype)
+        return Value(tirx.Cast(_vector_type(dtype, lanes), value.expr), dtype, lanes)
+
+    def _whole(self, value: Value, dtype: str) -> Value:
+        """A float without what is behind its point; 0 of NaN, and beyond 32 bits the last such number."""
+        lanes, value = value.lanes, self.arithmetic.kept(value)
+        low, high = (self._constant(bound, value.dtype, lanes) for bound in SATURATED)
+        inside = tirx.Select(value.expr >= high, high, value.expr)
+        inside = tirx.Select(value.expr <= low, low, inside)
+        number = tirx.Select(tirx.isnan(value.expr), self._constant(0, value.dtype, lanes), inside)
+        return Value(tirx.Cast(_vector_type(dtype, lanes), number), dtype, lanes)
+
+    def _where(self, args: Sequence[Value], dtype: str, lanes: int) -> Value:
+        chosen = self._vector(args[0], lanes)
+        one, other = self._alike(args[1:], dtype, lanes)
+        return Value(tirx.Select(chosen, one, other), dtype, lanes)
+
+    def _logical(self, op: str, args: Sequence[Value], lanes: int) -> Value:
+        operands = [self._vector(arg, lanes) for arg in args]
+        if op == "not":
+            return Value(tirx.Not(operands[0]), "bool", lanes)
+        if op == "xor":
+            return Value(tirx.Or(tirx.And(operands[0], tirx.Not(operands[1])),
+                                 tirx.And(tirx.Not(operands[0]), operands[1])), "bool", lanes)  # fmt: skip
+        return Value((tirx.And if op == "and" else tirx.Or)(*operands), "bool", lanes)
+
+    def _computed(self, op: str, operands: list[Expr], dtype: str, lanes: int) -> Expr:
+        if op == "neg":
+            return self._constant(0, dtype, lanes) - operands[0]
+        if op == "not":
+            return self._constant(-1, dtype, lanes) - operands[0]
+        if op == "abs":
+            (x,) = (self.arithmetic.kept(Value(operands[0], dtype, lanes)).expr,)
+            return tirx.Select(x < self._constant(0, dtype, lanes), self._constant(0, dtype, lanes) - x, x)
+        one, other = operands
+        if op in ("min", "max"):
+            one, other = (self.arithmetic.kept(Value(x, dtype, lanes)).expr for x in operands)
+            first, second = (one < other, other <= one) if op == "min" else (one > other, other >= one)
+            last = one + other if dtype == self.arithmetic.floating else other  # NaN, if either is
+            return tirx.Select(first, one, tirx.Select(second, other, last))
+        return _COMPUTED[op](one, other)
+
+    def _divisor(self, divisor: Expr, bounds: Bounds, dtype: str, lanes: int, flags: list[Value]) -> Expr:
+        """The divisor, 1 where it is 0."""
+        if not bounds[0] <= 0 <= bounds[1]:
+            return divisor
+        zero, one = (self._constant(number, dtype, lanes) for number in (0, 1))
+        flags.append(Value(divisor != zero, "bool", lanes))
+        return tirx.Select(divisor == zero, one, divisor)
+
+    def _loaded(self, step: Step, args: Sequence[Value], flags: list[Value]) -> Value:
+        number = int(step.value)
+        at = [self._inside(step, axis, arg, flags) for axis, arg in enumerate(args)]
+        element = self.arithmetic.element(number, at)
+        return (
+            element
+            if step.kind == "int"
+            else self._cast(element, "bool" if step.kind == "bool" else self.arithmetic.floating)
+        )
+
+    def _inside(self, step: Step, axis: int, index: Value, flags: list[Value]) -> Value:
+        """An index within its tensor, counted from the front."""
+        tensor, source = int(step.value), step.args[axis]
+        size, (low, high) = self.tensors[tensor].dims[axis], self.bounds[source]
+        leaf = self.function.steps[source].op
+        if low >= 0 and isinstance(size, int) and high < size:
+            return index
+        if low >= 0 and leaf in LEAVES[1:] and not isinstance(size, int) and size == last_place(self.op, leaf):
+            return index
+        lanes = index.lanes
+        wide = self.arithmetic.kept(self._cast(index, "int64"))
+        end = self._vector(Value(self.arithmetic.size(tensor, axis), "int64"), lanes)
+        zero, one = (self._constant(value, "int64", lanes) for value in (0, 1))
+        counted = wide
+        if low < 0:
+            counted = self.arithmetic.kept(
+                Value(tirx.Select(wide.expr < zero, wide.expr + end, wide.expr), "int64", lanes)
+            )
+        flags.append(Value(tirx.And(counted.expr >= zero, counted.expr < end), "bool", lanes))
+        held = tirx.Select(counted.expr >= end, end - one, counted.expr)
+        return Value(tirx.Select(counted.expr < zero, zero, held), "int64", lanes)
+
+    # Results.
+
+    def scaled(self, known: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
+        """The result times `factor`, of a score that comes times it, without a division where that can be."""
+        return self._scaled(len(self.function.steps) - 1, known, score, factor, lanes)
+
+    def _scaled(self, number: int, known: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
+        step = self.function.steps[number]
+        floating = self.arithmetic.floating
+
+        def inner(arg: int) -> Expr:
+            return self._scaled(arg, known, score, factor, lanes)
+
+        def plain(arg: int) -> Expr:
+            return self._vector(known[arg], lanes)
+
+        scored = ["score" in self.dependences[arg] for arg in step.args]
+        if step.op == "score":
+            return self._vector(score, lanes)
+        if not any(scored):
+            return plain(number) * self._constant(factor, floating, lanes)
+        if step.op in ("add", "sub"):
+            return _COMPUTED[step.op](inner(step.args[0]), inner(step.args[1]))
+        if step.op == "where":
+            return tirx.Select(plain(step.args[0]), inner(step.args[1]), inner(step.args[2]))
+        if step.op in ("mul", "div") and scored in ([True, False], [False, True]) and (step.op == "mul" or scored[0]):
+            one, other = (
+                (inner if is_scored else plain)(arg) for arg, is_scored in zip(step.args, scored, strict=True)
+            )
+            return _COMPUTED[step.op](one, other)
+        return plain(number) * self._constant(factor, floating, lanes)
+
+
+_COMPARED = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+_COMPUTED = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "floor_div": lambda a, b: tirx.floordiv(a, b),
+    "mod": lambda a, b: tirx.floormod(a, b),
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+}
+
+
+def _vector_type(dtype: str, lanes: int) -> str:
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"

@@ -1,0 +1,110 @@
+"""What a traced mask_mod and score_mod compute, in PyTorch: their eager meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhsa_compile.spec.score_functions import Kind, ScoreFunction, Step, constant_value
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The mask_mod and score_mod of a spec, and the tensors that each captures."""
+
+    mask_mod: ScoreFunction | None
+    score_mod: ScoreFunction | None
+    mask_tensors: tuple[Tensor, ...]
+    score_tensors: tuple[Tensor, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """As an operator takes them: those of score_mod, then those of mask_mod."""
+        return (*self.score_tensors, *self.mask_tensors)
+
+    def visible(self, places: Mapping[str, Tensor]) -> list[Tensor]:
+        """What mask_mod lets queries see, broadcastable to (B, H, L, S); nothing where there is none."""
+        return [] if self.mask_mod is None else [computed(self.mask_mod, self.mask_tensors, places)]
+
+    def score_function(self, places: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor] | None:
+        """What score_mod makes of scores (B, H, L, S): computed in float32 at least."""
+        function, tensors = self.score_mod, self.score_tensors
+        if function is None:
+            return None
+
+        def applied(scores: Tensor) -> Tensor:
+            wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            made = computed(function, tensors, {**places, "score": wide})
+            return made.to(scores.dtype).expand_as(scores)
+
+        return applied
+
+
+def computed(function: ScoreFunction, tensors: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Tensor:
+    """The function's value. `leaves` broadcast against each other: the places, whole numbers, and the score.
+
+    An index that is outside of its tensor raises IndexError, where PyTorch checks it.
+    """
+    values: list[Any] = []
+    for step in function.steps:
+        args = [values[arg] for arg in step.args]
+        if step.op in leaves:
+            values.append(leaves[step.op])
+        elif step.op == "constant":
+            values.append(constant_value(step))
+        elif step.op == "load":
+            values.append(tensors[int(step.value)][tuple(map(_index, args))])
+        elif step.op == "cast":
+            values.append(args[0].to(_dtype_of(step.kind, leaves)))
+        else:
+            values.append(_TORCH[step.op](*_wide(step, args, leaves)))
+    result = values[-1]
+    return result if isinstance(result, Tensor) else torch.full((), result, dtype=_dtype_of(function.kind, leaves))
+
+
+def _index(value: Any) -> Any:
+    return value if isinstance(value, int) else value.long()
+
+
+def _wide(step: Step, args: list[Any], leaves: Mapping[str, Tensor]) -> list[Any]:
+    """Constants as tensors where no argument is one, and captured floats in the precision of the score."""
+    some = [arg for arg in args if isinstance(arg, Tensor)]
+    floating = _dtype_of("float", leaves)
+    some_args = [arg.to(floating) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
+    if some and len(some) == len(args):
+        return some_args
+    return [
+        arg if isinstance(arg, Tensor) else torch.tensor(arg, dtype=_scalar_dtype(arg, floating)) for arg in some_args
+    ]
+
+
+def _scalar_dtype(value: Any, floating: torch.dtype) -> torch.dtype:
+    if isinstance(value, bool):
+        return torch.bool
+    return torch.int64 if isinstance(value, int) else floating
+
+
+def _dtype_of(kind: Kind, leaves: Mapping[str, Tensor]) -> torch.dtype:
+    if kind == "float":
+        return leaves["score"].dtype if "score" in leaves else torch.float32
+    return torch.bool if kind == "bool" else torch.int64
+
+
+_TORCH: Mapping[str, Callable[..., Any]] = {
+    **{
+        name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "div", "where")
+    },
+    **{name: getattr(torch, name) for name in ("neg", "abs", "exp", "exp2", "log", "tanh", "sigmoid", "sqrt")},
+    "floor_div": torch.floor_divide,
+    "mod": torch.remainder,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "not": torch.bitwise_not,
+}

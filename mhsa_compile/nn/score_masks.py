@@ -1,0 +1,54 @@
+"""A mask_mod at fixed lengths, computed once: as a constant mask is, of which no hidden tile is ever visited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mhsa_compile.errors import SpecError
+from mhsa_compile.nn.score_functions import computed
+from mhsa_compile.spec.masks import BoolArray
+from mhsa_compile.spec.score_functions import ScoreFunction
+
+MOST_PAIRS = 1 << 28
+"""Of heads, queries and keys; a mask_mod of more is computed in each call instead."""
+FEW_QUERIES = 12
+"""Up to so many a call computes mask_mod: there are no tiles to leave out, and a kernel for few queries shares out the
+keys."""
+_ROWS = 512
+
+
+def fixed_mask(
+    mask_mod: ScoreFunction, arrays: Sequence[np.ndarray], *, heads: int, L: int, S: int, offset: int
+) -> BoolArray | None:
+    """(1 or heads, L, S); query i stands at i + offset, and `arrays` are what the function captures.
+
+    None where calls compute it: it asks for the entry of the batch, there are few queries, or it would be too large.
+    Raises SpecError where mask_mod has no value for some pair.
+    """
+    heads = heads if mask_mod.depends_on("h") else 1
+    if mask_mod.depends_on("b") or L <= FEW_QUERIES or heads * L * S > MOST_PAIRS:
+        return None
+    tensors = [torch.from_numpy(np.array(array)) for array in arrays]
+    mask = np.empty((heads, L, S), np.bool_)
+    for first in range(0, L, _ROWS):
+        places = torch.arange(first, min(first + _ROWS, L)) + offset
+        mask[:, first : first + _ROWS] = _rows(mask_mod, tensors, heads, places, S).numpy()
+    return mask
+
+
+def _rows(mask_mod: ScoreFunction, tensors: Sequence[Tensor], heads: int, places: Tensor, S: int) -> Tensor:
+    leaves = {
+        "b": torch.zeros(1, 1, 1, dtype=torch.int64),
+        "h": torch.arange(heads).view(-1, 1, 1),
+        "q_idx": places.view(-1, 1),
+        "kv_idx": torch.arange(S),
+    }
+    try:
+        return computed(mask_mod, tensors, leaves)
+    except (IndexError, RuntimeError) as error:  # an index that is outside, a division by 0
+        said = f"queries up to {int(places.max())} and keys up to {S - 1}"
+        raise SpecError("mask_mod", f"a value for {said}", str(error).partition("\n")[0]) from error

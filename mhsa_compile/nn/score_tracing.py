@@ -1,0 +1,378 @@
+"""Functions of a score and of where it stands, in FlexAttention's form: read into steps.
+
+`score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` are traced once, as
+torch.nn.attention.flex_attention does it. Source: https://pytorch.org/blog/flexattention
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mhsa_compile.errors import SpecError
+from mhsa_compile.spec.score_functions import LEAVES, PLACES, Kind, ScoreFunction, Step, TensorKind, constant_value
+
+Function = Callable[..., Any]
+ASKED = "an expression of its arguments and of captured tensors, without branches on their values"
+WHITELIST = (
+    "It may use + - * / // %, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh,"
+    " sigmoid, sqrt, casts, and captured tensors by whole numbers."
+)
+DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
+"""Of captured tensors."""
+
+
+def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreFunction, tuple[Tensor, ...]]:
+    """The function that the field `name` of a spec was given, and the tensors that it captures: copies, or `keep` them
+    as they are. Raises SpecError."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    scores = [torch.zeros(())] if name == "score_mod" else []
+    places = [torch.zeros((), dtype=torch.int32) for _ in PLACES]
+    try:
+        with torch.no_grad(), TransformGetItemToIndex():
+            module = make_fx(with_named_arguments(name, function))(*scores, *places)
+    except Exception as error:  # whatever the function trips over
+        first = str(error).strip().partition(" - erroring out")[0].partition("\n")[0]
+        raise SpecError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
+    leaves = LEAVES if scores else PLACES
+    reader = GraphReader(name, leaves)
+    function_read = reader.read(module, ())
+    return function_read, tuple(reader.tensors if keep else (_held(name, tensor) for tensor in reader.tensors))
+
+
+def with_named_arguments(name: str, function: Function) -> Function:
+    """The function with its arguments and no others, whatever it calls them and whatever more it could take."""
+    if name == "score_mod":
+        return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx)
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx)
+
+
+def _held(name: str, tensor: Tensor) -> Tensor:
+    """A captured tensor as a module keeps it: a copy, of one axis at least, with the dtype that kernels read."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
+        tensor = tensor.to(torch.int32)
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        raise SpecError(name, f"captured tensors of {', '.join(DTYPES)}", str(tensor.dtype))
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Row:
+    """A captured tensor by some of its axes: what an index of fewer axes than it has gives."""
+
+    def __init__(self, tensor: int, indices: tuple[int, ...], axes: int) -> None:
+        self.tensor, self.indices, self.axes = tensor, indices, axes
+
+
+class GraphReader:
+    """Reads one traced graph. `tensors` are those that it captures, in the order in which it first does."""
+
+    def __init__(self, name: str, leaves: Sequence[str]) -> None:
+        self.name, self.leaves = name, leaves
+        self.tensors: list[Any] = []
+        self._steps: list[Step] = []
+        self._numbers: dict[Step, int] = {}
+
+    def read(self, module: fx.GraphModule, captured: Sequence[Any]) -> ScoreFunction:
+        """`captured` are what stands behind the leaves among the graph's inputs: tensors, or nodes that stand for some.
+
+        Raises SpecError for an operator that nobody here knows.
+        """
+        values: dict[fx.Node, Any] = {}
+        inputs = iter([*self.leaves, *captured])
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                given = next(inputs)
+                values[node] = self._leaf(given) if isinstance(given, str) else self._captured(given)
+            elif node.op == "get_attr":
+                values[node] = self._captured(operator.attrgetter(node.target)(module))
+            elif node.op == "output":
+                (result,) = fx.node.map_arg(node.args, lambda n: values[n])
+                return self._function(result)
+            else:
+                values[node] = self._called(node, values)
+        raise SpecError(self.name, "a result", "none")
+
+    def _function(self, result: Any) -> ScoreFunction:
+        result = result[0] if isinstance(result, tuple | list) and len(result) == 1 else result
+        wanted: Kind = "float" if self.leaves == LEAVES else "bool"
+        number = self._number(result)
+        if wanted == "bool" and self._kind(number) != "bool":
+            raise SpecError(self.name, "a function whose result is bool, True takes part", self._kind(number))
+        number = self._as(number, wanted)
+        used = _used(self._steps, number)
+        again = {old: new for new, old in enumerate(used)}
+        steps = [self._steps[old] for old in used]
+        loaded = sorted({int(step.value) for step in steps if step.op == "load"})
+        self.tensors = [self.tensors[i] for i in loaded]
+        kept = tuple(
+            Step(step.op, step.kind, tuple(again[arg] for arg in step.args),
+                 loaded.index(step.value) if step.op == "load" else step.value)  # type: ignore[arg-type]
+            for step in steps
+        )  # fmt: skip
+        return ScoreFunction(kept, tuple(_tensor_kind(tensor) for tensor in self.tensors))
+
+    # Steps, by their numbers.
+
+    def _add(self, op: str, kind: Kind, args: tuple[int, ...] = (), value: Any = "") -> int:
+        step = Step(op, kind, args, value)
+        if step not in self._numbers:
+            self._numbers[step] = len(self._steps)
+            self._steps.append(step)
+        return self._numbers[step]
+
+    def _leaf(self, name: str) -> int:
+        return self._add(name, "float" if name == "score" else "int")
+
+    def _constant(self, value: Any) -> int:
+        if isinstance(value, bool):
+            return self._add("constant", "bool", (), value)
+        return self._add("constant", "int", (), value) if isinstance(value, int) else self._float(value)
+
+    def _float(self, value: Any) -> int:
+        return self._add("constant", "float", (), repr(float(value)))
+
+    def _kind(self, number: int) -> Kind:
+        return self._steps[number].kind
+
+    def _as(self, number: int, kind: Kind) -> int:
+        """A value as one of another kind."""
+        step = self._steps[number]
+        if step.kind == kind:
+            return number
+        if step.op == "constant":
+            value = constant_value(step)
+            return (
+                self._float(value) if kind == "float" else self._constant(bool(value) if kind == "bool" else int(value))
+            )
+        return self._add("cast", kind, (number,))
+
+    def _captured(self, tensor: Any) -> Any:
+        """A captured tensor, which waits for its indices; one without axes is its only element."""
+        value = tensor.meta["val"] if isinstance(tensor, fx.Node) else tensor
+        if not isinstance(value, Tensor):
+            raise SpecError(self.name, "captured tensors", type(value).__name__)
+        found = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        if found == len(self.tensors):
+            self.tensors.append(tensor)
+        row = _Row(found, (), value.ndim)
+        return row if value.ndim else self._load(row, (self._constant(0),))
+
+    def _load(self, row: _Row, indices: tuple[int, ...]) -> int:
+        tensor = self.tensors[row.tensor]
+        value = tensor.meta["val"] if isinstance(tensor, fx.Node) else tensor
+        return self._add("load", _kind_of(value.dtype), (*row.indices, *indices), row.tensor)
+
+    def _number(self, value: Any) -> int:
+        """An argument as a step."""
+        if isinstance(value, _Row):
+            raise SpecError(
+                self.name, "a captured tensor with an index for each of its axes", f"{value.axes} left over"
+            )
+        if isinstance(value, int):
+            return value
+        raise SpecError(self.name, ASKED, type(value).__name__, WHITELIST)
+
+    # Calls.
+
+    def _called(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """A node's value: the number of a step, or a captured tensor by some of its axes."""
+        target = getattr(node.target, "overloadpacket", node.target)
+        name = getattr(target, "__name__", str(target))
+        args = [self._argument(arg, values) for arg in node.args]
+        if name == "index":
+            return self._indexed(values[node.args[0]], node.args[1], values)  # type: ignore[index]
+        if name in _SAME and isinstance(values.get(node.args[0]), _Row):  # type: ignore[arg-type]
+            return values[node.args[0]]  # type: ignore[index]
+        said = dict(node.kwargs)
+        kind = _kind_of(node.meta["val"].dtype)
+        if name in _FILLED:
+            return self._as(self._constant(_FILLED[name](node.args)), kind)
+        if name in _CASTS or name in _SAME:
+            return self._as(self._number(args[0]), kind)
+        if name in _BINARY:
+            return self._binary(name, args, said, kind)
+        if name in _COMPARED:
+            return self._compared(_COMPARED[name], args)
+        if name in _LOGICAL:
+            return self._logical(name, args, kind)
+        if name in _PLAIN:
+            return self._add(_PLAIN[name], kind, (self._as(self._number(args[0]), kind),))
+        if name in _SPECIAL:
+            return _SPECIAL[name](self, args, said, kind)
+        if name == "where":
+            chosen = self._as(self._number(args[0]), "bool")
+            one, other = (self._as(self._number(arg), kind) for arg in args[1:])
+            return self._add("where", kind, (chosen, one, other))
+        raise SpecError(self.name, ASKED, f"the operator {name}", WHITELIST)
+
+    def _argument(self, arg: Any, values: Mapping[fx.Node, Any]) -> Any:
+        """An argument of a call: a step's number from a node, a constant's from a number; others as they are."""
+        if isinstance(arg, fx.Node):
+            return values[arg]
+        return self._constant(arg) if isinstance(arg, bool | int | float) else arg
+
+    def _indexed(self, row: Any, indices: Any, values: Mapping[fx.Node, Any]) -> Any:
+        if not isinstance(row, _Row):
+            raise SpecError(self.name, ASKED, "an index of what is no captured tensor", WHITELIST)
+        numbers = []
+        for index in indices:
+            number = self._argument(index, values)
+            if not isinstance(number, int) or self._kind(number) != "int":
+                raise SpecError(self.name, "captured tensors by whole numbers", str(index))
+            numbers.append(number)
+        if len(numbers) < row.axes:
+            return _Row(row.tensor, (*row.indices, *numbers), row.axes - len(numbers))
+        return self._load(row, tuple(numbers))
+
+    def _binary(self, name: str, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+        one, other = (self._as(self._number(arg), kind) for arg in args[:2])
+        factor = said.get("alpha", 1)
+        if factor != 1:
+            scaled = self._as(self._constant(factor), kind)
+            if name == "rsub":
+                one = self._add("mul", kind, (one, scaled))
+            else:
+                other = self._add("mul", kind, (other, scaled))
+        if name == "rsub":
+            one, other = other, one
+        if name == "div" and said.get("rounding_mode") == "floor":
+            name = "floor_divide"
+        elif said.get("rounding_mode") is not None:
+            raise SpecError(self.name, "divisions that are exact or round down", f"rounding_mode={said}", WHITELIST)
+        op = _BINARY[name]
+        if kind == "bool" and op in ("add", "mul", "min", "max"):
+            return self._add("or" if op in ("add", "max") else "and", "bool", (one, other))
+        if kind == "float" and op in ("floor_div", "mod"):
+            raise SpecError(self.name, "// and % of whole numbers", "of floats", WHITELIST)
+        return self._add(op, kind, (one, other))
+
+    def _compared(self, op: str, args: list[Any]) -> int:
+        one, other = map(self._number, args[:2])
+        if op in ("eq", "ne") and one == other and self._kind(one) == "float":
+            raise SpecError(self.name, "no question whether a value is NaN", f"{op} of a value and itself", WHITELIST)
+        kinds = {self._kind(one), self._kind(other)}
+        kind: Kind = "float" if "float" in kinds else "int"
+        return self._add(op, "bool", (self._as(one, kind), self._as(other, kind)))
+
+    def _logical(self, name: str, args: list[Any], kind: Kind) -> int:
+        inner: Kind = "bool" if name.startswith("logical") else kind
+        op = _LOGICAL[name]
+        return self._add(op, inner, tuple(self._as(self._number(arg), inner) for arg in args))
+
+    def _clamped(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+        bounds = dict(zip(("min", "max"), args[1:], strict=False)) | {
+            name: self._constant(value) if isinstance(value, bool | int | float) else value
+            for name, value in said.items()
+        }
+        value = self._as(self._number(args[0]), kind)
+        for name, op in (("min", "max"), ("max", "min")):
+            if bounds.get(name) is not None:
+                value = self._add(op, kind, (value, self._as(self._number(bounds[name]), kind)))
+        return value
+
+    def _power(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+        step, base_step = (self._steps[self._number(arg)] for arg in args[1::-1])
+        exponent = constant_value(step) if step.op == "constant" else None
+        if exponent is None and kind == "float" and base_step.op == "constant" and constant_value(base_step) > 0:
+            power = self._as(self._number(args[1]), kind)
+            factor = self._float(math.log2(constant_value(base_step)))
+            return self._add("exp2", kind, (self._add("mul", kind, (power, factor)),))
+        base = self._as(self._number(args[0]), kind)
+        if exponent == 0.5 and kind == "float":
+            return self._add("sqrt", kind, (base,))
+        if exponent not in (1, 2, 3, 4):
+            raise SpecError(self.name, "powers of 1, 2, 3, 4 or 0.5, or of a constant", str(exponent), WHITELIST)
+        result = base
+        for _ in range(int(exponent) - 1):
+            result = self._add("mul", kind, (result, base))
+        return result
+
+    def _one_over(self, args: list[Any], said: Mapping[str, Any], kind: Kind, root: bool = False) -> int:
+        value = self._as(self._number(args[0]), kind)
+        value = self._add("sqrt", kind, (value,)) if root else value
+        return self._add("div", kind, (self._float(1.0), value))
+
+    def _log2(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+        natural = self._add("log", kind, (self._as(self._number(args[0]), kind),))
+        return self._add("mul", kind, (natural, self._float(1.4426950408889634)))
+
+    def _shifted(self, args: list[Any], said: Mapping[str, Any], kind: Kind, *, op: str) -> int:
+        """A shift to the right rounds down, as a division by a power of two."""
+        step = self._steps[self._number(args[1])]
+        places = constant_value(step) if step.op == "constant" else -1
+        if kind != "int" or not 0 <= places < 63:
+            raise SpecError(self.name, "shifts of whole numbers by a constant", str(places), WHITELIST)
+        return self._add(op, kind, (self._as(self._number(args[0]), kind), self._constant(1 << int(places))))
+
+    def _least(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+        return self._clamped([args[0], args[1]], {}, kind)
+
+    def _most(self, args: list[Any], said: Mapping[str, Any], kind: Kind) -> int:
+        return self._clamped([args[0], None, args[1]], {}, kind)
+
+
+_SAME = ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous")
+_CASTS = ("_to_copy", "to", "convert_element_type")
+_FILLED: Mapping[str, Callable[[Any], Any]] = {
+    "scalar_tensor": lambda args: args[0],
+    "full": lambda args: args[1],
+    "new_full": lambda args: args[2],
+    "full_like": lambda args: args[1],
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda args: 1),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), lambda args: 0),
+}
+_BINARY = {
+    "add": "add", "sub": "sub", "rsub": "sub", "mul": "mul", "div": "div", "floor_divide": "floor_div",
+    "remainder": "mod", "minimum": "min", "maximum": "max",
+}  # fmt: skip
+_COMPARED = {name: name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_LOGICAL = {
+    "logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "not",
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "not",
+    "__and__": "and", "__or__": "or", "__xor__": "xor",
+}  # fmt: skip
+_PLAIN = {name: name for name in ("neg", "abs", "exp", "exp2", "log", "tanh", "sigmoid", "sqrt")}
+_SPECIAL: Mapping[str, Callable[..., int]] = {
+    "clamp": GraphReader._clamped,
+    "clamp_min": GraphReader._least,
+    "clamp_max": GraphReader._most,
+    "pow": GraphReader._power,
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), partial(GraphReader._shifted, op="mul")),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), partial(GraphReader._shifted, op="floor_div")),
+    "square": lambda reader, args, said, kind: reader._power([args[0], reader._constant(2)], said, kind),
+    "reciprocal": GraphReader._one_over,
+    "rsqrt": lambda reader, args, said, kind: reader._one_over(args, said, kind, root=True),
+    "log2": GraphReader._log2,
+}
+
+
+def _used(steps: Sequence[Step], last: int) -> list[int]:
+    """The steps that the last one needs, in their order."""
+    needed = {last}
+    for number in range(last, -1, -1):
+        if number in needed:
+            needed.update(steps[number].args)
+    return sorted(needed)
+
+
+def _kind_of(dtype: torch.dtype) -> Kind:
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
+
+
+def _tensor_kind(tensor: Any) -> TensorKind:
+    value = tensor.meta["val"] if isinstance(tensor, fx.Node) else _held("a score function", tensor)
+    shape = tuple(size if isinstance(size, int) else -1 for size in value.shape) or (1,)
+    return TensorKind(str(value.dtype).removeprefix("torch."), shape)

@@ -1,0 +1,200 @@
+"""mask_mod and score_mod, through the whole flow: against FlexAttention itself, in float64."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.score_functions import DOCUMENTS, HEADS, MASKS, SCORES, SLOPES
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import InputError, SpecError
+from mhsa_compile.nn.modules import ScaledDotProductAttention
+from mhsa_compile.verification.error_budget import budget, max_error
+from mhsa_compile.verification.verify import verify
+
+E = 24
+
+
+def core(**fields: Any) -> ScaledDotProductAttention:
+    return ScaledDotProductAttention(mhsa.AttentionSpec(embed_dim=HEADS * E, num_heads=HEADS, num_kv_heads=2, **fields))
+
+
+def loaded(module: torch.nn.Module, folder: Path, **options: Any) -> Any:
+    threads = options.pop("threads", None)
+    folder.mkdir(exist_ok=True)
+    path = folder / "a.mhsa"
+    mhsa.compile(module, **options).save(path)
+    return mhsa.load(path, threads=threads)
+
+
+def drawn(L: int, S: int, B: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(L + S)
+    return [torch.randn(B, heads, n, E, generator=generator) for heads, n in ((HEADS, L), (2, S), (2, S))]
+
+
+def expected(
+    inputs: list[torch.Tensor], mask_mod: Any, score_mod: Any, dtype: torch.dtype = torch.float64
+) -> np.ndarray:
+    """As FlexAttention computes it without compiling; masks as scores of -inf, rows without any key as zeros."""
+    q, k, v = (x.to(dtype) for x in inputs)
+    B, L, S = q.shape[0], q.shape[2], k.shape[2]
+    seen = torch.ones(B, HEADS, L, S, dtype=torch.bool)
+    if mask_mod is not None:
+        seen = create_mask(mask_mod, B, HEADS, L, S, device="cpu")
+
+    def with_mask(score, b, h, q_idx, kv_idx):
+        made = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+        return torch.where(seen[b, h, q_idx, kv_idx], made, -float("inf"))
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        y = flex_attention(q, k, v, score_mod=with_mask, enable_gqa=True)
+    return y.masked_fill(~seen.any(-1, keepdim=True), 0.0).numpy()
+
+
+def check(compiled: Any, inputs: list[torch.Tensor], mask_mod: Any = None, score_mod: Any = None) -> None:
+    exact, yardstick = (expected(inputs, mask_mod, score_mod, dtype) for dtype in (torch.float64, torch.float32))
+    y = compiled(*(x.numpy() for x in inputs))
+    assert max_error(exact, y) <= budget(exact, yardstick, "float32")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_mean_what_they_mean_to_flex_attention(name: str, tmp_path: Path):
+    mask_mod = MASKS[name]
+    compiled = loaded(core(mask_mod=mask_mod), tmp_path)
+    assert compiled.manifest.semantics[0].mask_mod
+    for L, S in ((97, 97), (1, 5), (144, 131)):
+        check(compiled, drawn(L, S), mask_mod=mask_mod)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_functions_mean_what_they_mean_to_flex_attention(name: str, tmp_path: Path):
+    compiled = loaded(core(score_mod=SCORES[name]), tmp_path)
+    for L, S in ((97, 97), (1, 5), (34, 131)):
+        check(compiled, drawn(L, S), score_mod=SCORES[name])
+
+
+@pytest.mark.parametrize("name", ["causal", "document, causal", "NATTEN", "by head and entry"])
+def test_masks_of_fixed_sizes_are_computed_once(name: str, tmp_path: Path):
+    compiled = loaded(core(mask_mod=MASKS[name], score_mod=SCORES["alibi"]), tmp_path, dims={"L": 97, "S": 131})
+    (meaning,) = compiled.manifest.semantics
+    assert (meaning.static_mask is None) == (name == "by head and entry")  # nobody knows the entry
+    check(compiled, drawn(97, 131), MASKS[name], SCORES["alibi"])
+
+
+@pytest.mark.parametrize("mask", ["document", "by head and entry"])
+@pytest.mark.parametrize("score", ["T5", "causal, as a score"])
+def test_few_queries(mask: str, score: str, tmp_path: Path):
+    for L in (1, 5):
+        compiled = loaded(core(mask_mod=MASKS[mask], score_mod=SCORES[score]), tmp_path / str(L), dims={"L": L})
+        assert "cpu.decode" in {op.kernel for op in compiled.manifest.ops}
+        for S in (1, 67, 251):
+            check(compiled, drawn(L, S), MASKS[mask], SCORES[score])
+
+
+def test_what_no_kernel_takes_is_right_too(tmp_path: Path):
+    fields = {"mask_mod": MASKS["by head and entry"], "score_mod": SCORES["relative position, from the end"]}
+    module = core(static_mask=mhsa.masks.BlockDiagonal(block=40), **fields)
+    compiled = loaded(module, tmp_path, dims={"L": 41, "S": 41})
+    assert {op.kernel for op in compiled.manifest.ops} == {"plain"}
+    blocks = lambda b, h, q, k: (q // 40 == k // 40) & fields["mask_mod"](b, h, q, k)  # noqa: E731
+    check(compiled, drawn(41, 41), blocks, fields["score_mod"])
+
+
+def test_verify_knows_them_elsewhere(tmp_path: Path):
+    """The artifact holds all that its meaning needs: the spec, the steps, what they capture."""
+    fields = {"mask_mod": MASKS["document, causal"], "score_mod": SCORES["relative position, a table"]}
+    spec = mhsa.AttentionSpec(embed_dim=32, num_heads=HEADS, outputs=("y", "lse", "top_k:3", "weights"), **fields)
+    compiled = loaded(mhsa.MultiHeadAttention(spec), tmp_path)
+    assert compiled.manifest.limits == {"L": len(DOCUMENTS)}
+    verdict = verify(tmp_path / "a.mhsa")
+    assert all(case.error <= case.budget for case in verdict.cases)
+    assert not [one for one in verdict.checks if one.difference is not None and one.difference > one.budget]
+    with pytest.raises(InputError, match="L"):
+        compiled(np.zeros((1, len(DOCUMENTS) + 1, 32), np.float32))
+
+
+def test_with_a_cache_places_are_those_of_the_sequence(tmp_path: Path):
+    fields = {"mask_mod": MASKS["sliding window"], "score_mod": SCORES["alibi"]}
+    spec = mhsa.AttentionSpec(embed_dim=32, num_heads=HEADS, causal=True, kv_cache=True, **fields)
+    loaded(mhsa.MultiHeadAttention(spec), tmp_path)
+    (step,) = [one for one in verify(tmp_path / "a.mhsa").checks if one.name.startswith("decoding")]
+    assert step.difference is not None and step.difference <= step.budget
+
+
+def test_nan_in_what_they_hide_stays_there(tmp_path: Path):
+    for fields in ({"mask_mod": MASKS["causal"]}, {"score_mod": SCORES["causal, as a score"]}):
+        for L in (None, 3):
+            folder = tmp_path / f"{next(iter(fields))}{L}"
+            compiled = loaded(core(**fields), folder, dims={} if L is None else {"L": L})
+            q, k, v = (x.numpy() for x in drawn(L or 40, 40))
+            clean = compiled(q, k, v)
+            v[:, :, 2:] = np.nan
+            assert np.array_equal(compiled(q, k, v)[:, :, :2], clean[:, :, :2])
+            assert np.isnan(compiled(q, k, v)[:, :, 2:]).all()
+
+
+def test_an_index_outside_of_its_tensor_is_nan_and_reads_nothing(tmp_path: Path):
+    table = torch.ones(9)
+    compiled = loaded(core(score_mod=lambda score, b, h, q, k: score + table[k // 2]), tmp_path)
+    q, k, v = (x.numpy() for x in drawn(30, 18))
+    assert np.isfinite(compiled(q, k, v)).all()
+    q, k, v = (x.numpy() for x in drawn(30, 19))
+    assert np.isnan(compiled(q, k, v)).all()
+
+
+def test_any_number_of_threads_and_callers_gives_the_same_bits(tmp_path: Path):
+    module = core(mask_mod=MASKS["document, causal"], score_mod=SCORES["T5"])
+    inputs = [x.numpy() for x in drawn(211, 211, B=3)]
+    first = loaded(module, tmp_path, threads=1)(*inputs)
+    for threads in (1, 2, 8):
+        compiled = mhsa.load(tmp_path / "a.mhsa", threads=threads)
+        with ThreadPoolExecutor(3) as callers:
+            results = [one.result() for one in [callers.submit(compiled, *inputs) for _ in range(24)]]
+        assert all(np.array_equal(result, first) for result in results)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(dtype: str, tmp_path: Path):
+    spec = mhsa.AttentionSpec(
+        embed_dim=64, num_heads=HEADS, dtype=dtype, mask_mod=MASKS["prefix LM"], score_mod=SCORES["alibi"]
+    )
+    loaded(mhsa.MultiHeadAttention(spec), tmp_path)
+    assert all(case.error <= case.budget for case in verify(tmp_path / "a.mhsa").cases)
+
+
+def _branches(score, b, h, q, k):
+    return score if q >= k else score - SLOPES[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"score_mod": _branches}, "score_mod: expected an expression .* without branches"),
+        ({"score_mod": lambda score, b, h, q, k: torch.sin(score)}, "the operator sin. It may use"),
+        ({"score_mod": lambda score, b, h: score}, "score_mod: .*TypeError"),
+        ({"mask_mod": lambda b, h, q, k: q - k}, "mask_mod: expected a function whose result is bool"),
+        ({"mask_mod": lambda b, h, q, k: k == DOCUMENTS}, "mask_mod: expected a captured tensor with an index"),
+        ({"mask_mod": "causal"}, r"mask_mod: expected None, or a function of \(b, h, q_idx, kv_idx\)"),
+        ({"score_mod": lambda score, b, h, q, k: score + SLOPES[k.item()]}, "score_mod: expected an expression"),
+    ],
+)
+def test_what_cannot_be_traced_is_one_message(fields: dict[str, Any], named: str):
+    with pytest.raises(SpecError, match=named):
+        core(**fields)
+
+
+def test_captured_tensors_that_are_too_short():
+    doc, few = torch.arange(30), SLOPES[:3]
+    module = core(mask_mod=lambda b, h, q, k: doc[q] == doc[k])
+    with pytest.raises(SpecError, match="mask_mod: expected a captured tensor of at least 31 elements, got one of 30"):
+        mhsa.compile(module, dims={"L": 31, "S": 7})
+    with pytest.raises(SpecError, match="score_mod: expected a captured tensor of at least 4 elements"):
+        mhsa.compile(core(score_mod=lambda score, b, h, q, k: score * few[h]))
