@@ -32,6 +32,8 @@ from mhsa_compile.target import host
 from mhsa_compile.target.environment import installed_version
 
 OWN = "mhsa_compile"
+IN_PYTORCH = ("mhsa-attention", "mhsa-backend")
+"""Ours inside of PyTorch: `attn_implementation="mhsa"` of transformers, and `torch.compile(model, backend="mhsa")`."""
 PEERS = ("torch", "torch-sdpa", "inductor", "onnxruntime", "onnxruntime-fused", "openvino")
 MODEL, FIRST_RESULT = "model.onnx", "first.npy"
 SETS = 4
@@ -82,12 +84,18 @@ def _torch(model: str, folder: Path, sets: list[Any], threads: int, way: str = "
     from whole_models import MODELS
 
     torch.set_num_threads(threads)
-    module: Any = MODELS[model].build("eager" if way == "eager" else "sdpa", None)
+    if way == "mhsa":
+        from mhsa_compile.integrations import transformers
+
+        transformers.register()
+    module: Any = MODELS[model].build(way if way in ("eager", "mhsa") else "sdpa", None)
     if way == "inductor":
         from torch._inductor import config
 
         config.freezing = True
         module = torch.compile(module)
+    if way == "backend":
+        module = torch.compile(module, backend="mhsa", options={"threads": threads, "strict": True})
     tensors = [[torch.from_numpy(array) for array in arrays.values()] for arrays in sets]
 
     def call(given: list[Any]) -> Any:
@@ -134,6 +142,8 @@ def _openvino(model: str, folder: Path, sets: list[Any], threads: int) -> list[C
 
 OPENERS: dict[str, Callable[..., list[Any]]] = {
     OWN: _ours,
+    "mhsa-attention": lambda *given: _torch(*given, way="mhsa"),
+    "mhsa-backend": lambda *given: _torch(*given, way="backend"),
     "torch": _torch,
     "torch-sdpa": lambda *given: _torch(*given, way="sdpa"),
     "inductor": lambda *given: _torch(*given, way="inductor"),
@@ -183,21 +193,23 @@ def measure(model: str, figures: Figures, candidates: Sequence[str], turns: int)
 
 
 def table(figures: Figures) -> Table:
-    """Milliseconds of a call, and the best peer's by ours."""
+    """Milliseconds of a call; the best peer's by ours, and SDPA's by ours inside of the same PyTorch."""
     names = list(dict.fromkeys(name for row in figures.seconds.values() for name in row))
-    shown = Table("model", *(f"{name}, ms" for name in names), "best peer / ours")
+    shown = Table("model", *(f"{name}, ms" for name in names), "best peer / ours", "SDPA / mhsa-attention")
     for model, row in figures.seconds.items():
         of = {name: median(seconds) * 1e3 for name, seconds in row.items()}
-        best = min((name for name in of if name != OWN), key=of.__getitem__, default=None)
+        best = min((name for name in of if name in PEERS), key=of.__getitem__, default=None)
+        inside = [of[name] for name in ("torch-sdpa", IN_PYTORCH[0]) if name in of]
         ratio = f"{of[best] / of[OWN]:.2f} {best}" if best and OWN in of else "-"
-        shown.add_row(model, *(f"{of[name]:.4g}" if name in of else "-" for name in names), ratio)
+        in_place = f"{inside[0] / inside[1]:.2f}" if len(inside) == 2 else "-"
+        shown.add_row(model, *(f"{of[name]:.4g}" if name in of else "-" for name in names), ratio, in_place)
     return shown
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=None, metavar="NAME")
-    parser.add_argument("--candidate", nargs="+", default=[OWN, *PEERS], choices=[OWN, *PEERS], metavar="NAME")
+    parser.add_argument("--candidate", nargs="+", default=list(OPENERS), choices=list(OPENERS), metavar="NAME")
     parser.add_argument("--threads", type=int, default=host.allowed_cpus())
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--json", type=Path, metavar="FILE")

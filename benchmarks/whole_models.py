@@ -117,8 +117,16 @@ def _whisper(attention: str, layers: int | None) -> nn.Module:
 
 
 def _t5(attention: str, layers: int | None) -> nn.Module:
-    """Attention is eager whatever is asked: its SDPA does not export (a view of strides that do not fit)."""
-    encoder = _made("T5EncoderModel", "eager", layers or 6, "num_layers", d_kv=64, d_ff=2048, num_heads=8)
+    """SDPA is eager here: T5's does not export (a view of strides that do not fit)."""
+    encoder = _made(
+        "T5EncoderModel",
+        "eager" if attention == "sdpa" else attention,
+        layers or 6,
+        "num_layers",
+        d_kv=64,
+        d_ff=2048,
+        num_heads=8,
+    )
     return _Called(encoder, ("input_ids", "attention_mask"))
 
 
