@@ -34,15 +34,15 @@ def off(rows: list) -> list:
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # in the export
-def test_the_rows_hold(program: ModuleType) -> None:
-    rows = program.measured_rows(trained=False)
+def test_the_quick_rows_hold(program: ModuleType) -> None:
+    rows = program.measured_rows(quick=True)
     assert off(rows) == [] and len(rows) > 70
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
-def test_the_rows_on_a_trained_model_hold(
+def test_all_rows_hold(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the command: exit code 0, and no row off."""
@@ -84,6 +84,6 @@ def test_the_command_fails_where_a_row_is_off(
     page = tmp_path / "page.md"
     monkeypatch.setattr(program, "PAGE", page)
     for measured, code in ((3, 1), (2, 0)):
-        page.write_text(f'# A page\n\n```python\nrow("one", 2, {measured})\n```\n\n{program.TRAINED}{os.linesep}')
+        page.write_text(f'# A page\n\n```python\nrow("one", 2, {measured})\n```\n\n{program.LONGER}{os.linesep}')
         assert program.main(["--quick"]) == code
     assert capsys.readouterr().out.count("1 rows, ") == 2
