@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.page_blocks import Block, blocks, run_python, split_at
+from support.page_blocks import Block, blocks, prose, run_python, split_at
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
@@ -178,7 +178,7 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     """Files are there, and so are the headings behind a #."""
     path, lost = ROOT / page, []
-    for file, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+    for file, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", prose(path)):
         target = path.parent / file if file else path
         if not target.exists() or (heading and heading not in headings(target)):
             lost.append((file, heading))

@@ -24,6 +24,11 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(match[1], text.count("\n", 0, match.start(2)) + 1, match[2], page)
 
 
+def prose(page: Path) -> str:
+    """The text of the page without its blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
 def split_at(title: str, page: Path) -> tuple[list[Block], list[Block]]:
     """The blocks before and behind this heading, which must be there."""
     before, found, _ = page.read_text(encoding="utf-8").partition(f"\n{title}\n")
