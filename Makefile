@@ -1,4 +1,4 @@
-# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | textbook | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE  # programs that tests start read what the first of them compiled
@@ -18,7 +18,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -103,6 +103,9 @@ lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+textbook: $(STAMP)  ## What textbooks say, beside what docs/textbook.md measures; exit code 1 if a row is off; minutes
+	@PYTHONPATH=tests $(BIN)/python docs/textbook_rows.py
 
 bench: $(STAMP)  ## One block against every peer, interleaved in one process: half a minute
 	@$(BIN)/mhsa bench --against all

@@ -5,28 +5,24 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.page_blocks import blocks, run_python
 
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.spec import mask_patterns
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(KERNELS, "cpu", KERNELS["cpu"])  # a copy of what the blocks change: undone afterwards
     monkeypatch.setattr(mask_patterns, "KINDS", dict(mask_patterns.KINDS))
-    text, names = PAGE.read_text("utf-8"), dict[str, Any](__name__="contributing")
-    blocks = list(BLOCK.finditer(text))
-    assert len(blocks) == 4
-    for block in blocks:
-        padding = "\n" * text.count("\n", 0, block.start(1))  # so that a traceback names the line of the page
-        exec(compile(padding + block[1], str(PAGE), "exec"), names)
+    code = [block for block in blocks(PAGE) if block.language == "python"]
+    assert len(code) == 4
+    run_python(code, {})
 
 
 def test_the_files_that_it_names_are_there() -> None:

@@ -8,10 +8,11 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from support.page_blocks import Block, blocks, prose, run_python, split_at
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
@@ -19,21 +20,6 @@ README, USAGE, COMMANDS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT /
 MODELS = ROOT / "docs" / "models.md"
 HEADS = ROOT / "docs" / "heads.md"
 PAGES = (README, USAGE, COMMANDS)
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-class Block(NamedTuple):
-    language: str
-    line: int
-    """Of the first line of code in its page."""
-    code: str
-    page: Path
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    text = page.read_text(encoding="utf-8")
-    for match in FENCE.finditer(text):
-        yield Block(match[1], text.count("\n", 0, match.start(2)) + 1, match[2], page)
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -63,19 +49,14 @@ ON_A_GPU = "## On an NVIDIA GPU"
 
 def parts() -> tuple[list[Block], list[Block]]:
     """Blocks of docs/usage.md up to the GPU's, and its own."""
-    before, title, _ = USAGE.read_text(encoding="utf-8").partition(ON_A_GPU)
-    assert title
-    gpu, found = before.count("\n"), list(blocks(USAGE))
-    return [block for block in found if block.line < gpu], [block for block in found if block.line > gpu]
+    return split_at(ON_A_GPU, USAGE)
 
 
 def run(page_blocks: list[Block], **names: Any) -> dict[str, Any]:
     """The names that the blocks leave."""
-    names["__name__"] = "page"
     for block in page_blocks:
         if block.language == "python":
-            padding = "\n" * (block.line - 1)  # so that a traceback names the line of the page
-            exec(compile(padding + block.code, str(block.page), "exec"), names)
+            run_python([block], names)
         else:
             run_mhsa(block)
     return names
@@ -186,6 +167,8 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
         "docs/gpu.md",
         "docs/masks.md",
         "docs/performance.md",
+        "docs/textbook.md",
+        "docs/textbook.zh.md",
         "docs/tuning.md",
         "docs/usage.md",
         "examples/serve_ray/README.md",
@@ -199,7 +182,7 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     """Files are there, and so are the headings behind a #."""
     path, lost = ROOT / page, []
-    for file, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+    for file, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", prose(path)):
         target = path.parent / file if file else path
         if not target.exists() or (heading and heading not in headings(target)):
             lost.append((file, heading))
