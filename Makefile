@@ -46,7 +46,7 @@ $(BROWSER): $(STAMP)
 	@$(PIP) --editable '.[browser]'
 	@touch $@
 
-browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test` tries the search app's page
+browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test-thorough` tries the search app's page
 
 cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for GPUs on machines without nvcc
 
