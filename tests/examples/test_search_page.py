@@ -141,6 +141,25 @@ def test_by_keyboard_alone(page: Any) -> None:
     assert len(seen) == 6
 
 
+LATE = """
+const plain = fetch;
+window.fetch = async (path, options) => {
+  const answer = await plain(path, options);
+  if (path === "/api/files") await new Promise((done) => setTimeout(done, 500));
+  return answer;
+};
+"""
+
+
+def test_a_list_that_comes_late_does_not_hide_what_was_added_meanwhile(page: Any) -> None:
+    page.add_init_script(LATE)
+    page.reload()
+    drop(page, "animals.md", TEXT)
+    page.locator("#names li").wait_for()
+    page.wait_for_timeout(1000)
+    assert page.locator("#names li").count() == 1
+
+
 def test_what_it_cannot_take_is_one_message_each(page: Any) -> None:
     page.click("#search button")
     refused(page, "Type what you look for.")

@@ -44,7 +44,10 @@ async function attempt(doing, action) {
 
 const counted = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
 
+let lists = 0; // that were shown
+
 function showFiles({ files }) {
+  lists += 1;
   $("names").replaceChildren(...files.map(({ name, passages }) => {
     const item = document.createElement("li");
     const [label, size, remove] = ["span", "span", "button"].map((kind) => document.createElement(kind));
@@ -163,4 +166,7 @@ addEventListener("drop", (event) => {
   addFiles([...event.dataTransfer.files]);
 });
 
-attempt("", async () => showFiles(await ask("/api/files")));
+attempt("", async () => {
+  const before = await ask("/api/files");
+  if (!lists) showFiles(before); // else what was added meanwhile has brought a newer list
+});
