@@ -153,6 +153,7 @@ window.fetch = async (path, options) => {
 
 def test_a_list_that_comes_late_does_not_hide_what_was_added_meanwhile(page: Any) -> None:
     page.add_init_script(LATE)
+    page.wait_for_load_state("networkidle")  # so that nothing is cut off
     page.reload()
     drop(page, "animals.md", TEXT)
     page.locator("#names li").wait_for()
