@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from statistics import median
 
-import numpy as np
+from layer_times import layer_times
 
 import mhsa_compile as mhsa
 from mhsa_compile import analysis
-from mhsa_compile.bench.protocol.timing import INPUT_SETS, interleave
 from mhsa_compile.nn.modules import MultiHeadAttention
 
 BLOCKS = {"MiniLM": (384, 12, 128), "BERT": (768, 12, 384)}
@@ -33,15 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (width, heads, length) in BLOCKS.items():
         layer = MultiHeadAttention(mhsa.AttentionSpec(embed_dim=width, num_heads=heads)).eval()
         layers = [layer, *(analysis.pruned(layer, range(kept, heads)) for kept in given.keep)]
-        attentions = [mhsa.load(mhsa.compile(one), threads=given.threads) for one in layers]
-        random = np.random.default_rng(0)
-        x = [random.standard_normal((given.batch, length, width), dtype=np.float32) for _ in range(INPUT_SETS)]
-        candidates = [[lambda call=call, x=one: call(x) for one in x] for call in attentions]
-        whole, *fewer = interleave(candidates, given.seconds)
-        print(f"{name}: {given.batch} x {length}, {width}, {heads} heads: {median(whole) * 1e3:.3f} ms")
-        for kept, samples in zip(given.keep, fewer, strict=True):
-            share = median(b / a for a, b in zip(whole, samples, strict=True))
-            print(f"  {kept} heads: {median(samples) * 1e3:.3f} ms, {share:.3f} of the time", flush=True)
+        shape = (given.batch, length, width)
+        (whole, _), *fewer = layer_times(layers, shape, threads=given.threads, seconds=given.seconds)
+        print(f"{name}: {given.batch} x {length}, {width}, {heads} heads: {whole:.3f} ms")
+        for kept, (ms, share) in zip(given.keep, fewer, strict=True):
+            print(f"  {kept} heads: {ms:.3f} ms, {share:.3f} of the time", flush=True)
 
 
 if __name__ == "__main__":

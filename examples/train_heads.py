@@ -25,7 +25,7 @@ D, H, L, BATCH = 32, 4, 24, 16
 STEPS, TESTED = 400, 64
 NOISE = 0.3
 PENALTY = 0.03
-"""Of a nat between two heads, beside the task's squared error."""
+"""The weight of a nat between two heads, beside the task's squared error."""
 
 console = Console()
 

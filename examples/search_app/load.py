@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one kind of request: how many, and milliseconds."""
+    """How many requests of one kind there were, and their milliseconds."""
 
     requests: int
     p50: float

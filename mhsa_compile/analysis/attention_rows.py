@@ -25,10 +25,10 @@ class RowSums:
         self.entropy = np.zeros(heads)
         self.choices = 0
         self.share = np.zeros(heads)
-        """Of entropy / ln(number of keys with a weight), over the `choices` rows with more than one."""
+        """The sum of entropy / ln(number of keys with a weight), over the `choices` rows with more than one."""
         self.distance = np.zeros(heads)
         self.apart = np.zeros((heads, heads))
-        """Of Jensen-Shannon distances."""
+        """The sum of Jensen-Shannon distances."""
         self.on = {place: np.zeros(heads) for place in PLACES}
         self.queries = dict.fromkeys(PLACES, 0)
         """Weights on a place, and how many queries have that place."""

@@ -9,16 +9,15 @@ from functools import cached_property
 import numpy as np
 
 from mhsa_compile.analysis.layer_weights import LayerWeights
-from mhsa_compile.analysis.moments import blocked
+from mhsa_compile.analysis.moments import LEAST_VARIANCE, blocked
 
 Array = np.ndarray
-
-_LEAST_VARIANCE = 1e-10  # of a direction of the heads, relative to the largest: what float32 rounds is not fitted
 
 
 @dataclass(frozen=True, eq=False)
 class HeadMoments:
-    """Of rows (n, H F), each token's heads side by side: mean (H F,) and covariance (H F, H F) over `tokens` rows."""
+    """The moments of rows (n, H F), each token's heads side by side: mean (H F,) and covariance (H F, H F) over
+    `tokens` rows."""
 
     layer: LayerWeights
     tokens: int
@@ -57,7 +56,7 @@ class HeadMoments:
         """W (len(kept) F, D): what makes of the kept heads, around their means, the nearest to y in the mean square."""
         columns = self.columns(kept)
         own = self.covariance[np.ix_(columns, columns)]
-        inverse = np.linalg.pinv(own, rcond=_LEAST_VARIANCE, hermitian=True)
+        inverse = np.linalg.pinv(own, rcond=LEAST_VARIANCE, hermitian=True)
         found: Array = inverse @ (self.covariance[columns] @ self.out)
         return found
 

@@ -50,7 +50,7 @@ class LayerWeights:
 
 
 def weights_of(layer: Any) -> LayerWeights:
-    """Of a MultiHeadAttention, or of an Artifact that was compiled from one or from a spec. Raises ModelError."""
+    """The weights of a MultiHeadAttention, or of an Artifact compiled from one or from a spec. Raises ModelError."""
     if isinstance(layer, Artifact):
         spec = layer.manifest.spec
         arrays = {} if spec is None else parsed(layer.contents(WEIGHTS)[WEIGHTS])

@@ -6,13 +6,13 @@ import numpy as np
 
 Array = np.ndarray
 
-_LEAST_VARIANCE = 1e-10
-"""Of a direction, relative to the largest of its block: below it there is only what float32 rounds."""
+LEAST_VARIANCE = 1e-10
+"""The least variance of a direction that counts, relative to the largest of its block: float32's rounding is below."""
 _LARGEST_CORRELATION = 1.0 - 2.0**-50
 
 
 class Moments:
-    """Of rows (n, width): how many, their mean, their centred second moments, and the same with rows shuffled.
+    """Sums over rows (n, width): how many, their mean, their centred second moments, and the same with rows shuffled.
 
     Batches are joined as by Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances" (1979), so that a large mean costs no digits.
@@ -59,7 +59,7 @@ def blocked(matrix: Array, blocks: int) -> Array:
 def whitener(covariance: Array) -> Array:
     """(n, r): what makes rows of that covariance uncorrelated, of variance 1, in the r directions that vary."""
     values, vectors = np.linalg.eigh(covariance)
-    varying = values > _LEAST_VARIANCE * max(values[-1], np.finfo(float).tiny)
+    varying = values > LEAST_VARIANCE * max(values[-1], np.finfo(float).tiny)
     found: Array = vectors[:, varying] / np.sqrt(values[varying])
     return found
 

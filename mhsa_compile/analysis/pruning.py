@@ -83,7 +83,7 @@ def checked_heads(heads: Sequence[int], H: int, G: int) -> tuple[int, ...]:
 
 
 def _best(cost: Array, k: int) -> tuple[int, ...]:
-    """Of all sets."""
+    """The cheapest of all sets of k."""
     sets = np.array(list(combinations(range(len(cost)), k)), int).reshape(-1, k)
     chosen = np.zeros((len(sets), len(cost)))
     np.put_along_axis(chosen, sets, 1.0, axis=1)

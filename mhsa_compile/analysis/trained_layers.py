@@ -84,7 +84,7 @@ def recording(layers: list[TrainedLayer]) -> Iterator[None]:
 
 
 def _window(module: Any) -> tuple[int, int] | None:
-    """Of a layer that sees so many keys back, itself among them, by its own word or its config's."""
+    """The window of a layer that sees so many keys back, itself among them, by its own word or its config's."""
     config = getattr(module, "config", None)
     keys = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     return None if keys is None else (int(keys) - 1, 0)

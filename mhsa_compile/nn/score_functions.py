@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhsa_compile.spec.score_functions import Kind, ScoreFunction, Step, constant_value
+from mhsa_compile.spec.score_functions import Kind, ScoreFunction, constant_value
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def computed(function: ScoreFunction, tensors: Sequence[Tensor], leaves: Mapping
         elif step.op == "cast":
             values.append(args[0].to(_dtype_of(step.kind, leaves)))
         else:
-            values.append(_TORCH[step.op](*_wide(step, args, leaves)))
+            values.append(_TORCH[step.op](*_wide(args, leaves)))
     result = values[-1]
     return result if isinstance(result, Tensor) else torch.full((), result, dtype=_dtype_of(function.kind, leaves))
 
@@ -70,16 +70,16 @@ def _index(value: Any) -> Any:
     return value if isinstance(value, int) else value.long()
 
 
-def _wide(step: Step, args: list[Any], leaves: Mapping[str, Tensor]) -> list[Any]:
-    """Constants as tensors where no argument is one, and captured floats in the precision of the score."""
-    some = [arg for arg in args if isinstance(arg, Tensor)]
+def _wide(args: list[Any], leaves: Mapping[str, Tensor]) -> list[Tensor]:
+    """Constants as tensors, and captured floats in the precision of the score."""
     floating = _dtype_of("float", leaves)
-    some_args = [arg.to(floating) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
-    if some and len(some) == len(args):
-        return some_args
-    return [
-        arg if isinstance(arg, Tensor) else torch.tensor(arg, dtype=_scalar_dtype(arg, floating)) for arg in some_args
-    ]
+    return [_wide_tensor(arg, floating) for arg in args]
+
+
+def _wide_tensor(arg: Any, floating: torch.dtype) -> Tensor:
+    if not isinstance(arg, Tensor):
+        return torch.tensor(arg, dtype=_scalar_dtype(arg, floating))
+    return arg.to(floating) if arg.is_floating_point() else arg
 
 
 def _scalar_dtype(value: Any, floating: torch.dtype) -> torch.dtype:

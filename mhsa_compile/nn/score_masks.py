@@ -14,7 +14,7 @@ from mhsa_compile.spec.masks import BoolArray
 from mhsa_compile.spec.score_functions import ScoreFunction
 
 MOST_PAIRS = 1 << 28
-"""Of heads, queries and keys; a mask_mod of more is computed in each call instead."""
+"""Heads times queries times keys; a mask_mod of more is computed in each call instead."""
 FEW_QUERIES = 12
 """Up to so many a call computes mask_mod: there are no tiles to leave out, and a kernel for few queries shares out the
 keys."""

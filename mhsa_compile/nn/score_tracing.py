@@ -25,7 +25,7 @@ WHITELIST = (
     " sigmoid, sqrt, casts, and captured tensors by whole numbers."
 )
 DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
-"""Of captured tensors."""
+"""The dtypes of captured tensors."""
 
 
 def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreFunction, tuple[Tensor, ...]]:

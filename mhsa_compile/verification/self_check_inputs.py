@@ -115,7 +115,7 @@ class SelfCheckInputs:
 
     @property
     def _functions(self) -> list[ScoreFunction]:
-        """Of scores, in the spec."""
+        """The functions of scores in the spec."""
         spec = self.manifest.spec
         return [] if spec is None else [given for given in (spec.mask_mod, spec.score_mod) if given is not None]
 

@@ -22,7 +22,7 @@ _WORDS = ("y", "heads", "entropy", "weights")
 
 @dataclass(frozen=True)
 class _Found:
-    """Of each layer; `texts` are the tokens that its maps are of."""
+    """What is known of each layer; `texts` are the tokens that its maps are of."""
 
     title: str
     layers: Sequence[ShownLayer]

@@ -130,8 +130,10 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
         _set_mask(model, mask)
     _define_own_operator(model, module.spec)
     said = {SPEC_KEY: module.spec.to_json(), "mhsa.module": type(module).__name__}
-    if module.functions is not None and (limits := sizes_within(module.spec, module.functions, _places(signature))):
-        said[LIMITS_KEY] = json.dumps(limits)
+    if module.functions is not None:
+        limits = sizes_within(module.spec, module.functions, _places(module, signature))
+        if limits:
+            said[LIMITS_KEY] = json.dumps(limits)
     if module.spec.kv_cache:
         said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
     onnx.helper.set_model_props(model, said)
@@ -172,12 +174,11 @@ def _static_mask(module: MultiHeadAttention | ScaledDotProductAttention, signatu
     return pattern.array(L, S)
 
 
-def _places(signature: Signature) -> dict[str, int | str]:
+def _places(module: MultiHeadAttention | ScaledDotProductAttention, signature: Signature) -> dict[str, int | str]:
     """The sizes that places of a pair are below, fixed or by name; h has the spec's."""
-    dims = [shape for shape, _ in signature.values()]
-    cross = "context" in signature or "k" in signature
-    axis = 2 if "k" in signature else 1
-    return {"b": dims[0][0], "q_idx": dims[0][axis], "kv_idx": dims[1 if cross else 0][axis]}
+    L, S = _lengths(module, signature)
+    batch = signature["x" if isinstance(module, MultiHeadAttention) else "q"][0][0]
+    return {"b": batch, "q_idx": L, "kv_idx": S}
 
 
 def _lengths(

@@ -17,7 +17,7 @@ SATURATED: Bounds = (-2147483520, 2147483520)
 
 
 def place_bounds(op: AttentionOp) -> dict[str, Bounds]:
-    """Of the places that the functions of an attention are given."""
+    """The bounds of the places that the functions of an attention are given."""
     return {
         "b": (0, _last(op.batch)),
         "h": (0, op.num_heads - 1),
@@ -52,7 +52,7 @@ def _last(size: Dim) -> int:
 
 
 def bounds_of(function: ScoreFunction, places: Mapping[str, Bounds]) -> list[Bounds]:
-    """Of each step; of floats and bools none that mean anything."""
+    """The bounds of each step; those of floats and bools mean nothing."""
     found: list[Bounds] = []
     for step in function.steps:
         found.append(_of_step(function, step, [found[arg] for arg in step.args], places))
