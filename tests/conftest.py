@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -63,6 +64,10 @@ def exporter_prepared_once() -> None:
     utils._materialize_cpp_cia_ops = name_new_ones
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="K/N", help="of the tests chosen only the K-th of N parts, by their names")
+
+
 THOROUGH = Path(__file__).with_name("thorough.txt")
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # by marker, how many tests the run leaves out
 MARKERS = ("thorough", "arm", "cuda", "slow", "gpu")
@@ -75,6 +80,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in thorough:
             item.add_marker("thorough")
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after `-m` has chosen; pytest wants the prefix
+def pytest_keep_slice(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wanted := config.getoption("--slice"):
+        part, parts = map(int, wanted.split("/"))
+        others = [item for item in items if crc32(item.nodeid.encode()) % parts != part % parts]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % parts == part % parts]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

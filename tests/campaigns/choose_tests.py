@@ -1,10 +1,11 @@
 """What each test reaches, and which tests `make test` therefore leaves out: `tests/thorough.txt`, one id a line.
 
 `measure` runs all tests but those on a GPU, and notes of each its seconds, the lines of the package that it runs, and
-the kernels that it emits, for which features and pairs of them (`support/kernel_features.py`). `choose` reads that. A
-test stays if it is quick, if it is the quickest case of a function that is not slow, or if without it something would
-be reached by no test that stays: of those, the ones that reach the most in a second first (greedy set cover). Emulated
-ARM machines and compilers for GPUs, which have targets of their own, choose each for itself, behind the suite.
+the kernels that it emits, for which features and pairs of them (`support/kernel_features.py`). `choose` reads that; of
+tests that were not measured the list stays as it is. A test stays in the suite if it is quick, if it is the quickest
+case of a function that is not slow, or if without it something would be reached by no test that stays: of those, the
+ones that reach the most in a second first (greedy set cover). Emulated ARM machines and compilers for GPUs, which have
+targets of their own, choose each for itself, behind the suite.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def main() -> None:
         sys.exit(measure(given.folder, given.marker))
     tests = read(given.folder)
     left_out = choose(tests)
-    CHOICE.write_text("".join(f"{id}\n" for id in sorted(left_out)), encoding="utf-8")
+    unknown = set(CHOICE.read_text(encoding="utf-8").splitlines()) - {test.id for test in tests}
+    CHOICE.write_text("".join(f"{id}\n" for id in sorted(left_out | unknown)), encoding="utf-8")
     Console().print(table(tests, left_out))
 
 
