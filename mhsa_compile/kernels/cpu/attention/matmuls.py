@@ -96,10 +96,10 @@ class Products(Protocol):
         """Brings the tile's Q^T into scratch."""
         ...
 
-    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
+    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None] | None = None) -> None:
         """tile[r, c] = K[keys[r]] Q^T * score_factor, over the tile's own columns of queries.
 
-        The sum over E comes in parts, one for each step of keys, and after part i comes `between(i)`.
+        With `between` the sum over E comes in parts, one for each step of keys, and after part i comes `between(i)`.
         """
         ...
 
@@ -179,7 +179,7 @@ class Float32Products:
 
         vectors.pack_transposed(self.q_t, self.queries, head_dim, self.lanes, self.operands.query_rows, scaled)
 
-    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
+    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None] | None = None) -> None:
         key, head_dim = self.operands.key, self.operands.op.head_dim
         self.operands.prefetch(keys)
         # Once for the whole head: in the loop below each element would be widened by itself.
@@ -203,10 +203,10 @@ class Float32Products:
                     lambda c: load(self.q_t, [e + i, T.int64(tile.columns[c][0])], tile.columns[c][1]),
                 )
 
-        # One part for each step of probs: exponentials come between, and fill the gaps of the products.
-        for i, (first, end) in enumerate(parts(head_dim, len(keys), self.run)):
+        for i, (first, end) in enumerate(parts(head_dim, len(keys) if between else 1, self.run)):
             vectors.each_run(T.int64(first), T.int64(end), self.run, multiply)
-            between(i)
+            if between:
+                between(i)
 
     def keep_probs(self, base: Expr, column: Chunk, probs: list[Expr]) -> None:
         first, lanes = column

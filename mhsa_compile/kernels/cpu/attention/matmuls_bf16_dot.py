@@ -88,18 +88,19 @@ class PairedProducts:
 
         vectors.pack_transposed(self.q_t, self.queries, words, self.lanes, self.operands.query_rows, pairs)
 
-    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
+    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None] | None = None) -> None:
         op, key = self.operands.op, self.operands.key
         self.operands.prefetch(keys)
         tile.fill(0.0)
-        for i, (first, end) in enumerate(parts(op.head_dim // 2, len(keys) // 2)):
+        for i, (first, end) in enumerate(parts(op.head_dim // 2, len(keys) // 2 if between else 1)):
             with T.serial(T.int64(first), T.int64(end)) as e:
                 tile.outer_product(
                     lambda r: _words(load(key.buffer, key.at(keys[r], e * 2), 2), 1),
                     lambda c: load(self.q_t, [e, T.int64(tile.columns[c][0])], tile.columns[c][1]),
                     self.dot.accumulate,
                 )
-            between(i)
+            if between:
+                between(i)
         # Here, in float32; Q itself stays as it was given.
         tile.each(lambda r, c: tile.get(r, c) * constant(score_factor(op), tile.columns[c][1]))
 

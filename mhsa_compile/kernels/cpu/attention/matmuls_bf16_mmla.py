@@ -79,7 +79,7 @@ class MatrixProducts:
 
         vectors.each_vector(self.queries, self.lanes, pack)
 
-    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None]) -> None:
+    def score(self, tile: RegisterTile, keys: list[Expr], between: Callable[[int], None] | None = None) -> None:
         op, key = self.operands.op, self.operands.key
         self.operands.prefetch(keys)
         sums = self._sums(tile)
@@ -102,14 +102,15 @@ class MatrixProducts:
                     lambda c: load(self.q_t, [e + i, T.int64(tile.columns[c][0])], self.lanes),
                 )
 
-        for i, (first, end) in enumerate(parts(op.head_dim // WORD, len(keys) // WORD)):
+        for i, (first, end) in enumerate(parts(op.head_dim // WORD, len(keys) // WORD if between else 1)):
             # Two words of a key are one load of 16 bytes; an odd last one comes by itself.
             twice = (end - first) // 2
             with T.serial(T.int64(twice)) as turn:
                 add(materialize(first + turn * 2), 2)
             if (end - first) % 2:
                 add(T.int64(end - 1), 1)
-            between(i)
+            if between:
+                between(i)
         factor = constant(score_factor(op), self.lanes)
         self._each_row(sums, lambda r, c, part: tile.set(r, c, part * factor))
 

@@ -66,7 +66,8 @@ class _Constants:
 class OnlineSoftmax:
     """The softmax of `queries` rows, over the keys of one block at a time, `key_tile` keys a group.
 
-    `rescale(factors)` is told the factor of each row whenever what was summed up shrinks.
+    `rescale(factors)` is told the factor of each row whenever what was summed up shrinks. `interleaves` puts the
+    exponentials of one group between the products of the next, where there are registers for both; else before them.
     """
 
     def __init__(
@@ -77,9 +78,12 @@ class OnlineSoftmax:
         key_tile: int,
         lanes: int,
         rescale: Callable[[Expr], None],
+        *,
         overwrites_summands: bool,
+        interleaves: bool,
     ) -> None:
         self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
+        self.interleaves = interleaves
         self.scores = ScoreMods(products.operands, visibility, queries, key_tile)
         self.query_columns = vectors.chunks(queries, lanes)
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
@@ -114,14 +118,15 @@ class OnlineSoftmax:
                 store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
 
     def add_group(self, group: KeyGroup) -> None:
-        """Scores of a group, and meanwhile the probs of the one before.
-
-        Multiplications of one group and exponentials of the other do not wait for each other.
-        """
+        """Scores of a group, and meanwhile the probs of the one before: they do not wait for each other."""
         base, keys, columns = group.base, group.rows, group.columns
         tile = RegisterTile(self.key_tile, columns)
         # At a block's first group what is pending are scores of -inf; their probs, zeros, go in front of the block.
-        self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
+        if self.interleaves:
+            self.products.score(tile, keys, lambda step: self._weigh_pending(base - self.key_tile, step))
+        else:
+            self._weigh_all_pending(base - self.key_tile)
+            self.products.score(tile, keys)
         self.scores.cap(tile, keys, base)
         if group.hides:
             tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, group.first_key + r, columns[c]))
@@ -138,11 +143,14 @@ class OnlineSoftmax:
     def end_block(self, groups: Expr) -> None:
         """The probs of the last group, and the block's sum of probs."""
         # Nothing is multiplied meanwhile: there is no group after it.
-        for step in range(self.key_tile // self.products.keys_a_step):
-            self._weigh_pending(materialize((groups - 1) * self.key_tile), step)
+        self._weigh_all_pending(materialize((groups - 1) * self.key_tile))
         for lane, lanes in self.query_columns:
             at = [T.int64(lane)]
             store(self.row_sum, at, load(self.row_sum, at, lanes) + load(self.block_sum, at, lanes), lanes)
+
+    def _weigh_all_pending(self, base: Expr) -> None:
+        for step in range(self.key_tile // self.products.keys_a_step):
+            self._weigh_pending(base, step)
 
     def _weigh_pending(self, base: Expr, step: int) -> None:
         """P^T = 2^(S^T - m) for some keys of the group that begins at `base`.

@@ -87,10 +87,7 @@ class Accumulator:
                 self.add(first_key, count)
 
     def _value_tile(self) -> tuple[int, list[list[Chunk]]]:
-        """(rows of P V's register tile, its columns in vectors: those that leave the fewest over, and what fits).
-
-        All rows are lanes of one column of queries: what is left out for one of them is left out for all.
-        """
+        """(rows of P V's register tile, its columns in vectors: those that leave the fewest over, and what fits)."""
         wanted = len(self.value_columns)
         if self.products.rows_at_once > 1:
             # More sums than a quarter of the registers would leave room for: a matrix product takes five cycles.
@@ -99,8 +96,12 @@ class Accumulator:
             return self.lanes, [self.value_columns[first:end] for first, end in pairwise(borders)]
         fewest = min(-wanted % columns for columns in (2, 3, 4))
         columns = [c for c in (1, 2, 3, 4) if -wanted % c <= fewest and c <= wanted]
-        rows = [r for r in (1, 2, 4, 8) if self.lanes % r == 0]
-        tile_rows, width = vectors.register_tile(vectors.tile_registers(self.registers), rows, columns)
+        if self.registers <= 16:
+            # All of them: eight sums, which is what three quarters have room for, barely hide the latency of two units.
+            room, rows = self.registers, [r for r in (1, 2, 4, 6, 8) if self.queries % r == 0]
+        else:
+            room, rows = vectors.tile_registers(self.registers), [r for r in (1, 2, 4, 8) if self.lanes % r == 0]
+        tile_rows, width = vectors.register_tile(room, rows, columns)
         return tile_rows, [self.value_columns[first : first + width] for first in range(0, wanted, width)]
 
     def _holds_non_finite_values(self, first_key: Expr, count: Expr) -> Expr:

@@ -8,7 +8,8 @@
     Y = O / l, and zeros where nothing was visible (l = 0)
 
 The reference need not be the maximum: a prob of 2^RISE is as exact as one of 1. So it hardly ever moves, nothing is
-rescaled from block to block, and the probs of one group are computed while the next one's scores are multiplied.
+rescaled from block to block, and the probs of one group are computed among the products of the next one's scores,
+or, where the registers are too few for both, just before them.
 
 `key_loop` says which keys are visited; P V sums for each few rows only the keys that they see.
 Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling, Dao 2023 (arXiv:2307.08691); rescaling
@@ -44,7 +45,14 @@ class AttentionTile:
         self.products, self.output, self.queries = products, output, config["queries"]
         self.sums = Accumulator(products, visibility, self.queries, lanes, registers)
         self.probs = OnlineSoftmax(
-            products, visibility, self.queries, config["key_tile"], lanes, self.sums.rescale, overwrites_summands
+            products,
+            visibility,
+            self.queries,
+            config["key_tile"],
+            lanes,
+            self.sums.rescale,
+            overwrites_summands=overwrites_summands,
+            interleaves=registers > 16,
         )
         # Backwards where scores fall with the distance, so that the reference need not rise.
         backwards = visibility.op.slopes

@@ -86,7 +86,7 @@ class _Handing:
 
     def _scores(self, group: KeyGroup) -> RegisterTile:
         tile = RegisterTile(len(group.rows), group.columns)
-        self.products.score(tile, group.rows, lambda step: None)
+        self.products.score(tile, group.rows)
         self.scores.cap(tile, group.rows, group.base)
         if group.hides:
             hide, base, first_key, columns = self.visibility.hide, group.base, group.first_key, group.columns
