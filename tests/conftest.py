@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("thorough")
 
 
-@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after `-m` has chosen; pytest wants the prefix
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after `-m` has chosen
 def pytest_keep_slice(config: pytest.Config, items: list[pytest.Item]) -> None:
     if wanted := config.getoption("--slice"):
         part, parts = map(int, wanted.split("/"))

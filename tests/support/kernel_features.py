@@ -69,7 +69,7 @@ def pytest_configure() -> None:
 
 
 def _cpu_seconds() -> float:
-    """What this process and the children that it has waited for have used: what else runs on the machine changes it least."""
+    """Of this process and the children it has waited for: other programs hardly change them."""
     return sum(os.times()[:4])
 
 
