@@ -74,8 +74,6 @@ def test_nothing_calls_libm(code):
 def test_inner_loops_keep_their_sums_in_registers(code):
     name, machine, text = code
     few = machine.hardware.vector_registers < 32
-    if name.startswith("attention") and few:
-        pytest.skip("with 16 registers LLVM spills one accumulator: docs/performance.md")
     if name in ("decode, 4 rows", "decode, masked") and not few:
         pytest.skip("LLVM spills up to five of the sixteen sums of p V, though registers are free: open")
     loops = products(text)
