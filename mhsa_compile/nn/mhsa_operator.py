@@ -99,7 +99,10 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
     y, asked = "plain" if "sinks" in given else "Y", bool(node.output[3:4] and node.output[3]) and with_scores
     if asked:  # a stage of the scores for whoever calls the node, and below those that the softmax takes
         lines.append("same_y, same_key, same_value, stage = Attention (Q, K, V)")
-    lines.append(f"{f'{y}, present_key, present_value, scores' if with_scores else y} = Attention (Q, K, V)")
+    lines.append(f"{f'{y}, made_key, made_value, scores' if with_scores else y} = Attention (Q, K, V)")
+    if wanted.names:  # beside lengths the operator gives neither, and nobody reads them
+        made = ("K", "V") if "nonpad_kv_seqlen" in given else ("made_key", "made_value")
+        lines += [f"present_key = Identity ({made[0]})", f"present_value = Identity ({made[1]})"]
     lines += _shared_with_sinks(rows) if "sinks" in given else []
     lines += _inside(wanted, sinks="sinks" in given) if wanted.names else []
     outputs = ("Y", "present_key", "present_value", "stage" if asked else "scores", *NAMES)[: len(node.output)]
@@ -112,6 +115,8 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
     mask = "biased" if "slopes" in given else "attn_mask" if "attn_mask" in given else ""
     function.attribute.extend(attribute.name for attribute in node.attribute)
     for inner in (*before, call):
+        if "nonpad_kv_seqlen" in given and len(inner.output) > 1:
+            inner.output[1:3] = ["", ""]
         _pass_on(node, inner, [mask, *(name if name in given else "" for name in _INPUTS[4:7])])
     if with_scores:
         for attribute in [said for said in call.attribute if said.name == "qk_matmul_output_mode"]:

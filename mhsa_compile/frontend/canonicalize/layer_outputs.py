@@ -122,18 +122,20 @@ class _Change:
         for head in wanted.heads or ():
             if head >= sizes.heads:
                 raise ModelError("outputs", f"heads from 0 to {sizes.heads - 1} of {layer.asked_for}", str(head))
-        values = {}
-        for name, (dtype, dims) in _types(sizes, wanted).items():
+        types, values = _types(sizes, wanted), {}
+        for name in array_names(words):
             full = f"layer{layer.number}_{name}"
             if full in self._taken:
                 raise ModelError("model", f"no value named {full!r}, which is to be an output", "one", "Rename it.")
-            values[name] = helper.make_tensor_value_info(full, dtype, dims)
+            values[name] = helper.make_tensor_value_info(full, *types[name])
         if wanted.names:
             self._look_inside(layer, wanted, node, values)
-        names = array_names(words)
-        if "heads" in names:
+        if "heads" in values:
+            if not sizes.by_rows and node.output[0] in self.graph.outputs:  # else one array would be two outputs
+                got = f"{layer.asked_for}, whose heads are the output {node.output[0]!r}"
+                raise ModelError("outputs", "heads that are no output yet", got)
             self._give_heads(sizes, node.output[0], values["heads"].name)
-        self.model.graph.output.extend(values[name] for name in names)
+        self.model.graph.output.extend(values.values())
 
     def finished(self) -> onnx.ModelProto:
         """The model as it is now."""
