@@ -231,10 +231,11 @@ COMPILED = [
 ]
 
 
+@pytest.mark.parametrize("outputs", [None, pytest.param(["weights", "entropy", "heads"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", COMPILED)
-def test_compiles(case: str) -> None:
+def test_compiles(case: str, outputs: list[str] | None) -> None:
     file = CASES[case]()
-    artifact = mhsa.compile(file.model())
+    artifact = mhsa.compile(file.model(), outputs=outputs)
     assert [block.fused for block in artifact.manifest.attention] == [True]
     results = mhsa.load(artifact)(**file.feeds)
     rewritten = onnx.load(artifact.path / "model.onnx")
