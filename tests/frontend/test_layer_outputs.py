@@ -383,7 +383,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert [block.fused for block in blocks] == [True, False, True], "in the graph's order"
     names = [block.name for block in blocks]
     for words, *expected in (
-        ("entropy@3", "a layer from 0 to 2", "'entropy@3'", f"0 {names[0]!r}, 1 {names[1]!r}, 2 {names[2]!r}"),
+        ("entropy@3", "a layer from 0 to 2", "'entropy@3'", f"0 {names[0]!r}, 2 {names[2]!r}."),
         ("entropy@-4", "a layer from 0 to 2"),
         ("entropy@1", "was not fused", f"entropy@0: 0 {names[0]!r}, 2 {names[2]!r}."),
         ("entropy", "was not fused", f"layer 1 ({names[1]!r})"),

@@ -67,17 +67,16 @@ def _chosen(layers: Sequence[Layer], word: LayerWord) -> Sequence[Layer]:
         if layer.place is None:
             note = layer.block.note if not layer.block.fused else "nothing reads its result"
             got = f"{str(word)!r}, of which {layer.asked_for} was not fused: {note}"
-            raise ModelError(
-                "outputs", "layers that are fused", got, _listed([one for one in layers if one.place is not None])
-            )
+            raise ModelError("outputs", "layers that are fused", got, _listed(layers))
     return chosen
 
 
 def _listed(layers: Sequence[Layer]) -> str:
     """The layers that can be asked for, as a next step."""
-    names = [f"{layer.number} {layer.block.name!r}" for layer in layers[:_LISTED]]
-    more = f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else ""
-    return f"Those that can be named, such as entropy@{layers[0].number}: {', '.join(names)}{more}." if layers else ""
+    there = [layer for layer in layers if layer.place is not None]
+    names = ", ".join(f"{layer.number} {layer.block.name!r}" for layer in there[:_LISTED])
+    more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
+    return f"Those that can be named, such as entropy@{there[0].number}: {names}{more}." if there else ""
 
 
 @dataclass(frozen=True)
