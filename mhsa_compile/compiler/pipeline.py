@@ -20,7 +20,7 @@ from mhsa_compile.files import atomic_write
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import bounded, reading
 from mhsa_compile.frontend.export.input_dims import check_dims
-from mhsa_compile.frontend.export.source import Source, as_module, read_source
+from mhsa_compile.frontend.export.source import Source, as_module, read_source, with_outputs
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mhsa_compile.frontend.relax.imported_module import ImportedModule
     from mhsa_compile.kernels.interface.ops import Op
     from mhsa_compile.spec.attention_spec import AttentionSpec
+    from mhsa_compile.spec.outputs import LayerWord
 
 
 _REPORT = "If `onnx.checker` finds the model valid, this is a defect of ours: report it, with the model."
@@ -56,6 +57,7 @@ def compile(
     dims: Mapping[str, int] | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+    outputs: Sequence[str] | None = None,
     weights: str | None = None,
     records: str | Path | Iterable[Record] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -70,6 +72,9 @@ def compile(
     example_inputs  for an nn.Module that is not one of ours: tensors, in the order of forward or by name. Its batch
                     and lengths stay symbolic where it allows; what it fixes is warned of, with the reason
     dynamic_shapes  which of their dims stay symbolic, in torch.export's forms: {"x": {0: "B", 1: Dim("L", max=512)}}
+    outputs         what a call returns, in the words of `AttentionSpec.outputs`: of a spec, or of a module of ours, as
+                    if the spec said so; of any other graph beside its own outputs, of every layer ("entropy") or of
+                    one ("weights@3"), as `layer3_weights`; `artifact.manifest.attention` lists the layers
     weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
                     with activations of eight bits, a scale for each row; the artifact stores the weights as they are
     records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
@@ -93,11 +98,11 @@ def compile(
         cuda_compiler.compiler()  # a missing one is said before the work
     at_hand = tuple(_records(records, profile))
     use_cache = cache and dump is None and kept_artifacts.is_on()
-    before = CompiledBefore(Asked(profile, weights, at_hand) if use_cache else None)
 
     environment.check_tvm_pair()
     tell("export")
-    source = as_module(source, example_inputs)
+    source, added = with_outputs(as_module(source, example_inputs), outputs)
+    before = CompiledBefore(Asked(profile, weights, at_hand, tuple(map(str, added))) if use_cache else None)
     if example_inputs is None and dynamic_shapes is None:
         check_dims(dims)
         if (found := before.of_module(source, dims)) is not None:
@@ -105,7 +110,7 @@ def compile(
     read = read_source(source, dims, example_inputs, dynamic_shapes)
     if (found := before.of_model(read.model)) is not None:
         return found
-    read, canonical, imported = _imported(read, weights, tell)
+    read, canonical, imported = _imported(read, weights, tell, added)
     tell("schedule")
     from mhsa_compile.compiler import lower, package
     from mhsa_compile.compiler.codegen import build
@@ -161,7 +166,7 @@ def _check_weights(weights: str | None) -> None:
 
 
 def _imported(
-    read: Source, weights: str | None, tell: Callable[[str], None]
+    read: Source, weights: str | None, tell: Callable[[str], None], outputs: Sequence[LayerWord] = ()
 ) -> tuple[Source, Canonical, ImportedModule]:
     """The other stages that know no target."""
     tell("import")
@@ -169,7 +174,7 @@ def _imported(
     from mhsa_compile.frontend.relax import importer  # TVM takes a second to load
 
     with reading(ModelError, "model", "a graph that this library reads", _REPORT):
-        canonical = canonicalize(read.model)
+        canonical = canonicalize(read.model, outputs)
         imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
     return Source(canonical.model, read.spec), canonical, imported
 

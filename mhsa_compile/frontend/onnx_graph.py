@@ -57,11 +57,14 @@ class GraphView:
 
     def dtype(self, name: str) -> str | None:
         """NumPy's name of the element type, or None where it is unknown."""
-        if name in self.initializers:
-            code = self.initializers[name].data_type
-        else:
-            code = self._types[name].elem_type if name in self._types else 0
+        code = self.elem_type(name)
         return str(onnx.helper.tensor_dtype_to_np_dtype(code)) if code else None
+
+    def elem_type(self, name: str) -> int:
+        """ONNX's number of the element type, 0 where it is unknown."""
+        if name in self.initializers:
+            return int(self.initializers[name].data_type)
+        return int(self._types[name].elem_type) if name in self._types else 0
 
     def is_weight(self, name: str) -> bool:
         """Whether a value is an initializer, or a part or a view of one, as of projections that are stored as one."""

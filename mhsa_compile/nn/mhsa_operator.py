@@ -96,29 +96,43 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
     lines = _slopes_in_mask(given, 1 if rows else 2, bool_mask) if "slopes" in given else []
     wanted = wanted_of(node)
     with_scores = "sinks" in given or wanted.names != ()
-    y = "plain" if "sinks" in given else "Y"
-    lines.append(f"{f'{y}, present_key, present_value, scores' if with_scores else y} = Attention (Q, K, V)")
+    y, asked = "plain" if "sinks" in given else "Y", bool(node.output[3:4] and node.output[3]) and with_scores
+    if asked:  # a stage of the scores for whoever calls the node, and below those that the softmax takes
+        lines.append("same_y, same_key, same_value, stage = Attention (Q, K, V)")
+    lines.append(f"{f'{y}, made_key, made_value, scores' if with_scores else y} = Attention (Q, K, V)")
+    if wanted.names:  # beside lengths the operator gives neither, and nobody reads them
+        made = ("K", "V") if "nonpad_kv_seqlen" in given else ("made_key", "made_value")
+        lines += [f"present_key = Identity ({made[0]})", f"present_value = Identity ({made[1]})"]
     lines += _shared_with_sinks(rows) if "sinks" in given else []
     lines += _inside(wanted, sinks="sinks" in given) if wanted.names else []
-    outputs = ("Y", "present_key", "present_value", "scores", *NAMES)[: len(node.output)]
+    outputs = ("Y", "present_key", "present_value", "stage" if asked else "scores", *NAMES)[: len(node.output)]
     head = (
         f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]> '
         f"Attention ({', '.join(_INPUTS[: len(node.input)])}) => ({', '.join(outputs)})"
     )
     function = parser.parse_function("\n".join((head, "{", *lines, "}")))
-    (call,) = (inner for inner in function.node if inner.op_type == "Attention")
+    *before, call = (inner for inner in function.node if inner.op_type == "Attention")
     mask = "biased" if "slopes" in given else "attn_mask" if "attn_mask" in given else ""
-    call.input.extend([mask, *(name if name in given else "" for name in _INPUTS[4:7])])
+    function.attribute.extend(attribute.name for attribute in node.attribute)
+    for inner in (*before, call):
+        if "nonpad_kv_seqlen" in given and len(inner.output) > 1:
+            inner.output[1:3] = ["", ""]
+        _pass_on(node, inner, [mask, *(name if name in given else "" for name in _INPUTS[4:7])])
+    if with_scores:
+        for attribute in [said for said in call.attribute if said.name == "qk_matmul_output_mode"]:
+            call.attribute.remove(attribute)
+        call.attribute.append(onnx.helper.make_attribute("qk_matmul_output_mode", _BIASED_SCORES))
+    return function
+
+
+def _pass_on(node: NodeProto, call: NodeProto, inputs: list[str]) -> None:
+    """Hands a standard Attention inside of the definition what `node` is given, behind Q, K and V."""
+    call.input.extend(inputs)
     while not call.input[-1]:
         call.input.pop()
     for attribute in node.attribute:
-        function.attribute.append(attribute.name)
-        if attribute.name in ATTRIBUTES:  # the definition is of their values
-            continue
-        call.attribute.add(name=attribute.name, type=attribute.type, ref_attr_name=attribute.name)
-    if with_scores:
-        call.attribute.append(onnx.helper.make_attribute("qk_matmul_output_mode", _BIASED_SCORES))
-    return function
+        if attribute.name not in ATTRIBUTES:  # the definition is of their values
+            call.attribute.add(name=attribute.name, type=attribute.type, ref_attr_name=attribute.name)
 
 
 def _slopes_in_mask(given: set[str], axis: int, bool_mask: bool) -> list[str]:

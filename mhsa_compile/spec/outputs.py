@@ -13,6 +13,11 @@
 A query that sees no key has an lse of -inf, an entropy of 0 and weights of 0. Where fewer than k keys are seen, the
 rest of top_k has the weight 0 and the key -1. A query that a call does not have (`rows=5` of 3) has weights of 0.
 
+Of somebody else's graph the same words are of its attentions, the layers, which are counted from 0 in the graph's
+order: `entropy` is of every layer, `entropy@3` of the fourth, `entropy@-1` of the last. The arrays have the layer
+before their names, `layer3_entropy`, and come behind the graph's own outputs, which `y` stands for and which are
+always there.
+
 Notation: B batch, L query length, S key length, H heads, F value head dim.
 """
 
@@ -28,6 +33,7 @@ from typing import Any
 from mhsa_compile.errors import SpecError
 
 _KINDS = ("y", "heads", "lse", "entropy", "top_k", "weights")
+_OF_LAYERS = '"weights", "entropy@3", "top_k:5@-1", "weights:heads=0,3,rows=0,-1@0"'
 _EXAMPLES = '"y", "lse", "entropy", "top_k:5", "weights", "weights:heads=0,3,rows=0,-1", "heads"'
 
 
@@ -56,16 +62,23 @@ class SoftmaxOutputs:
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
+@dataclass(frozen=True)
+class LayerWord:
+    """A word about layers of a graph, in its one spelling; `layer` None is every one, -1 the last."""
+
+    word: str
+    layer: int | None
+
+    def __str__(self) -> str:
+        return self.word if self.layer is None else f"{self.word}@{self.layer}"
+
+
 def checked_outputs(words: object, num_heads: int) -> tuple[str, ...]:
     """The words, each in its one spelling. Raises SpecError: none, an unknown one, the same kind twice, no y."""
-    given = words if isinstance(words, list | tuple) else ()
-    if not given or not all(isinstance(word, str) for word in given):
-        raise SpecError("outputs", f"some of {_EXAMPLES}", repr(words))
+    given = _texts(words, _EXAMPLES)
     kinds = [word.partition(":")[0] for word in given]
     for kind in kinds:
-        if kind not in _KINDS:
-            near = difflib.get_close_matches(kind, _KINDS, n=1)
-            raise SpecError("outputs", f"some of {_EXAMPLES}", repr(kind), f"Did you mean {near[0]!r}?" if near else "")
+        _check_kind(kind, _EXAMPLES)
         if kinds.count(kind) > 1:
             raise SpecError("outputs", "each output once", f"{kind!r} {kinds.count(kind)} times")
     if "y" not in kinds:
@@ -73,7 +86,38 @@ def checked_outputs(words: object, num_heads: int) -> tuple[str, ...]:
     return tuple(_spelled(word, num_heads) for word in given)
 
 
-def _spelled(word: str, num_heads: int) -> str:
+def layer_words(words: object) -> tuple[LayerWord, ...]:
+    """The words about layers; y, the graph's own outputs, is none. Raises SpecError for what no graph could have."""
+    found = []
+    for text in _texts(words, f'"y", {_OF_LAYERS}'):
+        word, at, layer = text.partition("@")
+        kind = word.partition(":")[0]
+        _check_kind(kind, f'"y", {_OF_LAYERS}')
+        if at and not re.fullmatch(r"-?\d+", layer):
+            raise SpecError("outputs", "the number of a layer behind @, such as 'entropy@3'", repr(text))
+        if kind == "y" and at:
+            raise SpecError("outputs", "y alone, the graph's own outputs", repr(text), f"Of a layer: heads@{layer}.")
+        spelled = LayerWord(_spelled(word, None), int(layer) if at else None)
+        if kind != "y":
+            found.append(spelled)
+    return tuple(found)
+
+
+def _texts(words: object, examples: str) -> list[str] | tuple[str, ...]:
+    given = words if isinstance(words, list | tuple) else ()
+    if not given or not all(isinstance(word, str) for word in given):
+        raise SpecError("outputs", f"some of {examples}", repr(words))
+    return given
+
+
+def _check_kind(kind: str, examples: str) -> None:
+    if kind not in _KINDS:
+        near = difflib.get_close_matches(kind, _KINDS, n=1)
+        raise SpecError("outputs", f"some of {examples}", repr(kind), f"Did you mean {near[0]!r}?" if near else "")
+
+
+def _spelled(word: str, num_heads: int | None) -> str:
+    """`num_heads` is None where it is not known yet."""
     kind, colon, detail = word.partition(":")
     if kind == "top_k":
         if not re.fullmatch(r"[1-9]\d*", detail):
@@ -82,7 +126,7 @@ def _spelled(word: str, num_heads: int) -> str:
     if kind == "weights" and colon:
         chosen = _chosen(word, detail)
         for head in chosen.get("heads", ()):
-            if not 0 <= head < num_heads:
+            if num_heads is not None and not 0 <= head < num_heads:
                 raise SpecError("outputs", f"heads from 0 to {num_heads - 1}", f"{head} in {word!r}")
         return "weights:" + ",".join(f"{axis}={','.join(map(str, numbers))}" for axis, numbers in chosen.items())
     if colon:
@@ -105,7 +149,7 @@ def _chosen(word: str, detail: str) -> dict[str, tuple[int, ...]]:
 
 def split_words(text: str) -> list[str]:
     """A comma-separated list, as a command line has it: "y,top_k:5,weights:heads=0,3,rows=0,-1" is three words."""
-    return re.split(r",\s*(?=[a-z_]+(?:[,:]|$))", text)
+    return re.split(r",\s*(?=[a-z_]+(?:[,:@]|$))", text)
 
 
 def inside_of(words: Sequence[str]) -> SoftmaxOutputs:

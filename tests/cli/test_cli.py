@@ -14,6 +14,7 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file, save_file
@@ -516,3 +517,25 @@ def test_files_of_bfloat16_are_float32(tmp_path: Path) -> None:
     with np.load(tmp_path / "y.npz") as saved:
         assert saved["x"].dtype == np.float32
         assert np.array_equal(saved["x"].astype("bfloat16"), values["x"])
+
+
+def test_outputs_of_the_layers_of_a_file(tmp_path: Path) -> None:
+    core = (
+        '<ir_version: 10, opset_import: ["": 23]> core (float[B,2,L,4] q) => (float[B,2,L,4] y) {y = Attention (q,q,q)}'
+    )
+    file, out, spec = tmp_path / "core.onnx", tmp_path / "core.mhsa", tmp_path / "spec.toml"
+    file.write_bytes(onnx.parser.parse_model(core).SerializeToString())
+    spec.write_text("embed_dim = 8\nnum_heads = 2\n")
+    for words, expected in (("entropy@1", "a layer from 0 to 0"), ("entropi", "Did you mean"), ("", "some of")):
+        assert expected in refused(mhsa("compile", file, "--outputs", words, "-o", out))
+    assert "Leave one of them out" in refused(mhsa("compile", file, "--outputs", "lse", "--embed-dim", 8, "-o", out))
+    assert "'lse@0'" in refused(mhsa("compile", spec, "--outputs", "y,lse@0", "-o", out))
+    assert mhsa("compile", file, "--outputs", "entropy,weights@0", "-o", out).exit_code == 0
+    held = json.loads(mhsa("inspect", out, "--json").stdout)["manifest"]
+    assert [info["name"] for info in held["outputs"]] == ["y", "layer0_entropy", "layer0_weights"]
+    assert [block["name"] for block in held["attention"]] == ["y"] and "layer" in mhsa("inspect", out).stdout
+    assert mhsa("run", out, "--dim", "B=2", "--dim", "L=5", "-o", tmp_path / "all.npz").exit_code == 0
+    with np.load(tmp_path / "all.npz") as arrays:
+        assert {name: arrays[name].shape for name in arrays} == {
+            "y": (2, 2, 5, 4), "layer0_entropy": (2, 2, 5), "layer0_weights": (2, 2, 5, 5),
+        }  # fmt: skip

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+from mhsa_compile.spec.outputs import layer_words
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import eager, oracle
 
@@ -203,6 +204,25 @@ def test_means_what_onnxruntime_computes(case: str) -> None:
         assert max_error(truth, other) <= budget(truth, allowed, "float32")
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_says_what_it_does_inside(case: str) -> None:
+    file = CASES[case]()
+    known, words = [value.name for value in file.model().graph.output], ("weights", "heads", "lse")
+    found = canonicalize(file.model(), layer_words(words)).model
+    onnx.checker.check_model(found, full_check=True)
+    names = [value.name for value in found.graph.output]
+    assert names == [*known, *(f"layer0_{word}" for word in words)]
+    results = dict(zip(names, oracle(found, file.feeds), strict=True))
+    weights, heads = results["layer0_weights"], results["layer0_heads"]
+    sums, unseen = weights.sum(-1), results["layer0_lse"] == -np.inf
+    assert np.allclose(sums, np.where(unseen, 0, 1))
+    assert np.allclose(heads.transpose(0, 2, 1, 3).reshape(results["y"].shape), results["y"])
+    if "present_value" in results and not file.feeds.keys() & {"seqlens_k"}:
+        values = results["present_value"]
+        repeated = np.repeat(values, heads.shape[1] // values.shape[1], axis=1)
+        assert np.allclose(weights @ repeated, heads)
+
+
 COMPILED = [
     "attention, ends and starts, past",
     "multi-head, past",
@@ -211,10 +231,11 @@ COMPILED = [
 ]
 
 
+@pytest.mark.parametrize("outputs", [None, pytest.param(["weights", "entropy", "heads"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", COMPILED)
-def test_compiles(case: str) -> None:
+def test_compiles(case: str, outputs: list[str] | None) -> None:
     file = CASES[case]()
-    artifact = mhsa.compile(file.model())
+    artifact = mhsa.compile(file.model(), outputs=outputs)
     assert [block.fused for block in artifact.manifest.attention] == [True]
     results = mhsa.load(artifact)(**file.feeds)
     rewritten = onnx.load(artifact.path / "model.onnx")

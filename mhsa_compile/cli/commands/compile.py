@@ -75,9 +75,11 @@ def _report(out: Path, artifact: Artifact, seconds: float, verbose: bool, json: 
     output.print_table(title, op_table.COLUMNS, op_table.rows(manifest, verbose=verbose))
     fused = sum(block.fused for block in manifest.attention)
     output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
-    noted = [block for block in manifest.attention if block.note]
-    for i, block in enumerate(noted):
-        if i == _NOTES and len(noted) > _NOTES + 1 and not verbose:
-            output.line(f"  and {len(noted) - i} more: --verbose shows them")
+    layers = list(enumerate(manifest.attention))
+    told = layers if verbose else [(number, block) for number, block in layers if block.note]
+    for i, (number, block) in enumerate(told):
+        if i == _NOTES and len(told) > _NOTES + 1 and not verbose:
+            output.line(f"  and {len(told) - i} more: --verbose shows them")
             break
-        output.line(f"  {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}: {block.note}")
+        what = f"layer {number}, {block.name} ({block.form}), {'fused' if block.fused else 'not fused'}"
+        output.line(f"  {what}: {block.note}" if block.note else f"  {what}")

@@ -38,6 +38,15 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
         ("tensor", "name", "dtype", "dims"),
         ((role, info.name, info.dtype, output.dims_text(info.dims)) for role, info in tensors),
     )
+    if manifest.spec is None and manifest.attention:
+        output.print_table(
+            "Attention",
+            ("layer>", "name", "form", "", "note"),
+            (
+                (number, block.name, block.form, "fused" if block.fused else "not fused", block.note)
+                for number, block in enumerate(manifest.attention)
+            ),
+        )
     output.print_table(
         "Operations",
         ("name", "kind", "kernel", "config", "config from", "note"),

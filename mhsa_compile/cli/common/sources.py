@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from mhsa_compile.cli.common import output
 from mhsa_compile.errors import ModelError
@@ -74,13 +75,22 @@ def compile_with_progress(
     dump: Path | None = None,
     cache: bool = True,
 ) -> Artifact:
-    """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random."""
+    """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random.
+
+    Of a file only `fields["outputs"]` may be stated: what a call returns.
+    """
+    from mhsa_compile.spec.outputs import layer_words
     from mhsa_compile.target.profile import load_profile
 
     # What is mistyped is answered now, not after the seconds that importing PyTorch takes.
     profile = load_profile(target)
     at_hand = read_records(profile.records() if records is None else [records])
-    resolved = resolve(source, fields)
+    of_spec, outputs = dict(fields), None
+    if source is not None:
+        outputs = of_spec.pop("outputs", None)
+    resolved = resolve(source, of_spec)
+    if outputs is not None:
+        layer_words(outputs) if isinstance(resolved, Path) else replace(resolved, outputs=outputs)
     require_compiler()
     with output.stages() as stage:
         stage("load PyTorch")
@@ -93,6 +103,7 @@ def compile_with_progress(
             resolved,
             profile,
             dims=dims,
+            outputs=outputs,
             weights=weights,
             records=at_hand,
             progress=stage,

@@ -38,7 +38,10 @@ def _window(text: str) -> list[int]:
 
 
 _ROPE = "Rotary positions: default, or such as theta=500000,scaling=llama3,factor=8,original_max_length=8192."
-_OUTPUTS = "What a call returns, such as y,lse,entropy,top_k:5,weights:heads=0,3,rows=0,-1; y if not given."
+_OUTPUTS = (
+    "What a call returns, such as y,lse,entropy,top_k:5,weights:heads=0,3,rows=0,-1; y if not given. Of an .onnx "
+    "SOURCE beside its own outputs: of every layer (weights), or of one (weights@3)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

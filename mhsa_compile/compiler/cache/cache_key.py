@@ -1,7 +1,8 @@
 """What the bytes of an artifact hang on, as one hash.
 
 Of every source: the sources of this package, the versions of what exports, generates code and links, the target's
-profile, the tuned records at hand, and whether weights have eight bits. And then
+profile, the tuned records at hand, whether weights have eight bits, and which outputs a graph gets beside its own. And
+then
 
 - of an ONNX model, or of any nn.Module as it was exported: the model's bytes, weights among them, with its dims fixed
 - of a module of ours whose state is as its class makes it: its class, its spec and the dims. Nothing but the file of
@@ -41,10 +42,11 @@ class Asked:
     profile: TargetProfile
     weights: str | None
     records: tuple[Record, ...]
+    outputs: tuple[str, ...] = ()
 
     def key(self, *parts: bytes) -> str:
         """`parts` are the source."""
-        rest = _encoded([self.profile, self.weights, _versions(self.profile)])
+        rest = _encoded([self.profile, self.weights, _versions(self.profile), self.outputs])
         digest = hashlib.sha256()
         for part in (*parts, _sources(), *map(encoded, self.records), rest):
             digest.update(hashlib.sha256(part).digest())

@@ -3,7 +3,7 @@
 Eight steps, each from a whole model to a whole model: weights become initializers, the opset is raised, Einsum becomes
 MatMul, ends of tables get the length of the sequence, convolutions of one pixel become linears and sequences the parts
 of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, and decomposed
-attention becomes one node.
+attention becomes one node. Then outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
 """
@@ -11,13 +11,16 @@ was.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx
 from onnx import helper
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize import layer_outputs
 from mhsa_compile.frontend.canonicalize.decomposed import rewrite as decomposed
+from mhsa_compile.frontend.canonicalize.layers import in_order, is_attention, name_of
 from mhsa_compile.frontend.canonicalize.microsoft import rewrite as microsoft
 from mhsa_compile.frontend.canonicalize.passes import (
     einsum,
@@ -33,14 +36,15 @@ from mhsa_compile.frontend.canonicalize.passes.size_tensors import sizes_as_tens
 from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import light, whole
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
-from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, SPEC_KEY
+from mhsa_compile.spec.attention_spec import LIMITS_KEY, SPEC_KEY
+from mhsa_compile.spec.outputs import LayerWord
 
 _OTHERS = ("RotaryEmbedding", "TensorScatter")  # what a model without any attention may be made of
 
 
 @dataclass(frozen=True)
 class Canonical:
-    """A model whose attention is the standard operator, and what became of each attention it had.
+    """A model whose attention is the standard operator, and what became of each attention it had, in the graph's order.
 
     `limits`: symbols and their largest size, that of a table (of positions, say) which the graph takes a part of, or
     that up to which a module was exported.
@@ -51,15 +55,23 @@ class Canonical:
     limits: dict[str, int]
 
 
-def canonicalize(model: onnx.ModelProto) -> Canonical:
-    """Raises ModelError where nothing in the model is attention, or an operator of Microsoft's has no standard form."""
+def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> Canonical:
+    """`outputs` are added to the model's own.
+
+    Raises ModelError where nothing in the model is attention, an operator of Microsoft's has no standard form, or an
+    output is asked for that there cannot be.
+    """
     if any(entry.key == SPEC_KEY for entry in model.metadata_props):
+        if outputs:
+            got = f"{', '.join(map(str, outputs))} of a file that was exported from a spec"
+            raise ModelError("outputs", "a spec with them, or somebody else's model", got, "Compile the spec instead.")
         return Canonical(model, _standard(model), _stated_limits(model))
     limits = _stated_limits(model)
     small, tensors = light(weight_constants.rewrite(model))
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = propagate_shapes(small, limits)
-    small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))
+    needed = (opset.LEAST, microsoft.least_opset(small), layer_outputs.OPSET if outputs else 0)
+    small = opset.raised(small, max(needed))
     standard = _standard(small)
     small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
     if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
@@ -71,12 +83,14 @@ def canonicalize(model: onnx.ModelProto) -> Canonical:
         kinds = ", ".join(sorted({node.op_type for node in model.graph.node})) or "no node at all"
         hint = "It must have an Attention operator, or a Softmax between two products of activations."
         raise ModelError("model", "at least one attention", kinds, hint)
+    layers = in_order(small, blocks)
+    small = layer_outputs.with_outputs(small, layers, outputs)
     result = whole(sizes_as_tensors(small), tensors)
     sizes = limits | _index_limits(small)
     if sizes:
         said = {entry.key: entry.value for entry in result.metadata_props}
         helper.set_model_props(result, said | {LIMITS_KEY: json.dumps(sizes)})
-    return Canonical(result, blocks, limits)
+    return Canonical(result, tuple(layer.block for layer in layers), limits)
 
 
 def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
@@ -100,6 +114,4 @@ def _index_limits(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _standard(model: onnx.ModelProto) -> tuple[AttentionCoverage, ...]:
-    domains = ("", "ai.onnx", DOMAIN)
-    nodes = (node for node in model.graph.node if node.op_type == "Attention" and node.domain in domains)
-    return tuple(AttentionCoverage(node.name or node.output[0], "Attention", True) for node in nodes)
+    return tuple(AttentionCoverage(name_of(node), "Attention", True) for node in model.graph.node if is_attention(node))

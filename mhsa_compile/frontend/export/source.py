@@ -19,6 +19,7 @@ from mhsa_compile.frontend.export.input_dims import (
     settled,
 )
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
+from mhsa_compile.spec.outputs import LayerWord, layer_words
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,23 @@ def as_module(source: Any, example_inputs: Sequence[Any] | Mapping[str, Any] | N
     if isinstance(source, nn.MultiheadAttention) and example_inputs is None:
         return from_torch(source)
     return source
+
+
+def with_outputs(source: Any, words: Any) -> tuple[Any, tuple[LayerWord, ...]]:
+    """(the source, what is to be added to its graph): a module of ours returns `words` by itself, see `spec.outputs`.
+
+    `source` is `as_module`'s. Raises SpecError.
+    """
+    if words is None:
+        return source, ()
+    if isinstance(source, str | Path | onnx.ModelProto):
+        return source, layer_words(words)
+    from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
+
+    if isinstance(source, MultiHeadAttention | ScaledDotProductAttention):
+        given = words if isinstance(words, list | tuple) else (words,)
+        return source.with_outputs(*given), ()
+    return source, layer_words(words)
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:

@@ -74,7 +74,7 @@ def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> l
         axis = rewriter.constant([1], "int64")
         for name, result in zip(made, results, strict=True):
             rewriter.node("Squeeze", name, axis, output=result)
-    rewriter.place(last)
+    rewriter.place(last, attention=softmax.name or softmax.output[0])
     if read and (maker := rewriter.graph.producer(read)) is not None:
         rewriter.remove(maker)
     return masks.notes

@@ -67,7 +67,7 @@ def rewrite(
                 rewriter.drop()
                 waiting.append(known.refused("shapes and dtypes that are known", str(reason)))
                 continue
-            rewriter.place(node)
+            rewriter.place(node, attention=known.name)
             if node.op_type in _ATTENTIONS:
                 blocks.append(AttentionCoverage(known.name, f"{DOMAIN}.{node.op_type}", True, known.note))
         if len(waiting) == len(theirs):

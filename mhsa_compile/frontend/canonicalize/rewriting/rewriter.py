@@ -74,8 +74,11 @@ class Rewriter:
         made = next((node for node in self._written if name in node.output), None) or self.graph.producer(name)
         return made if made is not None and made.op_type == op_type else None
 
-    def place(self, node: onnx.NodeProto) -> None:
-        """What was written since the last call stands where `node` stood."""
+    def place(self, node: onnx.NodeProto, attention: str = "") -> None:
+        """What was written since the last call stands where `node` stood; an Attention in it is called `attention`."""
+        for written in self._written:
+            if attention and written.op_type == "Attention":
+                written.name = attention
         self._placed[id(node)] = self._written
         self._kept += self._constants
         self._written, self._constants = [], []

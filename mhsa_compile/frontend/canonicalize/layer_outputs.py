@@ -1,0 +1,209 @@
+"""Outputs of a graph that say what its attentions do inside: `weights@3` becomes the output `layer3_weights`.
+
+Such an Attention becomes the operator of our domain, which has these outputs, with its definition in standard ones.
+What its heads put out is its Y.
+
+Notation: B batch, L query length, S key length, H heads, F value head dim.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import TensorProto, helper
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.layers import Layer
+from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
+from mhsa_compile.nn import mhsa_operator
+from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.outputs import LayerWord, SoftmaxOutputs, array_names, inside_of
+
+OPSET = 24
+"""The first whose Attention defines the operator of ours that has more outputs."""
+_OVERLOADS = 10  # the first version of the file format in which functions of one name may differ
+_LISTED = 16  # layers, in a message
+
+
+def with_outputs(model: onnx.ModelProto, layers: Sequence[Layer], words: Sequence[LayerWord]) -> onnx.ModelProto:
+    """The model with what `words` ask for behind its own outputs: by layer, then as the words stand.
+
+    `layers` are of this model. Raises ModelError: no such layer or head, a layer that was not fused, an output twice.
+    """
+    asked = _by_layer(layers, words)
+    if not asked:
+        return model
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    change = _Change(GraphView(model), result)
+    for layer in layers:
+        if layer.number in asked and layer.place is not None:
+            change.add(layer, asked[layer.number], result.graph.node[layer.place])
+    return change.finished()
+
+
+def _by_layer(layers: Sequence[Layer], words: Sequence[LayerWord]) -> dict[int, list[str]]:
+    """Layer -> its words, once each of them is known to be there."""
+    asked: dict[int, list[str]] = defaultdict(list)
+    for word in words:
+        for layer in _chosen(layers, word):
+            kind = word.word.partition(":")[0]
+            if kind in (known.partition(":")[0] for known in asked[layer.number]):
+                raise ModelError("outputs", "each output of a layer once", f"{kind!r} of {layer.asked_for} twice")
+            asked[layer.number].append(word.word)
+    return asked
+
+
+def _chosen(layers: Sequence[Layer], word: LayerWord) -> Sequence[Layer]:
+    chosen = layers
+    if word.layer is not None:
+        if not -len(layers) <= word.layer < len(layers):
+            raise ModelError("outputs", f"a layer from 0 to {len(layers) - 1}", f"{str(word)!r}", _listed(layers))
+        chosen = [layers[word.layer]]
+    for layer in chosen:
+        if layer.place is None:
+            note = layer.block.note if not layer.block.fused else "nothing reads its result"
+            got = f"{str(word)!r}, of which {layer.asked_for} was not fused: {note}"
+            raise ModelError("outputs", "layers that are fused", got, _listed(layers))
+    return chosen
+
+
+def _listed(layers: Sequence[Layer]) -> str:
+    """The layers that can be asked for, as a next step."""
+    there = [layer for layer in layers if layer.place is not None]
+    names = ", ".join(f"{layer.number} {layer.block.name!r}" for layer in there[:_LISTED])
+    more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
+    return f"Those that can be named, such as entropy@{there[0].number}: {names}{more}." if there else ""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of one Attention: B, H, L, S, F, None where one is not known by name, and its type of floats."""
+
+    batch: Dim
+    heads: int
+    queries: Dim
+    keys: Dim
+    v_head_dim: Dim
+    dtype: int
+    by_rows: bool  # Q, K and V have three axes
+
+    @classmethod
+    def of(cls, graph: GraphView, node: onnx.NodeProto) -> _Sizes:
+        """Raises ModelError where the number of heads is free."""
+        q, k, v = (graph.shape(name) or () for name in node.input[:3])
+        said = attributes(node)
+        by_rows = len(q) == 3
+        heads, width = (said.get("q_num_heads") if by_rows else q[1] if q else None), v[-1] if v else None
+        if not isinstance(heads, int) or heads < 1 or not (by_rows or len(q) == 4) or not k:
+            raise ModelError(f"Attention node {node.name!r}", "a fixed number of heads", f"Q of {q}")
+        if by_rows:
+            width = width // said["kv_num_heads"] if isinstance(width, int) and said.get("kv_num_heads") else None
+        with_past = len(node.input) > 4 and node.input[4]
+        return cls(q[0], heads, q[-2], None if with_past else k[-2], width, graph.elem_type(node.input[0]), by_rows)
+
+
+class _Change:
+    """A copy of a model on its way to more outputs; `graph` is the model as it was."""
+
+    def __init__(self, graph: GraphView, model: onnx.ModelProto) -> None:
+        self.graph, self.model = graph, model
+        self._taken = {name for node in graph.nodes for name in node.output} | {*graph.inputs, *graph.initializers}
+        self._had_ours = any(node.domain == DOMAIN for node in graph.nodes)
+        self._overloads: dict[bytes, str] = {}  # a definition -> what sets it apart from others of its name
+
+    def add(self, layer: Layer, words: Sequence[str], node: onnx.NodeProto) -> None:
+        """What `words` ask of a layer, whose node is `node`. Raises ModelError."""
+        sizes, wanted = _Sizes.of(self.graph, node), inside_of(words)
+        for head in wanted.heads or ():
+            if head >= sizes.heads:
+                raise ModelError("outputs", f"heads from 0 to {sizes.heads - 1} of {layer.asked_for}", str(head))
+        types, values = _types(sizes, wanted), {}
+        for name in array_names(words):
+            full = f"layer{layer.number}_{name}"
+            if full in self._taken:
+                raise ModelError("model", f"no value named {full!r}, which is to be an output", "one", "Rename it.")
+            values[name] = helper.make_tensor_value_info(full, *types[name])
+        if wanted.names:
+            self._look_inside(layer, wanted, node, values)
+        if "heads" in values:
+            if not sizes.by_rows and node.output[0] in self.graph.outputs:  # else one array would be two outputs
+                got = f"{layer.asked_for}, whose heads are the output {node.output[0]!r}"
+                raise ModelError("outputs", "heads that are no output yet", got)
+            self._give_heads(sizes, node.output[0], values["heads"].name)
+        self.model.graph.output.extend(values.values())
+
+    def finished(self) -> onnx.ModelProto:
+        """The model as it is now."""
+        if self._overloads and all(entry.domain != DOMAIN for entry in self.model.opset_import):
+            self.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        return self.model
+
+    def _look_inside(
+        self, layer: Layer, wanted: SoftmaxOutputs, node: onnx.NodeProto, values: Mapping[str, onnx.ValueInfoProto]
+    ) -> None:
+        """Makes the node the operator of ours, which gives `wanted`."""
+        if already := mhsa_operator.wanted_of(node).names:
+            got = f"{layer.asked_for}, which gives {', '.join(already)} already"
+            raise ModelError("outputs", "layers that do not say yet what they do inside", got)
+        self._state_types(node)
+        node.domain = DOMAIN
+        node.output.extend([""] * (mhsa_operator.FIRST - len(node.output)))
+        node.output.extend(values[name].name if name in wanted.names else "" for name in mhsa_operator.NAMES)
+        while not node.output[-1]:
+            node.output.pop()
+        for name, value in mhsa_operator.attributes_of(wanted).items():
+            node.attribute.append(helper.make_attribute(name, value))
+        self._define(node)
+
+    def _state_types(self, node: onnx.NodeProto) -> None:
+        """What everybody could infer of the standard operator's outputs."""
+        known = {info.name for info in (*self.model.graph.value_info, *self.model.graph.output)}
+        for name in filter(None, node.output):
+            shape, dtype = self.graph.shape(name), self.graph.elem_type(name)
+            if name not in known and shape is not None and dtype:
+                self.model.graph.value_info.append(helper.make_tensor_value_info(name, dtype, list(shape)))
+
+    def _define(self, node: onnx.NodeProto) -> None:
+        """Gives the node its definition; nodes that are alike share one. One with functions of scores has none."""
+        if any(attribute.name in mhsa_operator.FUNCTIONS for attribute in node.attribute):
+            return
+        bool_mask = len(node.input) > 3 and self.graph.dtype(node.input[3]) == "bool"
+        function = mhsa_operator.attention_function(node, self.graph.opset, bool_mask=bool_mask)
+        text = function.SerializeToString(deterministic=True)
+        if text not in self._overloads:
+            alone = not self._overloads and not self._had_ours  # most tools know no overloads
+            self._overloads[text] = function.overload = "" if alone else f"outputs_{len(self._overloads)}"
+            self.model.functions.append(function)
+            if not alone:
+                self.model.ir_version = max(self.model.ir_version, _OVERLOADS)
+        node.overload = self._overloads[text]
+
+    def _give_heads(self, sizes: _Sizes, y: str, name: str) -> None:
+        """Writes Y by heads, (B, H, L, F), as the value `name`."""
+        graph = self.model.graph
+        if not sizes.by_rows:
+            graph.node.append(helper.make_node("Identity", [y], [name], name=name))
+            return
+        split, shape = f"{name}/split", f"{name}/shape"
+        graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [4], [0, 0, sizes.heads, -1]))
+        graph.node.append(helper.make_node("Reshape", [y, shape], [split], name=split))
+        graph.node.append(helper.make_node("Transpose", [split], [name], name=name, perm=[0, 2, 1, 3]))
+
+
+def _types(sizes: _Sizes, wanted: SoftmaxOutputs) -> dict[str, tuple[int, list[Dim]]]:
+    """(element type, dims) of every array that there can be."""
+    rows: list[Dim] = [sizes.batch, sizes.heads, sizes.queries]
+    heads = sizes.heads if wanted.heads is None else len(wanted.heads)
+    queries = sizes.queries if wanted.rows is None else len(wanted.rows)
+    return {
+        "heads": (sizes.dtype, [*rows, sizes.v_head_dim]),
+        "lse": (TensorProto.FLOAT, rows),
+        "entropy": (TensorProto.FLOAT, rows),
+        "top_k_weights": (TensorProto.FLOAT, [*rows, wanted.top_k]),
+        "top_k_keys": (TensorProto.INT64, [*rows, wanted.top_k]),
+        "weights": (sizes.dtype, [sizes.batch, heads, queries, sizes.keys]),
+    }
