@@ -47,6 +47,7 @@ class DeviceArgument(Argument):
     def ready(self, value: Any, sizes: Sizes) -> Any:
         array = self._adopt(value)
         if array.dtype not in self._right_dtypes:
+            array = self._truths(array) if self.info.dtype == "bool" else array
             self._check_dtype(array)
         if self.info.broadcast is not None:
             given, array = array, self._broadcast(array, self.info.broadcast, sizes)

@@ -409,7 +409,7 @@ def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> No
     verified = mhsa("verify", folder, "--json")
     assert verified.exit_code == 0 and json.loads(verified.stdout)["ok"]
     flags = [*flags[:4], "--v-embed-dim", 7]
-    assert "v_embed_dim: expected None without kv_embed_dim" in refused(mhsa("compile", *flags, "-o", out))
+    assert "v_embed_dim: expected None without kv_embed_dim" in refused(mhsa("compile", *flags, "-o", tmp_path / "other"))
 
 
 def test_an_artifact_runs_with_other_weights(compiled: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ SPECS: dict[str, tuple[str, mhsa.AttentionSpec, dict[str, int], set[str]]] = {
         for target, dtype, wanted in (
             ("cuda-sm80", "bfloat16", {"cuda.linear", "cuda.attention"}),
             ("cuda-sm80", "float32", {"cuda.linear_float32", "cuda.attention_float32"}),
-            ("cuda-sm90a", "float16", {"cuda.linear_hopper", "cuda.attention_hopper"}),
+            ("cuda-sm90a", "float16", {"cuda.linear", "cuda.attention_hopper"}),
         )
     },
     "constant mask": (
