@@ -25,9 +25,10 @@ Load = Callable[[MultiHeadAttention, Mapping[str, Any]], CompiledAttention]
 
 
 class CallKind(NamedTuple):
-    """What of a call decides on its artifact."""
+    """What of a call decides on its artifact. `inputs`: 1 where query, key and value are one tensor, 2 where the last
+    two are, else 3."""
 
-    cross: bool
+    inputs: int
     mask: str | None
     causal: bool
     need_weights: bool
@@ -114,16 +115,12 @@ class LayerForward(Unsaved):
     ) -> str:
         if query.is_nested or key.is_nested or value.is_nested:
             return "a nested tensor"
-        if key is not value:
-            return "keys and values of two tensors"
-        if is_batched := query.ndim == 3:
-            is_batched = key.ndim == 3
-        if not is_batched and not query.ndim == key.ndim == 2:
+        if (query.ndim, key.ndim, value.ndim) not in ((3, 3, 3), (2, 2, 2)):
             return "a rank that it refuses"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
         dtype = self._layer.out_proj.weight.dtype
-        if any(x.dtype != dtype or x.device.type != "cpu" for x in (query, key)):
+        if any(x.dtype != dtype or x.device.type != "cpu" for x in (query, key, value)):
             return f"inputs that are not {dtype} in CPU memory"
         if rest[-1] and mask is None:
             return "is_causal without attn_mask, which it refuses"
@@ -142,19 +139,21 @@ class LayerForward(Unsaved):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        layer, cross = self._layer, query is not key
+        layer = self._layer
+        apart = key is not value or layer.kdim != layer.vdim
+        inputs = [query, key, value] if apart else [query, key] if query is not key else [query]
         batched = query.ndim == 3
         if not batched:
-            query, key = query.unsqueeze(0), key.unsqueeze(0)
+            inputs = [x.unsqueeze(0) for x in inputs]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not layer.batch_first:
-            query, key = query.transpose(0, 1), key.transpose(0, 1)
+            inputs = [x.transpose(0, 1) for x in inputs]
         causal = is_causal and key_padding_mask is None and not need_weights  # then PyTorch takes the hint's word, too
-        full = (query.shape[0], layer.num_heads, query.shape[1], key.shape[1])
+        keys = inputs[1] if len(inputs) > 1 else inputs[0]
+        full = (inputs[0].shape[0], layer.num_heads, inputs[0].shape[1], keys.shape[1])
         mask = joined(None if causal else attn_mask, key_padding_mask, full, query.dtype)
         kind = None if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-        compiled = self._compiled(CallKind(cross, kind, causal, need_weights))
-        inputs = [query, key] if cross else [query]
+        compiled = self._compiled(CallKind(len(inputs), kind, causal, need_weights))
         with torch.no_grad():
             results: Any = compiled(*inputs, *([] if mask is None else [mask]))
         y: Tensor = results.y if need_weights else results
@@ -183,7 +182,8 @@ class LayerForward(Unsaved):
 
     def _module(self, kind: CallKind) -> MultiHeadAttention:
         causal = "top_left" if kind.causal else None
-        plain = from_torch(self._layer, cross=kind.cross, mask=kind.mask, causal=causal)
+        cross, apart = kind.inputs > 1, kind.inputs == 3
+        plain = from_torch(self._layer, cross=cross, separate_values=apart, mask=kind.mask, causal=causal)
         if not kind.need_weights:
             return plain
         module = MultiHeadAttention(msgspec.structs.replace(plain.spec, outputs=("y", "weights"))).eval()

@@ -19,34 +19,41 @@ def from_torch(
     layer: nn.MultiheadAttention,
     *,
     cross: bool = False,
+    separate_values: bool = False,
     mask: str | None = None,
     causal: str | bool | None = None,
     outputs: Sequence[str] = ("y",),
 ) -> MultiHeadAttention:
-    """The same attention as `layer(x, context, context)` at inference: dropout is left out, the weights are copied.
+    """The same attention as `layer(x, x, x)` at inference: dropout is left out, the weights are copied.
 
-    cross       whether keys and values come from a second input; always so where kdim differs from embed_dim
-    mask        PyTorch's True masks out, ours takes part: invert `attn_mask` and `key_padding_mask`
-    outputs     what a call returns: see AttentionSpec
+    cross            whether keys and values come from a second input, `layer(x, context, context)`; always so where
+                     kdim differs from embed_dim
+    separate_values  whether each has an input of its own, `layer(x, key, value)`; always so where kdim differs from
+                     vdim
+    mask             PyTorch's True masks out, ours takes part: invert `attn_mask` and `key_padding_mask`
+    outputs          what a call returns: see AttentionSpec
     batch_first is not kept: our edge is (B, L, D).
 
-    Raises ModelError for add_bias_kv, add_zero_attn and kdim != vdim, which have no counterpart.
+    Raises ModelError for add_bias_kv and add_zero_attn, which have no counterpart.
 
     >>> layer = nn.MultiheadAttention(64, 4, batch_first=True)
     >>> from_torch(layer, mask="key_padding").spec.mask
     'key_padding'
+    >>> spec = from_torch(nn.MultiheadAttention(64, 4, kdim=48, vdim=32)).spec
+    >>> spec.kv_embed_dim, spec.v_embed_dim
+    (48, 32)
     """
     if layer.bias_k is not None or layer.bias_v is not None:
         raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
     if layer.add_zero_attn:
         raise ModelError("layer", "nn.MultiheadAttention without add_zero_attn", "add_zero_attn=True")
-    if layer.kdim != layer.vdim:
-        raise ModelError("layer", "kdim == vdim: keys and values of one context", f"{layer.kdim} and {layer.vdim}")
-    cross = cross or layer.kdim != layer.embed_dim
+    separate_values = separate_values or layer.kdim != layer.vdim
+    cross = cross or separate_values or layer.kdim != layer.embed_dim
     spec = AttentionSpec(
         embed_dim=layer.embed_dim,
         num_heads=layer.num_heads,
         kv_embed_dim=layer.kdim if cross else None,
+        v_embed_dim=layer.vdim if separate_values else None,
         bias=layer.in_proj_bias is not None,
         dtype=_dtype_of(layer.out_proj.weight),
         causal=causal,

@@ -122,30 +122,45 @@ class _AttentionModule(nn.Module):
 class MultiHeadAttention(_AttentionModule):
     """Projections, attention, output projection: x (B, L, D), context (B, S, kv_embed_dim) -> y (B, L, D).
 
+    With `spec.v_embed_dim`: x, key (B, S, kv_embed_dim), value (B, S, v_embed_dim) -> y.
+
     Weights carry PyTorch's names and layouts: q_proj.weight (H*E, D), k_proj.weight (G*E, kv_embed_dim),
-    v_proj.weight (G*F, kv_embed_dim), out_proj.weight (D, H*F), and their biases; with `spec.sinks`, sinks (H,).
+    v_proj.weight (G*F, kv_embed_dim or v_embed_dim), out_proj.weight (D, H*F), and their biases; with `spec.sinks`,
+    sinks (H,).
 
     dropout    of the attention weights, while the module is in training; what is compiled is the module at inference
 
     >>> attention = MultiHeadAttention(AttentionSpec(embed_dim=64, num_heads=4))
     >>> attention(torch.zeros(2, 7, 64)).shape
     torch.Size([2, 7, 64])
+    >>> attention = MultiHeadAttention(AttentionSpec(embed_dim=64, num_heads=4, kv_embed_dim=48, v_embed_dim=32))
+    >>> attention(torch.zeros(2, 7, 64), torch.zeros(2, 9, 48), torch.zeros(2, 9, 32)).shape
+    torch.Size([2, 7, 64])
     """
+
+    def __new__(cls, spec: AttentionSpec | None = None, **_: Any) -> Self:
+        """Where keys and values are inputs of their own, the class whose `forward` takes them."""
+        apart = cls is MultiHeadAttention and isinstance(spec, AttentionSpec) and spec.v_embed_dim is not None
+        return super().__new__(QueryKeyValueAttention if apart else cls)  # type: ignore[return-value]
 
     def __init__(self, spec: AttentionSpec, *, dropout: float = 0.0) -> None:
         super().__init__(spec, dropout=dropout)
+        if (spec.v_embed_dim is not None) != isinstance(self, QueryKeyValueAttention):
+            expected = "set for a QueryKeyValueAttention, and for no other subclass of MultiHeadAttention"
+            raise SpecError("v_embed_dim", expected, f"{spec.v_embed_dim} for {type(self).__name__}")
         dtype = getattr(torch, spec.dtype)
         query, key, value = (
             spec.num_heads * spec.head_dim,
             spec.num_kv_heads * spec.head_dim,
             spec.num_kv_heads * spec.v_head_dim,
         )
-        width, source = spec.embed_dim, spec.source_dim
-        elements = width * query + source * (key + value) + spec.num_heads * spec.v_head_dim * width
+        width = spec.embed_dim
+        sources = spec.source_dim * key + spec.v_source_dim * value
+        elements = width * query + sources + spec.num_heads * spec.v_head_dim * width
         require_memory("embed_dim and heads", elements * dtype.itemsize)
         self.q_proj = nn.Linear(spec.embed_dim, query, bias=spec.bias, dtype=dtype)
         self.k_proj = nn.Linear(spec.source_dim, key, bias=spec.bias, dtype=dtype)
-        self.v_proj = nn.Linear(spec.source_dim, value, bias=spec.bias, dtype=dtype)
+        self.v_proj = nn.Linear(spec.v_source_dim, value, bias=spec.bias, dtype=dtype)
         self.out_proj = nn.Linear(spec.num_heads * spec.v_head_dim, spec.embed_dim, bias=spec.bias, dtype=dtype)
 
     def forward(
@@ -166,8 +181,14 @@ class MultiHeadAttention(_AttentionModule):
         behind them.
         """
         source = _source(self.spec, x, context)
-        q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
         cache = _checked_cache(self.spec, x, past_key, past_value, length)
+        return self._attended(x, source, source, mask, cache)
+
+    def _attended(
+        self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: _Cache
+    ) -> Tensor | tuple[Tensor, ...]:
+        """What queries of x (B, L, D) get from keys and values of (B, S, ...), after all checks of them."""
+        q, k, v = self.q_proj(x), self.k_proj(keys), self.v_proj(values)
         exporting = torch.onnx.is_in_onnx_export()
         made = self._in_operators(x, q, k, v, mask, cache) if exporting else self._eagerly(q, k, v, mask, cache)
         y, arrays, present = made
@@ -214,6 +235,28 @@ class MultiHeadAttention(_AttentionModule):
         q = onnx_symbolic.split_heads(q, spec.num_heads)
         y, arrays = onnx_symbolic.attention_node(spec, q, k, v, lengths=lengths, **self._extra)
         return onnx_symbolic.joined_heads(y), {**arrays, "heads": y}, (k, v)
+
+
+class QueryKeyValueAttention(MultiHeadAttention):
+    """What `MultiHeadAttention(spec)` is for a spec with v_embed_dim: queries, keys and values of three inputs."""
+
+    def forward(  # type: ignore[override]  # the inputs are others
+        self, x: Tensor, key: Tensor | None = None, value: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """x (B, L, D), key (B, S, kv_embed_dim), value (B, S, v_embed_dim) -> y; the rest is as in
+        MultiHeadAttention. Raises InputError."""
+        spec = self.spec
+        _check_rows("x", "L", spec.embed_dim, x)
+        widths = {"key": spec.source_dim, "value": spec.v_source_dim}
+        if key is None or value is None:
+            name = "key" if key is None else "value"
+            raise InputError(name, f"shape (B, S, {widths[name]}): v_embed_dim is set", "None")
+        _check_rows("key", "S", widths["key"], key)
+        _check_rows("value", "S", widths["value"], value)
+        if value.shape[:2] != key.shape[:2]:
+            expected = f"shape (B, S, {widths['value']}), (B, S) = {tuple(key.shape[:2])} as in key"
+            raise InputError("value", expected, str(tuple(value.shape)), "Each key has one value.")
+        return self._attended(x, key, value, mask, None)
 
 
 class ScaledDotProductAttention(_AttentionModule):
@@ -285,17 +328,20 @@ def opset(module: nn.Module) -> int:
 
 def _source(spec: AttentionSpec, x: Tensor, context: Tensor | None) -> Tensor:
     """What keys and values are projected from, after the checks of both inputs."""
-    if x.ndim != 3 or x.shape[-1] != spec.embed_dim:
-        raise InputError("x", f"shape (B, L, {spec.embed_dim})", str(tuple(x.shape)))
+    _check_rows("x", "L", spec.embed_dim, x)
     if context is None:
         if spec.is_cross:
             raise InputError("context", f"shape (B, S, {spec.kv_embed_dim}): kv_embed_dim is set", "None")
         return x
     if not spec.is_cross:
         raise InputError("context", "None: this is self-attention", "a tensor", "Set kv_embed_dim in the spec.")
-    if context.ndim != 3 or context.shape[-1] != spec.kv_embed_dim:
-        raise InputError("context", f"shape (B, S, {spec.kv_embed_dim})", str(tuple(context.shape)))
+    _check_rows("context", "S", spec.source_dim, context)
     return context
+
+
+def _check_rows(name: str, length: str, width: int, rows: Tensor) -> None:
+    if rows.ndim != 3 or rows.shape[-1] != width:
+        raise InputError(name, f"shape (B, {length}, {width})", str(tuple(rows.shape)))
 
 
 def _checked_cache(

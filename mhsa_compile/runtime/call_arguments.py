@@ -115,7 +115,7 @@ class Argument:
 
     def _truths(self, array: Any) -> Any:
         """Integers 0 and 1, as tokenizers give a mask, as bool; what is no integer as it is. Raises InputError."""
-        if not re.fullmatch(r"u?int\d+", str(array.dtype).removeprefix("torch.")):
+        if not is_integer(array.dtype):
             return array
         if not bool(((array == 0) | (array == 1)).all()):
             raise InputError(self.label, "bool, or integers 0 and 1", _range(array), "1 takes part, as True does.")
@@ -364,6 +364,11 @@ class Signature:
                 raise InputError(f"input {name!r}", "one value", "one by position and one by name")
             values[name] = value
         return [values.get(name) for name in self._names]
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether a dtype of NumPy's, PyTorch's or TVM's is one of whole numbers; bool is not."""
+    return re.fullmatch(r"u?int\d+", str(dtype).removeprefix("torch.")) is not None
 
 
 def fits(dims: Dims, shape: Sequence[int], sizes: Sizes) -> bool:

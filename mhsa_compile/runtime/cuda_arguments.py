@@ -22,6 +22,7 @@ from mhsa_compile.runtime.call_arguments import (
     Signature,
     Sizes,
     fits,
+    is_integer,
 )
 from mhsa_compile.runtime.cuda_devices import Gpu
 
@@ -32,7 +33,8 @@ _LEGACY = 1  # DLPack's word for CUDA's default stream
 
 
 class DeviceArgument(Argument):
-    """One input in a GPU's memory. The numbers in it are not looked at: that would wait for the GPU."""
+    """One input in a GPU's memory. The numbers in it are not looked at, since that would wait for the GPU, but those of
+    a mask of integers."""
 
     def __init__(self, gpu: Gpu, *words: Any) -> None:
         super().__init__(*words)
@@ -45,6 +47,7 @@ class DeviceArgument(Argument):
     def ready(self, value: Any, sizes: Sizes) -> Any:
         array = self._adopt(value)
         if array.dtype not in self._right_dtypes:
+            array = self._truths(array) if self.info.dtype == "bool" else array
             self._check_dtype(array)
         if self.info.broadcast is not None:
             given, array = array, self._broadcast(array, self.info.broadcast, sizes)
@@ -86,6 +89,26 @@ class DeviceArgument(Argument):
 
     def _elsewhere(self, got: str, move: str) -> InputError:
         return InputError(self.label, f"a tensor in the memory of {self._gpu}", got, f"Move it: {move}.")
+
+    def _truths(self, array: Any) -> Any:
+        """Integers 0 and 1 as bool, on the stream of the call. Whether they are 0 and 1 the GPU must say: this waits.
+
+        Raises InputError, also while a graph is being captured: what it replays could not be looked at.
+        """
+        if not is_integer(array.dtype):
+            return array
+        torch = torch_of_cuda()
+        if torch is not None and torch.cuda.is_current_stream_capturing():
+            hint = "Make it bool before the capture: mask.bool()."
+            raise InputError(self.label, "bool, while a graph is being captured", f"{array.dtype}", hint)
+        if is_torch(array):
+            return super()._truths(array)
+        if 0 in array.shape:
+            return empty(array.shape, "bool", self._gpu, of_torch=False)
+        runtime = tvm_runtime.start_cuda()  # TVM's tensors have no arithmetic
+        runtime.wait(self._gpu.index, runtime.ffi.get_raw_stream(runtime.ffi.device(str(self._gpu))))
+        seen = super()._truths(np.from_dlpack(runtime.to_host(array)))
+        return runtime.on_gpu([seen], self._gpu.index)[0]
 
     def _broadcast(self, given: Any, full: Dims, sizes: Sizes) -> Any:
         if not is_torch(given) and (given.ndim != len(self.info.dims) or given.shape[-1] == 1):

@@ -134,9 +134,9 @@ class Runtime:
         self.wait(tensor.device.index)
         return copy
 
-    def wait(self, gpu: int) -> None:
-        """Until the GPU has done what its default stream holds."""
-        self._wait(self.ffi.device("cuda", gpu), 0)
+    def wait(self, gpu: int, stream: int = 0) -> None:
+        """Until the GPU has done what its default stream holds, or another one of this handle."""
+        self._wait(self.ffi.device("cuda", gpu), stream)
 
     def reinterpreted(self, array: Any, dtype: str) -> Any:
         """A tensor of TVM's over the memory of `array`, whose elements are of the same size as those of `dtype`.

@@ -54,6 +54,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads            G, divides H: 1 is multi-query, H (the default) is plain multi-head attention
     head_dim, v_head_dim    E (default D / H) and F (default E)
     kv_embed_dim            width of `context` in cross-attention; None is self-attention, where S = L
+    v_embed_dim             None, or the width of `value`: keys and values are then inputs of their own, `key`
+                            (B, S, kv_embed_dim) and `value` (B, S, v_embed_dim), in place of `context`, as in
+                            nn.MultiheadAttention(embed_dim, num_heads, kdim=, vdim=). It goes with kv_embed_dim
     bias                    whether the four projections add a bias
     dtype                   of activations and weights: float32, bfloat16 or float16; sums are float32 in each
     causal                  None; "top_left": query i sees key j iff j <= i; "bottom_right": iff j <= i + S - L.
@@ -98,6 +101,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int = None  # type: ignore[assignment]
     v_head_dim: int = None  # type: ignore[assignment]
     kv_embed_dim: int | None = None
+    v_embed_dim: int | None = None
     bias: bool = True
     dtype: str = "float32"
     causal: str | None = None
@@ -125,6 +129,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             head_dim: int | None = None,
             v_head_dim: int | None = None,
             kv_embed_dim: int | None = None,
+            v_embed_dim: int | None = None,
             bias: bool = True,
             dtype: str = "float32",
             causal: str | bool | None = None,
@@ -145,9 +150,12 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("embed_dim", "num_heads"):
             check_positive_int(name, getattr(self, name))
-        for name in ("num_kv_heads", "head_dim", "v_head_dim", "kv_embed_dim"):
+        for name in ("num_kv_heads", "head_dim", "v_head_dim", "kv_embed_dim", "v_embed_dim"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
+        if self.v_embed_dim is not None and self.kv_embed_dim is None:
+            hint = f"State the width of the keys' input, too: kv_embed_dim={self.embed_dim} if it is that of x."
+            raise SpecError("v_embed_dim", "None without kv_embed_dim", str(self.v_embed_dim), hint)
         for name in ("bias", "alibi", "sinks", "kv_cache"):
             check_flag(name, getattr(self, name))
         check_dtype(self.dtype)
@@ -219,13 +227,25 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_cross(self) -> bool:
-        """Whether keys and values come from a second input, `context`."""
+        """Whether keys and values come from other inputs than queries: `context`, or `key` and `value`."""
         return self.kv_embed_dim is not None
 
     @property
+    def sources(self) -> tuple[str, str]:
+        """The names of the inputs that keys and that values are projected from."""
+        if self.v_embed_dim is not None:
+            return "key", "value"
+        return ("context", "context") if self.is_cross else ("x", "x")
+
+    @property
     def source_dim(self) -> int:
-        """Width of what keys and values are projected from: kv_embed_dim, or D in self-attention."""
+        """Width of what keys are projected from: kv_embed_dim, or D in self-attention."""
         return self.embed_dim if self.kv_embed_dim is None else self.kv_embed_dim
+
+    @property
+    def v_source_dim(self) -> int:
+        """Width of what values are projected from: v_embed_dim, or that of the keys."""
+        return self.source_dim if self.v_embed_dim is None else self.v_embed_dim
 
     def attention_flops(self, B: int, L: int, S: int) -> int:
         """FLOPs of q k^T and of weights v, 2 per multiply-add; of a causal attention only the visible pairs count."""
@@ -234,7 +254,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     def projection_flops(self, B: int, L: int, S: int) -> int:
         """FLOPs of the q, k, v and output projections, 2 per multiply-add."""
         query_and_out = L * self.embed_dim * self.num_heads * (self.head_dim + self.v_head_dim)
-        key_and_value = S * self.source_dim * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        key_and_value = S * (self.source_dim * self.head_dim + self.v_source_dim * self.v_head_dim) * self.num_kv_heads
         return 2 * B * (query_and_out + key_and_value)
 
     @property

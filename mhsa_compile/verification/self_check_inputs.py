@@ -24,7 +24,7 @@ PRIMES = tuple(n for n in range(11, 256) if all(n % d for d in range(2, 16) if d
 """Lengths that no other check uses, nor the default cases."""
 BATCHES = (2, 5, 7)
 _OWN_AXES = {
-    **{"x": "BL.", "context": "BS.", "q": "B.L.", "k": "B.S.", "v": "B.S."},
+    **{"x": "BL.", "context": "BS.", "key": "BS.", "value": "BS.", "q": "B.L.", "k": "B.S.", "v": "B.S."},
     **{"past_key": "B.C.", "past_value": "B.C.", "length": "B", "present_key": "B.C.", "present_value": "B.C."},
 }
 """Of the tensors of this library's modules, whose lengths are known as such when they are fixed, too."""
@@ -45,7 +45,7 @@ class SelfCheckInputs:
         self.manifest, self.seed = manifest, seed
         names = {info.name for info in manifest.inputs}
         self.cached = manifest.spec is not None and {"x", "past_key", "past_value", "length"} <= names
-        self._own_keys = "C" if self.cached else "S" if names & {"context", "k"} else "L"
+        self._own_keys = "C" if self.cached else "S" if names & {"context", "key", "k"} else "L"
         self.axes = {info.name: self._axes_of(info) for info in (*manifest.inputs, *manifest.outputs)}
         symbols = dict.fromkeys(dim for info in manifest.inputs for dim in info.dims if isinstance(dim, str))
         self.free = [symbol for symbol in symbols if not symbol.startswith("mask_")]

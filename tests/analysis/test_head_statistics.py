@@ -211,6 +211,7 @@ def test_padding_counts_nowhere() -> None:
         {"causal": True, "sinks": True},
         {"num_kv_heads": 2, "rope": True, "causal": True},
         {"kv_embed_dim": 24},
+        {"kv_embed_dim": 24, "v_embed_dim": 17},
         {"dtype": "bfloat16", "v_head_dim": 4},
     ],
     ids=str,
@@ -219,7 +220,8 @@ def test_other_layers(kind: dict[str, object]) -> None:
     spec = AttentionSpec(embed_dim=32, num_heads=4, outputs=("y", "weights", "heads"), **kind)
     layer = sharp_layer(spec)
     x = torch.randn(3, 20, 32, dtype=layer.out_proj.weight.dtype)
-    context = (torch.randn(3, 9, 24),) if spec.is_cross else ()
+    widths = {"context": 24, "key": 24, "value": 17}
+    context = [torch.randn(3, 9, widths[name]) for name in dict.fromkeys(spec.sources) if name != "x"]
     with torch.no_grad():
         found = analysis.HeadStatistics(layer).add(x, layer(x, *context)).report()
     if spec.dtype == "bfloat16":  # as an artifact gives them to NumPy

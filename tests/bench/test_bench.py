@@ -160,6 +160,7 @@ SPECS = {
     "self": {},
     "gqa-causal": {"num_kv_heads": 2, "causal": True},
     "cross-bottom-right": {"kv_embed_dim": 12, "causal": "bottom_right", "bias": False, "scale": 0.3},
+    "values-apart": {"kv_embed_dim": 12, "v_embed_dim": 5, "mask": "key_padding"},
     "window": {"causal": True, "window": (17, 0)},
     "static": {"static_mask": {"kind": "longformer", "window": 6, "global_tokens": 2}},
     **{mask: {"mask": mask, "v_head_dim": 6} for mask in ("bool", "additive", "key_padding")},
@@ -204,7 +205,9 @@ def draw(spec: mhsa.AttentionSpec, core: bool, B: int, L: int, S: int) -> dict[s
     if core:
         shapes = {"q": (B, H, L, E), "k": (B, G, S, E), "v": (B, G, S, F)}
     else:
-        shapes = {"x": (B, L, spec.embed_dim), **({"context": (B, S, spec.kv_embed_dim)} if spec.is_cross else {})}
+        widths = spec.embed_dim, spec.source_dim, spec.v_source_dim
+        rows = zip(("x", *spec.sources), widths, strict=True)
+        shapes = {name: (B, L if name == "x" else S, width) for name, width in rows}
     dtype = DTYPES[spec.dtype]
     inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     if spec.mask == "key_padding":

@@ -388,6 +388,31 @@ def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "y.npz"}
 
 
+def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> None:
+    folder, out = tmp_path / "apart.mhsa", tmp_path / "y.npz"
+    flags = ["--embed-dim", 32, "--num-heads", 4, "--kv-embed-dim", 13, "--v-embed-dim", 7, "--mask", "key_padding"]
+    result = mhsa("compile", *flags, "-o", folder)
+    assert result.exit_code == 0, result.output
+    described = json.loads(mhsa("inspect", folder, "--json").stdout)["manifest"]
+    assert {info["name"]: info["dims"] for info in described["inputs"]} == {
+        "x": ["B", "L", 32], "key": ["B", "S", 13], "value": ["B", "S", 7], "mask": ["B", "S"],
+    }  # fmt: skip
+    assert (described["spec"]["kv_embed_dim"], described["spec"]["v_embed_dim"]) == (13, 7)
+    assert mhsa("inspect", folder).exit_code == 0
+    rows = np.random.default_rng(0).standard_normal((2, 11, 13), np.float32)
+    np.save(tmp_path / "key.npy", rows)
+    given = ["--input", f"key={tmp_path / 'key.npy'}"]
+    result = mhsa("run", folder, *given, "--length", 5, "-o", out, "--json")
+    assert result.exit_code == 0, result.output
+    assert np.load(out)["y"].shape == (2, 5, 32)
+    message = refused(mhsa("run", folder, *given, "--input", f"value={tmp_path / 'key.npy'}", "-o", out))
+    assert "'value'" in message and "(B, S, 7)" in message
+    verified = mhsa("verify", folder, "--json")
+    assert verified.exit_code == 0 and json.loads(verified.stdout)["ok"]
+    message = refused(mhsa("compile", *flags[:4], "--v-embed-dim", 7, "-o", tmp_path / "other"))
+    assert "v_embed_dim: expected None without kv_embed_dim" in message
+
+
 def test_an_artifact_runs_with_other_weights(compiled: Path, tmp_path: Path) -> None:
     other, x, out = tmp_path / "other.safetensors", tmp_path / "x.npy", tmp_path / "y.npz"
     np.save(x, np.ones((1, 5, 32), np.float32))

@@ -33,6 +33,21 @@ SPECS: dict[str, tuple[str, mhsa.AttentionSpec, dict[str, int], set[str]]] = {
         {},
         {"cuda.statistics", "cuda.weights"},
     ),
+    **{
+        f"values apart, {target}, {dtype}": (
+            target,
+            mhsa.AttentionSpec(
+                embed_dim=64, num_heads=4, kv_embed_dim=48, v_embed_dim=32, mask="key_padding", dtype=dtype
+            ),
+            {},
+            wanted,
+        )
+        for target, dtype, wanted in (
+            ("cuda-sm80", "bfloat16", {"cuda.linear", "cuda.attention"}),
+            ("cuda-sm80", "float32", {"cuda.linear_float32", "cuda.attention_float32"}),
+            ("cuda-sm90a", "float16", {"cuda.linear", "cuda.attention_hopper"}),
+        )
+    },
     "constant mask": (
         "cuda-sm80",
         mhsa.AttentionSpec(embed_dim=20, num_heads=4, static_mask=Longformer(window=8), outputs=("y", "weights")),

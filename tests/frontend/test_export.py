@@ -67,6 +67,15 @@ def test_cross_attention_with_everything() -> None:
     assert operators(model) == ["Transpose", "MatMul"] * 3 + ["Attention"] + ["Transpose", "MatMul"]
 
 
+def test_keys_and_values_of_two_inputs() -> None:
+    model = export(block(kv_embed_dim=10, v_embed_dim=7, mask="key_padding"))
+    rows = {"key": ("B", "S", 10), "value": ("B", "S", 7)}
+    assert dims(model) == {"x": ("B", "L", 24), **rows, "mask": ("B", "S"), "y": ("B", "L", 24)}
+    assert operators(model).count("MatMul") == 4
+    fixed = export(block(kv_embed_dim=10, v_embed_dim=7), dims={"B": 1, "S": 600})  # longer than what is checked
+    assert dims(fixed)["value"] == (1, 600, 7)
+
+
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_causal_cross_attention(causal: str) -> None:
     model = export(block(kv_embed_dim=10, causal=causal, mask="additive"))

@@ -116,6 +116,26 @@ def test_a_bare_layer_with_examples_has_its_own_inputs_and_outputs() -> None:
     assert [block.fused for block in canonicalize(model).blocks] == [True]
 
 
+class OfThree(nn.Module):
+    """Queries, keys and values of three tensors of one width, as DETR has them, too: there the first two are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer = nn.MultiheadAttention(D, H, batch_first=True).eval()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor) -> Tensor:
+        return self.layer(q, k, v, key_padding_mask=key_padding_mask, need_weights=False)[0]
+
+
+def test_values_of_the_keys_width_are_not_taken_for_keys() -> None:
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    given = (torch.zeros(2, 7, D), torch.zeros(2, 9, D), torch.zeros(2, 9, D), padding)
+    artifact = mhsa.compile(OfThree(), example_inputs=given)
+    assert [block.fused for block in artifact.manifest.attention] == [True]
+    holds(OfThree(), artifact, {"B": 3, "L": 31, "S": 53})
+
+
 def test_encoders_and_decoders_export_without_the_fast_path() -> None:
     torch.manual_seed(2)
     layer = nn.TransformerEncoderLayer(D, H, 48, batch_first=True)

@@ -31,6 +31,7 @@ def verified_cases(draw: st.DrawFn) -> FlowCase:
     lengths_apart = "kv_embed_dim" in spec or module == "ScaledDotProductAttention"
     if module == "ScaledDotProductAttention":
         spec.pop("kv_embed_dim", None)
+        spec.pop("v_embed_dim", None)
     if lengths_apart and spec.get("causal") is True:
         spec["causal"] = "bottom_right"
     sized = cached_sizes() if "kv_cache" in spec else call_sizes(spec, "BLS" if lengths_apart else "BL")
@@ -129,6 +130,7 @@ def specs(draw: st.DrawFn, cached: st.SearchStrategy[bool] = maybe_cached) -> di
     optional: dict[str, st.SearchStrategy[Any]] = {
         "v_head_dim": st.sampled_from([3, 16, 48]),
         "kv_embed_dim": st.sampled_from([16, 33]),
+        "v_embed_dim": st.sampled_from([11, 33]),
         "bias": st.just(False),
         "dtype": st.sampled_from(["bfloat16", "float16"]),
         "causal": st.sampled_from([True, "top_left", "bottom_right"]),
@@ -143,6 +145,8 @@ def specs(draw: st.DrawFn, cached: st.SearchStrategy[bool] = maybe_cached) -> di
         "outputs": outputs(H),
     }
     spec |= {name: draw(values) for name, values in optional.items() if draw(st.integers(0, 3)) == 3}
+    if "kv_embed_dim" not in spec:
+        spec.pop("v_embed_dim", None)
     if "static_mask" in spec:
         spec.pop("mask", None)
     if "rope" in spec and ("kv_embed_dim" in spec or E % 2):
@@ -150,7 +154,8 @@ def specs(draw: st.DrawFn, cached: st.SearchStrategy[bool] = maybe_cached) -> di
     if "kv_embed_dim" in spec and spec.get("causal") is True:
         spec["causal"] = "top_left"
     if draw(cached):
-        spec = {name: value for name, value in spec.items() if name not in ("kv_embed_dim", "mask", "static_mask")}
+        without = ("kv_embed_dim", "v_embed_dim", "mask", "static_mask")
+        spec = {name: value for name, value in spec.items() if name not in without}
         spec |= {"kv_cache": True, "causal": True}
     return spec
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import msgspec
 import numpy as np
@@ -16,7 +18,7 @@ from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.frontend.export.module_state import state_of
 from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
 from mhsa_compile.nn.functional import to_torch
-from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
+from mhsa_compile.nn.modules import MultiHeadAttention, QueryKeyValueAttention, ScaledDotProductAttention, weights
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.position_encoding import Rope, alibi_slopes
 
@@ -190,6 +192,54 @@ def test_from_torch_with_separate_weights_and_masks() -> None:
     torch.testing.assert_close(ours(x, context, mask=padding), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("kdim", "vdim"), [(24, 24), (10, 17), (24, 17), (10, 24), (10, 10)])
+def test_from_torch_of_three_inputs(kdim: int, vdim: int, batch_first: bool) -> None:
+    layer = nn.MultiheadAttention(24, 4, kdim=kdim, vdim=vdim, batch_first=batch_first, dtype=torch.float32).eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    ours = from_torch(layer, separate_values=kdim == vdim, mask="key_padding").double()
+    assert (ours.spec.kv_embed_dim, ours.spec.v_embed_dim) == (kdim, vdim)
+    q, k, v = torch.randn(2, 5, 24), torch.randn(2, 7, kdim), torch.randn(2, 7, vdim)
+    padding = torch.from_numpy(masks.key_padding([7, 3], 7))
+    inputs = (q, k, v) if batch_first else [x.transpose(0, 1) for x in (q, k, v)]
+    expected = layer.double()(*inputs, key_padding_mask=~padding, need_weights=False)[0]
+    expected = expected if batch_first else expected.transpose(0, 1)
+    for mask in (padding, padding.long(), padding.to(torch.uint8)):
+        torch.testing.assert_close(ours(q, k, v, mask), expected, **CLOSE)
+        torch.testing.assert_close(ours(x=q, value=v, key=k, mask=mask), expected, **CLOSE)
+
+
+def apart(**fields: object) -> MultiHeadAttention:
+    return MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, kv_embed_dim=10, v_embed_dim=17, **fields))
+
+
+def test_a_module_of_three_inputs_is_one_when_it_is_copied_too() -> None:
+    module = apart(dtype="float32").double().eval()
+    q, k, v = torch.randn(2, 5, 24), torch.randn(2, 7, 10), torch.randn(2, 7, 17)
+    expected = module(q, k, v)
+    for other in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert isinstance(other, QueryKeyValueAttention)
+        assert torch.equal(other(q, k, v), expected)
+    y, heads = module.with_outputs("y", "heads")(q, k, v)
+    assert torch.equal(y, expected) and heads.shape == (2, 4, 5, 6)
+    (gradient,) = torch.autograd.grad(module(q, k, v.requires_grad_()).sum(), v)
+    assert gradient.abs().min() > 0
+
+
+def test_the_class_follows_from_the_spec() -> None:
+    assert type(MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, kv_embed_dim=10))) is MultiHeadAttention
+    assert type(apart()) is QueryKeyValueAttention
+
+    class Own(MultiHeadAttention):
+        """Its forward takes a context."""
+
+    with pytest.raises(SpecError, match="v_embed_dim: expected set for a QueryKeyValueAttention"):
+        Own(apart().spec)
+    with pytest.raises(SpecError, match="v_embed_dim: expected set for a QueryKeyValueAttention"):
+        QueryKeyValueAttention(AttentionSpec(embed_dim=24, num_heads=4, kv_embed_dim=10))
+
+
 def test_from_torch_causal() -> None:
     layer = nn.MultiheadAttention(24, 4, batch_first=True, dtype=torch.float32).eval()
     ours = from_torch(layer, causal=True).double()
@@ -201,7 +251,7 @@ def test_from_torch_causal() -> None:
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"add_bias_kv": True}, "add_bias_kv"), ({"add_zero_attn": True}, "add_zero_attn"), ({"kdim": 8}, "kdim == vdim")],
+    [({"add_bias_kv": True}, "add_bias_kv"), ({"add_zero_attn": True}, "add_zero_attn")],
 )
 def test_from_torch_refuses(options: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
@@ -380,6 +430,9 @@ def test_weights_carry_pytorchs_names_and_layouts() -> None:
     assert all(isinstance(array, np.ndarray) for array in weights(MultiHeadAttention(spec)).values())
 
 
+APART = {"kv_embed_dim": 6, "v_embed_dim": 7}
+
+
 @pytest.mark.parametrize(
     ("fields", "call", "named"),
     [
@@ -388,6 +441,15 @@ def test_weights_carry_pytorchs_names_and_layouts() -> None:
         ({}, {"x": (2, 3, 8), "context": (2, 3, 8)}, "context"),
         ({"kv_embed_dim": 6}, {"x": (2, 3, 8)}, "context"),
         ({"kv_embed_dim": 6}, {"x": (2, 3, 8), "context": (2, 3, 8)}, "context"),
+        (APART, {"x": (2, 3, 8)}, "key"),
+        (APART, {"x": (2, 3, 8), "key": (2, 5, 6)}, "value"),
+        (APART, {"x": (2, 3, 8), "value": (2, 5, 7)}, "key"),
+        (APART, {"x": (2, 3, 6), "key": (2, 5, 6), "value": (2, 5, 7)}, "x"),
+        (APART, {"x": (2, 3, 8), "key": (2, 5, 8), "value": (2, 5, 7)}, "key"),
+        (APART, {"x": (2, 3, 8), "key": (2, 5, 6), "value": (2, 5, 6)}, "value"),
+        (APART, {"x": (2, 3, 8), "key": (2, 5, 6), "value": (2, 4, 7)}, "value"),
+        (APART, {"x": (2, 3, 8), "key": (2, 5, 6), "value": (1, 5, 7)}, "value"),
+        (APART, {"x": (2, 3, 8), "key": (2, 5, 6), "value": (2, 5, 7), "mask": (2, 5)}, "mask"),
         ({}, {"x": (2, 3, 8), "mask": (2, 3)}, "mask"),
         ({"mask": "bool"}, {"x": (2, 3, 8)}, "mask"),
         ({"mask": "bool"}, {"x": (2, 3, 8), "mask": (3, 4)}, "mask"),

@@ -57,6 +57,34 @@ def test_a_mask_may_broadcast() -> None:
     assert tuple(seen.shape) == (1, 5) and seen.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int32", "int8", "uint8"])
+def test_integers_0_and_1_are_a_mask(dtype: str) -> None:
+    x, seen = on_gpu(torch.zeros(2, 5, 64, dtype=torch.bfloat16)), torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 1, 1]])
+    for shape in ((2, 5), (1, 5)):
+        given = seen[: shape[0]].to(getattr(torch, dtype))
+        for _ in range(3):
+            (_, taken), _ = signature(X, MASK).arrays((x, on_gpu(given)), {})
+            assert taken.dtype == torch.bool and taken.is_contiguous() and tuple(taken.shape) == shape
+            assert torch.equal(taken.as_subclass(torch.Tensor), given != 0)
+    with pytest.raises(InputError, match="input 'mask': expected bool, or integers 0 and 1, got values from 0 to 3"):
+        signature(X, MASK).arrays((x, on_gpu(3 * seen.to(getattr(torch, dtype)))), {})
+    with pytest.raises(InputError, match=rf"input 'mask': .*got {dtype} of shape \(3, 5\)|got bool of shape \(3, 5\)"):
+        signature(X, MASK).arrays((x, on_gpu(torch.ones(3, 5, dtype=getattr(torch, dtype)))), {})
+    with pytest.raises(InputError, match=r"input 'mask': expected bool .*, got float32"):
+        signature(X, MASK).arrays((x, on_gpu(seen.float())), {})
+
+
+def test_integers_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at them would end the capture, and what is replayed could not be looked at."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x, mask = on_gpu(torch.zeros(2, 5, 64, dtype=torch.bfloat16)), on_gpu(torch.ones(2, 5, dtype=torch.int64))
+    with pytest.raises(InputError, match=r"input 'mask': expected bool, while a graph is being captured, got .*int64"):
+        signature(X, MASK).arrays((x, mask), {})
+    (_, taken), _ = signature(X, MASK).arrays((x, mask.bool()), {})
+    assert taken.dtype == torch.bool
+
+
 class Elsewhere:
     """A producer of DLPack on another kind of device."""
 

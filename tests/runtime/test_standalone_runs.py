@@ -36,6 +36,10 @@ SPECS = {
         [{"B": 2, "L": 41}],
     ),
     "cross-attention": (mhsa.AttentionSpec(embed_dim=24, num_heads=3, kv_embed_dim=17), [{"B": 2, "L": 5, "S": 37}]),
+    "keys and values apart": (
+        mhsa.AttentionSpec(embed_dim=24, num_heads=3, kv_embed_dim=17, v_embed_dim=11, mask="key_padding"),
+        [{"B": 2, "L": 5, "S": 37}],
+    ),
     "decoding from a cache": (
         mhsa.AttentionSpec(embed_dim=32, num_heads=4, num_kv_heads=2, causal=True, kv_cache=True),
         [{"B": 3, "L": 1, "C": 29}],

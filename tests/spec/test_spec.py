@@ -32,6 +32,21 @@ def test_defaults_are_resolved() -> None:
     assert AttentionSpec(embed_dim=8, num_heads=2, kv_embed_dim=8).is_cross
 
 
+def test_what_keys_and_values_are_projected_from() -> None:
+    def sources(**fields: int) -> tuple[object, ...]:
+        spec = AttentionSpec(embed_dim=8, num_heads=2, **fields)
+        return spec.sources, spec.source_dim, spec.v_source_dim
+
+    assert sources() == (("x", "x"), 8, 8)
+    assert sources(kv_embed_dim=5) == (("context", "context"), 5, 5)
+    assert sources(kv_embed_dim=5, v_embed_dim=3) == (("key", "value"), 5, 3)
+    assert sources(kv_embed_dim=8, v_embed_dim=8) == (("key", "value"), 8, 8)
+    spec = AttentionSpec(embed_dim=8, num_heads=2, kv_embed_dim=5, v_embed_dim=3, num_kv_heads=1, v_head_dim=7)
+    assert spec.projection_flops(2, 11, 13) == 2 * 2 * (11 * 8 * (8 + 2 * 7) + 13 * (5 * 4 + 3 * 7))
+    assert AttentionSpec.from_json(spec.to_json()) == spec == AttentionSpec.from_toml(spec.to_toml())
+    assert '"v_embed_dim"' not in AttentionSpec(embed_dim=8, num_heads=2, kv_embed_dim=5).to_json()
+
+
 @pytest.mark.parametrize(
     ("fields", "named", "expected"),
     [
@@ -43,6 +58,10 @@ def test_defaults_are_resolved() -> None:
         ({"num_kv_heads": 8}, "num_kv_heads", "a divisor of num_heads = 4"),
         ({"head_dim": -1}, "head_dim", "a positive integer"),
         ({"kv_embed_dim": 0}, "kv_embed_dim", "a positive integer"),
+        ({"kv_embed_dim": 8, "v_embed_dim": 0}, "v_embed_dim", "a positive integer"),
+        ({"v_embed_dim": 64}, "v_embed_dim", "None without kv_embed_dim"),
+        ({"rope": True, "kv_embed_dim": 64, "v_embed_dim": 64}, "rope", "self-attention"),
+        ({"kv_cache": True, "causal": True, "kv_embed_dim": 64, "v_embed_dim": 64}, "kv_cache", "self-attention"),
         ({"bias": 1}, "bias", "true or false"),
         ({"dtype": "bfloat"}, "dtype", '"bfloat16"'),
         ({"dtype": "float64"}, "dtype", '"float32"'),

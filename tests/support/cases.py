@@ -102,6 +102,13 @@ def _parity() -> tuple[ParityCase, ...]:
     add("cross-h5", CROSS, 80, 5, kv_embed_dim=80)
     add("cross-h12-f24", CROSS, 192, 12, kv_embed_dim=56, v_head_dim=24)
     add("cross-mqa-no-bias", CROSS, 80, 5, num_kv_heads=1, kv_embed_dim=16, bias=False)
+    # Keys and values of two inputs.
+    add("values-apart", CROSS_LONG, 59, 1, kv_embed_dim=13, v_embed_dim=31)
+    add("values-apart-same-width", CROSS, 80, 5, kv_embed_dim=80, v_embed_dim=80, mask="key_padding")
+    add("values-apart-gqa-f24", CROSS, 192, 12, num_kv_heads=4, kv_embed_dim=37, v_embed_dim=53, v_head_dim=24)
+    add("values-apart-bool", CROSS, 83, 5, head_dim=17, kv_embed_dim=7, v_embed_dim=101, mask="bool", bias=False)
+    add("values-apart-bottom-right", CROSS, 80, 5, kv_embed_dim=41, v_embed_dim=3, causal="bottom_right", softcap=20.0)
+    add("values-apart-window", CROSS, 80, 5, kv_embed_dim=40, v_embed_dim=19, mask="additive", window=(13, 5))
     # Windows, on either side or both, alone and with causality and masks.
     add("window-left", SELF_LONG, 64, 1, window=(31, 0))
     add("window-both", SELF, 80, 5, window=(5, 11))
@@ -184,6 +191,8 @@ def _parity() -> tuple[ParityCase, ...]:
         add(f"{short}-longformer", STATIC, 80, 5, static_mask=masks.Longformer(window=30, global_tokens=2), dtype=dtype)
     # Linears in eight bits.
     add("int8-h12-e64", SELF, 768, 12, weights="int8")
+    add("int8-values-apart", CROSS, 80, 5, kv_embed_dim=48, v_embed_dim=29, weights="int8")
+    add("bf16-values-apart", CROSS, 80, 5, kv_embed_dim=48, v_embed_dim=29, mask="key_padding", dtype="bfloat16")
     add("int8-cross-no-bias", CROSS, 80, 5, kv_embed_dim=48, bias=False, weights="int8")
     add("int8-odd", SELF_SHORT, 11, 1, head_dim=7, weights="int8")
     add("int8-bf16-causal-gqa", SELF, 192, 12, num_kv_heads=4, causal=True, dtype="bfloat16", weights="int8")

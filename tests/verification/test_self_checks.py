@@ -98,6 +98,7 @@ RIGHT = {
     "causal-additive": {"causal": True, "mask": "additive"},
     "cross-bool": {"kv_embed_dim": 16, "mask": "bool"},
     "cross-bottom-right": {"kv_embed_dim": 16, "mask": "key_padding", "causal": "bottom_right", **KEYS},
+    "values-apart": {"kv_embed_dim": 16, "v_embed_dim": 11, "mask": "key_padding", **KEYS},
     "window-bfloat16": {"window": (5, 0), "causal": True, "mask": "bool", "dtype": "bfloat16"},
     "core": {"module": "ScaledDotProductAttention", "mask": "key_padding", "causal": "bottom_right"},
     "cache": CACHED | KEYS,

@@ -40,8 +40,9 @@ def work(workload: Workload) -> CallWork:
         elements = B * (L * H * (E + F) + S * G * (E + F))
     else:
         flops += spec.projection_flops(B, L, S)
-        source = B * S * spec.source_dim if spec.is_cross else 0
-        weights = D * H * (E + F) + spec.source_dim * G * (E + F)
+        widths = dict(zip(spec.sources, (spec.source_dim, spec.v_source_dim), strict=True))
+        source = B * S * sum(widths.values()) if spec.is_cross else 0
+        weights = D * H * (E + F) + (spec.source_dim * E + spec.v_source_dim * F) * G
         elements = 2 * B * L * D + source + weights
     return CallWork(flops, elements * _BYTES[spec.dtype])
 

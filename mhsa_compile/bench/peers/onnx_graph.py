@@ -1,6 +1,6 @@
 """An artifact's computation as ONNX graphs that runtimes read who do not know Attention, or know it under another name.
 
-Inputs are q, k, v, or x and context, and `mask`, which is always what is added to the scores.
+Inputs are q, k, v, or x and context, or x, key and value, and `mask`, which is always what is added to the scores.
 Notation: B batch, L query length, S key length, H heads, G key/value heads, E head dim, F value head dim.
 """
 
@@ -17,7 +17,7 @@ from mhsa_compile.bench.peers.peer import Array, Arrays, Problem
 from mhsa_compile.errors import ModelError
 
 OPSET = 21  # of the standard operators: the newest that every reader of these graphs knows
-INPUTS = ("q", "k", "v", "x", "context", "mask")
+INPUTS = ("q", "k", "v", "x", "context", "key", "value", "mask")
 MICROSOFT = "com.microsoft"
 
 
@@ -160,18 +160,18 @@ def _heads(graph: GraphBuilder) -> Sequence[str]:
     """q, k and v as (B, heads, length, width)."""
     if graph.problem.is_core:
         return "q", "k", "v"
-    spec, source, (B, L, S) = graph.spec, _source(graph), _sizes(graph.problem)
+    spec, (keys, values), (B, L, S) = graph.spec, graph.spec.sources, _sizes(graph.problem)
     q = graph.reshaped(graph.linear("x", "q"), B, L, spec.num_heads, spec.head_dim)
-    k = graph.reshaped(graph.linear(source, "k"), B, S, spec.num_kv_heads, spec.head_dim)
-    v = graph.reshaped(graph.linear(source, "v"), B, S, spec.num_kv_heads, spec.v_head_dim)
+    k = graph.reshaped(graph.linear(keys, "k"), B, S, spec.num_kv_heads, spec.head_dim)
+    v = graph.reshaped(graph.linear(values, "v"), B, S, spec.num_kv_heads, spec.v_head_dim)
     return graph.swapped(q), graph.swapped(k), graph.swapped(v)
 
 
 def _rows(graph: GraphBuilder, keep_heads: str = "") -> Sequence[str]:
     """q, k and v as (B, length, heads * width); those of `keep_heads` stay as the core has them."""
     if not graph.problem.is_core:
-        source = _source(graph)
-        return graph.linear("x", "q"), graph.linear(source, "k"), graph.linear(source, "v")
+        keys, values = graph.spec.sources
+        return graph.linear("x", "q"), graph.linear(keys, "k"), graph.linear(values, "v")
     arrays = graph.problem.inputs[0]
     return [
         name if name in keep_heads else graph.reshaped(graph.swapped(name), shape[0], shape[2], shape[1] * shape[3])
@@ -188,10 +188,6 @@ def _from_rows(graph: GraphBuilder, y: str) -> onnx.ModelProto:
 
 def _out(graph: GraphBuilder, rows: str) -> str:
     return graph.linear(rows, "out")
-
-
-def _source(graph: GraphBuilder) -> str:
-    return "context" if graph.spec.is_cross else "x"
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:

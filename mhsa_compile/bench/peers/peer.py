@@ -100,7 +100,7 @@ class Problem:
         """B, L and S."""
         arrays = self.inputs[0]
         query = arrays["q"] if self.is_core else arrays["x"]
-        source = arrays["k"] if self.is_core else arrays.get("context", query)
+        source = arrays["k"] if self.is_core else arrays.get("context", arrays.get("key", query))
         return {"B": query.shape[0], "L": query.shape[-2], "S": source.shape[-2]}
 
     @property

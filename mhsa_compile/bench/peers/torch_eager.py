@@ -58,7 +58,7 @@ def torch_threads(problem: Problem, threads: int) -> Iterator[None]:
 
 
 def tensors(arrays: Arrays) -> list[Tensor]:
-    """The inputs but for the mask, which is made ready once: q, k and v, or x, or x and context."""
+    """The inputs but for the mask, which is made ready once: q, k and v; x; x and context; or x, key and value."""
     return [to_torch(array) for name, array in arrays.items() if name != "mask"]
 
 
@@ -114,11 +114,15 @@ def with_projections(problem: Problem, core: Callable[..., Tensor]) -> Callable[
         def __init__(self) -> None:
             super().__init__()
             self.of_x = _linear(problem, "q" if spec.is_cross else "qkv")
-            self.of_context = _linear(problem, "kv") if spec.is_cross else None
+            self.of_context = _linear(problem, "kv") if spec.is_cross and spec.v_embed_dim is None else None
+            self.of_key, self.of_value = (None if spec.v_embed_dim is None else _linear(problem, n) for n in "kv")
             self.out = _linear(problem, ("out",))
 
-        def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-            if self.of_context is None:
+        def forward(self, x: Tensor, context: Tensor | None = None, values: Tensor | None = None) -> Tensor:
+            if self.of_key is not None and self.of_value is not None:  # `context` is what keys are made of
+                pairs = (self.of_x(x), query), (self.of_key(context), key), (self.of_value(values), value)
+                q, k, v = (_heads(rows, shape)[0] for rows, shape in pairs)
+            elif self.of_context is None:
                 q, k, v = _heads(self.of_x(x), query, key, value)
             else:
                 (q,), (k, v) = _heads(self.of_x(x), query), _heads(self.of_context(context), key, value)

@@ -106,10 +106,9 @@ def _rows(spec: AttentionSpec, arrays: Arrays, entry: int, rows: list[int]) -> A
     if "q" in arrays:
         q, k, v = tensor("q")[:, :, rows], tensor("k"), tensor("v")
     else:
-        x = tensor("x")
-        source = tensor("context") if spec.is_cross else x
+        x, *sources = (tensor(name) for name in ("x", *spec.sources))
         H, G, E, F = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
-        inputs = ("q", x[:, rows], (H, E)), ("k", source, (G, E)), ("v", source, (G, F))
+        inputs = ("q", x[:, rows], (H, E)), ("k", sources[0], (G, E)), ("v", sources[1], (G, F))
         q, k, v = (torch.unflatten(_linear(arrays, n, a), -1, width).transpose(1, 2) for n, a, width in inputs)
     L = arrays["q" if "q" in arrays else "x"].shape[-2]
     visible, bias = _seen(spec, arrays, entry, rows, L, k.shape[2])

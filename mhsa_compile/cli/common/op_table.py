@@ -76,5 +76,6 @@ def _sizes(manifest: Manifest) -> tuple[int, int, int]:
     if len(next(iter(dims.values()), ())) == 2:  # tokens (B, L)
         batch, length = next(iter(dims.values()))
     B, L = (size if isinstance(size, int) else usual for size, usual in ((batch, _BATCH), (length, _LENGTH)))
-    other = next((dims[name][-2] for name in ("past_key", "context", "k") if spec is not None and name in dims), L)
+    of_keys = () if spec is None else ("past_key", "context", "key", "k")
+    other = next((dims[name][-2] for name in of_keys if name in dims), L)
     return B, L, other if isinstance(other, int) else max(L, _LENGTH)

@@ -54,6 +54,7 @@ class SpecFlags:
     head_dim: int | None = _flag("E, the width of a query or key head; D / H if not given.")
     v_head_dim: int | None = _flag("F, the width of a value head; E if not given.")
     kv_embed_dim: int | None = _flag("Cross-attention: the width of the second input.")
+    v_embed_dim: int | None = _flag("The width of a third input, of values; the second is then of keys alone.")
     bias: bool | None = _flag("Biases of the four projections.")
     causal: Literal["true", "top_left", "bottom_right"] | None = _flag("Which keys a query sees.", parse=_causal)
     window: str | None = _flag(

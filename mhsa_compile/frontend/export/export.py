@@ -73,7 +73,8 @@ def export(
 ) -> onnx.ModelProto:
     """The checked ONNX model of `module` at inference.
 
-    MultiHeadAttention: x (B, L, D), context (B, S, kv_embed_dim), mask -> y (B, L, D).
+    MultiHeadAttention: x (B, L, D), context (B, S, kv_embed_dim), mask -> y (B, L, D). With spec.v_embed_dim, key
+    (B, S, kv_embed_dim) and value (B, S, v_embed_dim) are in the place of context.
     ScaledDotProductAttention: q (B, H, L, E), k (B, G, S, E), v (B, G, S, F), mask -> y (B, H, L, F).
     With spec.kv_cache: x, past_key (B, G, C, E), past_value (B, G, C, F), length (B,) -> y, present_key, present_value;
     the caches may be written in place, as the metadata "mhsa.in_place" says.
@@ -186,8 +187,7 @@ def _lengths(
 ) -> tuple[int | str, int | str]:
     """L and S, fixed or by name."""
     if isinstance(module, MultiHeadAttention):
-        L = signature["x"][0][1]
-        S = signature["context"][0][1] if "context" in signature else L
+        L, S = signature["x"][0][1], signature[module.spec.sources[0]][0][1]
     else:
         L, S = signature["q"][0][2], signature["k"][0][2]
     return L, S

@@ -34,8 +34,9 @@ def own_signature(module: MultiHeadAttention | ScaledDotProductAttention) -> Sig
     G, E, F = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
     if isinstance(module, MultiHeadAttention):
         shapes: dict[str, Shape] = {"x": ("B", "L", spec.embed_dim)}
-        if spec.kv_embed_dim is not None:
-            shapes["context"] = ("B", "S", spec.kv_embed_dim)
+        if spec.is_cross:  # one input, or two
+            widths = spec.source_dim, spec.v_source_dim
+            shapes |= {name: ("B", "S", width) for name, width in zip(spec.sources, widths, strict=True)}
         else:
             source_length = "L"
         if spec.kv_cache:

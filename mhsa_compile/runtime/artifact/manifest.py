@@ -127,8 +127,14 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 
 
 def _encode(manifest: Manifest) -> bytes:
-    """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted."""
-    return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
+    """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
+
+    `v_embed_dim` is written where it is set: an artifact without it has the bytes that it had before there was one.
+    """
+    stated = msgspec.to_builtins(manifest, order="deterministic")
+    if manifest.spec is not None and manifest.spec.v_embed_dim is None:
+        del stated["spec"]["v_embed_dim"]
+    return msgspec.json.format(msgspec.json.encode(stated), indent=2) + b"\n"
 
 
 def read_manifest(raw: bytes, argument: str) -> Manifest:

@@ -23,6 +23,8 @@ from support.pretended_gpu.libraries import FOLDER, Pretended
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.runtime import tvm_runtime
+from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import judged
 
 NAMES = ("h1-e7-d11", "bool-cross", "bottom-right-cross", "f24", "longformer-cross", "bf16-key-padding-cross",
@@ -117,6 +119,29 @@ def test_nobody_to_look_at_gives_zeros(computed: Computed) -> None:
     )
     bias = module.state_dict()["out_proj.bias"].numpy()
     np.testing.assert_array_equal(y, np.broadcast_to(bias, (2, 5, 24)))
+
+
+def test_keys_and_values_apart_and_a_mask_of_integers(computed: Computed) -> None:
+    """Memory of the GPU is the host's here: what is copied and converted is what the kernels then read."""
+    torch.manual_seed(0)
+    spec = mhsa.AttentionSpec(embed_dim=24, num_heads=3, kv_embed_dim=16, v_embed_dim=11, mask="key_padding")
+    module = mhsa.MultiHeadAttention(spec).eval()
+    attention = mhsa.load(computed.artifact(module))
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in ((2, 5, 24), (2, 7, 16), (2, 7, 11))]
+    seen = np.arange(7) < np.array([[7], [3]])
+    expected = attention.from_host(*arrays, seen)
+    with torch.no_grad():
+        exact = module.double()(*(torch.from_numpy(a).double() for a in arrays), torch.from_numpy(seen)).numpy()
+        eager = module.float()(*map(torch.from_numpy, arrays), torch.from_numpy(seen)).numpy()
+    assert max_error(exact, expected) <= budget(exact, eager, "float32")
+    runtime = tvm_runtime.start_cuda()
+    for dtype in ("int64", "int32", "int8", "uint8"):
+        there = runtime.on_gpu([*arrays, seen.astype(dtype)], 0)
+        for _ in range(3):
+            found = np.from_dlpack(runtime.to_host(attention(*there)))
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(attention.from_host(*arrays, mask=seen.astype(dtype)), expected)
 
 
 def test_what_is_wrong_is_seen(computed: Computed, monkeypatch: pytest.MonkeyPatch) -> None:

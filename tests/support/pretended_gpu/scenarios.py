@@ -24,6 +24,7 @@ SPECS = {
     "causal": mhsa.AttentionSpec(embed_dim=64, num_heads=4, causal=True),
     "heads": mhsa.AttentionSpec(embed_dim=512, num_heads=8, num_kv_heads=2, causal=True, dtype="bfloat16"),
     "cross": mhsa.AttentionSpec(embed_dim=64, num_heads=4, kv_embed_dim=32, dtype="bfloat16"),
+    "padded": mhsa.AttentionSpec(embed_dim=64, num_heads=4, kv_embed_dim=32, v_embed_dim=48, mask="key_padding"),
     "cached": mhsa.AttentionSpec(
         embed_dim=512, num_heads=8, num_kv_heads=2, causal=True, kv_cache=True, dtype="bfloat16"
     ),
@@ -177,6 +178,32 @@ def test_no_queries_tell_the_copy_engine_nothing(gpu: Pretended, folder: Path) -
         assert any(line.startswith("tensor map of 4") for line in lines) == (length > 0)
         assert any(name.startswith("attention") for name in launches(lines)) == (length > 0)
     assert not any(line.startswith("tensor map") for line in lines)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
+def test_a_mask_of_integers_is_looked_at_and_copied(gpu: Pretended, folder: Path, dtype: str) -> None:
+    """A call with one launches what a call with a bool one does; a wrong one launches nothing."""
+    loaded = mhsa.load(folder / "padded")
+    inputs = [there(2, length, width) for length, width in ((5, 64), (7, 32), (7, 48))]
+    seen = np.arange(7) < np.array([[7], [3]])
+    runtime = tvm_runtime.start_cuda()
+    usual, given, wrong = runtime.on_gpu([seen, seen.astype(dtype), 2 * seen.astype(dtype)], 0)
+    loaded(*inputs, usual)
+    gpu.take()
+    assert tuple(loaded(*inputs, mask=usual).shape) == (2, 5, 64)
+    expected = launches(gpu.take())
+    for words in ({}, {"stream": 5000}):
+        assert tuple(loaded(*inputs, mask=given, **words).shape) == (2, 5, 64)
+        lines = gpu.take()
+        assert launches(lines) == expected
+        copied = [line for line in lines if line.startswith("copy")]
+        assert copied == [f"copy {seen.size * np.dtype(dtype).itemsize}", f"copy {seen.size}"]
+        assert lines.index(f"wait {words.get('stream', 0)}") < lines.index(copied[0])  # who made it may still write it
+    with pytest.raises(InputError, match=r"input 'mask': expected bool, or integers 0 and 1, got values from 0 to 2"):
+        loaded(*inputs, mask=wrong)
+    assert launches(gpu.take()) == []
+    nobody = [there(0, length, width) for length, width in ((5, 64), (7, 32), (7, 48))]
+    assert tuple(loaded(*nobody, there(0, 7, dtype=dtype)).shape) == (0, 5, 64)
 
 
 def test_arrays_of_the_host_go_there_and_back(gpu: Pretended, attention: Any) -> None:
