@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -90,9 +91,7 @@ def export(
 
     Raises ModelError where the export fails or a symbol did not survive it, InputError for wrong arguments.
     """
-    was_training = module.training
-    try:
-        module.eval()
+    with _at_inference(module):
         if isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
             if dynamic_shapes is not None:
                 hint = "Its batch and lengths are free as they are; dims fixes them."
@@ -103,8 +102,25 @@ def export(
         called = Called(module, paired=paired).eval()
         with slow_path():
             return settled(called, wanted, lambda program: _export_any(called, program))
+
+
+@contextmanager
+def _at_inference(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in eval mode; afterwards each part of it is in the mode that it was in, with the buffers
+    that it had: its forward runs here, and may write into them."""
+    modes = [(part, part.training, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    module.eval()
+    try:
+        yield
     finally:
-        module.train(was_training)
+        for part, mode, buffers in modes:
+            part.training = mode
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _export_any(called: Called, program: Program) -> onnx.ModelProto:
