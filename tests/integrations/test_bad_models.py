@@ -1,4 +1,4 @@
-"""Models that cannot be computed as they are: meta, sharded, quantised, hooked, edited. One message, and nothing changed."""
+"""Models on meta, sharded, quantised, hooked or edited: one message and nothing changed, or the right numbers."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_sharded_weights_and_activations(mesh: Any) -> None:
     model.attention.in_proj_weight = nn.Parameter(distribute_tensor(model.attention.in_proj_weight, mesh, [Shard(0)]))
     (kept,) = mhsa.accelerate(model).kept
     assert kept.why_kept == "in_proj_weight is a DTensor"
-    with pytest.raises(ModelError, match="got 'attention.in_proj_weight' sharded, a DTensor"):
+    with pytest.raises(ModelError, match=r"got 'attention.in_proj_weight' sharded, a DTensor"):
         mhsa.compile(model, example_inputs=(X,))
     with pytest.raises(ModelError, match=r"as q_proj.weight, got a DTensor"):
         from_torch(model.attention)
