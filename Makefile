@@ -92,9 +92,9 @@ sanitize-gpu: $(FOR_GPU)  ## A small part of test-gpu under compute-sanitizer: m
 sanitize-threads: $(STAMP)  ## The pool of threads: a million launches, and under ThreadSanitizer; a million calls; loads; minutes
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.threads
 
-test-models: $(STAMP)  ## Other people's models: what is too slow for the suite, then the table of families; a quarter of an hour
-	@$(BIN)/python -m pytest -m slow
-	@PYTHONPATH=tests $(BIN)/python -m campaigns.models
+test-models: $(STAMP)  ## Other people's models: what is too slow for the suite, then the table of families, or ONLY="gpt2 bert" of it; half an hour
+	@$(if $(ONLY),true,$(BIN)/python -m pytest -m slow)
+	@PYTHONPATH=tests $(BIN)/python -m campaigns.models --json build/model-families.json $(if $(ONLY),--only $(ONLY))
 
 fuzz-operator: $(STAMP)  ## 200 random nodes of the ONNX operator against float64; some minutes
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.onnx_operator

@@ -56,11 +56,23 @@ def why_not(layer: nn.MultiheadAttention) -> str:
             return "it has no weights yet: they are on the meta device"
         if parameter.device.type != "cpu":
             return f"{name} is on {parameter.device}: artifacts for a CPU read its memory"
+    if lost := [
+        name for name, shape in _shapes(layer).items() if getattr(parameters.get(name), "shape", None) != shape
+    ]:
+        return f"{lost[0]} is no whole parameter of its own: it is sharded, or computed elsewhere"
     try:
         from_torch(layer)
     except ModelError as error:
         return f"expected {error.expected}, got {error.got}"
     return ""
+
+
+def _shapes(layer: nn.MultiheadAttention) -> dict[str, tuple[int, ...]]:
+    """Of its matrices, as it made them."""
+    D, separate = layer.embed_dim, {"q": layer.embed_dim, "k": layer.kdim, "v": layer.vdim}
+    if layer._qkv_same_embed_dim:
+        return {"in_proj_weight": (3 * D, D), "out_proj.weight": (D, D)}
+    return {f"{name}_proj_weight": (D, size) for name, size in separate.items()} | {"out_proj.weight": (D, D)}
 
 
 class LayerForward(Unsaved):
@@ -119,6 +131,8 @@ class LayerForward(Unsaved):
             return "a rank that it refuses"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
+        if kinds := [type(x).__name__ for x in (query, key) if type(x) not in (Tensor, nn.Parameter)]:
+            return f"inputs that are a {kinds[0]}"
         dtype = self._layer.out_proj.weight.dtype
         if any(x.dtype != dtype or x.device.type != "cpu" for x in (query, key, value)):
             return f"inputs that are not {dtype} in CPU memory"

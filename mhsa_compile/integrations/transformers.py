@@ -94,6 +94,9 @@ def attention_forward(
     """
     s_aux = others.pop("sinks", None) if s_aux is None else s_aux
     _check_keywords(others, dropout)
+    if not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
+        hint = 'Let each process have its own heads as plain tensors, or set attn_implementation="sdpa".'
+        raise InputError("query", "a tensor in this process's memory", f"a {type(query).__name__}, sharded", hint)
     if not torch.compiler.is_exporting() and attention_operator.wants_gradient(query, key, value, s_aux, position_bias):
         raise attention_operator.no_gradient("query")
     said = getattr(module, "is_causal", None) if is_causal is None else is_causal

@@ -34,7 +34,8 @@ def from_torch(
     outputs          what a call returns: see AttentionSpec
     batch_first is not kept: our edge is (B, L, D).
 
-    Raises ModelError for add_bias_kv and add_zero_attn, which have no counterpart.
+    Raises ModelError for add_bias_kv and add_zero_attn, which have no counterpart, for a quantised out_proj, and for
+    weights that are elsewhere: on the meta device, or sharded.
 
     >>> layer = nn.MultiheadAttention(64, 4, batch_first=True)
     >>> from_torch(layer, mask="key_padding").spec.mask
@@ -47,6 +48,8 @@ def from_torch(
         raise ModelError("layer", "nn.MultiheadAttention without add_bias_kv", "add_bias_kv=True")
     if layer.add_zero_attn:
         raise ModelError("layer", "nn.MultiheadAttention without add_zero_attn", "add_zero_attn=True")
+    if not isinstance(layer.out_proj, nn.Linear):
+        raise ModelError("layer", "an out_proj that is an nn.Linear", type(layer.out_proj).__name__)
     separate_values = separate_values or layer.kdim != layer.vdim
     cross = cross or separate_values or layer.kdim != layer.embed_dim
     spec = AttentionSpec(
@@ -65,7 +68,8 @@ def from_torch(
     state = {f"{name}_proj.weight": weight for name, weight in zip("qkv", projections, strict=True)}
     if spec.bias:
         state |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", layer.in_proj_bias.chunk(3), strict=True)}
-    state |= {f"out_proj.{name}": value for name, value in layer.out_proj.state_dict().items()}
+        state["out_proj.bias"] = layer.out_proj.bias
+    state["out_proj.weight"] = layer.out_proj.weight  # what it is after a parametrization, too
     return _loaded(spec, state)
 
 
@@ -207,7 +211,17 @@ def _dtype_of(weight: Tensor) -> str:
     return dtype
 
 
+def _check_at_hand(name: str, value: Tensor) -> None:
+    """Raises ModelError for a weight that has no numbers here."""
+    kind = "a tensor on the meta device" if value.is_meta else f"a {type(value).__name__}"
+    if value.is_meta or type(value) not in (Tensor, nn.Parameter):
+        hint = "Load the weights first, or gather them: model.load_state_dict(full_state_dict)."
+        raise ModelError("layer", f"a plain tensor as {name}", kind, hint)
+
+
 def _loaded(spec: AttentionSpec, state: dict[str, Tensor]) -> MultiHeadAttention:
+    for name, value in state.items():
+        _check_at_hand(name, value)
     dtypes = {_dtype_of(value) for value in state.values()}
     if dtypes != {spec.dtype}:
         raise ModelError("layer", f"{spec.dtype} weights", ", ".join(sorted(dtypes)), "Call layer.float() first.")

@@ -50,7 +50,8 @@ def weight_arrays(
         )
     if extra := sorted(map(str, found.keys() - names)):
         raise InputError("weights", f"only {', '.join(sorted(names)) or 'none'}", f"also {', '.join(extra)}")
-    return [make(info, "weight", {}, manifest.has_fallbacks).ready(found[info.name], {}) for info in manifest.weights]
+    # On a cache line, also where the manifest lists no code of TVM's: what prepares weights to be packed is that, too.
+    return [make(info, "weight", {}, True).ready(found[info.name], {}) for info in manifest.weights]
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -86,6 +86,34 @@ def test_unaligned_memory_is_read_right_where_tvm_runs_some_operators(plain_bloc
             assert np.allclose(mhsa.load(artifact, weights=weights)(given), expected, atol=2e-6)
 
 
+class CutProjection(nn.Module):
+    """One matrix for queries, keys and values, which TVM's code cuts into three where weights are packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(192, 64) / 6), nn.Parameter(torch.randn(192))
+
+    def forward(self, x):
+        parts = zip(self.weight.chunk(3), self.bias.chunk(3), strict=True)
+        heads = [nn.functional.linear(x, *part).unflatten(-1, (4, 16)).transpose(1, 2) for part in parts]
+        return nn.functional.scaled_dot_product_attention(*heads)
+
+
+def test_unaligned_weights_are_read_right_where_kernels_run_all_operators():
+    module = CutProjection().eval()
+    artifact = mhsa.compile(module, example_inputs=(torch.randn(2, 9, 64),))
+    assert not artifact.manifest.has_fallbacks
+    x = torch.randn(3, 7, 64)
+    with torch.no_grad():
+        expected = module(x)
+    for offset in range(0, 32, 3):
+        weights = {
+            name: torch.cat((torch.zeros(offset), value.detach().flatten()))[offset:].view(value.shape)
+            for name, value in module.named_parameters()
+        }
+        assert torch.allclose(mhsa.load(artifact, weights=weights)(x), expected, atol=2e-6)
+
+
 def test_the_heads_are_read_where_they_lie(plain_block):
     """No Transpose, no Reshape of activations is left of the 4-D form: three operations of ours do it all."""
     _, artifact = plain_block

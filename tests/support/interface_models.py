@@ -67,12 +67,17 @@ def built(config: str, model: str, fields: dict[str, Any]) -> Any:
     """In eval mode, with weights that make attention matter."""
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, f"{config}Config")(**fields)).eval()
-    for name, parameter in made.named_parameters():
+    sharpen(made)
+    return made
+
+
+def sharpen(model: nn.Module) -> None:
+    """Draws weights that make attention matter: with those that a model begins with, all keys weigh about the same."""
+    for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "embed" not in name:
             nn.init.normal_(parameter, std=0.2)
         elif "bias" in name or "sinks" in name:
             nn.init.normal_(parameter, std=0.3)
-    return made
 
 
 def decoder(name: str) -> Any:
@@ -105,6 +110,11 @@ def share_of_budget(model: Any, run: Callable[[Any], Tensor]) -> float:
 def generated(model: Any, inputs: dict[str, Tensor], kind: str, **options: Any) -> Tensor:
     """Ten tokens by greedy search with attention of that kind."""
     model.set_attn_implementation(kind)
+    return ten_tokens(model, inputs, **options)
+
+
+def ten_tokens(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    """What greedy search adds to `inputs`, and these."""
     with torch.no_grad():
         made: Tensor = model.generate(**inputs, max_new_tokens=10, min_new_tokens=10, do_sample=False, **options)
     return made

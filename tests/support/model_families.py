@@ -1,4 +1,4 @@
-"""Families of transformers, each as a tiny model of random weights: what `models_campaign.py` and the tests compile.
+"""Families of transformers, each as a tiny model of random weights: what `campaigns/models.py` and the tests compile.
 
 A family is a whole model, or its attention module alone where the rest chooses experts; that module is given what the
 model around it gives it. Nothing is downloaded.
@@ -37,7 +37,7 @@ class Family:
     """`model` of `config` with `fields`; `part`: the submodule that is compiled, "" for the whole.
 
     `free`: input -> {axis: symbol} where that is not what `export` takes for granted; `refused`: with what words, where
-    there is a reason that is no fault of ours.
+    there is a reason that is no fault of ours. `generates`: the class that generates tokens, if one does.
     """
 
     config: str
@@ -47,6 +47,7 @@ class Family:
     part: str = ""
     free: dict[str, dict[int, str]] | None = None
     refused: str = ""
+    generates: str = ""
 
     def build(self, kind: str) -> nn.Module:
         """With attention of that kind, "eager" or "sdpa". Raises ValueError where the model knows no such kind."""
@@ -61,10 +62,11 @@ class Family:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the attentions, and the largest error as a share of its budget."""
+    """What became of the attentions, the largest error as a share of its budget, and the CPU seconds of compiling."""
 
     blocks: tuple[AttentionCoverage, ...]
     worst: float
+    seconds: float
 
 
 class Held(nn.Module):
@@ -83,7 +85,9 @@ def run(family: Family, kind: str, threads: int = 2) -> Outcome:
     """Compiles with free batch and length, and holds calls at sizes never exported against the module in float64."""
     model = family.build(kind)
     module, examples = _subject(family, model, EXPORTED)
+    began = cpu_seconds()
     artifact = mhsa.compile(export(module, example_inputs=examples, dynamic_shapes=family.free))
+    seconds = cpu_seconds() - began
     compiled, exact, worst = mhsa.load(artifact, threads=threads), copy.deepcopy(module).double(), 0.0
     for sizes in UNSEEN:
         inputs, paired = flattened(_subject(family, model, sizes)[1])
@@ -94,7 +98,12 @@ def run(family: Family, kind: str, threads: int = 2) -> Outcome:
             results = results if isinstance(results, tuple) else (results,)
             for truth, yardstick, result in zip(expected, own, results, strict=True):
                 worst = max(worst, max_error(truth, result) / budget(truth, yardstick, str(yardstick.dtype)))
-    return Outcome(artifact.manifest.attention, worst)
+    return Outcome(artifact.manifest.attention, worst, seconds)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it started: they tell machines apart, but not what else one is doing."""
+    return sum(os.times()[:4])
 
 
 def _subject(family: Family, model: nn.Module, sizes: tuple[int, int]) -> tuple[nn.Module, Inputs]:
@@ -180,18 +189,24 @@ ATTENTION = "layers.0.self_attn"
 
 
 def _same(name: str, fields: dict[str, Any], **more: Any) -> Family:
-    """A decoder whose config and model are called after it."""
+    """A model that is called after its config."""
     return Family(f"{name}Config", f"{name}Model", ids, {**fields, **more})
 
 
+def _decoder(name: str, fields: dict[str, Any], part: str = "", **more: Any) -> Family:
+    """The same of one whose class for generating is, too."""
+    return Family(f"{name}Config", f"{name}Model", ids, {**fields, **more}, part, generates=f"{name}ForCausalLM")
+
+
 FAMILIES = {
-    "gpt2": _same("GPT2", GPT2),
-    "gpt2, no mask": Family("GPT2Config", "GPT2Model", ids_alone, GPT2),
+    "gpt2": Family("GPT2Config", "GPT2Model", ids, GPT2, generates="GPT2LMHeadModel"),
+    "gpt2, no mask": Family("GPT2Config", "GPT2Model", ids_alone, GPT2, generates="GPT2LMHeadModel"),
     "whisper": Family(
         "WhisperConfig", "WhisperModel", sound,
         {**PAIR, "max_source_positions": 20, "max_target_positions": 30, "num_mel_bins": 8,
          "decoder_start_token_id": 1},
         free={"input_features": {0: "B"}, "decoder_input_ids": {0: "B", 1: "L"}},
+        generates="WhisperForConditionalGeneration",
     ),
     "deberta_v2": Family(
         "DebertaV2Config", "DebertaV2Model", ids,
@@ -201,43 +216,58 @@ FAMILIES = {
     "mpt": Family(
         "MptConfig", "MptModel", ids,
         {"d_model": 60, "n_heads": 3, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCABULARY, "use_cache": False},
+        generates="MptForCausalLM",
     ),
-    "bloom": _same("Bloom", DECODER, hidden_size=60, n_head=3, n_layer=2),
-    "falcon": _same("Falcon", {**PLAIN, **DECODER}),
-    "falcon, alibi": _same("Falcon", {**PLAIN, **DECODER}, hidden_size=64, num_attention_heads=4, alibi=True),
+    "bloom": _decoder("Bloom", DECODER, hidden_size=60, n_head=3, n_layer=2),
+    "falcon": _decoder("Falcon", {**PLAIN, **DECODER}),
+    "falcon, alibi": _decoder("Falcon", {**PLAIN, **DECODER}, hidden_size=64, num_attention_heads=4, alibi=True),
     "bert": _same("Bert", ENCODER),
-    "mixtral": Family("MixtralConfig", "MixtralModel", ids, {**EXPERTS, "sliding_window": 4}, ATTENTION),
-    "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3Model", ids, LATENT, ATTENTION),
+    "roberta": _same("Roberta", ENCODER, pad_token_id=1),
+    "mixtral": _decoder("Mixtral", {**EXPERTS, "sliding_window": 4}, ATTENTION),
+    "deepseek_v3": _decoder("DeepseekV3", LATENT, ATTENTION),
     "llama4": Family(
         "Llama4TextConfig", "Llama4TextModel", ids,
         {**EXPERTS, "head_dim": 10, "intermediate_size_mlp": 70, "attention_chunk_size": 4}, ATTENTION,
-        refused="position_embeddings: expected real numbers",
+        refused="position_embeddings: expected real numbers", generates="Llama4ForCausalLM",
     ),
-    "cohere2": _same("Cohere2", {**GROUPED, **WINDOW}),
-    "gemma3n, window": Family("Gemma3nTextConfig", "Gemma3nTextModel", ids, GEMMA3N, ATTENTION),
-    "gemma3n, full": Family("Gemma3nTextConfig", "Gemma3nTextModel", ids, GEMMA3N, "layers.1.self_attn"),
-    "gpt_oss": Family("GptOssConfig", "GptOssModel", ids, {**EXPERTS, **WINDOW}, ATTENTION),
-    "qwen3": _same("Qwen3", GROUPED),
-    "qwen3_moe": Family(
-        "Qwen3MoeConfig", "Qwen3MoeModel", ids,
-        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, ATTENTION,
+    "cohere2": _decoder("Cohere2", {**GROUPED, **WINDOW}),
+    "gemma3n, window": Family(
+        "Gemma3nTextConfig", "Gemma3nTextModel", ids, GEMMA3N, ATTENTION, generates="Gemma3nForCausalLM"
     ),
-    "olmo2": _same("Olmo2", GROUPED),
-    "phi3": _same("Phi3", GROUPED),
-    "stablelm": _same("StableLm", GROUPED),
-    "gpt_neox": _same("GPTNeoX", {**PLAIN, **DECODER}),
-    "gptj": _same("GPTJ", GPT2, rotary_dim=8),
-    "opt": _same("OPT", {**PLAIN, **DECODER}, ffn_dim=70, word_embed_proj_dim=60),
+    "gemma3n, full": Family(
+        "Gemma3nTextConfig", "Gemma3nTextModel", ids, GEMMA3N, "layers.1.self_attn", generates="Gemma3nForCausalLM"
+    ),
+    "gpt_oss": _decoder("GptOss", {**EXPERTS, **WINDOW}, ATTENTION),
+    "mistral": _decoder("Mistral", {**GROUPED, **WINDOW}),
+    "qwen2": _decoder("Qwen2", GROUPED),
+    "qwen3": _decoder("Qwen3", GROUPED),
+    "qwen3_moe": _decoder(
+        "Qwen3Moe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, ATTENTION
+    ),
+    "olmo2": _decoder("Olmo2", GROUPED),
+    "phi3": _decoder("Phi3", GROUPED),
+    "stablelm": _decoder("StableLm", GROUPED),
+    "gpt_neox": _decoder("GPTNeoX", {**PLAIN, **DECODER}),
+    "gptj": _decoder("GPTJ", GPT2, rotary_dim=8),
+    "opt": _decoder("OPT", {**PLAIN, **DECODER}, ffn_dim=70, word_embed_proj_dim=60),
     "t5": Family(
         "T5Config", "T5Model", two_sequences,
         {"d_model": 60, "d_kv": 14, "d_ff": 70, "num_heads": 3, "num_layers": 1, "vocab_size": VOCABULARY,
          "use_cache": False},
+        generates="T5ForConditionalGeneration",
     ),
-    "bart": Family("BartConfig", "BartModel", two_sequences, {**PAIR, "max_position_embeddings": 64}),
-    "granite": _same("Granite", GROUPED),
-    "gemma2": _same("Gemma2", {**GROUPED, **WINDOW}),
-    "nemotron": _same("Nemotron", GROUPED),
-    "llama": _same("Llama", GROUPED),
+    "bart": Family(
+        "BartConfig", "BartModel", two_sequences, {**PAIR, "max_position_embeddings": 64},
+        generates="BartForConditionalGeneration",
+    ),
+    "granite": _decoder("Granite", GROUPED),
+    "gemma2": _decoder("Gemma2", {**GROUPED, **WINDOW}),
+    "gemma3": Family(
+        "Gemma3TextConfig", "Gemma3TextModel", ids,
+        {**GROUPED, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, generates="Gemma3ForCausalLM",
+    ),
+    "nemotron": _decoder("Nemotron", GROUPED),
+    "llama": _decoder("Llama", GROUPED),
     "modernbert": Family(
         "ModernBertConfig", "ModernBertModel", ids,
         {**ENCODER, **TOKENS, "num_hidden_layers": 3, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 8},

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -91,21 +92,53 @@ def export(
 
     Raises ModelError where the export fails or a symbol did not survive it, InputError for wrong arguments.
     """
-    was_training = module.training
-    try:
-        module.eval()
+    with _at_inference(module):
         if isinstance(module, MultiHeadAttention | ScaledDotProductAttention):
             if dynamic_shapes is not None:
                 hint = "Its batch and lengths are free as they are; dims fixes them."
                 raise InputError("dynamic_shapes", f"None for {type(module).__name__}", "some", hint)
             return _export_own(module, dict(dims or {}))
+        _check_weights(module)
         flat, paired = flattened(example_inputs)
         wanted = asked(module, flat, flattened(dynamic_shapes)[0], dims or {})
         called = Called(module, paired=paired).eval()
         with slow_path():
             return settled(called, wanted, lambda program: _export_any(called, program))
+
+
+def _check_weights(module: nn.Module) -> None:
+    """Raises ModelError for quantised layers, and a parameter or buffer that is not in this process's memory."""
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
+            got = f"{name or 'it'}, a quantised {type(part).__name__}"
+            hint = 'Compile the model as it was before: weights="int8" stores as it is, and computes with eight bits.'
+            raise ModelError("module", "layers with weights as they were trained", got, hint)
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        expected = "weights in this process's memory"
+        if value.is_meta:
+            raise ModelError("module", expected, f"{name!r} on the meta device", "Load the weights first.")
+        if hasattr(value, "full_tensor"):
+            hint = "Gather the weights into a module that is not sharded: full_tensor() has all of one."
+            raise ModelError("module", expected, f"{name!r} sharded, a {type(value).__name__}", hint)
+
+
+@contextmanager
+def _at_inference(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in eval mode; afterwards each part of it is in the mode that it was in, with the buffers
+    that it had: its forward runs here, and may write into them."""
+    modes = [(part, part.training, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    module.eval()
+    try:
+        yield
     finally:
-        module.train(was_training)
+        for part, mode, buffers in modes:
+            part.training = mode
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _export_any(called: Called, program: Program) -> onnx.ModelProto:

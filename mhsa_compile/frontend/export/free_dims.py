@@ -23,6 +23,7 @@ from torch.export import Dim
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.flex_attention import as_operators
 from mhsa_compile.frontend.export.module_calls import Called
+from mhsa_compile.frontend.export.repeatable import check_repeatable
 from mhsa_compile.frontend.export.signatures import (
     Axis,
     Signature,
@@ -254,6 +255,7 @@ def traced(called: Called, wanted: Freedom) -> Program:
     except Exception as error:  # it is the user's code that runs here
         hint = "If it speaks of a dim, leave it out of dynamic_shapes, or fix it in dims."
         raise ModelError("module", "one that torch.export can export", cause(error), hint) from error
+    check_repeatable(exported)
     freedom, names = _read(exported, wanted)
     return Program(exported, freedom, names, outputs)
 
