@@ -1,90 +1,155 @@
-"""The attention layers of somebody's model, and what each is called with while the model runs."""
+"""The attention layers of somebody's model, found by running it, and what each was called with.
+
+Notation: B batch, L query length, D embed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.errors import ModelError
-from mhsa_compile.nn.convert import from_bert, from_llama
+from mhsa_compile.conversion.agreement import agrees
+from mhsa_compile.conversion.attention_calls import attention_calls
+from mhsa_compile.conversion.from_torch import dtype_of
+from mhsa_compile.conversion.from_transformers import asks_by_name
+from mhsa_compile.conversion.noted_layer import NotedLayer, seen_by
+from mhsa_compile.conversion.seen_keys import SeenKeys, mask_for
+from mhsa_compile.conversion.torch_calls import TorchCall, attention_of, torch_calls
+from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.nn.modules import MultiHeadAttention
 
-_ROUNDED = 1e-3
-"""How far a layer of ours may be from the model's own, relative to its size: float32 rounds to 1e-6, and a layer that
-means something else (another rotary layout, a cap of the scores) is off by more than a hundredth."""
+KNOWN = (
+    "attention as in BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen 2, Gemma, "
+    "Gemma 2, Cohere, Phi, Granite, gpt-oss, ModernBERT, BART, T5, Whisper, CLIP, ViT, DINOv2, or an nn.MultiheadAttention"
+)
+"""Families that are taken, of which the tests try most. It is no list that anything goes by: what a layer does decides."""
 
 
 @dataclass(eq=False)
 class TrainedLayer:
-    """`module` lies in the model as `name`; `attention` is to compute the same, for sequences without padding. What
-    each call brought and gave while `recording`: x and the module's own result, (B, L, D)."""
+    """`module` lies in the model as `name`; `attention` computes the same. Of each call: x and the module's own result,
+    (B, L, D), and what `attention` takes as `mask=`, or None."""
 
     name: str
-    module: Any
+    module: nn.Module
     attention: MultiHeadAttention
-    inputs: list[Tensor] = field(default_factory=list)
-    results: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor]
+    masks: list[Tensor | None]
+    results: list[Tensor]
+    seen: list[Tensor]
+
+    def arguments(self, call: int) -> dict[str, Tensor]:
+        """What `attention` and its artifact are called with, by name."""
+        mask = self.masks[call]
+        return {"x": self.inputs[call]} | ({} if mask is None else {"mask": mask})
 
     @torch.no_grad()
     def check(self, call: int, y: Tensor) -> None:
-        """Raises ModelError unless y (B, L, D), of `attention` or of its artifact, is what the model computed."""
-        made = y
-        if isinstance(norm := getattr(getattr(self.module, "output", None), "LayerNorm", None), nn.LayerNorm):
-            made = norm(y + self.inputs[call])  # where BERT's attention ends
-        own = self.results[call]
-        if not float((made - own).norm()) <= _ROUNDED * float(own.norm()):
-            expected = "attention that means what BERT's or Llama's does"
+        """Raises ModelError unless y (B, L, D), of `attention` or of its artifact, is what the model computed: as close
+        to float64 as its own error allows, for queries that see a key."""
+        exact: dict[str, Tensor] = {
+            name: value if value.dtype == torch.bool else value.double() for name, value in self.arguments(call).items()
+        }
+        expected, rows = self._exact(**exact), self.seen[call]
+        if not agrees(expected[rows], self.results[call][rows], y[rows]):
             got = f"{self.name}, a {type(self.module).__name__}, whose own result is another"
-            raise ModelError("model", expected, got, "Its heads would be described wrongly.")
+            raise ModelError("model", KNOWN, got, "Its heads would be described wrongly.")
+
+    @cached_property
+    def _exact(self) -> Any:
+        return copy.deepcopy(self.attention.with_outputs("y")).double()
 
 
-def trained_layers(model: nn.Module) -> list[TrainedLayer]:
-    """The self-attentions of transformers' BERT, Llama and what is written as they are, in the model's order.
+def trained_layers(model: nn.Module, inputs: Sequence[Mapping[str, Any]]) -> list[TrainedLayer]:
+    """The self-attentions of a model of transformers or PyTorch, in the order in which they run.
 
-    Raises ModelError where there is none, and what `from_bert` and `from_llama` raise.
+    inputs   the model is called with each of them: `model(**inputs[0])`, ... Each call is kept
+
+    A layer that is called several times in a run, as ALBERT's, is found once for each: `name`, `name, 2nd time`, ...
+    A causal mask or a window becomes part of `attention`; padding and T5's bias by distance are masks of its calls.
+
+    Raises ModelError: no attention, attention that means what an AttentionSpec cannot say, and attention whose own
+    result is another than ours on one of the inputs.
+
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    >>> [layer.name for layer in trained_layers(model, [{"src": torch.randn(1, 9, 16)}])]
+    ['layers.0.self_attn', 'layers.1.self_attn']
     """
-    found = []
-    for name, module in model.named_modules():
-        if all(hasattr(module, part) for part in ("self", "output")) and hasattr(module.self, "query"):
-            attention = from_bert(module, mask=None)
-        elif all(hasattr(module, f"{part}_proj") for part in "qkvo"):
-            attention = from_llama(module, window=_window(module))
-        else:
-            continue
-        if not attention.spec.is_cross:
-            found.append(TrainedLayer(name, module, attention))
+    if not inputs:
+        raise InputError("inputs", "one or more inputs to run the model on", "none")
+    if model.training:
+        raise InputError("model", "eval mode: dropout would be in the way", "training mode", "Call model.eval() first.")
+    runs = [_run(model, one) for one in inputs]
+    names = {module: name for name, module in model.named_modules()}
+    found: list[TrainedLayer] = []
+    for place, times in _places(runs).items():
+        calls = [run[place] for run in runs if place in run]
+        name = names[place[0]] + (f", {place[1] + 1}. time" if times > 1 and place[1] else "")
+        if len(calls) < len(runs):
+            raise ModelError("model", "attention that every input runs through", f"{name}, which some do not call")
+        if calls[0].context is None:
+            found.append(_layer(name, calls))
     if not found:
-        hint = "Of other models, compile a layer with --outputs y,heads,weights, and give the artifact."
-        raise ModelError("model", "attention written as in BERT or Llama", type(model).__name__, hint)
+        raise ModelError("model", KNOWN, *_why_none(model))
     return found
 
 
-@contextmanager
-def recording(layers: list[TrainedLayer]) -> Iterator[None]:
-    """While it lasts, `inputs` and `results` of each layer grow."""
+Place = tuple[nn.Module, int]  # a module, and how often it was called before in the same run
 
-    def note(layer: TrainedLayer) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            layer.inputs.append((args[0] if args else named["hidden_states"]).detach())
-            layer.results.append((result[0] if isinstance(result, tuple) else result).detach())
 
-        return hook
+def _run(model: nn.Module, given: Mapping[str, Any]) -> dict[Place, Any]:
+    """The calls of attention in one run."""
+    with torch.no_grad(), ExitStack() as noting:
+        noted: list[Any] = [noting.enter_context(torch_calls(model))]
+        if asks_by_name(model):
+            noted.append(noting.enter_context(attention_calls(model)))
+        model(**given)
+    found: dict[Place, Any] = {}
+    for call in (one for calls in noted for one in calls):
+        times = sum(module is call.module for module, _ in found)
+        found[call.module, times] = call
+    return found
 
-    hooks = [layer.module.register_forward_hook(note(layer), with_kwargs=True) for layer in layers]
+
+def _places(runs: Sequence[Mapping[Place, Any]]) -> dict[Place, int]:
+    """Where attention was called, and how often its module was in a run."""
+    places = dict.fromkeys(place for run in runs for place in run)
+    return {place: sum(module is place[0] for module, _ in places) for place in places}
+
+
+def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
+    module = calls[0].module
     try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        if isinstance(calls[0], TorchCall):
+            attention, seen = attention_of(calls), [call.seen for call in calls]
+        else:
+            attention = NotedLayer(calls, dtype_of(next(module.parameters()))).attention()
+            seen = [seen_by(call) for call in calls]
+    except ModelError as error:
+        raise ModelError("model", KNOWN, f"{name}, {error.got}", error.next_step) from error
+    made: Callable[[SeenKeys], Tensor | None] = lambda one: mask_for(attention.spec, one, calls[0].y.dtype)  # noqa: E731
+    return TrainedLayer(
+        name=name,
+        module=module,
+        attention=attention,
+        inputs=[call.x for call in calls],
+        masks=[made(one) for one in seen],
+        results=[call.y for call in calls],
+        seen=[one.rows(len(call.x)) for one, call in zip(seen, calls, strict=True)],
+    )
 
 
-def _window(module: Any) -> tuple[int, int] | None:
-    """The window of a layer that sees so many keys back, itself among them, by its own word or its config's."""
-    config = getattr(module, "config", None)
-    keys = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    return None if keys is None else (int(keys) - 1, 0)
+def _why_none(model: nn.Module) -> tuple[str, str]:
+    """What came instead, and what to do about it."""
+    hint = "Of other models, compile a layer with --outputs y,heads,weights, and give the artifact."
+    own = sorted({type(module).__name__ for module in model.modules() if "Attention" in type(module).__name__})
+    if not own:
+        return f"a {type(model).__name__}, in which there is no attention", hint
+    return f"a {type(model).__name__}, whose {', '.join(own)} asks for no attention by name and computes it itself", hint

@@ -1,4 +1,4 @@
-"""The attention layers of other people's models: found, recorded, and held against what the model itself computes."""
+"""The attention layers of other people's models: found by running them, and held against what they compute."""
 
 from __future__ import annotations
 
@@ -6,52 +6,131 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from mhsa_compile.analysis.trained_layers import TrainedLayer, recording, trained_layers
-from mhsa_compile.errors import ModelError
+pytest.importorskip("transformers")
 
-transformers = pytest.importorskip("transformers")
+from support.attention_families import FAMILIES, REFUSED, SIZES, built, given  # noqa: E402
 
-SIZES = {"vocab_size": 50, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
-GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+from mhsa_compile.analysis.trained_layers import TrainedLayer, trained_layers  # noqa: E402
+from mhsa_compile.conversion.agreement import agrees  # noqa: E402
+from mhsa_compile.conversion.attention_calls import NAME  # noqa: E402
+from mhsa_compile.errors import InputError, ModelError  # noqa: E402
 
-
-def recorded(kind: str, **sizes: Any) -> list[TrainedLayer]:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    model = getattr(transformers, f"{kind}Model")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # transformers draws weights so small that every softmax is a mean
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    layers = trained_layers(model)
-    assert len(layers) == 2
-    with torch.no_grad(), recording(layers):
-        for length in (20, 7):
-            model(input_ids=torch.randint(0, 50, (1, length)))
-    model(input_ids=torch.zeros(1, 3, dtype=torch.long))  # not recorded any more
-    assert [tuple(x.shape) for x in layers[1].inputs] == [(1, 20, 24), (1, 7, 24)]
-    return layers
+MASKS = {"T5": "additive"}
+BANDS: dict[str, list[Any]] = {
+    "Gemma2": [("top_left", (3, 0)), ("top_left", None)],
+    "Mistral": [("top_left", (3, 0))] * 2,
+    "ModernBert": [(None, None), (None, (2, 2))],
+}
+CAUSAL = {"Cohere", "GPT2", "GPTNeoX", "Gemma", "Glm", "Granite", "Llama", "OPT", "Phi", "Qwen2"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("Bert", SIZES), ("Llama", GROUPED), ("Qwen2", GROUPED), ("Mistral", GROUPED | {"sliding_window": 5})],
-)
-def test_layers_compute_what_the_model_computes(kind: str, sizes: dict[str, Any]) -> None:
-    for layer in recorded(kind, **sizes):
-        for call, x in enumerate(layer.inputs):
-            layer.check(call, layer.attention(x).detach())
+def checked(layers: list[TrainedLayer]) -> None:
+    for layer in layers:
+        for call in range(len(layer.inputs)):
+            y = layer.attention(**layer.arguments(call)).detach()
+            layer.check(call, y)
             with pytest.raises(ModelError, match="whose own result is another"):
-                layer.check(call, layer.attention(x) * 1.1)
+                layer.check(call, y * 1.001)
 
 
-def test_a_model_that_looks_like_llama_and_means_something_else_is_refused() -> None:
-    """Cohere turns queries and keys in pairs, where Llama turns them in halves: the names are the same."""
-    layer = recorded("Cohere", **GROUPED)[1]
-    with pytest.raises(ModelError, match=r"what BERT's or Llama's does, got layers\.1\.self_attn, a CohereAttention"):
-        layer.check(0, layer.attention(layer.inputs[0]))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_compute_what_the_model_computes(name: str) -> None:
+    """Texts of several lengths without padding: what is constant becomes part of the layer."""
+    model = built(name, FAMILIES[name])
+    before = model.config._attn_implementation
+    layers = trained_layers(model, [given(name, 1, length) for length in (11, 1, 6)])
+    assert len(layers) == (1 if name in ("T5", "Whisper") else 2)
+    assert [layer.attention.spec.mask for layer in layers] == [MASKS.get(name)] * len(layers)
+    bands = BANDS.get(name, [("top_left" if name in CAUSAL else None, None)] * len(layers))
+    assert [(layer.attention.spec.causal, layer.attention.spec.window) for layer in layers] == bands
+    checked(layers)
+    assert before == model.config._attn_implementation != NAME and not any(m._forward_hooks for m in model.modules())
 
 
-def test_a_model_without_such_layers() -> None:
-    with pytest.raises(ModelError, match="model: expected attention written as in BERT or Llama, got Linear"):
-        trained_layers(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("ViT", "Dinov2", "Whisper")])
+def test_padding_is_a_mask_of_the_call(name: str) -> None:
+    layers = trained_layers(built(name, FAMILIES[name]), [given(name, 2, 9, hidden=4), given(name, 1, 5)])
+    assert {layer.attention.spec.mask for layer in layers} == {MASKS.get(name, "bool")}
+    checked(layers)
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "Gemma2", "Llama"])
+def test_weights_are_the_models_own(name: str) -> None:
+    """Against `output_attentions` of transformers itself, eager: nothing of ours is in that."""
+    model, inputs = built(name, FAMILIES[name]), given(name, 2, 9, hidden=3)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = model(**inputs, output_attentions=True).attentions
+        exact = built(name, FAMILIES[name]).double()
+        exact.set_attn_implementation("eager")
+        expected = exact(**inputs, output_attentions=True).attentions
+    for layer, theirs, best in zip(trained_layers(model, [inputs]), own, expected, strict=True):
+        ours = layer.attention.with_outputs("weights")(**layer.arguments(0)).detach()
+        assert ours.shape == theirs.shape == (2, 4, 9, 9)
+        assert agrees(best, theirs, ours)
+
+
+def test_a_layer_that_is_called_again_is_another() -> None:
+    first, second = trained_layers(built("Albert", FAMILIES["Albert"]), [given("Albert", 1, 9)])
+    assert second.name == f"{first.name}, 2. time" and not torch.equal(first.inputs[0], second.inputs[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_means_something_else_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=f"model: expected attention as in BERT.*{REFUSED[name][1]}"):
+        trained_layers(built(name, REFUSED[name][0]), [given(name, 1, 9)])
+
+
+def test_what_the_model_hands_down_is_seen() -> None:
+    """The layer by itself is plain BERT's; with the bias that this model adds to its mask it is not, and still right."""
+    model = built("Bert", FAMILIES["Bert"])
+    bias = torch.randn(1, 4, 9, 9)
+    inputs = given("Bert", 1, 9) | {"attention_mask": bias}
+    layers = trained_layers(model, [inputs])
+    assert {layer.attention.spec.mask for layer in layers} == {"additive"}
+    checked(layers)
+
+
+def encoder(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32, **options), 2).eval()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_pytorchs_own_layers(batch_first: bool) -> None:
+    model, ahead = encoder(batch_first=batch_first), nn.Transformer.generate_square_subsequent_mask(9)
+    x: Tensor = torch.randn(2, 9, 24)
+    x = x if batch_first else x.transpose(0, 1)
+    padding = torch.arange(9) >= torch.tensor([[9], [5]])
+    kinds: list[tuple[dict[str, Any], tuple[str | None, str | None]]] = [
+        ({}, (None, None)),
+        ({"mask": ahead, "is_causal": True}, (None, "top_left")),
+        ({"src_key_padding_mask": padding}, ("bool", None)),
+        ({"mask": ahead, "src_key_padding_mask": padding}, ("bool", None)),
+        ({"mask": torch.randn(9, 9)}, ("additive", None)),
+    ]
+    for options, expected in kinds:
+        layers = trained_layers(model, [{"src": x, **options}])
+        assert [layer.name for layer in layers] == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert {(layer.attention.spec.mask, layer.attention.spec.causal) for layer in layers} == {expected}
+        checked(layers)
+        again = model(x, **options)
+    assert again.shape == x.shape and not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_decoders_cross_attention_is_left_out() -> None:
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 4, 32), 1).eval()
+    (layer,) = trained_layers(decoder, [{"tgt": torch.randn(7, 2, 24), "memory": torch.randn(5, 2, 24)}])
+    assert layer.name == "layers.0.self_attn"
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ModelError, match="got a Linear, in which there is no attention"):
+        trained_layers(nn.Linear(2, 2).eval(), [{"input": torch.zeros(1, 2)}])
+    with pytest.raises(InputError, match="inputs: expected one or more"):
+        trained_layers(encoder(), [])
+    with pytest.raises(InputError, match="model: expected eval mode"):
+        trained_layers(encoder().train(), [{"src": torch.zeros(1, 5, 24)}])
+    assert SIZES["hidden_size"] == 24
