@@ -5,7 +5,7 @@
     report = stats.report()
     small = analysis.pruned(layer, report.prune(4).heads, refit=True)
 
-Names are imported on first use: statistics need NumPy only, `pruned` and `HeadDiversity` PyTorch.
+Names are imported on first use: statistics need NumPy only, the rest PyTorch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
     from mhsa_compile.analysis.pruned_layer import pruned
     from mhsa_compile.analysis.pruning import PruningPlan
     from mhsa_compile.analysis.subspaces import principal_angles, subspace_overlap
+    from mhsa_compile.analysis.trained_layers import TrainedLayer, trained_layers
 
 __all__ = [
     "HeadDiversity",
     "HeadReport",
     "HeadStatistics",
     "PruningPlan",
+    "TrainedLayer",
     "gaussian_information",
     "principal_angles",
     "pruned",
     "subspace_overlap",
+    "trained_layers",
 ]
 
 _PLACES = {
@@ -38,10 +41,12 @@ _PLACES = {
     "HeadReport": "head_report",
     "HeadStatistics": "head_statistics",
     "PruningPlan": "pruning",
+    "TrainedLayer": "trained_layers",
     "gaussian_information": "mutual_information",
     "principal_angles": "subspaces",
     "pruned": "pruned_layer",
     "subspace_overlap": "subspaces",
+    "trained_layers": "trained_layers",
 }
 """The file that defines each public name."""
 

@@ -1,1 +1,1 @@
-"""Attention layers of PyTorch and of transformers as MultiHeadAttention, each held against what the layer itself computes."""
+"""Attention layers of PyTorch and of transformers as MultiHeadAttention, held against what they compute themselves."""

@@ -93,7 +93,9 @@ class AttentionCall:
     @property
     def unknown(self) -> list[str]:
         """Keywords that may change what attention means."""
-        return sorted(n for n, value in self.said.items() if n not in _SILENT and value is not None and value is not False)
+        return sorted(
+            n for n, value in self.said.items() if n not in _SILENT and value is not None and value is not False
+        )
 
 
 @contextmanager
@@ -201,7 +203,9 @@ def _attention(
     """What modules call: query (B, H, L, E), key (B, G, S, E), value (B, G, S, F)."""
     watch = vars(module).get(_WATCH)
     if not isinstance(watch, _Watch):
-        raise refused(module, f'its config says attn_implementation="{NAME}", which nothing outside of this process has')
+        raise refused(
+            module, f'its config says attn_implementation="{NAME}", which nothing outside of this process has'
+        )
     return watch.notes(module, query, key, value, attention_mask, said)
 
 

@@ -42,8 +42,8 @@ def from_transformers(
 ) -> MultiHeadAttention:
     """The attention of a layer of transformers at inference, of any family that asks for its attention by name.
 
-    layer        the attention module of BERT, GPT-2, ViT, T5, Whisper, Llama, Gemma 2, ...: what projects its input, and
-                 what comes out of its heads. What follows the output projection (residual, norm) stays outside
+    layer        the attention module of BERT, GPT-2, ViT, T5, Whisper, Llama, Gemma 2, ...: what projects its input,
+                 and what comes out of its heads. What follows the output projection (residual, norm) stays outside
     mask         what calls take as `mask=`: see AttentionSpec. T5's bias by distance is such a mask: "additive"
     kv_cache     whether calls write into a cache
     max_length   positions of rotary tables; by default the config's max_position_embeddings
@@ -66,7 +66,9 @@ def from_transformers(
         raise ModelError("layer", "an attention module of transformers", type(layer).__name__, hint)
     dtypes = {dtype_of(parameter) for parameter in layer.parameters() if parameter.is_floating_point()}
     if len(dtypes) != 1:
-        raise ModelError("layer", "weights of one dtype", ", ".join(sorted(dtypes)) or "none", "Call layer.float() first.")
+        raise ModelError(
+            "layer", "weights of one dtype", ", ".join(sorted(dtypes)) or "none", "Call layer.float() first."
+        )
     if not asks_by_name(layer):
         raise refused(layer, "it computes attention itself, and asks for none by name")
     call = _tried(layer)
@@ -162,7 +164,10 @@ def _arguments(layer: Any) -> dict[str, Any]:
     if "position_embeddings" in asked:
         arguments["position_embeddings"] = tables_by_its_file(layer, x)
     for name, parameter in list(asked.items())[1:]:
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        if parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
             arguments.setdefault(name, None)
     return arguments
 

@@ -109,7 +109,10 @@ class NotedLayer:
     def _in_float64(self, call: AttentionCall) -> AttentionCall:
         """The same call again, without rounding. Raises ModelError unless the call's own result is that, rounded."""
         found = []
-        for module, out, dtype in ((self._exact, self._out, torch.float64), (self.module, call.projection, call.q.dtype)):
+        for module, out, dtype in (
+            (self._exact, self._out, torch.float64),
+            (self.module, call.projection, call.q.dtype),
+        ):
             try:
                 with attention_calls(module) as calls:
                     module(**{name: _converted(value, dtype) for name, value in call.arguments.items()})
@@ -157,8 +160,9 @@ class NotedLayer:
         return found
 
     def _neutral(self, x: Tensor, context: Tensor) -> dict[str, Any]:
-        """The arguments of the first call for rows x (n, D), each a sequence of its own at a place that turns nothing."""
-        arguments = {n: v for n, v in self.longest.arguments.items() if v is None or isinstance(v, bool | int | str)}
+        """The arguments of a call for rows x (n, D), each a sequence of its own at a place that turns nothing."""
+        given = self.longest.arguments
+        arguments: dict[str, Any] = {n: v for n, v in given.items() if v is None or isinstance(v, bool | int | str)}
         first, *_ = self.longest.arguments
         arguments[first] = x[:, None]
         for name, value in self.longest.arguments.items():
@@ -174,7 +178,9 @@ class NotedLayer:
 
     def _why_not_linear(self, name: str) -> str:
         whole = {"q": "queries are", "k": "keys are", "v": "values are", "out": "result is"}[name]
-        norms = [f"{n} ({type(m).__name__})" for n, m in self.module.named_modules() if "norm" in type(m).__name__.lower()]
+        norms = [
+            f"{n} ({type(m).__name__})" for n, m in self.module.named_modules() if "norm" in type(m).__name__.lower()
+        ]
         return f"its {whole} no linear function of what is projected" + (
             f"; it has {', '.join(norms)}" if norms else ""
         )
@@ -221,7 +227,7 @@ class NotedLayer:
         source = call.x if name == "q" or call.context is None else call.context
 
         def made(dtype: torch.dtype) -> Tensor:
-            rows = one(source.to(dtype)).unflatten(-1, (actual.shape[1], actual.shape[3])).transpose(1, 2)
+            rows = one(source.to(dtype)).view(*source.shape[:2], actual.shape[1], actual.shape[3]).transpose(1, 2)
             if interleaved is None or given is None:
                 return rows
             if 2 * given[0].shape[1] > actual.shape[3]:
@@ -236,12 +242,16 @@ class NotedLayer:
         causal = "top_left" if call.is_causal else None
         if window is not None:
             if call.window is not None and causal and tuple(window) != (call.window - 1, 0):
-                raise refused(self.module, f"its window is {(call.window - 1, 0)}, and window={tuple(window)} is another")
+                raise refused(
+                    self.module, f"its window is {(call.window - 1, 0)}, and window={tuple(window)} is another"
+                )
             return Band(causal, (window[0], window[1]))
         if call.window is None:
             in_config = getattr(getattr(self.module, "config", None), "sliding_window", None)
             if in_config and "sliding_window" not in call.said and "layer_types" not in vars(self.module.config):
-                raise refused(self.module, f"its config has a window of {in_config}, of which it says nothing: give window=")
+                raise refused(
+                    self.module, f"its config has a window of {in_config}, of which it says nothing: give window="
+                )
             return Band(causal)
         if causal is None:
             raise refused(self.module, f"it says a window of {call.window}, and not to which side: give window=")

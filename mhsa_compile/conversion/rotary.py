@@ -63,7 +63,11 @@ def halved(module: nn.Module, given: Any) -> Tables | None:
     tables = []
     for table in given:
         rows = table[0] if table.ndim == 3 else table
-        if rows.ndim != 2 or not rows.is_floating_point() or (table.ndim == 3 and not torch.equal(table, rows.expand_as(table))):
+        if (
+            rows.ndim != 2
+            or not rows.is_floating_point()
+            or (table.ndim == 3 and not torch.equal(table, rows.expand_as(table)))
+        ):
             raise refused(module, "its rows stand at other places than 0, 1, ..., or at places with several axes")
         tables.append(rows.detach())
     width = tables[0].shape[1]

@@ -61,7 +61,10 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
     band = Band() if band is None or (cross and band != Band()) else band
     explained = all(one.is_band(band) for one in seen)
     made = from_torch(
-        calls[0].module, cross=cross, mask=None if explained else mask_kind(seen), causal=band.causal if explained else None
+        calls[0].module,
+        cross=cross,
+        mask=None if explained else mask_kind(seen),
+        causal=band.causal if explained else None,
     )
     for call in calls:
         results = []
@@ -78,7 +81,9 @@ def attention_of(calls: Sequence[TorchCall]) -> MultiHeadAttention:
 def _noted(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if query.ndim != 3 or key is not value or query.is_nested:
-        raise refused(layer, "it is called with nested tensors, without a batch, or with keys and values of two tensors")
+        raise refused(
+            layer, "it is called with nested tensors, without a batch, or with keys and values of two tensors"
+        )
     exact = _without_hooks(layer).double()(**{name: _exact(value) for name, value in arguments.items()})[0]
     context = None if key is query else key
     if not layer.batch_first:

@@ -13,10 +13,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.integrations.acceleration_report import Unsaved
 from mhsa_compile.integrations.attention_operator import no_gradient, wants_gradient
-from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 

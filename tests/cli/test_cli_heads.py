@@ -81,7 +81,9 @@ def test_the_heads_of_a_model(model: Path, tmp_path: Path) -> None:
     assert [len(layer["heads"]) for layer in layers] == [4, 4]
     assert '["[CLS]","the","cat","sat","on","the","mat","[SEP]"]' in page.read_text()
     text.write_text("the cat")
-    assert "at least 24 valid tokens" in refused(mhsa("heads", model, "--text", text))
+    assert "at least 24 tokens together, 4 times the value head dim, got 4 in 1 lines" in refused(
+        mhsa("heads", model, "--text", text)
+    )
     text.write_text("\n")
     assert "--text: expected a text a line" in refused(mhsa("heads", model, "--text", text))
     assert "--text: expected a file with texts" in refused(mhsa("heads", model))

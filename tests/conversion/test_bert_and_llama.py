@@ -50,7 +50,7 @@ def test_from_bert() -> None:
 def test_from_bert_kinds() -> None:
     assert from_bert(bert_attention(is_causal=True).float(), mask=None).spec.causal == "top_left"
     assert from_bert(bert_attention(is_cross_attention=True).float()).spec.kv_embed_dim == 24
-    with pytest.raises(ModelError, match="got a BertSelfAttention.*BertAttention: the output projection"):
+    with pytest.raises(ModelError, match=r"got a BertSelfAttention.*BertAttention: the output projection"):
         from_bert(bert_attention().self.float())
     with pytest.raises(ModelError, match="layer: expected an attention module of transformers, got Linear"):
         from_bert(nn.Linear(2, 2))

@@ -71,6 +71,10 @@ def test_from_torch_refuses_other_dtypes() -> None:
         from_torch(nn.MultiheadAttention(24, 4))
 
 
+def test_a_layer_in_bfloat16_stays_in_it() -> None:
+    assert from_torch(nn.MultiheadAttention(24, 4, dtype=torch.bfloat16)).spec.dtype == "bfloat16"
+
+
 def test_a_subclass_with_a_forward_of_its_own_is_refused() -> None:
     class Reversed(nn.MultiheadAttention):
         def forward(self, *args, **named):
@@ -79,6 +83,6 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused() -> None:
     class Renamed(nn.MultiheadAttention):
         pass
 
-    with pytest.raises(ModelError, match="layer: expected an nn.MultiheadAttention, got a Reversed"):
+    with pytest.raises(ModelError, match=r"layer: expected an nn\.MultiheadAttention, got a Reversed"):
         from_torch(Reversed(24, 4, dtype=torch.float32))
     assert from_torch(Renamed(24, 4, dtype=torch.float32)).spec.num_heads == 4

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from support.attention_families import FAMILIES, REFUSED, built  # noqa: E402
-from transformers import AttentionInterface  # noqa: E402
+from support.attention_families import FAMILIES, REFUSED, built
+from transformers import AttentionInterface
 
-from mhsa_compile.conversion.agreement import agrees  # noqa: E402
-from mhsa_compile.conversion.from_transformers import from_llama, from_transformers  # noqa: E402
-from mhsa_compile.errors import ModelError  # noqa: E402
-
-INSIDE = ("self", "attention", "query", "key", "value")
+from mhsa_compile.conversion.agreement import agrees
+from mhsa_compile.conversion.from_transformers import from_llama, from_transformers
+from mhsa_compile.errors import ModelError
 
 
 def layer_of(name: str, number: int = 0) -> Any:

@@ -75,9 +75,7 @@ def built(name: str, fields: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**fields)).eval().float()
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and "embed" not in parameter_name:
-            nn.init.normal_(parameter, std=0.3)
-        elif "bias" in parameter_name:
+        if (parameter.ndim > 1 and "embed" not in parameter_name) or "bias" in parameter_name:
             nn.init.normal_(parameter, std=0.3)
     return model.get_encoder() if model.config.is_encoder_decoder else model
 
