@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mhsa_compile.analysis.pruned_layer import pruned
     from mhsa_compile.analysis.pruning import PruningPlan
     from mhsa_compile.analysis.subspaces import principal_angles, subspace_overlap
-    from mhsa_compile.analysis.trained_layers import TrainedLayer, trained_layers
+    from mhsa_compile.analysis.model_layers import TrainedLayer, trained_layers
 
 __all__ = [
     "HeadDiversity",
@@ -41,12 +41,12 @@ _PLACES = {
     "HeadReport": "head_report",
     "HeadStatistics": "head_statistics",
     "PruningPlan": "pruning",
-    "TrainedLayer": "trained_layers",
+    "TrainedLayer": "model_layers",
     "gaussian_information": "mutual_information",
     "principal_angles": "subspaces",
     "pruned": "pruned_layer",
     "subspace_overlap": "subspaces",
-    "trained_layers": "trained_layers",
+    "trained_layers": "model_layers",
 }
 """The file that defines each public name."""
 

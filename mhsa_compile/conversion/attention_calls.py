@@ -37,7 +37,7 @@ _SILENT = frozenset({
 
 
 @dataclass(eq=False)
-class AttentionCall:
+class NotedCall:
     """One call of attention by `module`, and what became of its result.
 
     x, context    what the module was called with, (B, L, D) and, in cross-attention, (B, S, kv_embed_dim)
@@ -99,7 +99,7 @@ class AttentionCall:
 
 
 @contextmanager
-def attention_calls(root: nn.Module) -> Iterator[list[AttentionCall]]:
+def attention_calls(root: nn.Module) -> Iterator[list[NotedCall]]:
     """While it lasts, the calls of attention in `root`, in their order. Its config says another attention meanwhile.
 
     Raises InstallationError without transformers, version 5 or later.
@@ -123,7 +123,7 @@ class _Watch:
     """What is under way in one model: which module was called with what, and which result is on its way."""
 
     def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
+        self.calls: list[NotedCall] = []
         self._given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class _Watch:
         mask = None if mask is None else mask[..., : k.shape[2]]
         heads, weights = _eager(module)(module, q, k, v, _added(mask, q), **said)
         self.calls.append(
-            AttentionCall(
+            NotedCall(
                 module, x.detach(), None if context is None else context.detach(), arguments, q.detach(), k.detach(),
                 v.detach(), bool_where_it_hides(mask), dict(said), weights.detach(), heads.detach(),
             )

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mhsa_compile.conversion.attention_calls import CONTEXTS, AttentionCall, attention_calls, refused
+from mhsa_compile.conversion.attention_calls import CONTEXTS, NotedCall, attention_calls, refused
 from mhsa_compile.conversion.from_torch import dtype_of
 from mhsa_compile.conversion.noted_layer import NotedLayer
 from mhsa_compile.conversion.rotary import tables_by_its_file
@@ -128,7 +128,7 @@ def _files(model: nn.Module, prefix: str) -> list[Any]:
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
-def _tried(layer: nn.Module) -> AttentionCall:
+def _tried(layer: nn.Module) -> NotedCall:
     """The call of attention that a copy of `layer`, in float64, makes on random numbers. Raises ModelError."""
     try:
         with torch.no_grad():
@@ -184,7 +184,7 @@ def _width(layer: nn.Module, projection: str = "q") -> int:
     raise refused(layer, "it has no weights with two axes")
 
 
-def _check_mask(call: AttentionCall, mask: str | None) -> None:
+def _check_mask(call: NotedCall, mask: str | None) -> None:
     """Raises ModelError where the model adds to the scores, and calls have no way to say it."""
     if call.said.get("position_bias") is not None and mask != "additive":
         hint = 'Give mask="additive", and call it with the bias as the mask.'

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.conversion.agreement import agrees
-from mhsa_compile.conversion.attention_calls import CONTEXTS, AttentionCall, attention_calls, refused
+from mhsa_compile.conversion.attention_calls import CONTEXTS, NotedCall, attention_calls, refused
 from mhsa_compile.conversion.from_torch import loaded
 from mhsa_compile.conversion.linear_maps import LinearMap, is_linear, read_maps
 from mhsa_compile.conversion.rotary import Tables, check_tables, halved, rope_of
@@ -29,7 +29,7 @@ from mhsa_compile.spec.position_encoding import Rope
 _TRIED = 5  # random rows on which a map has to be linear
 
 
-def seen_by(call: AttentionCall) -> SeenKeys:
+def seen_by(call: NotedCall) -> SeenKeys:
     """What a call hides, and what it adds by distance."""
     L, S = call.weights.shape[2:]
     mask, bias = call.mask, call.said.get("position_bias")
@@ -47,7 +47,7 @@ class NotedLayer:
     Raises ModelError: what an AttentionSpec has no words for, and calls whose result is not what it would be.
     """
 
-    def __init__(self, calls: Sequence[AttentionCall], dtype: str) -> None:
+    def __init__(self, calls: Sequence[NotedCall], dtype: str) -> None:
         self.module: nn.Module = calls[0].module
         for call in calls:
             if call.unknown:
@@ -106,7 +106,7 @@ class NotedLayer:
         return self._loaded(spec, maps)
 
     @torch.no_grad()
-    def _in_float64(self, call: AttentionCall) -> AttentionCall:
+    def _in_float64(self, call: NotedCall) -> NotedCall:
         """The same call again, without rounding. Raises ModelError unless the call's own result is that, rounded."""
         found = []
         for module, out, dtype in (
@@ -257,7 +257,7 @@ class NotedLayer:
             raise refused(self.module, f"it says a window of {call.window}, and not to which side: give window=")
         return Band(causal, (call.window - 1, 0))
 
-    def _check(self, spec: AttentionSpec, maps: Mapping[str, LinearMap], call: AttentionCall) -> None:
+    def _check(self, spec: AttentionSpec, maps: Mapping[str, LinearMap], call: NotedCall) -> None:
         """Raises ModelError unless this spec, with all that is masked as a mask, gives the call's own result where a
         query sees a key."""
         spec = msgspec.structs.replace(spec, causal=None, window=None, mask=mask_kind([seen_by(call)]))

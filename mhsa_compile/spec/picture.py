@@ -142,7 +142,12 @@ def _drawing(spec: AttentionSpec, projections: bool) -> str:
         source = 48 if row == 0 or not spec.is_cross else 126
         if projections:
             parts.append(_line(38, source + 28, 104, y + 18))
-    parts += [_line(254, 34, 300, 60), _line(254, 86, 300, 80), _line(254, 138, 446, 112), _line(404, 86, 446, 86)]
+    parts += [
+        _line(254, 34, 300, 60),
+        _line(254, 86, 300, 80),
+        _line(254, 138, 290, 162, 410, 162, 446, 106),
+        _line(404, 86, 446, 86),
+    ]
     parts += [_mask(spec, 304, 36), _stripes(450, 68, H, 1), _text(510, 122, "heads", "middle")]
     if projections:
         parts += [_box(24, 48, 14, 56), _text(31, 40, "x", "middle"), _text(31, 120, str(spec.embed_dim), "middle")]
@@ -210,8 +215,9 @@ def _box(x: float, y: float, width: float, height: float) -> str:
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" {_FRAME}/>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="currentColor" stroke-opacity=".45"/>'
+def _line(*places: float) -> str:
+    """Through x, y, x, y, ..."""
+    return f'<polyline points="{" ".join(map(str, places))}" {_FRAME}/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

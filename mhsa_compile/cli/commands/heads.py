@@ -142,7 +142,7 @@ def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
     stage("load the model")
     import torch
 
-    from mhsa_compile.analysis.trained_layers import trained_layers
+    from mhsa_compile.analysis.model_layers import trained_layers
     from mhsa_compile.compiler.pipeline import compile
     from mhsa_compile.nn.modules import weights
     from mhsa_compile.runtime.compiled_attention import load
