@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "verification": {"nn", "runtime", "spec", "target"},
     "conversion": {"nn", "spec", "verification"},
     "kernels": {"spec", "target"},
-    "analysis": {"conversion", "nn", "runtime", "spec", "verification"},
+    "analysis": {"conversion", "nn", "runtime", "spec"},
     "frontend": {"conversion", "kernels.interface", "nn", "runtime", "spec", "verification"},
     "compiler": {"frontend", "kernels", "records", "runtime", "target"},
     "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "target"},

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mhsa_compile.analysis.head_diversity import HeadDiversity
     from mhsa_compile.analysis.head_report import HeadReport
     from mhsa_compile.analysis.head_statistics import HeadStatistics
+    from mhsa_compile.analysis.model_layers import TrainedLayer, trained_layers
     from mhsa_compile.analysis.mutual_information import gaussian_information
     from mhsa_compile.analysis.pruned_layer import pruned
     from mhsa_compile.analysis.pruning import PruningPlan
     from mhsa_compile.analysis.subspaces import principal_angles, subspace_overlap
-    from mhsa_compile.analysis.model_layers import TrainedLayer, trained_layers
 
 __all__ = [
     "HeadDiversity",

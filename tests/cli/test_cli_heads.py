@@ -128,7 +128,9 @@ def test_models_that_are_refused(model: Path, tmp_path: Path) -> None:
     said = refused(mhsa("heads", other_model(model, tmp_path, "ViT", **image), "--text", text))
     assert "SOURCE: expected a model of text, got a ViTModel of pixel_values" in said
     text.write_text("the cat " * 300)
-    assert "--text: expected texts of 1 to 512 tokens, got 602 in text 1" in refused(mhsa("heads", model, "--text", text))
+    assert "--text: expected texts of 1 to 512 tokens, got 602 in text 1" in refused(
+        mhsa("heads", model, "--text", text)
+    )
 
 
 @pytest.mark.parametrize(
