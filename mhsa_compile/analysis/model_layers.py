@@ -35,7 +35,13 @@ KNOWN = (
 @dataclass(eq=False)
 class TrainedLayer:
     """`module` lies in the model as `name`; `attention` computes the same. Of each call: x and the module's own result,
-    (B, L, D), and what `attention` takes as `mask=`, or None."""
+    (B, L, D), what `attention` takes as `mask=`, or None, and which queries see a key, bool (B, L).
+
+    >>> model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    >>> (layer,) = trained_layers(model, [{"src": torch.randn(1, 9, 16)}])
+    >>> layer.attention(**layer.arguments(0)).shape
+    torch.Size([1, 9, 16])
+    """
 
     name: str
     module: nn.Module
@@ -68,7 +74,7 @@ def trained_layers(model: nn.Module, inputs: Sequence[Mapping[str, Any]]) -> lis
 
     inputs   the model is called with each of them: `model(**inputs[0])`, ... Each call is kept
 
-    A layer that is called several times in a run, as ALBERT's, is found once for each: `name`, `name, 2nd time`, ...
+    A layer that is called several times in a run, as ALBERT's, is found once for each: `name`, `name, call 2`, ...
     A causal mask or a window becomes part of `attention`; padding and T5's bias by distance are masks of its calls.
 
     Raises ModelError: no attention, attention that means what an AttentionSpec cannot say, and attention whose own
@@ -87,7 +93,7 @@ def trained_layers(model: nn.Module, inputs: Sequence[Mapping[str, Any]]) -> lis
     found: list[TrainedLayer] = []
     for place, times in _places(runs).items():
         calls = [run[place] for run in runs if place in run]
-        name = names[place[0]] + (f", {place[1] + 1}. time" if times > 1 and place[1] else "")
+        name = names[place[0]] + (f", call {place[1] + 1}" if times > 1 and place[1] else "")
         if len(calls) < len(runs):
             raise ModelError("model", "attention that every input runs through", f"{name}, which some do not call")
         if calls[0].context is None:

@@ -75,7 +75,7 @@ def test_weights_are_the_models_own(name: str) -> None:
 
 def test_a_layer_that_is_called_again_is_another() -> None:
     first, second = trained_layers(built("Albert", FAMILIES["Albert"]), [given("Albert", 1, 9)])
-    assert second.name == f"{first.name}, 2. time" and not torch.equal(first.inputs[0], second.inputs[0])
+    assert second.name == f"{first.name}, call 2" and not torch.equal(first.inputs[0], second.inputs[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)

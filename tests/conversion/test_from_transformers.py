@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -153,6 +154,16 @@ def test_windows() -> None:
     with pytest.raises(ModelError, match="says a window of 3, and not to which side"):
         from_transformers(sliding)
     assert from_transformers(sliding, window=(2, 2)).spec.window == (2, 2)
+
+
+def test_threads_convert_at_the_same_time() -> None:
+    layers = [layer_of(name) for name in ("Bert", "GPT2", "Llama", "Mistral")] * 3
+    alone = [from_transformers(layer) for layer in layers[:4]]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(from_transformers, layers))
+    for number, ours in enumerate(together):
+        same = alone[number % 4]
+        assert ours.spec == same.spec and torch.equal(ours.k_proj.weight, same.k_proj.weight)
 
 
 def test_the_name_means_nothing_outside() -> None:
