@@ -22,8 +22,9 @@ from mhsa_compile.version import __version__
 if TYPE_CHECKING:
     from mhsa_compile import analysis
     from mhsa_compile.compiler.pipeline import compile
+    from mhsa_compile.conversion.from_torch import from_torch
+    from mhsa_compile.conversion.from_transformers import from_bert, from_llama, from_transformers
     from mhsa_compile.integrations.accelerate import accelerate, restore
-    from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
     from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.compiled_attention import load
@@ -46,6 +47,7 @@ __all__ = [
     "from_bert",
     "from_llama",
     "from_torch",
+    "from_transformers",
     "load",
     "masks",
     "restore",
@@ -62,9 +64,10 @@ _PLACES = {
     "accelerate": "integrations.accelerate:accelerate",
     "analysis": "analysis",
     "compile": "compiler.pipeline:compile",
-    "from_bert": "nn.convert:from_bert",
-    "from_llama": "nn.convert:from_llama",
-    "from_torch": "nn.convert:from_torch",
+    "from_bert": "conversion.from_transformers:from_bert",
+    "from_llama": "conversion.from_transformers:from_llama",
+    "from_torch": "conversion.from_torch:from_torch",
+    "from_transformers": "conversion.from_transformers:from_transformers",
     "load": "runtime.compiled_attention:load",
     "masks": "spec.masks",
     "restore": "integrations.accelerate:restore",

@@ -5,7 +5,7 @@
     report = stats.report()
     small = analysis.pruned(layer, report.prune(4).heads, refit=True)
 
-Names are imported on first use: statistics need NumPy only, `pruned` and `HeadDiversity` PyTorch.
+Names are imported on first use: statistics need NumPy only, the rest PyTorch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mhsa_compile.analysis.head_diversity import HeadDiversity
     from mhsa_compile.analysis.head_report import HeadReport
     from mhsa_compile.analysis.head_statistics import HeadStatistics
+    from mhsa_compile.analysis.model_layers import TrainedLayer, trained_layers
     from mhsa_compile.analysis.mutual_information import gaussian_information
     from mhsa_compile.analysis.pruned_layer import pruned
     from mhsa_compile.analysis.pruning import PruningPlan
@@ -27,10 +28,12 @@ __all__ = [
     "HeadReport",
     "HeadStatistics",
     "PruningPlan",
+    "TrainedLayer",
     "gaussian_information",
     "principal_angles",
     "pruned",
     "subspace_overlap",
+    "trained_layers",
 ]
 
 _PLACES = {
@@ -38,10 +41,12 @@ _PLACES = {
     "HeadReport": "head_report",
     "HeadStatistics": "head_statistics",
     "PruningPlan": "pruning",
+    "TrainedLayer": "model_layers",
     "gaussian_information": "mutual_information",
     "principal_angles": "subspaces",
     "pruned": "pruned_layer",
     "subspace_overlap": "subspaces",
+    "trained_layers": "model_layers",
 }
 """The file that defines each public name."""
 

@@ -60,7 +60,7 @@ def weights_of(layer: Any) -> LayerWeights:
         arrays = {name: as_array(value) for name, value in found}
     if not isinstance(spec, AttentionSpec) or "out_proj.weight" not in arrays:
         expected = "a MultiHeadAttention, or an artifact that was compiled from one"
-        raise ModelError("layer", expected, type(layer).__name__, "from_torch, from_bert and from_llama make one.")
+        raise ModelError("layer", expected, type(layer).__name__, "from_torch and from_transformers make one.")
     return LayerWeights(spec, {name: array.astype(np.float64) for name, array in arrays.items()})
 
 

@@ -13,10 +13,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.integrations.acceleration_report import Unsaved
 from mhsa_compile.integrations.attention_operator import no_gradient, wants_gradient
-from mhsa_compile.nn.convert import from_torch
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -203,38 +203,6 @@ class LayerForward(Unsaved):
         module = MultiHeadAttention(msgspec.structs.replace(plain.spec, outputs=("y", "weights"))).eval()
         module.load_state_dict(plain.state_dict())
         return module
-
-
-def joined(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, full: tuple[int, int, int, int], dtype: torch.dtype
-) -> Tensor | None:
-    """PyTorch's two masks as one of ours, broadcastable to `full` = (B, H, L, S): bool, True takes part, or added.
-
-    attn_mask         (L, S) or (B * H, L, S); key_padding_mask (B, S). In a boolean one True is hidden. Raises
-                      InputError for other shapes.
-    """
-    B, H, L, S = full
-    masks = []
-    if attn_mask is not None:
-        if tuple(attn_mask.shape) not in ((L, S), (B * H, L, S)):
-            raise InputError("attn_mask", f"shape {(L, S)} or {(B * H, L, S)}", str(tuple(attn_mask.shape)))
-        masks.append(attn_mask.view(1, 1, L, S) if attn_mask.ndim == 2 else attn_mask.reshape(full))
-    if key_padding_mask is not None:
-        if tuple(key_padding_mask.shape) != (B, S):
-            raise InputError("key_padding_mask", f"shape {(B, S)}", str(tuple(key_padding_mask.shape)))
-        masks.append(key_padding_mask.reshape(B, 1, 1, S))
-    if not masks:
-        return None
-    if all(mask.dtype == torch.bool for mask in masks):
-        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
-        return hidden.logical_not()
-    added = [
-        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
-        if mask.dtype == torch.bool
-        else mask.to(dtype)
-        for mask in masks
-    ]
-    return added[0] if len(added) == 1 else added[0] + added[1]
 
 
 def _state(parameter: Tensor) -> tuple[object, ...]:

@@ -30,6 +30,7 @@ from mhsa_compile.nn.score_functions import Functions
 from mhsa_compile.nn.score_tracing import traced
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.outputs import array_names
+from mhsa_compile.spec.picture import picture_of
 from mhsa_compile.spec.position_encoding import Rope, alibi_slopes
 from mhsa_compile.spec.score_functions import ScoreFunction
 
@@ -83,6 +84,12 @@ class _AttentionModule(nn.Module):
             setattr(same, name, buffer)
         same.training = self.training
         return same
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what it is, as a drawing and a table."""
+        training = [("dropout", f"{self.dropout:g}, in training")] if self.dropout else []
+        projections = isinstance(self, MultiHeadAttention)
+        return picture_of(type(self).__name__, self.spec, projections=projections, more=training)
 
     @property
     def _extra(self) -> dict[str, Any]:

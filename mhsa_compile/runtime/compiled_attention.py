@@ -45,6 +45,7 @@ from mhsa_compile.runtime.profile.profile_call import Turns, profile_call
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
 from mhsa_compile.runtime.weights_at_load import Weights, reads_own, weight_arrays
 from mhsa_compile.spec.outputs import together
+from mhsa_compile.spec.picture import card, picture_of
 from mhsa_compile.target import host
 
 _MISFIT = "ErrorContext(match_cast"
@@ -314,6 +315,15 @@ class CompiledAttention:
             for infos in (self.inputs, self.outputs)
         )
         return f"<CompiledAttention {inputs} -> {outputs}, threads={self.threads}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what it computes, where, and by which kernels."""
+        kernels = ", ".join(dict.fromkeys(op.kernel for op in self.manifest.ops))
+        rows = [(info.name, f"({', '.join(map(str, info.dims))}) {info.dtype}") for info in self.inputs]
+        rows += [(f"gives {info.name}", f"({', '.join(map(str, info.dims))}) {info.dtype}") for info in self.outputs]
+        rows += [("runs on", f"{self.device}, {self.threads} threads"), ("kernels", kernels)]
+        spec = self.manifest.spec
+        return card("CompiledAttention", rows) if spec is None else picture_of("CompiledAttention", spec, more=rows)
 
 
 class _Threads(threading.local):

@@ -81,11 +81,56 @@ def test_the_heads_of_a_model(model: Path, tmp_path: Path) -> None:
     assert [len(layer["heads"]) for layer in layers] == [4, 4]
     assert '["[CLS]","the","cat","sat","on","the","mat","[SEP]"]' in page.read_text()
     text.write_text("the cat")
-    assert "at least 24 valid tokens" in refused(mhsa("heads", model, "--text", text))
+    assert "at least 24 tokens together, 4 times the value head dim, got 4 in 1 lines" in refused(
+        mhsa("heads", model, "--text", text)
+    )
     text.write_text("\n")
     assert "--text: expected a text a line" in refused(mhsa("heads", model, "--text", text))
     assert "--text: expected a file with texts" in refused(mhsa("heads", model))
     assert "--input: expected an artifact" in refused(mhsa("heads", model, "--input", "x=x.npy"))
+
+
+def other_model(model: Path, tmp_path: Path, name: str, **fields: object) -> Path:
+    """A folder with another family's model, and the tokenizer of `model`."""
+    import transformers
+
+    fields = {"vocab_size": 8, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 1} | fields
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**fields)
+    getattr(transformers, f"{name}Model")(config).save_pretrained(tmp_path / name)
+    (tmp_path / name / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    return tmp_path / name
+
+
+def test_the_heads_of_a_model_with_a_bias_by_distance(model: Path, tmp_path: Path) -> None:
+    """T5: the encoder of a pair, whose attention is compiled with a mask that is added."""
+    fields = {"d_model": 24, "d_kv": 6, "d_ff": 32, "num_heads": 4, "num_layers": 1}
+    folder, text = other_model(model, tmp_path, "T5", **fields), tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat\nthe mat sat\n" * 4)
+    result = mhsa("heads", folder, "--text", text, "--prune", 1)
+    assert result.exit_code == 0, result.output
+    assert "block.0.layer.0.SelfAttention: 52 tokens" in result.stdout and "without heads" in result.stdout
+
+
+def test_models_that_are_refused(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat\n" * 4)
+    grouped = {"num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 6}
+    said = refused(mhsa("heads", other_model(model, tmp_path, "Qwen3", **grouped), "--text", text))
+    assert "model: expected attention as in BERT, RoBERTa" in said
+    assert "layers.0.self_attn, a Qwen3Attention: its queries are no linear function" in said and "q_norm" in said
+    said = refused(mhsa("heads", other_model(model, tmp_path, "Bloom", n_head=4, n_layer=1), "--text", text))
+    assert "a BloomModel, whose BloomAttention asks for no attention by name and computes it itself" in said
+    mamba = {"state_size": 4, "conv_kernel": 2, "expand": 2}
+    said = refused(mhsa("heads", other_model(model, tmp_path, "Mamba", **mamba), "--text", text))
+    assert "got a MambaModel, in which there is no attention" in said
+    image = {"image_size": 16, "patch_size": 4, "intermediate_size": 32}
+    said = refused(mhsa("heads", other_model(model, tmp_path, "ViT", **image), "--text", text))
+    assert "SOURCE: expected a model of text, got a ViTModel of pixel_values" in said
+    text.write_text("the cat " * 300)
+    assert "--text: expected texts of 1 to 512 tokens, got 602 in text 1" in refused(
+        mhsa("heads", model, "--text", text)
+    )
 
 
 @pytest.mark.parametrize(

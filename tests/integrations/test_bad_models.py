@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import mhsa_compile as mhsa
+from mhsa_compile.conversion.from_torch import from_torch
 from mhsa_compile.errors import InputError, MhsaError, ModelError
 from mhsa_compile.integrations import transformers as mhsa_transformers
-from mhsa_compile.nn.convert import from_torch
 
 D, H = 32, 4
 X = torch.randn(2, 7, D, generator=torch.Generator().manual_seed(0))

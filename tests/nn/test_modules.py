@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from mhsa_compile import masks
-from mhsa_compile.errors import InputError, ModelError, SpecError
+from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.frontend.export.module_state import state_of
-from mhsa_compile.nn.convert import from_bert, from_llama, from_torch
 from mhsa_compile.nn.functional import to_torch
 from mhsa_compile.nn.modules import MultiHeadAttention, QueryKeyValueAttention, ScaledDotProductAttention, weights
 from mhsa_compile.spec.attention_spec import AttentionSpec
@@ -93,10 +91,6 @@ def test_weights_and_results_are_of_the_spec_s_dtype(dtype: str) -> None:
         assert torch.equal(to_torch(array), module.get_parameter(name))
 
 
-def test_a_layer_in_bfloat16_stays_in_it() -> None:
-    assert from_torch(nn.MultiheadAttention(24, 4, dtype=torch.bfloat16)).spec.dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(("L", "S"), [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_causal_alignments(L: int, S: int, causal: str) -> None:
@@ -165,51 +159,6 @@ def test_infinities_of_both_signs_meet_as_nan() -> None:
     assert core(mask="bool")(q, k, v, torch.ones(7, dtype=torch.bool)).isnan().all()
 
 
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_from_torch(cross: bool, bias: bool, batch_first: bool) -> None:
-    layer = nn.MultiheadAttention(24, 4, bias=bias, batch_first=batch_first, dtype=torch.float32).eval()
-    for parameter in layer.parameters():  # PyTorch starts biases at zero, which would hide a swap
-        nn.init.normal_(parameter)
-    ours = from_torch(layer, cross=cross).double()
-    layer = layer.double()
-    x = torch.randn(2, 5, 24)
-    context = torch.randn(2, 7, 24) if cross else x
-    inputs = (x, context, context) if batch_first else [t.transpose(0, 1) for t in (x, context, context)]
-    expected = layer(*inputs, need_weights=False)[0]
-    expected = expected if batch_first else expected.transpose(0, 1)
-    torch.testing.assert_close(ours(x, context) if cross else ours(x), expected, **CLOSE)
-
-
-def test_from_torch_with_separate_weights_and_masks() -> None:
-    layer = nn.MultiheadAttention(24, 4, kdim=10, vdim=10, batch_first=True, dtype=torch.float32).eval()
-    nn.init.normal_(layer.in_proj_bias)
-    ours = from_torch(layer, mask="key_padding").double()
-    x, context = torch.randn(2, 5, 24), torch.randn(2, 7, 10)
-    padding = torch.from_numpy(masks.key_padding([7, 3], 7))
-    expected = layer.double()(x, context, context, key_padding_mask=~padding, need_weights=False)[0]
-    torch.testing.assert_close(ours(x, context, mask=padding), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize(("kdim", "vdim"), [(24, 24), (10, 17), (24, 17), (10, 24), (10, 10)])
-def test_from_torch_of_three_inputs(kdim: int, vdim: int, batch_first: bool) -> None:
-    layer = nn.MultiheadAttention(24, 4, kdim=kdim, vdim=vdim, batch_first=batch_first, dtype=torch.float32).eval()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
-    ours = from_torch(layer, separate_values=kdim == vdim, mask="key_padding").double()
-    assert (ours.spec.kv_embed_dim, ours.spec.v_embed_dim) == (kdim, vdim)
-    q, k, v = torch.randn(2, 5, 24), torch.randn(2, 7, kdim), torch.randn(2, 7, vdim)
-    padding = torch.from_numpy(masks.key_padding([7, 3], 7))
-    inputs = (q, k, v) if batch_first else [x.transpose(0, 1) for x in (q, k, v)]
-    expected = layer.double()(*inputs, key_padding_mask=~padding, need_weights=False)[0]
-    expected = expected if batch_first else expected.transpose(0, 1)
-    for mask in (padding, padding.long(), padding.to(torch.uint8)):
-        torch.testing.assert_close(ours(q, k, v, mask), expected, **CLOSE)
-        torch.testing.assert_close(ours(x=q, value=v, key=k, mask=mask), expected, **CLOSE)
-
-
 def apart(**fields: object) -> MultiHeadAttention:
     return MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, kv_embed_dim=10, v_embed_dim=17, **fields))
 
@@ -238,122 +187,6 @@ def test_the_class_follows_from_the_spec() -> None:
         Own(apart().spec)
     with pytest.raises(SpecError, match="v_embed_dim: expected set for a QueryKeyValueAttention"):
         QueryKeyValueAttention(AttentionSpec(embed_dim=24, num_heads=4, kv_embed_dim=10))
-
-
-def test_from_torch_causal() -> None:
-    layer = nn.MultiheadAttention(24, 4, batch_first=True, dtype=torch.float32).eval()
-    ours = from_torch(layer, causal=True).double()
-    x = torch.randn(2, 5, 24)
-    hidden = ~torch.from_numpy(masks.causal(5, 5, "top_left"))
-    expected = layer.double()(x, x, x, attn_mask=hidden, need_weights=False)[0]
-    torch.testing.assert_close(ours(x), expected, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"add_bias_kv": True}, "add_bias_kv"), ({"add_zero_attn": True}, "add_zero_attn")],
-)
-def test_from_torch_refuses(options: dict[str, object], named: str) -> None:
-    with pytest.raises(ModelError, match=named):
-        from_torch(nn.MultiheadAttention(24, 4, dtype=torch.float32, **options))
-
-
-def test_from_torch_refuses_other_dtypes() -> None:
-    with pytest.raises(ModelError, match="weights of float32, bfloat16, float16, got float64"):
-        from_torch(nn.MultiheadAttention(24, 4))
-
-
-def bert_attention(**options) -> nn.Module:
-    bert = pytest.importorskip("transformers.models.bert.modeling_bert")
-    config = bert.BertConfig(hidden_size=24, num_attention_heads=4, attn_implementation="eager")
-    return bert.BertAttention(config, **options).eval()
-
-
-def test_from_bert() -> None:
-    layer = bert_attention()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
-    ours = from_bert(layer.float()).double()
-    layer = layer.double()
-    x = torch.randn(2, 5, 24)
-    padding = torch.from_numpy(masks.key_padding([5, 3], 5))
-    additive = torch.where(padding, 0.0, -torch.inf)[:, None, None, :]
-    expected = layer(x, attention_mask=additive)[0]
-    # BertAttention goes on: dropout, residual and LayerNorm, which stay outside of ours.
-    torch.testing.assert_close(layer.output.LayerNorm(ours(x, mask=padding) + x), expected, **CLOSE)
-
-
-def test_from_bert_kinds() -> None:
-    assert from_bert(bert_attention(is_causal=True).float(), mask=None).spec.causal == "top_left"
-    assert from_bert(bert_attention(is_cross_attention=True).float()).spec.kv_embed_dim == 24
-    with pytest.raises(ModelError, match=r"output\.dense"):
-        from_bert(bert_attention().self)
-    with pytest.raises(ModelError, match="a BertAttention"):
-        from_bert(nn.Linear(2, 2))
-
-
-def llama_attention(**options) -> nn.Module:
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    config = llama.LlamaConfig(**sizes, attn_implementation="sdpa", **options)  # eager is float32 in part
-    return llama.LlamaAttention(config, layer_idx=0).eval()
-
-
-SCALED = {"rope_theta": 300.0, "factor": 6.0, "original_max_position_embeddings": 23}
-LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 0.2, "high_freq_factor": 1.5}
-YARN = SCALED | {"rope_type": "yarn"}
-LLAMAS = (
-    {},
-    {"head_dim": 10, "attention_bias": True},
-    {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
-    {"head_dim": 22, "rope_parameters": LLAMA3},
-    {"head_dim": 22, "rope_parameters": YARN},
-    {"head_dim": 22, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
-    {"head_dim": 22, "rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 1.5, "beta_slow": 0.5}},
-)
-
-
-@pytest.mark.parametrize("options", LLAMAS, ids=str)
-def test_from_llama(options: dict[str, object]) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    layer = llama_attention(**options).float()
-    ours = from_llama(layer, max_length=7)
-    spec = ours.spec
-    x = torch.randn(2, 7, 24)
-    cos, sin = (torch.from_numpy(table).repeat(1, 2)[None] for table in spec.rope.tables())
-    theirs = LlamaRotaryEmbedding(layer.config)(x.float(), torch.arange(7)[None])
-    torch.testing.assert_close((cos.float(), sin.float()), theirs, rtol=0, atol=7 * torch.finfo(torch.float32).eps)
-    hidden = torch.where(torch.from_numpy(masks.causal(7, 7, "top_left")), 0.0, -torch.inf)[None, None]
-    expected = layer.double()(x, position_embeddings=(cos, sin), attention_mask=hidden)[0]
-    exact_tables = exact(spec)
-    exact_tables.load_state_dict(ours.double().state_dict())
-    torch.testing.assert_close(exact_tables(x), expected, **CLOSE)
-    assert from_llama(layer.float(), kv_cache=True).spec.rope.max_length == 32
-
-
-def test_from_llama_refuses() -> None:
-    with pytest.raises(ModelError, match="a LlamaAttention"):
-        from_llama(nn.Linear(2, 2))
-    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(ModelError, match="no call changes: linear, llama3, yarn, got rope_type='dynamic'"):
-        from_llama(llama_attention(rope_parameters=scaled).float())
-    layer = llama_attention().float()
-    layer.config.rope_parameters = {"full": {"rope_theta": 7.0}, "sliding": {"rope_theta": 9.0}}
-    with pytest.raises(ModelError, match="a layer_type among full, sliding, as its config has, got None"):
-        from_llama(layer)
-    layer.layer_type = "sliding"
-    assert from_llama(layer).spec.rope.theta == 9.0
-    layer.q_norm = nn.LayerNorm(6)
-    with pytest.raises(ModelError, match="without norms of their own, got q_norm"):
-        from_llama(layer)
-
-
-def test_layers_of_others_with_more_outputs() -> None:
-    words = ("y", "heads", "entropy", "weights:heads=0")
-    assert from_torch(nn.MultiheadAttention(24, 4, dtype=torch.float32), outputs=words).spec.outputs == words
-    assert from_bert(bert_attention().float(), outputs=list(words)).spec.outputs == words
-    assert from_llama(llama_attention().float(), outputs=words).spec.outputs == words
 
 
 OTHERS = (

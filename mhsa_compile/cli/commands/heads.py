@@ -142,19 +142,22 @@ def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
     stage("load the model")
     import torch
 
-    from mhsa_compile.analysis.trained_layers import recording, trained_layers
+    from mhsa_compile.analysis.model_layers import trained_layers
     from mhsa_compile.compiler.pipeline import compile
     from mhsa_compile.nn.modules import weights
     from mhsa_compile.runtime.compiled_attention import load
 
     model, tokenizer = _loaded(source)
-    layers = trained_layers(model)
     encoded = [tokenizer.encode(line) for line in lines]
+    _check_texts(model, lines, encoded)
     apart = {found for name in _SEPARATORS if (found := tokenizer.token_to_id(name)) is not None}
     stage("run it on the texts")
-    with torch.no_grad(), recording(layers):
-        for one in encoded:
-            model(input_ids=torch.tensor([one.ids]))
+    layers = trained_layers(model, [{"input_ids": torch.tensor([one.ids])} for one in encoded])
+    stats_of = {layer.name: HeadStatistics(layer.attention) for layer in layers}
+    tokens, needed = sum(len(one.ids) for one in encoded), max(one.tokens_needed for one in stats_of.values())
+    if tokens < needed:
+        expected = f"texts of at least {needed} tokens together, 4 times the value head dim"
+        raise InputError("--text", expected, f"{tokens} in {len(lines)} lines", "Give more texts, or longer ones.")
     shown: list[ShownLayer] = []
     compiled: dict[str, Any] = {}  # one artifact for all layers of a spec
     for layer in layers:
@@ -163,10 +166,10 @@ def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
         key = looked_into.spec.to_json()
         compiled[key] = compiled.get(key) or compile(looked_into)
         attention = load(compiled[key], weights=weights(looked_into))
-        stats = HeadStatistics(looked_into)
+        stats = stats_of[layer.name]
         maps: list[Any] = []
         for call, (x, one) in enumerate(zip(layer.inputs, encoded, strict=True)):
-            outputs = attention(x.numpy())
+            outputs = attention(**{name: value.numpy() for name, value in layer.arguments(call).items()})
             layer.check(call, torch.from_numpy(outputs.y))
             separators = [[number in apart for number in one.ids]] if apart else None
             stats.add(x, outputs, separators=separators)
@@ -174,6 +177,18 @@ def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
                 maps.append(outputs.weights[0])
         shown.append(ShownLayer(layer.name, stats.report(), maps))
     return _Found(f"Heads of {source.resolve().name}", shown, [one.tokens for one in encoded[:_SHOWN_TEXTS]])
+
+
+def _check_texts(model: Any, lines: Sequence[str], encoded: Sequence[Any]) -> None:
+    """Raises InputError for a text that the model cannot run on, ModelError for a model of something else."""
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        hint = f"In Python: analysis.trained_layers(model, [{{{model.main_input_name!r}: ...}}])."
+        raise ModelError("SOURCE", "a model of text", f"a {type(model).__name__} of {model.main_input_name}", hint)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    for number, (line, one) in enumerate(zip(lines, encoded, strict=True), 1):
+        if not one.ids or (longest is not None and len(one.ids) > longest):
+            expected = "texts of 1 to {} tokens".format(longest or "any number of")
+            raise InputError("--text", expected, f"{len(one.ids)} in text {number}, {line[:30]!r}", "Split it.")
 
 
 def _loaded(source: Path) -> tuple[Any, Any]:
@@ -194,6 +209,8 @@ def _loaded(source: Path) -> tuple[Any, Any]:
         said = str(error).splitlines() or [type(error).__name__]
         raise ModelError("SOURCE", "a model that transformers loads from its folder", said[0]) from error
     tokenizer.no_padding()
+    if getattr(model.config, "is_encoder_decoder", False):
+        model = model.get_encoder()  # a decoder would need a text of its own
     return model, tokenizer
 
 

@@ -75,7 +75,7 @@ def as_module(source: Any, example_inputs: Sequence[Any] | Mapping[str, Any] | N
         return source  # and PyTorch need not be loaded
     from torch import nn
 
-    from mhsa_compile.nn.convert import from_torch
+    from mhsa_compile.conversion.from_torch import from_torch
     from mhsa_compile.nn.modules import MultiHeadAttention
 
     if isinstance(source, AttentionSpec):

@@ -1,0 +1,159 @@
+"""The attention layers of somebody's model, found by running it, and what each was called with.
+
+Notation: B batch, L query length, D embed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.conversion.agreement import agrees
+from mhsa_compile.conversion.attention_calls import attention_calls
+from mhsa_compile.conversion.from_torch import dtype_of
+from mhsa_compile.conversion.from_transformers import asks_by_name
+from mhsa_compile.conversion.noted_layer import NotedLayer, seen_by
+from mhsa_compile.conversion.seen_keys import mask_for
+from mhsa_compile.conversion.torch_calls import TorchCall, attention_of, torch_calls
+from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.nn.modules import MultiHeadAttention
+
+KNOWN = (
+    "attention as in BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, ModernBERT, GPT-2, GPT-NeoX, OPT, Llama, Mistral, "
+    "Qwen 2, Gemma, Gemma 2, Cohere, GLM, Granite, Phi, T5's, BART's and Whisper's encoders, ViT, DINOv2, or an "
+    "nn.MultiheadAttention"
+)
+"""Families that are known to be taken. Nothing goes by this list: what a layer does decides."""
+
+
+@dataclass(eq=False)
+class TrainedLayer:
+    """`module` lies in the model as `name`; `attention` computes the same. Of each call: x and the module's own result,
+    (B, L, D), what `attention` takes as `mask=`, or None, and which queries see a key, bool (B, L).
+
+    >>> model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    >>> (layer,) = trained_layers(model, [{"src": torch.randn(1, 9, 16)}])
+    >>> layer.attention(**layer.arguments(0)).shape
+    torch.Size([1, 9, 16])
+    """
+
+    name: str
+    module: nn.Module
+    attention: MultiHeadAttention
+    inputs: list[Tensor]
+    masks: list[Tensor | None]
+    results: list[Tensor]
+    seen: list[Tensor]
+
+    def arguments(self, call: int) -> dict[str, Tensor]:
+        """What `attention` and its artifact are called with, by name."""
+        mask = self.masks[call]
+        return {"x": self.inputs[call]} | ({} if mask is None else {"mask": mask})
+
+    @torch.no_grad()
+    def check(self, call: int, y: Tensor) -> None:
+        """Raises ModelError unless y (B, L, D), of `attention` or of its artifact, is what the model computed: as close
+        to float64 as PyTorch's own error allows, in the model's operators or in ours, where queries see a key."""
+        given, rows = self.arguments(call), self.seen[call]
+        exact = {name: value if value.dtype == torch.bool else value.double() for name, value in given.items()}
+        same = self.attention.with_outputs("y")
+        expected, ours = copy.deepcopy(same).double()(**exact), same(**given)
+        if not any(agrees(expected[rows], own[rows], y[rows]) for own in (self.results[call], ours)):
+            got = f"{self.name}, a {type(self.module).__name__}, whose own result is another"
+            raise ModelError("model", KNOWN, got, "Its heads would be described wrongly.")
+
+
+def trained_layers(model: nn.Module, inputs: Sequence[Mapping[str, Any]]) -> list[TrainedLayer]:
+    """The self-attentions of a model of transformers or PyTorch, in the order in which they run.
+
+    inputs   the model is called with each of them: `model(**inputs[0])`, ... Each call is kept
+
+    A layer that is called several times in a run, as ALBERT's, is found once for each: `name`, `name, call 2`, ...
+    A causal mask or a window becomes part of `attention`; padding and T5's bias by distance are masks of its calls.
+
+    Raises ModelError: no attention, attention that means what an AttentionSpec cannot say, and attention whose own
+    result is another than ours on one of the inputs.
+
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    >>> [layer.name for layer in trained_layers(model, [{"src": torch.randn(1, 9, 16)}])]
+    ['layers.0.self_attn', 'layers.1.self_attn']
+    """
+    if not inputs:
+        raise InputError("inputs", "one or more inputs to run the model on", "none")
+    if model.training:
+        raise InputError("model", "eval mode: dropout would be in the way", "training mode", "Call model.eval() first.")
+    runs = [_run(model, one) for one in inputs]
+    names = {module: name for name, module in model.named_modules()}
+    found: list[TrainedLayer] = []
+    for place, times in _places(runs).items():
+        calls = [run[place] for run in runs if place in run]
+        name = names[place[0]] + (f", call {place[1] + 1}" if times > 1 and place[1] else "")
+        if len(calls) < len(runs):
+            raise ModelError("model", "attention that every input runs through", f"{name}, which some do not call")
+        if calls[0].context is None:
+            found.append(_layer(name, calls))
+    if not found:
+        raise ModelError("model", KNOWN, *_why_none(model))
+    return found
+
+
+Place = tuple[nn.Module, int]  # a module, and how often it was called before in the same run
+
+
+def _run(model: nn.Module, given: Mapping[str, Any]) -> dict[Place, Any]:
+    """The calls of attention in one run."""
+    with torch.no_grad(), ExitStack() as noting:
+        noted: list[Any] = [noting.enter_context(torch_calls(model))]
+        if asks_by_name(model):
+            noted.append(noting.enter_context(attention_calls(model)))
+        model(**given)
+    found: dict[Place, Any] = {}
+    for call in (one for calls in noted for one in calls):
+        times = sum(module is call.module for module, _ in found)
+        found[call.module, times] = call
+    return found
+
+
+def _places(runs: Sequence[Mapping[Place, Any]]) -> dict[Place, int]:
+    """Where attention was called, and how often its module was in a run."""
+    places = dict.fromkeys(place for run in runs for place in run)
+    return {place: sum(module is place[0] for module, _ in places) for place in places}
+
+
+def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
+    module = calls[0].module
+    try:
+        if isinstance(calls[0], TorchCall):
+            attention, seen = attention_of(calls), [call.seen for call in calls]
+        else:
+            attention = NotedLayer(calls, dtype_of(next(module.parameters()))).attention()
+            seen = [seen_by(call) for call in calls]
+    except ModelError as error:
+        raise ModelError("model", KNOWN, f"{name}, {error.got}", error.next_step) from error
+    return TrainedLayer(
+        name=name,
+        module=module,
+        attention=attention,
+        inputs=[call.x for call in calls],
+        masks=[mask_for(attention.spec, one, calls[0].y.dtype) for one in seen],
+        results=[call.y for call in calls],
+        seen=[one.rows(len(call.x)) for one, call in zip(seen, calls, strict=True)],
+    )
+
+
+def _why_none(model: nn.Module) -> tuple[str, str]:
+    """What came instead, and what to do about it."""
+    hint = "Of other models, compile a layer with --outputs y,heads,weights, and give the artifact."
+    own = sorted({type(module).__name__ for module in model.modules() if "Attention" in type(module).__name__})
+    if not own:
+        return f"a {type(model).__name__}, in which there is no attention", hint
+    return (
+        f"a {type(model).__name__}, whose {', '.join(own)} asks for no attention by name and computes it itself",
+        hint,
+    )

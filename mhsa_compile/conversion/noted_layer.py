@@ -1,0 +1,288 @@
+"""A layer of transformers as a MultiHeadAttention, from the calls of attention that it was noted to make.
+
+Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim, F value head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from mhsa_compile.conversion.agreement import agrees
+from mhsa_compile.conversion.attention_calls import CONTEXTS, NotedCall, attention_calls, refused
+from mhsa_compile.conversion.from_torch import loaded
+from mhsa_compile.conversion.linear_maps import LinearMap, is_linear, read_maps
+from mhsa_compile.conversion.rotary import Tables, check_tables, halved, rope_of
+from mhsa_compile.conversion.seen_keys import Band, SeenKeys, constant_band, mask_for, mask_kind
+from mhsa_compile.errors import MhsaError
+from mhsa_compile.files.foreign_errors import first_line
+from mhsa_compile.nn.functional import rotated
+from mhsa_compile.nn.modules import MultiHeadAttention
+from mhsa_compile.spec.attention_spec import AttentionSpec
+from mhsa_compile.spec.position_encoding import Rope
+
+_TRIED = 5  # random rows on which a map has to be linear
+
+
+def seen_by(call: NotedCall) -> SeenKeys:
+    """What a call hides, and what it adds by distance."""
+    L, S = call.weights.shape[2:]
+    mask, bias = call.mask, call.said.get("position_bias")
+    if bias is not None:
+        added = bias.detach()[..., :S]
+        if mask is not None:
+            added = added.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else added + mask
+        mask = added
+    return SeenKeys(mask, L, S, call.window)
+
+
+class NotedLayer:
+    """What `calls`, all of one module, say about it. `dtype` is of its weights.
+
+    Raises ModelError: what an AttentionSpec has no words for, and calls whose result is not what it would be.
+    """
+
+    def __init__(self, calls: Sequence[NotedCall], dtype: str) -> None:
+        self.module: nn.Module = calls[0].module
+        for call in calls:
+            if call.unknown:
+                raise refused(self.module, f"it hands {', '.join(call.unknown)} to attention")
+            if call.projection is None:
+                raise refused(self.module, "its heads go through more than one projection, or through none")
+            if call.q.shape[2] != call.x.shape[1] or (call.context is None and call.k.shape[2] != call.x.shape[1]):
+                raise refused(self.module, "it sees keys of calls before, or other rows than it was given")
+        self.dtype = dtype
+        self._exact: nn.Module = copy.deepcopy(self.module).double().eval()
+        self._out: nn.Module = copy.deepcopy(calls[0].projection).double().eval()
+        self.calls = [call if call.q.dtype == torch.float64 else self._in_float64(call) for call in calls]
+        self.longest = max(self.calls, key=lambda call: call.q.shape[2])  # which shows most
+
+    @torch.no_grad()
+    def attention(
+        self, *, max_length: int | None = None, window: tuple[int, ...] | None = None, states_mask: bool = False
+    ) -> MultiHeadAttention:
+        """The same attention, after it gave the result of each call.
+
+        max_length    positions of rotary tables
+        window        of a layer that does not say it
+        states_mask   whether the calls were made without masks, and the layer's own word says what is seen
+        """
+        try:
+            maps = self._maps()
+        except MhsaError:
+            raise
+        except Exception as error:  # of anybody's forward
+            raise refused(self.module, f"it cannot be run on numbers of our choice: {first_line(error)}") from error
+        given = halved(self.module, self.longest.arguments.get("position_embeddings"))
+        rope = self._rope(maps, given, max_length)
+        seen = [seen_by(call) for call in self.calls]
+        band = self._stated_band(window) if states_mask else constant_band(seen)
+        call = self.longest
+        heads, width = call.q.shape[1], call.q.shape[3]
+        spec = AttentionSpec(
+            embed_dim=call.x.shape[2],
+            num_heads=heads,
+            num_kv_heads=call.k.shape[1],
+            head_dim=width,
+            v_head_dim=call.v.shape[3],
+            kv_embed_dim=None if call.context is None else call.context.shape[2],
+            bias=self._has_bias(maps),
+            dtype=self.dtype,
+            causal=band.causal if band else None,
+            window=band.window if band else None,
+            mask=None if band else mask_kind(seen),
+            scale=None if call.scale == width**-0.5 else call.scale,
+            softcap=call.softcap,
+            rope=rope,
+            sinks=call.sinks is not None,
+        )
+        for one in self.calls:
+            self._check(spec, maps, one)
+        return self._loaded(spec, maps)
+
+    @torch.no_grad()
+    def _in_float64(self, call: NotedCall) -> NotedCall:
+        """The same call again, without rounding. Raises ModelError unless the call's own result is that, rounded."""
+        found = []
+        for module, out, dtype in (
+            (self._exact, self._out, torch.float64),
+            (self.module, call.projection, call.q.dtype),
+        ):
+            try:
+                with attention_calls(module) as calls:
+                    module(**{name: _converted(value, dtype) for name, value in call.arguments.items()})
+                calls[-1].y = out(calls[-1].heads.flatten(2))
+            except Exception as error:  # of anybody's forward
+                raise refused(self.module, f"it cannot be called again: {first_line(error)}") from error
+            found.append(calls[-1])
+        exact, again = found
+        assert exact.y is not None and again.y is not None and call.y is not None
+        sees = seen_by(call).rows(len(call.x))
+        if not agrees(exact.y[sees], again.y[sees], call.y[sees]):
+            raise refused(self.module, "called again with the same, without a cache, it gives another result")
+        return exact
+
+    def _maps(self) -> dict[str, LinearMap]:
+        """From x to queries, from x or the context to keys and values, and from the heads to y."""
+        call = self.longest
+        D, S = call.x.shape[2], call.x.shape[2] if call.context is None else call.context.shape[2]
+
+        def handed(x: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+            with attention_calls(self._exact) as calls:
+                self._exact(**self._neutral(x, context))
+            return tuple(one[:, :, 0].flatten(1) for one in (calls[-1].q, calls[-1].k, calls[-1].v))
+
+        def from_x(x: Tensor) -> tuple[Tensor, ...]:
+            made = handed(x, x.new_zeros(len(x), S))
+            return made if call.context is None else made[:1]
+
+        def from_context(context: Tensor) -> tuple[Tensor, ...]:
+            return handed(context.new_zeros(len(context), D), context)[1:]
+
+        def from_heads(heads: Tensor) -> tuple[Tensor, ...]:
+            return (self._out(heads[:, None])[:, 0],)
+
+        joined = call.heads.shape[2] * call.heads.shape[3]
+        found: dict[str, LinearMap] = {}
+        sources = [("qkv", from_x, D)] if call.context is None else [("q", from_x, D), ("kv", from_context, S)]
+        for names, function, width in (*sources, (("out",), from_heads, joined)):
+            maps = read_maps(function, width)
+            tried = torch.randn(_TRIED, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            for name, one, result in zip(names, maps, function(tried), strict=True):
+                if not is_linear(one, tried, result):
+                    raise refused(self.module, self._why_not_linear(name))
+                found[name] = one
+        return found
+
+    def _neutral(self, x: Tensor, context: Tensor) -> dict[str, Any]:
+        """The arguments of a call for rows x (n, D), each a sequence of its own at a place that turns nothing."""
+        given = self.longest.arguments
+        arguments: dict[str, Any] = {n: v for n, v in given.items() if v is None or isinstance(v, bool | int | str)}
+        first, *_ = self.longest.arguments
+        arguments[first] = x[:, None]
+        for name, value in self.longest.arguments.items():
+            if name in CONTEXTS and isinstance(value, Tensor):
+                arguments[name] = context[:, None]
+            elif name == "position_embeddings" and value is not None:
+                cos, sin = (one[..., :1, :].double() for one in value)
+                arguments[name] = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
+        for name in ("attention_mask", "mask"):
+            if name in self.longest.arguments:
+                arguments[name] = None
+        return arguments
+
+    def _why_not_linear(self, name: str) -> str:
+        whole = {"q": "queries are", "k": "keys are", "v": "values are", "out": "result is"}[name]
+        norms = [
+            f"{n} ({type(m).__name__})" for n, m in self.module.named_modules() if "norm" in type(m).__name__.lower()
+        ]
+        return f"its {whole} no linear function of what is projected" + (
+            f"; it has {', '.join(norms)}" if norms else ""
+        )
+
+    def _has_bias(self, maps: Mapping[str, LinearMap]) -> bool:
+        named = [n for part in (self._exact, self._out) for n, _ in part.named_parameters()]
+        return any(n.endswith("bias") for n in named) or any(bool(one.bias.any()) for one in maps.values())
+
+    def _loaded(self, spec: AttentionSpec, maps: Mapping[str, LinearMap]) -> MultiHeadAttention:
+        dtype = getattr(torch, spec.dtype)
+        state = {f"{name}_proj.weight": one.weight.to(dtype) for name, one in maps.items()}
+        if spec.bias:
+            state |= {f"{name}_proj.bias": one.bias.to(dtype) for name, one in maps.items()}
+        if (sinks := self.longest.sinks) is not None:
+            state["sinks"] = sinks.to(dtype)
+        return loaded(spec, state)
+
+    def _rope(self, maps: Mapping[str, LinearMap], given: Tables | None, max_length: int | None) -> Rope | None:
+        """How queries and keys are turned, by what was handed on. Raises ModelError."""
+        call = self.longest
+        ways: list[bool | None] = [None] if given is None else [None, False, True]  # not, in halves, in pairs
+        for way in ways:
+            if all(self._is_turned(maps[name], way, given, name) for name in "qk"):
+                break
+        else:
+            how = "turned neither in halves nor in pairs" if given else "changed between projection and attention"
+            raise refused(self.module, f"its queries and keys are {how}")
+        if way is None:
+            return None
+        config: Any = getattr(self.module, "config", None)
+        rope = rope_of(self.module, config, call.q.shape[-1], max_length)
+        rope = msgspec.structs.replace(rope, interleaved=way)
+        assert given is not None
+        for one in self.calls:
+            theirs = halved(self.module, one.arguments.get("position_embeddings"))
+            assert theirs is not None
+            check_tables(self.module, rope.resolved(call.q.shape[-1]), theirs)
+        return rope
+
+    def _is_turned(self, one: LinearMap, interleaved: bool | None, given: Tables | None, name: str) -> bool:
+        """Whether the first call's queries or keys are the map of x, turned so."""
+        call = self.longest
+        actual = call.q if name == "q" else call.k
+        source = call.x if name == "q" or call.context is None else call.context
+
+        def made(dtype: torch.dtype) -> Tensor:
+            rows = one(source.to(dtype)).view(*source.shape[:2], actual.shape[1], actual.shape[3]).transpose(1, 2)
+            if interleaved is None or given is None:
+                return rows
+            if 2 * given[0].shape[1] > actual.shape[3]:
+                return torch.full_like(rows, torch.inf)
+            return rotated(rows, given[0].to(dtype), given[1].to(dtype), interleaved)
+
+        return agrees(made(torch.float64), made(torch.float32), actual)
+
+    def _stated_band(self, window: tuple[int, ...] | None) -> Band:
+        """What the module itself says of causality and a window."""
+        call = self.longest
+        causal = "top_left" if call.is_causal else None
+        if window is not None:
+            if call.window is not None and causal and tuple(window) != (call.window - 1, 0):
+                raise refused(
+                    self.module, f"its window is {(call.window - 1, 0)}, and window={tuple(window)} is another"
+                )
+            return Band(causal, (window[0], window[1]))
+        if call.window is None:
+            in_config = getattr(getattr(self.module, "config", None), "sliding_window", None)
+            if in_config and "sliding_window" not in call.said and "layer_types" not in vars(self.module.config):
+                raise refused(
+                    self.module, f"its config has a window of {in_config}, of which it says nothing: give window="
+                )
+            return Band(causal)
+        if causal is None:
+            raise refused(self.module, f"it says a window of {call.window}, and not to which side: give window=")
+        return Band(causal, (call.window - 1, 0))
+
+    def _check(self, spec: AttentionSpec, maps: Mapping[str, LinearMap], call: NotedCall) -> None:
+        """Raises ModelError unless this spec, with all that is masked as a mask, gives the call's own result where a
+        query sees a key."""
+        spec = msgspec.structs.replace(spec, causal=None, window=None, mask=mask_kind([seen_by(call)]))
+        if spec.rope is not None:  # no longer than it has to be
+            spec = msgspec.structs.replace(spec, rope=msgspec.structs.replace(spec.rope, max_length=call.x.shape[1]))
+        made = self._loaded(spec, maps)
+        results = []
+        for dtype in (torch.float64, torch.float32):
+            same = copy.deepcopy(made).to(dtype)
+            if spec.rope is not None:
+                theirs = halved(self.module, call.arguments.get("position_embeddings"))
+                assert theirs is not None
+                same.rope_cos, same.rope_sin = (table.to(dtype) for table in theirs)
+            inputs = [one.to(dtype) for one in (call.x, call.context) if one is not None]
+            results.append(same(*inputs, mask=mask_for(spec, seen_by(call), dtype)))
+        assert call.y is not None
+        sees = seen_by(call).rows(len(call.x))
+        if not agrees(results[0][sees], results[1][sees], call.y[sees]):
+            raise refused(self.module, "its own result is another than that of its projections, masks and scale")
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    """An argument of a call for another dtype; None for what is no tensor, number or word, such as a cache."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return tuple(_converted(one, dtype) for one in value)
+    return value if isinstance(value, bool | int | float | str) else None

@@ -1,0 +1,97 @@
+"""What masks of calls say together: that all keys are seen, a band of them, or what every call has to say itself.
+
+Notation: B batch, L query length, S key length, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mhsa_compile.spec.attention_spec import AttentionSpec
+
+_HIDES = -2.3e38
+"""What is added to a score and is below this hides the key, as in any mask of this library."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """`causal` and `window` of an AttentionSpec."""
+
+    causal: str | None = None
+    window: tuple[int, int] | None = None
+
+    def seen(self, L: int, S: int) -> Tensor:
+        """(L, S) bool."""
+        distance = torch.arange(S) - torch.arange(L)[:, None]
+        seen = torch.ones(L, S, dtype=torch.bool)
+        if self.causal is not None:
+            seen &= distance <= 0
+        if self.window is not None:
+            left, right = self.window
+            seen &= ((-distance <= left) | (left < 0)) & ((distance <= right) | (right < 0))
+        return seen
+
+
+@dataclass(frozen=True, eq=False)
+class SeenKeys:
+    """The mask of one call with L queries and S keys: bool, True takes part, or added; broadcastable to (B, H, L, S).
+
+    window   how many keys back the caller says a query sees, itself among them
+    """
+
+    mask: Tensor | None
+    L: int
+    S: int
+    window: int | None = None
+
+    def is_band(self, band: Band) -> bool:
+        """Whether the mask is what `band` says."""
+        seen = band.seen(self.L, self.S)
+        return bool(seen.all()) if self.mask is None else bool((self.mask == seen).all())
+
+    def rows(self, B: int) -> Tensor:
+        """(B, L) bool: queries that see a key."""
+        if self.mask is None or self.mask.dtype != torch.bool:
+            return torch.ones(B, self.L, dtype=torch.bool)
+        heads = self.mask.expand(*self.mask.shape[:-1], self.S) if self.mask.ndim == 4 else self.mask[None, None]
+        return heads.any(-1).any(1).expand(B, self.L)
+
+
+def bool_where_it_hides(mask: Tensor | None) -> Tensor | None:
+    """A mask that is added, as bool if it does nothing but hide."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= max(_HIDES, torch.finfo(mask.dtype).min)
+    return ~hidden if bool((hidden | (mask == 0)).all()) else mask.detach()
+
+
+def mask_kind(calls: Sequence[SeenKeys]) -> str:
+    """ "additive" where one of the masks is added, else "bool"."""
+    return "bool" if all(call.mask is None or call.mask.dtype == torch.bool for call in calls) else "additive"
+
+
+def mask_for(spec: AttentionSpec, call: SeenKeys, dtype: torch.dtype) -> Tensor | None:
+    """What a call of a module with this spec takes as `mask=`."""
+    if spec.mask is None:
+        return None
+    if spec.mask == "bool":
+        return torch.ones(1, 1, call.L, call.S, dtype=torch.bool) if call.mask is None else call.mask
+    if call.mask is None:
+        return torch.zeros(1, 1, call.L, call.S, dtype=dtype)
+    if call.mask.dtype == torch.bool:
+        return torch.zeros_like(call.mask, dtype=dtype).masked_fill(~call.mask, -torch.inf)
+    return call.mask.to(dtype)
+
+
+def constant_band(calls: Sequence[SeenKeys]) -> Band | None:
+    """The band that explains all masks; None if there is none, so that each call has to bring its own."""
+    if mask_kind(calls) == "additive":
+        return None
+    windows = sorted({call.window for call in calls if call.window is not None})
+    bands = [Band("top_left", (one - 1, 0)) for one in windows] + [Band(), Band("top_left")]
+    bands += [Band(None, (side, side)) for one in windows for side in (one, one - 1)]
+    return next((band for band in bands if all(call.is_band(band) for call in calls)), None)
