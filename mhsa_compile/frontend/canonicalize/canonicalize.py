@@ -70,8 +70,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     small, tensors = light(weight_constants.rewrite(model))
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = propagate_shapes(small, limits)
-    needed = (opset.LEAST, microsoft.least_opset(small), layer_outputs.OPSET if outputs else 0)
-    small = opset.raised(small, max(needed))
+    small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))
     standard = _standard(small)
     small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
     if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:

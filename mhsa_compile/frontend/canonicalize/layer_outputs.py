@@ -22,8 +22,9 @@ from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import LayerWord, SoftmaxOutputs, array_names, inside_of
 
-OPSET = 24
-"""The first whose Attention defines the operator of ours that has more outputs."""
+_OPSET = 24
+"""The first whose Attention defines the operator of ours that has more outputs. All that 23 says, it says alike, so a
+model is raised by its number, and keeps every shape that is known of it: what is fused does not hang on outputs."""
 _OVERLOADS = 10  # the first version of the file format in which functions of one name may differ
 _LISTED = 16  # layers, in a message
 
@@ -138,8 +139,15 @@ class _Change:
 
     def finished(self) -> onnx.ModelProto:
         """The model as it is now."""
-        if self._overloads and all(entry.domain != DOMAIN for entry in self.model.opset_import):
-            self.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        if not self._overloads:
+            return self.model
+        versions = self.model.opset_import
+        for entry in versions:
+            if entry.domain in ("", "ai.onnx"):
+                entry.version = max(entry.version, _OPSET)
+        if all(entry.domain != DOMAIN for entry in versions):
+            versions.append(helper.make_opsetid(DOMAIN, 1))
+        self.model.ir_version = max(self.model.ir_version, helper.find_min_ir_version_for(versions, True))
         return self.model
 
     def _look_inside(
@@ -172,7 +180,7 @@ class _Change:
         if any(attribute.name in mhsa_operator.FUNCTIONS for attribute in node.attribute):
             return
         bool_mask = len(node.input) > 3 and self.graph.dtype(node.input[3]) == "bool"
-        function = mhsa_operator.attention_function(node, self.graph.opset, bool_mask=bool_mask)
+        function = mhsa_operator.attention_function(node, max(self.graph.opset, _OPSET), bool_mask=bool_mask)
         text = function.SerializeToString(deterministic=True)
         if text not in self._overloads:
             alone = not self._overloads and not self._had_ours  # most tools know no overloads
