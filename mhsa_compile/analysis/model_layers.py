@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,11 +63,17 @@ class TrainedLayer:
         to float64 as PyTorch's own error allows, in the model's operators or in ours, where queries see a key."""
         given, rows = self.arguments(call), self.seen[call]
         exact = {name: value if value.dtype == torch.bool else value.double() for name, value in given.items()}
-        same = self.attention.with_outputs("y")
-        expected, ours = copy.deepcopy(same).double()(**exact), same(**given)
+        same, in_float64 = self._eager
+        expected, ours = in_float64(**exact), same(**given)
         if not any(agrees(expected[rows], own[rows], y[rows]) for own in (self.results[call], ours)):
             got = f"{self.name}, a {type(self.module).__name__}, whose own result is another"
             raise ModelError("model", KNOWN, got, "Its heads would be described wrongly.")
+
+    @cached_property
+    def _eager(self) -> tuple[MultiHeadAttention, MultiHeadAttention]:
+        """`attention` with y alone, in its dtype and in float64."""
+        same = self.attention.with_outputs("y")
+        return same, copy.deepcopy(same).double()
 
 
 def trained_layers(model: nn.Module, inputs: Sequence[Mapping[str, Any]]) -> list[TrainedLayer]:
