@@ -85,6 +85,7 @@ def _in_place(name: str) -> Cell:
     others = [cache for cache, equal in found.tokens.items() if not equal]
     bad = ["over its budget"] * (found.worst > 1) + [f"other tokens with a {cache} cache" for cache in others]
     bad += [f"{found.left} attentions stayed with PyTorch"] * (found.left > 0)
+    bad += ["nothing was generated"] * bool(FAMILIES[name].generates and not found.tokens)
     tokens = ", ".join(found.tokens) if found.tokens and not others else "other" if others else ""
     counts = {"ours": found.ours, "left": found.left, "error": found.worst, "seconds": found.seconds}
     return {**_said("done", found.kept, "; ".join(bad)), **counts, "tokens": tokens}

@@ -253,7 +253,7 @@ FAMILIES = {
     "t5": Family(
         "T5Config", "T5Model", two_sequences,
         {"d_model": 60, "d_kv": 14, "d_ff": 70, "num_heads": 3, "num_layers": 1, "vocab_size": VOCABULARY,
-         "use_cache": False},
+         "use_cache": False, "decoder_start_token_id": 0},
         generates="T5ForConditionalGeneration",
     ),
     "bart": Family(
