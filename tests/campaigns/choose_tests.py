@@ -3,9 +3,9 @@
 `measure` runs all tests but those on a GPU, and notes of each its seconds, the lines of the package that it runs, and
 the kernels that it emits, for which features and pairs of them (`support/kernel_features.py`). `choose` reads that; of
 tests that were not measured the list stays as it is. A test stays in the suite if it is quick, if it is the quickest
-case of a function that is not slow, or if without it something would be reached by no test that stays: of those, the
-ones that reach the most in a second first (greedy set cover). Emulated ARM machines and compilers for GPUs, which have
-targets of their own, choose each for itself, behind the suite.
+case of a function that is not slow, or if without it something would be reached by no test that stays, and enough of it
+in a second: of those, the ones that reach the most in a second first (greedy set cover). Emulated ARM machines and
+compilers for GPUs, which have targets of their own, choose each for itself, behind the suite, and keep all they reach.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from support import kernel_features
 ROOT = Path(__file__).parents[2]
 CHOICE = ROOT / "tests" / "thorough.txt"
 QUICK = 0.1  # seconds: such a test stays whatever it reaches
-SLOW = 3.0  # seconds: a function whose quickest case takes longer stays only for what it alone reaches
+SLOW = 2.0  # seconds: a function whose quickest case takes longer stays only for what it alone reaches
+WORTH = 5  # lines, and pairs of features: a test stays for what it alone reaches if it is so many a second
 EVERYTHING = "not gpu"
 
 Reached = frozenset[tuple[str, str]]  # (file, line), or (kernel, feature or two of them)
@@ -116,7 +117,7 @@ def choose(tests: Collection[MeasuredTest]) -> set[str]:
         of_tier = [test for test in tests if test.tier == tier]
         kept = [test for test in of_tier if test.seconds <= QUICK] + [*_quickest_cases(of_tier)]
         reached.update(*(test.reached for test in kept))
-        kept += _cover([test for test in of_tier if test not in kept], reached)
+        kept += _cover([test for test in of_tier if test not in kept], reached, 0 if tier else WORTH)
         stay |= {test.id for test in kept}
     return {test.id for test in tests} - stay
 
@@ -132,8 +133,9 @@ def _quickest_cases(tests: Iterable[MeasuredTest]) -> Iterator[MeasuredTest]:
             yield quickest
 
 
-def _cover(tests: Iterable[MeasuredTest], reached: set[tuple[str, str]]) -> Iterator[MeasuredTest]:
-    """Tests that together reach all that any of them reaches; adds that to `reached`."""
+def _cover(tests: Iterable[MeasuredTest], reached: set[tuple[str, str]], worth: float) -> Iterator[MeasuredTest]:
+    """Tests that together reach all that any of them reaches, but for those that add less than `worth` a second; adds
+    what they reach to `reached`."""
     # What a test adds only shrinks, so the first of the queue whose figure still stands is the best of all.
     queue = [(-len(test.reached - reached) / test.seconds, test.id, test) for test in tests]
     heapq.heapify(queue)
@@ -142,7 +144,7 @@ def _cover(tests: Iterable[MeasuredTest], reached: set[tuple[str, str]]) -> Iter
         gain = len(test.reached - reached) / test.seconds
         if gain and queue and gain < -queue[0][0]:
             heapq.heappush(queue, (-gain, test.id, test))
-        elif gain:
+        elif gain and gain >= worth:
             reached |= test.reached
             yield test
 

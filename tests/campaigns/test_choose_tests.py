@@ -15,8 +15,14 @@ def made(id: str, seconds: float, *lines: int, tier: str = "") -> MeasuredTest:
 
 
 def test_what_alone_reaches_something_stays() -> None:
-    tests = [made("a.py::f[1]", 5, 1, 2), made("a.py::f[2]", 6, 2, 3), made("a.py::f[3]", 7, 1, 3)]
-    assert choose(tests) == {"a.py::f[3]"}
+    first, second, third = range(50), range(50, 100), range(100, 150)
+    tests = [made("a.py::f[1]", 5, *first, *second), made("a.py::f[2]", 6, *second, *third)]
+    assert choose([*tests, made("a.py::f[3]", 7, *first, *third)]) == {"a.py::f[3]"}
+
+
+def test_what_adds_little_for_its_seconds_does_not() -> None:
+    assert choose([made("a.py::f", 5, *range(50)), made("a.py::g", 5, *range(30, 60))]) == {"a.py::g"}
+    assert choose([made("a.py::f", 5, *range(50), tier="arm"), made("a.py::g", 5, *range(30, 60), tier="arm")]) == set()
 
 
 def test_a_function_that_is_not_slow_keeps_its_quickest_case() -> None:
@@ -29,7 +35,7 @@ def test_what_is_quick_stays() -> None:
 
 
 def test_the_suite_counts_on_no_other_target() -> None:
-    tests = [made("a.py::f", 9, 1), made("a.py::g", 4, 1, tier="arm"), made("a.py::h", 4, 1, 2, tier="arm")]
+    tests = [made("a.py::f", 4, *range(50)), made("a.py::g", 4, 1, tier="arm"), made("a.py::h", 4, 1, 60, tier="arm")]
     assert choose(tests) == {"a.py::g"}
 
 
