@@ -25,7 +25,7 @@ class LinearMap:
 
 
 def read_maps(function: Callable[[Tensor], tuple[Tensor, ...]], width: int) -> list[LinearMap]:
-    """Of each result (n, out) of `function(x)`, x (n, width) in float64.
+    """The map of each result (n, out) of `function(x)`, x (n, width) in float64.
 
     The columns of W are what unit vectors give, less what zeros give. Where the weights are of a shorter dtype, that
     is exact but for what float64 rounds, and so the very weights once rounded to their dtype.

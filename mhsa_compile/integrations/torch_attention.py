@@ -68,7 +68,7 @@ def why_not(layer: nn.MultiheadAttention) -> str:
 
 
 def _shapes(layer: nn.MultiheadAttention) -> dict[str, tuple[int, ...]]:
-    """Of its matrices, as it made them."""
+    """The shapes of its matrices, as it made them."""
     D, separate = layer.embed_dim, {"q": layer.embed_dim, "k": layer.kdim, "v": layer.vdim}
     if layer._qkv_same_embed_dim:
         return {"in_proj_weight": (3 * D, D), "out_proj.weight": (D, D)}

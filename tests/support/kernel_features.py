@@ -69,7 +69,7 @@ def pytest_configure() -> None:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and the children it has waited for: other programs hardly change them."""
+    """CPU seconds of this process and the children it has waited for: other programs hardly change them."""
     return sum(os.times()[:4])
 
 

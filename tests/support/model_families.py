@@ -102,7 +102,7 @@ def run(family: Family, kind: str, threads: int = 2) -> Outcome:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it started: they tell machines apart, but not what else one is doing."""
+    """CPU seconds of this process and those it started: they tell machines apart, but not what else one is doing."""
     return sum(os.times()[:4])
 
 

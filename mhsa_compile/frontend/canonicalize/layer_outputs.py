@@ -82,7 +82,7 @@ def _listed(layers: Sequence[Layer]) -> str:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of one Attention: B, H, L, S, F, None where one is not known by name, and its type of floats."""
+    """B, H, L, S and F of one Attention, None where one is not known by name, and its type of floats."""
 
     batch: Dim
     heads: int
