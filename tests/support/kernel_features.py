@@ -18,6 +18,7 @@ import pytest
 
 from mhsa_compile.kernels.interface.ops import AttentionOp
 from mhsa_compile.kernels.registry import KERNELS
+from support.cpu_time import cpu_seconds
 
 FOLDER = "MHSA_KERNEL_FEATURES"  # an environment variable: where each process of pytest writes its lines
 TIERS = ("arm", "cuda", "slow")  # markers of tests that have a target of their own
@@ -68,18 +69,13 @@ def pytest_configure() -> None:
         _noting(kernel)
 
 
-def _cpu_seconds() -> float:
-    """CPU seconds of this process and the children it has waited for: other programs hardly change them."""
-    return sum(os.times()[:4])
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _emitted.clear()
-    start = _cpu_seconds()
+    start = cpu_seconds()
     result = yield
     tier = next((marker for marker in TIERS if item.get_closest_marker(marker)), "")
-    line = {"test": item.nodeid, "tier": tier, "seconds": _cpu_seconds() - start, "pairs": sorted(_emitted)}
+    line = {"test": item.nodeid, "tier": tier, "seconds": cpu_seconds() - start, "pairs": sorted(_emitted)}
     with (Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     return result

@@ -24,6 +24,7 @@ from mhsa_compile.frontend.export.export import export
 from mhsa_compile.frontend.export.module_calls import Called, flattened
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.verification.error_budget import budget, max_error
+from support.cpu_time import cpu_seconds
 
 VOCABULARY = 101
 EXPORTED, UNSEEN = (2, 7), ((3, 13), (1, 5))
@@ -99,11 +100,6 @@ def run(family: Family, kind: str, threads: int = 2) -> Outcome:
             for truth, yardstick, result in zip(expected, own, results, strict=True):
                 worst = max(worst, max_error(truth, result) / budget(truth, yardstick, str(yardstick.dtype)))
     return Outcome(artifact.manifest.attention, worst, seconds)
-
-
-def cpu_seconds() -> float:
-    """CPU seconds of this process and those it started: they tell machines apart, but not what else one is doing."""
-    return sum(os.times()[:4])
 
 
 def _subject(family: Family, model: nn.Module, sizes: tuple[int, int]) -> tuple[nn.Module, Inputs]:

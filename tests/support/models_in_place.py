@@ -23,8 +23,9 @@ from mhsa_compile.compiler import pipeline
 from mhsa_compile.integrations import accelerate, attention_operator, call_table, torch_attention
 from mhsa_compile.integrations import transformers as interface
 from mhsa_compile.verification.error_budget import budget, max_error
+from support.cpu_time import cpu_seconds
 from support.interface_models import CACHES, prompts, sharpen, ten_tokens
-from support.model_families import UNSEEN, Family, Inputs, cpu_seconds
+from support.model_families import UNSEEN, Family, Inputs
 
 DTYPE = "float32"
 
