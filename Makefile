@@ -67,7 +67,7 @@ test-arm: $(STAMP)  ## On an emulated ARM machine: every target and kernel, an e
 test-cuda: $(CUDA)  ## Code for NVIDIA's GPUs, compiled and looked into; no GPU is needed, a missing compiler fails
 	@MHSA_REQUIRE_SYSTEM=1 $(BIN)/python -m pytest -m 'cuda and not thorough' -n 2 --dist worksteal --durations 20
 
-test-thorough: $(STAMP)  ## What `make test` leaves out of the suite: cases that reach nothing new; SLICE=1/3 is a third of them
+test-thorough: $(STAMP)  ## What `make test` leaves out of the suite: what reaches little new; SLICE=1/4 is a quarter of them
 	@$(BIN)/python -m pytest -m 'thorough and not arm and not cuda and not slow' -n 2 --dist worksteal $(if $(SLICE),--slice $(SLICE))
 
 test-all: $(CUDA)  ## Every test but those for a GPU; most of an hour
