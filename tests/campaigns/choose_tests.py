@@ -29,8 +29,8 @@ from support import kernel_features
 ROOT = Path(__file__).parents[2]
 CHOICE = ROOT / "tests" / "thorough.txt"
 QUICK = 0.1  # seconds: such a test stays whatever it reaches
-SLOW = 1.5  # seconds: a function whose quickest case takes longer stays only for what it alone reaches
-WORTH = 5  # lines, and pairs of features: a test stays for what it alone reaches if it is so many a second
+SLOW = 1.2  # seconds: a function whose quickest case takes longer stays only for what it alone reaches
+WORTH = 6  # lines, and pairs of features: a test stays for what it alone reaches if it is so many a second
 EVERYTHING = "not gpu"
 
 Reached = frozenset[tuple[str, str]]  # (file, line), or (kernel, feature or two of them)

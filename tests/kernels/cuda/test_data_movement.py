@@ -44,7 +44,6 @@ from mhsa_compile.kernels.interface.ops import (
 )
 from mhsa_compile.target.profile import load_profile
 
-pytestmark = pytest.mark.cuda
 GPU = load_profile("cuda-sm80")
 WIDE: dict[str, Any] = {"head_dim": 128, "x": HeadLayout(0, "rows", 384), "output": HeadLayout(0, "rows", 384)}
 MORE_ROPE_SHAPES = {
@@ -218,6 +217,7 @@ MACHINE_CODE: dict[str, tuple[Fixed, Op]] = {
 }
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("case", MACHINE_CODE)
 def test_machine_code(case: str, tmp_path: Any) -> None:
     kernel, op = MACHINE_CODE[case]

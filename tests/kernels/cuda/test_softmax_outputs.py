@@ -36,7 +36,6 @@ from mhsa_compile.kernels.interface.ops import (
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.target.profile import load_profile
 
-pytestmark = pytest.mark.cuda
 GPU = load_profile("cuda-sm80")
 SHAPES = ((29, 7, 3), (2, 19, 71))
 """(B, L, S); short ones with many entries, as the budget wants to see PyTorch's error."""
@@ -214,6 +213,7 @@ MACHINE_CODE: dict[str, tuple[str, SoftmaxStatsOp | AttentionProbsOp]] = {
 }
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("case", MACHINE_CODE)
 def test_machine_code(case, tmp_path):
     arch, op = MACHINE_CODE[case]
