@@ -29,7 +29,7 @@ def onnxruntime(path: str, inputs: dict[str, np.ndarray]) -> Callable[[], object
 
 
 def litert(path: str, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
-    """XNNPACK computes all of it, or this fails."""
+    """A call of a .tflite file in LiteRT. XNNPACK computes all of it, or this fails."""
     from ai_edge_litert.interpreter import Interpreter
 
     model = Interpreter(path, num_threads=1)

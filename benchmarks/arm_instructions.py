@@ -44,7 +44,7 @@ WORKLOADS = ("tiny", "base128", "vit197", "core384", "core512c", "decode2048")
 ENOUGH = 500_000_000
 """Multiply-adds that the second process does beyond those of the first: Python's start varies by a million."""
 PEERS = ("onnxruntime", "ai-edge-litert==2.3.0")
-"""Their own wheels for aarch64."""
+"""The packages of the peers, which have wheels for aarch64 of their own."""
 # ONNX Runtime looks for its CPU there, and dies where it finds an x86 one: what QEMU before 8.1 shows.
 CPUINFO = """\
 processor\t: 0
@@ -59,7 +59,7 @@ CPU revision\t: 1
 
 @dataclass(frozen=True)
 class Count:
-    """Of one call: all instructions, those that multiply and add vectors, and the multiply-adds that are needed."""
+    """Counts of one call: all instructions, those that multiply and add vectors, and the multiply-adds it needs."""
 
     workload: str
     candidate: str
@@ -160,7 +160,7 @@ def counted(workload: Workload, target: str, ready: Counter) -> Iterator[Count]:
 
 
 def candidates(problem: Problem, folder: Path) -> Iterator[tuple[str, str, Path, Path]]:
-    """(name, runtime, model, inputs) of each, written into the folder."""
+    """(name, runtime, model, inputs) of each candidate, whose files are written into the folder."""
     (arrays,) = problem.inputs
     own, inputs = folder / "own.npz", folder / "onnx.npz"
     np.savez(own, **arrays)

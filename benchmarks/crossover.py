@@ -25,7 +25,7 @@ from mhsa_compile.tuning.search.space import Space
 
 NAMES = ("cpu.decode", "cpu.attention")
 HEADS, KEY_HEADS, WIDTH = 16, 4, 128
-"""Of the workloads of the group decode."""
+"""The heads, key/value heads and head dim of the workloads of the group decode."""
 
 
 def operation(L: int, S: int) -> AttentionOp:

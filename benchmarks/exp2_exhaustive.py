@@ -25,9 +25,9 @@ from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.target.profile import TargetProfile, detect
 
 STATED_ULP = 0.95
-"""For x >= -126, where 2^x is a normal number: what the docstring of `exp2` promises."""
+"""The largest error in ulp for x >= -126, where 2^x is a normal number: what the docstring of `exp2` promises."""
 STATED_SUBNORMAL = 2.0**-126.5
-"""Below -126: the largest absolute error, since what lies below -126.5 becomes 0."""
+"""The largest absolute error for x below -126, since what lies below -126.5 becomes 0."""
 CHUNK = 1 << 22
 RANGES = ((0x80000000, 0xFF7FFFFF), (0x00000000, 0x42FEFFFF))
 """Bits of the first and the last number: from -0 to the most negative one, from 0 to the last below 127.5."""

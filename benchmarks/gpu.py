@@ -76,7 +76,8 @@ def written(figures: Figures) -> bytes:
 
 
 def measured(options: argparse.Namespace) -> Figures:
-    """Raises MhsaError where there is no GPU, or none that a target is for. The JSON grows with each workload."""
+    """Measures all workloads. Raises MhsaError where there is no GPU, or none that a target is for. The JSON grows with
+    each workload."""
     workloads = [workload.at(options.dtype) for workload in choose(options.workload)]
     machine = bench.require_gpu(options.device)
     asked = bench.Options(
@@ -114,8 +115,8 @@ def _target(machine: Machine) -> CudaProfile:
 
 
 def compile_all(workloads: Sequence[Workload], options: bench.Options) -> None:
-    """Side by side: the GPU, which one workload has for itself, waits for none of it. What fails fails again, later,
-    where its words are kept."""
+    """Compiles all workloads side by side: the GPU, which one workload has for itself, waits for none of it. What fails
+    fails again, later, where its words are kept."""
     with ProcessPoolExecutor(host.allowed_cpus(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compiles, workloads, repeat(options)))
 
@@ -134,8 +135,8 @@ def in_turn(
     note: Callable[[Workload, GpuResult | str], None],
     new_pool: Callable[[], Executor] = lambda: ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")),
 ) -> None:
-    """Each workload in the process of the last one, and after a failure in a new one: a kernel that dies takes the GPU
-    away from its process."""
+    """Measures one workload after the other in one process, and after a failure in a new one: a kernel that dies takes
+    the GPU away from its process. `note` is told each outcome."""
     pool: Executor | None = None
     for workload in workloads:
         pool = pool or new_pool()
@@ -152,7 +153,7 @@ def in_turn(
 
 
 def attempt(workload: Workload, options: bench.Options) -> GpuResult | str:
-    """In the child process: what was found, or in words why nothing was. Whatever it is, the others go on."""
+    """Measures a workload, in the child process: the result, or in words why there is none. The others go on."""
     try:
         return bench.measure(workload, options)
     except Exception as error:

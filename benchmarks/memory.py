@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
 
 
 def measured(kind: str, options: argparse.Namespace) -> dict[str, int]:
-    """Bytes: {"peak": ..., "ideal": ...}"""
+    """What `forward` returns in a fresh process, in bytes: {"peak": ..., "ideal": ...}"""
     window = None if options.window is None else (options.window, 0)
     spec = mhsa.AttentionSpec(embed_dim=768, num_heads=12, causal=True, window=window, dtype=options.dtype)
     workload = Workload("memory", kind, "memory", spec, 1, options.length, options.length)
@@ -66,7 +66,8 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, int]:
 
 
 def forward(path: Path, threads: int) -> dict[str, int]:
-    """In a process that has only the runtime: the bytes resident at the peak beyond those before the artifact."""
+    """Calls the artifact in a process that has only the runtime. Returns {"peak": ..., "ideal": ...}: the bytes
+    resident at the peak beyond those before the artifact, and those of inputs, weights and outputs."""
     import ml_dtypes
     import numpy as np
 
@@ -91,7 +92,7 @@ def forward(path: Path, threads: int) -> dict[str, int]:
 
 
 def status(name: str) -> int:
-    """Bytes, of a line of /proc/self/status."""
+    """The bytes that the line `name` of /proc/self/status tells."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return 1024 * int(found.group(1))

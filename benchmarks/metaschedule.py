@@ -113,7 +113,7 @@ def check(workload: Workload) -> None:
 
 
 def in_relax(workload: Workload, given: Arrays) -> tvm.IRModule:
-    """x (B, L, D) -> y (B, L, D)"""
+    """The block in Relax operators: x (B, L, D) -> y (B, L, D)"""
     spec, B, L = workload.spec, workload.B, workload.L
     H, E, D = spec.num_heads, spec.embed_dim // spec.num_heads, spec.embed_dim
     builder = relax.BlockBuilder()

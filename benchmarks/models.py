@@ -37,9 +37,9 @@ IN_PYTORCH = ("mhsa-attention", "mhsa-backend")
 PEERS = ("torch", "torch-sdpa", "inductor", "onnxruntime", "onnxruntime-fused", "openvino")
 MODEL, FIRST_RESULT = "model.onnx", "first.npy"
 SETS = 4
-"""Of inputs, taken in turn."""
+"""How many sets of inputs calls take in turn."""
 WRONG = 1e-3
-"""Of the largest value: who is farther from PyTorch than that computes something else, and is not timed."""
+"""A share of the largest value: who is farther from PyTorch than that computes something else, and is not timed."""
 
 
 @dataclass
@@ -163,7 +163,8 @@ def _take(turn: Turn, calls: Sequence[Callable[[], Any]]) -> Times:
 
 
 def prepare(model: str, folder: Path) -> None:
-    """The ONNX file, our artifact, and PyTorch's result. For a process of its own: what it needs is given back."""
+    """Writes the ONNX file, our artifact, and PyTorch's result. Needs a process of its own, whose memory is given
+    back when it ends."""
     import torch
     from whole_models import MODELS, export
 

@@ -31,7 +31,7 @@ class Turn(msgspec.Struct):
 
 
 class Times(msgspec.Struct):
-    """Its answer: the seconds of each call after the first few, and the calls a second of all."""
+    """A candidate's answer to a turn: the seconds of each call after the first few, and the calls a second of all."""
 
     calls: list[float]
     rate: float

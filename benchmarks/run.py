@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
 
 
 def measured(options: argparse.Namespace, console: Console) -> Figures:
-    """Each workload in a process of its own: a peer that crashes takes no other with it. The JSON grows with each."""
+    """Measures each workload in a process of its own: a peer that crashes takes no other along. The JSON grows."""
     versions = {"mhsa-compile": mhsa.__version__, **{name: installed_version(name) for name in PACKAGES}}
     figures = Figures(host.cpu_model(), versions, date.today(), options.seconds, options.symbolic)
     jobs = [
@@ -147,7 +147,7 @@ def ratio(row: BenchRow | None, report: BenchReport) -> str:
 
 
 def draw(reports: dict[str, BenchReport], threads: int, folder: Path) -> None:
-    """shares-DTYPE-Nt.svg, and of float32 growth-Nt.svg; roofline-Nt.svg of all."""
+    """Draws shares-DTYPE-Nt.svg for each dtype, growth-Nt.svg for float32, and roofline-Nt.svg for all."""
     folder.mkdir(parents=True, exist_ok=True)
     for dtype in dict.fromkeys(report.dtype for report in reports.values()):
         chosen = {name: report for name, report in reports.items() if report.dtype == dtype}

@@ -90,13 +90,13 @@ class Graph:
 
 
 def is_plain(problem: Problem) -> bool:
-    """Whether `written` has a form for it."""
+    """Whether `written` has a form for the problem."""
     spec = problem.spec
     return not (problem.is_masked or spec.is_cross or spec.num_kv_heads != spec.num_heads)
 
 
 def written(problem: Problem, schema: ModuleType) -> bytes:
-    """Its inputs are those of the problem by name: q, k and v, or x."""
+    """The bytes of a .tflite file that computes a problem; its inputs have the problem's names: q, k and v, or x."""
     spec, sizes = problem.spec, problem.sizes
     B, L, S = sizes["B"], sizes["L"], sizes["S"]
     H, E = spec.num_heads, spec.head_dim

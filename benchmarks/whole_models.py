@@ -117,7 +117,7 @@ def _whisper(attention: str, layers: int | None) -> nn.Module:
 
 
 def _t5(attention: str, layers: int | None) -> nn.Module:
-    """SDPA is eager here: T5's does not export (a view of strides that do not fit)."""
+    """A T5 with random weights. SDPA is eager here: T5's does not export (a view of strides that do not fit)."""
     encoder = _made(
         "T5EncoderModel",
         "eager" if attention == "sdpa" else attention,

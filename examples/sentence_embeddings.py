@@ -143,7 +143,7 @@ def with_compiled_attention(
 
 
 def embed(model: BertModel, batches: list[Batch]) -> Tensor:
-    """(sentences, D)."""
+    """The vectors of all sentences in the batches, (sentences, D)."""
     return torch.cat([embed_batch(model, batch.ids, batch.valid) for batch in batches])
 
 
@@ -193,7 +193,8 @@ def with_weights(graph: onnx.ModelProto, module: nn.Module) -> onnx.ModelProto:
 
 
 def interleaved_medians(*candidates: Callable[[], object]) -> list[float]:
-    """Seconds. Each round runs every candidate once, so that a slow moment of the machine meets them all."""
+    """The median seconds of each candidate. Each round runs every candidate once, so that a slow moment of the machine
+    meets them all."""
     times: list[list[float]] = [[] for _ in candidates]
     end = time.perf_counter() + TIMING_SECONDS
     while len(times[0]) < LEAST_ROUNDS or time.perf_counter() < end:
@@ -229,7 +230,7 @@ def show_neighbours(sentences: list[str], embedded: Tensor, expected: Tensor) ->
 
 
 def nearest(embedded: Tensor) -> list[int]:
-    """For every row the index of the most similar other row."""
+    """The index of the most similar other row, for every row."""
     similarity = embedded @ embedded.T
     return similarity.fill_diagonal_(-1.0).argmax(dim=1).tolist()
 

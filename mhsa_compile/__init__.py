@@ -74,7 +74,7 @@ _PLACES = {
     "verify": "verification.verify:verify",
     "weights": "nn.modules:weights",
 }
-"""Where each public name is defined, module:name; `analysis` and `masks` are modules."""
+"""The place that defines each public name, module:name; `analysis` and `masks` are modules."""
 
 
 def __getattr__(name: str) -> object:

@@ -120,7 +120,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def cuda_compiler() -> None:
-    """For tests that compile CUDA C++: they are skipped where nothing can, and fail in CI."""
+    """Stands before tests that compile CUDA C++: they are skipped where nothing can, and fail in CI."""
     from support.cuda import cuda_compiler
 
     cuda_compiler.require()

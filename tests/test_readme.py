@@ -190,7 +190,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """As GitHub names them in links."""
+    """The headings of a page, as GitHub names them in links."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

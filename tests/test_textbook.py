@@ -45,7 +45,7 @@ def test_the_quick_rows_hold(program: ModuleType) -> None:
 def test_all_rows_hold(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command: exit code 0, and no row off."""
+    """The command says so: exit code 0, and no row off."""
     monkeypatch.chdir(ROOT)
     assert program.main([]) == 0, capsys.readouterr().out
 

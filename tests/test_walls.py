@@ -52,7 +52,8 @@ WITHIN_KERNELS = {
     "kernels.cpu": {"kernels.common", "kernels.interface"},
     "kernels.cuda": {"kernels.common", "kernels.interface"},
 }
-"""So the two families never know each other; the list of both is `kernels/registry.py`."""
+"""What a folder of kernels may import of the other ones: the two families never know each other; the list of both is
+`kernels/registry.py`."""
 FRAMEWORKS = {"torch", "onnx", "onnxscript", "onnxruntime"}
 TVM = {"tvm", "tvm_ffi"}
 NEVER = {

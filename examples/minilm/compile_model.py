@@ -65,14 +65,14 @@ def with_weights(attention: nn.Module) -> MultiHeadAttention:
 
 
 def compile_sentences(bert: BertModel) -> Artifact:
-    """Any batch, any length up to the model's."""
+    """The encoder of sentences, compiled for any batch and any length up to the model's."""
     examples = (torch.arange(1, 35).reshape(2, 17), torch.ones(2, 17, dtype=torch.int64))
     free = {0: BATCH, 1: LENGTH}
     return mhsa.compile(Sentences(bert).eval(), example_inputs=examples, dynamic_shapes=(free, free))
 
 
 def compile_pairs(bert: BertModel) -> Artifact:
-    """One pair, of any length up to the model's."""
+    """The encoder of pairs, compiled for one pair of any length up to the model's."""
     examples = (torch.arange(1, 18)[None], torch.zeros(1, 17, dtype=torch.int64))
     free = {1: LENGTH}
     return mhsa.compile(Pairs(bert).eval(), example_inputs=examples, dynamic_shapes=(free, free))

@@ -47,14 +47,14 @@ class Tokens:
         self._tokenizer.no_truncation()
 
     def of(self, text: str) -> Encoding:
-        """With [CLS] before and [SEP] after."""
+        """The tokens of a text, with [CLS] before them and [SEP] behind."""
         return self._tokenizer.encode(text)
 
     def of_each(self, texts: Sequence[str]) -> list[Encoding]:
         return self._tokenizer.encode_batch(list(texts))
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where each token of a text begins and ends, without [CLS] and [SEP]."""
+        """The places at which each token of a text begins and ends, without [CLS] and [SEP]."""
         return self._tokenizer.encode(text, add_special_tokens=False).offsets
 
     def of_pair(self, query: str, passage: str) -> Encoding:
@@ -73,7 +73,7 @@ class SentenceEncoder:
         return self._compiled.threads
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """(texts, D) float32. Raises MhsaError."""
+        """The vectors of texts, (texts, D) float32. Raises MhsaError."""
         return self.of_rows([self.row(text) for text in texts])
 
     def row(self, text: str) -> list[int]:

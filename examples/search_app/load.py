@@ -30,7 +30,7 @@ from search_app.__main__ import MODEL
 
 HOST = "127.0.0.1"
 ATTENTION = 50
-"""One request in so many."""
+"""One request in so many asks for a pair's attention."""
 WARM_UP = 3.0
 """Seconds before anything counts."""
 PASSAGES = 2_000

@@ -29,10 +29,10 @@ PAGE = Path(__file__).with_name("page")
 TEXTS = Path(__file__).with_name("texts")
 KINDS = (".txt", ".md")
 LARGEST_FILE = 1_000_000
-"""Bytes: some thousand passages, which take seconds."""
+"""The most bytes of a file: some thousand passages, which take seconds."""
 MOST_PASSAGES = 20_000
 LONGEST_QUERY = 300
-"""Characters: each may be a token, and the model reads 512, a passage among them."""
+"""The most characters of a query: each may be a token, and the model reads 512, a passage among them."""
 HITS = 8
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
@@ -73,14 +73,14 @@ class Search:
 
     @classmethod
     def of(cls, folder: Path, threads: int | None, most: int) -> Search:
-        """From a folder of `minilm.compile_model`; `most` queries share a batch."""
+        """Loads the model from a folder that `minilm.compile_model` wrote; at most `most` queries share a batch."""
         encoder = SentenceEncoder(folder, threads)
         dim = encoder(["How wide is a vector?"]).shape[1]
         gatherer = Gatherer(encoder.of_rows, most, workers=encoder.threads)
         return cls(Tokens(folder), encoder, gatherer, PairEncoder(folder, threads), Index(dim))
 
     def add(self, name: str, raw: bytes) -> None:
-        """A file into the index, instead of one of that name. Raises Refused."""
+        """Puts a file into the index, instead of one of that name. Raises Refused."""
         found = passages(_text(name, raw), self.tokens.spans)
         if not found:
             raise Refused(400, f"{name} has no words in it.")
@@ -186,7 +186,7 @@ def create_app(search: Search, names: Sequence[str] = ("*",)) -> FastAPI:
 
 
 def _add_messages(app: FastAPI) -> None:
-    """Every error as one message."""
+    """Makes the application answer every error with one message."""
 
     @app.exception_handler(Refused)
     def refused(_: Request, error: Refused) -> JSONResponse:
@@ -225,7 +225,7 @@ def _name(name: str) -> str:
 
 
 async def _body(name: str, request: Request) -> bytes:
-    """What was sent, of which no more is read than allowed."""
+    """The body of a request, of which no more is read than allowed."""
     held = bytearray()
     try:
         async for chunk in request.stream():

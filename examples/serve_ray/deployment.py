@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 LONGEST_TEXT = 2_000
-"""Characters."""
+"""The most characters of a text."""
 MOST_TOKENS = 512
 
 

@@ -28,7 +28,7 @@ from serve_ray.deployment import app
 HOST, PORT = "127.0.0.1", 8765
 WARM_UP = 3.0
 OBJECT_STORE = 100_000_000
-"""Bytes: texts and vectors do not pass through it."""
+"""The bytes of Ray's object store: texts and vectors do not pass through it."""
 
 
 @dataclass(frozen=True)

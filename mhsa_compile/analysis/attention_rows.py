@@ -31,7 +31,7 @@ class RowSums:
         """The sum of Jensen-Shannon distances."""
         self.on = {place: np.zeros(heads) for place in PLACES}
         self.queries = dict.fromkeys(PLACES, 0)
-        """Weights on a place, and how many queries have that place."""
+        """The weights on each place, `on`, and how many queries have that place."""
 
     def add(self, weights: Array, entropy: Array | None, valid: Array, separators: Array | None, placed: bool) -> None:
         """weights (B, H, L, S); entropy (B, H, L); valid, separators (B, L) bool; placed: queries and keys are of one

@@ -99,7 +99,7 @@ class HeadReport:
         return [self.prune(k) for k in range(group, spec.num_heads, group)]
 
     def _repr_html_(self) -> str:
-        """In a notebook: the page of `mhsa heads`, without attention maps, which nobody kept."""
+        """Shows the page of `mhsa heads` in a notebook, without attention maps, which nobody kept."""
         return framed(heads_page("What the heads do", [ShownLayer("layer", self)]))
 
     def __repr__(self) -> str:

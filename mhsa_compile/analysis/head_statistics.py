@@ -104,7 +104,8 @@ class HeadStatistics:
         return report_of(self._layer, self._moments, self._rows)
 
     def _named(self, outputs: Any) -> Mapping[str, Array]:
-        """By name: a named tuple's, a mapping's, or a tuple's by the layer's own outputs."""
+        """The arrays by name, from a named tuple, a mapping, or a tuple in the order of the layer's outputs. Raises
+        InputError."""
         if hasattr(outputs, "_asdict"):
             outputs = outputs._asdict()
         elif isinstance(outputs, list | tuple) and len(outputs) == len(names := array_names(self.spec.outputs)):

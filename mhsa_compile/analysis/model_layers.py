@@ -128,7 +128,7 @@ def _run(model: nn.Module, given: Mapping[str, Any]) -> dict[Place, Any]:
 
 
 def _places(runs: Sequence[Mapping[Place, Any]]) -> dict[Place, int]:
-    """Where attention was called, and how often its module was in a run."""
+    """The places at which attention was called, each with how often its module was called in a run."""
     places = dict.fromkeys(place for run in runs for place in run)
     return {place: sum(module is place[0] for module, _ in places) for place in places}
 
@@ -155,7 +155,7 @@ def _layer(name: str, calls: Sequence[Any]) -> TrainedLayer:
 
 
 def _why_none(model: nn.Module) -> tuple[str, str]:
-    """What came instead, and what to do about it."""
+    """(what the model is, in which no attention was found; what to do about it)."""
     hint = "Of other models, compile a layer with --outputs y,heads,weights, and give the artifact."
     own = sorted({type(module).__name__ for module in model.modules() if "Attention" in type(module).__name__})
     if not own:

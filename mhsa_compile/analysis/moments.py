@@ -24,12 +24,12 @@ class Moments:
         self.scatter = np.zeros((width, width))
         """sum over rows of (row - mean)^T (row - mean)"""
         self.shuffled = np.zeros((width, width))
-        """The same of rows and other rows of their batch, by chance: what a sample of this size shows of columns that
-        have nothing to do with each other."""
+        """The scatter between rows and other rows of their batch, by chance: what a sample of this size shows of
+        columns that have nothing to do with each other."""
         self._random = np.random.default_rng(seed)
 
     def add(self, rows: Array) -> None:
-        """rows (n, width), float64."""
+        """Adds rows (n, width), float64."""
         n = len(rows)
         mean = rows.mean(axis=0)
         centred = rows - mean

@@ -39,7 +39,7 @@ class PruningPlan:
 
     @cached_property
     def refit_error(self) -> float:
-        """The same with W_O refitted to what is kept. It is of the tokens of the fit: others may show more."""
+        """The relative error with W_O refitted to what is kept, over the tokens of the fit: others may show more."""
         return _relative(self.moments, self.moments.refit_cost(self.kept))
 
 

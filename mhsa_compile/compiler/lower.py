@@ -38,7 +38,7 @@ class _Chosen:
 
 
 def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet) -> LoweredModule:
-    """Every config is that of a record of `shelf`, else the kernel's default.
+    """Gives every operation a kernel and a config: that of a record of `shelf`, else the kernel's default.
 
     Raises ModelError where an operation of ours has no kernel on this target.
     """
@@ -89,7 +89,7 @@ def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:
 
 
 def _written_out(module: Any, plain: dict[str, Op]) -> Any:
-    """The module with its `plain` operations in TVM's own."""
+    """The module with its `plain` operations written out in TVM's own."""
 
     @mutator
     class PlainCalls(PyExprMutator):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Between an ONNX model and an artifact's files: weights as safetensors, the model beside them, the signature.
+"""An ONNX model as files of an artifact: weights as safetensors, the model beside them, the signature.
 
 The artifact's model.onnx keeps no weights of its own: its initializers are ONNX external data that point into
 weights.safetensors, whose tensors lie there in plain little-endian bytes. So any ONNX tool reads the pair.
@@ -84,7 +84,8 @@ def _with_bounds(info: TensorInfo, mask: Any | None, most: Dim | None) -> Tensor
 
 
 def _dtype(name: str, code: int) -> DType:
-    """Raises ModelError for a dtype that no array of a call or of a weight has: strings, complex numbers, four bits."""
+    """The name of a tensor's dtype. Raises ModelError for a dtype that no array of a call or of a weight has: strings,
+    complex numbers, four bits."""
     found = onnx.helper.tensor_dtype_to_string(code).removeprefix("TensorProto.").lower()
     dtype = {"float": "float32", "double": "float64"}.get(found, found)
     if dtype not in get_args(DType):

@@ -108,7 +108,7 @@ def joined(
 
 
 def dtype_of(weight: Tensor) -> str:
-    """As a spec says it. Raises ModelError."""
+    """The dtype of a weight, by the name that a spec has for it. Raises ModelError for one that no spec has."""
     dtype = str(weight.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError("layer", f"weights of {', '.join(DTYPES)}", dtype, "Call layer.float() first.")
@@ -124,7 +124,8 @@ def _check_at_hand(name: str, value: Tensor) -> None:
 
 
 def loaded(spec: AttentionSpec, state: dict[str, Tensor]) -> MultiHeadAttention:
-    """For inference. Raises ModelError for weights that are elsewhere, or of another dtype than the spec's."""
+    """A module with these weights, for inference. Raises ModelError for weights that are elsewhere, or of another dtype
+    than the spec's."""
     for name, value in state.items():
         _check_at_hand(name, value)
     dtypes = {dtype_of(value) for value in state.values()}

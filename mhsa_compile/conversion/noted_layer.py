@@ -128,7 +128,8 @@ class NotedLayer:
         return exact
 
     def _maps(self) -> dict[str, LinearMap]:
-        """From x to queries, from x or the context to keys and values, and from the heads to y."""
+        """The linear maps from x to queries, from x or the context to keys and values, and from the heads to y. Raises
+        ModelError where one is not linear."""
         call = self.longest
         D, S = call.x.shape[2], call.x.shape[2] if call.context is None else call.context.shape[2]
 

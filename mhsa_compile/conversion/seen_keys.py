@@ -25,7 +25,7 @@ class Band:
     window: tuple[int, int] | None = None
 
     def seen(self, L: int, S: int) -> Tensor:
-        """(L, S) bool."""
+        """Returns which keys each query sees, (L, S) bool."""
         distance = torch.arange(S) - torch.arange(L)[:, None]
         seen = torch.ones(L, S, dtype=torch.bool)
         if self.causal is not None:
@@ -70,7 +70,7 @@ def bool_where_it_hides(mask: Tensor | None) -> Tensor | None:
 
 
 def mask_kind(calls: Sequence[SeenKeys]) -> str:
-    """ "additive" where one of the masks is added, else "bool"."""
+    """Returns "additive" where one of the masks is added, else "bool"."""
     return "bool" if all(call.mask is None or call.mask.dtype == torch.bool for call in calls) else "additive"
 
 

@@ -97,7 +97,7 @@ def _noted(layer: Any, arguments: dict[str, Any], y: Tensor) -> TorchCall:
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:
-    """A copy, whose calls nobody notes."""
+    """A copy of the layer, whose calls nobody notes."""
     same = copy.copy(layer)
     vars(same)["_forward_hooks"] = type(vars(layer)["_forward_hooks"])()
     return copy.deepcopy(same)

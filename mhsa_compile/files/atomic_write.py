@@ -53,7 +53,7 @@ class Unfinished:
         self.remove()
 
     def remove(self) -> None:
-        """With all that is in it; nothing where it has been renamed into its place, or was removed before."""
+        """Removes the folder with all that is in it; nothing happens where it was renamed or removed before."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._handle >= 0:
             os.close(self._handle)
@@ -127,7 +127,7 @@ def check_place(folder: Path, force: bool, mark: str) -> None:
 
 
 def _move(staged: Path, folder: Path) -> None:
-    """Into place in one step; what was there is then at `staged`, or gone."""
+    """Moves `staged` into the place of `folder` in one step; what was there is then at `staged`, or gone."""
     if not folder.exists():
         staged.rename(folder)
     elif not _exchange(staged, folder):

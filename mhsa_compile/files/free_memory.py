@@ -13,8 +13,8 @@ from mhsa_compile.files.input_files import text_or_nothing
 
 
 def require_memory(argument: str, needed: int) -> None:
-    """Whether `needed` bytes can be had, for what is about to be allocated and filled: the system hands out more than
-    it has, and ends who uses it. Raises ResourceError."""
+    """Raises ResourceError unless `needed` bytes can be had, for what is about to be allocated and filled: the system
+    hands out more than it has, and ends who uses it."""
     found = available_memory()
     if found is not None and needed > found:
         got = f"{needed / 2**30:,.1f} GiB, where {found / 2**30:,.1f} GiB are free"

@@ -43,13 +43,13 @@ def opened(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, e
 
 
 def read(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> bytes:
-    """Its bytes; as `opened`."""
+    """A file's bytes, read as `opened` opens it: anything but a regular file is refused by a `kind`."""
     with opened(path, kind, argument, expected) as file:
         return file.read()
 
 
 def read_text(path: str | Path, kind: type[MhsaError], argument: str, expected: str) -> str:
-    """Its text; as `opened`. What is no UTF-8 is refused."""
+    """A file's text, read as `opened` opens it. What is no UTF-8 is refused, too."""
     raw = read(path, kind, argument, expected)
     try:
         return raw.decode("utf-8")

@@ -112,7 +112,7 @@ def _check(model: nn.Module, on_unsupported: str) -> None:
 
 
 class _Artifacts:
-    """One for each spec and target, whatever the number of layers and models; weights are bound at load."""
+    """Artifacts, one for each spec and target, whatever the number of layers and models; weights are bound at load."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,7 +130,8 @@ _ARTIFACTS = _Artifacts()
 
 
 def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
-    """Every nn.MultiheadAttention; encoders around them call them again, and keep tensors whole."""
+    """Replaces the forward of every nn.MultiheadAttention; encoders around them call them again and keep tensors
+    whole."""
     replaced = set()
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.MultiheadAttention):
@@ -164,7 +165,7 @@ def _set_nested(encoder: nn.TransformerEncoder, use: bool) -> None:
 
 
 def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
-    """The outermost models of transformers: what asks for an attention by name gets ours."""
+    """Replaces attention in the outermost models of transformers: what asks for it by name gets ours."""
     for name, found in _outermost(model):
         configs = {id(config): config for part in found.modules() for config in _configs(part)}
         undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]

@@ -63,7 +63,7 @@ class AccelerationReport(Unsaved):
             bind()
 
     def count(self, why: str) -> None:
-        """A call that PyTorch computes itself."""
+        """Counts a call that PyTorch computes itself."""
         self.calls[why] = self.calls.get(why, 0) + 1
 
     def __repr__(self) -> str:

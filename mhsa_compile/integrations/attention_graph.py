@@ -50,7 +50,7 @@ class AttentionCall:
 
     @property
     def of_one_query(self) -> AttentionCall:
-        """The same for a single query, which sees every key."""
+        """The same call for a single query, which sees every key."""
         return replace(self, causal=False)
 
 

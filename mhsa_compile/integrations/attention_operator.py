@@ -85,7 +85,7 @@ def _check_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
 
 
 def _as_small_as_it_is(mask: Tensor) -> Tensor:
-    """Without the repetitions of an expanded mask, which a call would copy."""
+    """A mask without the repetitions of an expanded one, which a call would copy."""
     for axis in range(3):
         if mask.shape[axis] > 1 and mask.stride(axis) == 0:
             mask = mask.narrow(axis, 0, 1)
@@ -114,7 +114,7 @@ def _no_derivative(context: Any, *gradients: Any) -> None:
 
 
 def no_gradient(argument: str) -> InputError:
-    """The refusal of what would train nothing."""
+    """The error for a call whose gradient is wanted: compiled attention computes none."""
     expected = "a tensor without a gradient to follow: compiled attention computes none"
     hint = "Call under torch.no_grad(), or set another attention to train."
     return InputError(argument, expected, "one that requires grad", hint)
@@ -126,6 +126,6 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def is_traced(q: Tensor) -> bool:
-    """Whether somebody records what is called: then the operator is, else what it does."""
+    """Whether somebody records the calls: then the operator is called, else `attend` directly."""
     recorded = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # TorchScript would keep our result
     return torch.compiler.is_compiling() or recorded or type(q) not in (Tensor, torch.nn.Parameter)

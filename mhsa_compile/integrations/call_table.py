@@ -27,7 +27,7 @@ class CallTable:
         self._asked: dict[tuple[AttentionCall, bool, bool, bool], CompiledAttention] = {}  # siblings of these are there
 
     def use(self, target: str | TargetProfile) -> None:
-        """From now on compiles for `target`; what was compiled for another is let go."""
+        """Sets the target that calls are compiled for from now on; what was compiled for another is let go."""
         with self._lock:
             if target != self._target:
                 self._target, self._loaded, self._asked = target, {}, {}
@@ -83,4 +83,4 @@ def siblings(call: AttentionCall, *, causal: bool, windowed: bool) -> list[Atten
 
 
 TABLE = CallTable()
-"""The one of this process: models come and go, and those of one shape share what was compiled."""
+"""The call table of this process: models come and go, and those of one shape share what was compiled."""

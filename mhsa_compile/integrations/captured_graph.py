@@ -22,13 +22,13 @@ _STATIC = "_dynamo_static_input_type"
 class CapturedGraph:
     """What `module` and a call need to know.
 
-    graph     as Dynamo gave it
-    weights   by the place among the inputs, the name
-    numbers   the same of floats, which Dynamo passes as tensors of which `item` is asked
-    names     of the other tensors, in order
-    places    of these among the inputs
-    examples  of these
-    sizes     of a placeholder that is a number: the tensor and the dim that it is the size of
+    graph     the graph as Dynamo gave it
+    weights   place among the inputs -> name, of the weights
+    numbers   place -> name, of floats, which Dynamo passes as tensors of which `item` is asked
+    names     the names of the other tensors, in order
+    places    the places of these tensors among the inputs
+    examples  one value of each of these tensors
+    sizes     name of a placeholder that is a number -> the tensor and the dim that it is the size of
     returned  what the graph gives, in order: an output of the module, an input, or a number as it is
     """
 
@@ -43,7 +43,7 @@ class CapturedGraph:
 
     @classmethod
     def read(cls, graph: fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph | str:
-        """Or the reason why it has to stay with PyTorch."""
+        """Reads a graph that Dynamo captured; returns a text where it has to stay with PyTorch, the reason why."""
         placeholders = graph.graph.find_nodes(op="placeholder")
         tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
         if why := _why_not(graph, list(tensors.values())):
@@ -68,7 +68,7 @@ class CapturedGraph:
         return cls(graph, weights, numbers, names, tuple(free), tuple(free.values()), sizes, returned)
 
     def module(self, inputs: Sequence[Any]) -> tuple[nn.Module, dict[str, dict[int, str] | None]]:
-        """Of the weights among these inputs; and the dims of its inputs that are symbolic."""
+        """The graph as a module that holds the weights among these inputs, and its inputs' symbolic dims."""
         graph = copy.deepcopy(self.graph.graph)
         root = nn.Module()
         for name, value in self.graph.named_modules():
@@ -109,7 +109,7 @@ class CapturedGraph:
         return {name: dims or None for name, dims in free.items()}
 
     def identity(self, inputs: Sequence[Any]) -> tuple[object, ...]:
-        """Of the weights and numbers among these inputs: equal as long as they are the same, unchanged."""
+        """A key of the weights and numbers among these inputs: it is equal as long as they are the same, unchanged."""
         weights = [inputs[place] for place in self.weights]
         versions = [0 if weight.is_inference() else weight._version for weight in weights]
         numbers = [inputs[place].item() for place in self.numbers]
@@ -123,11 +123,11 @@ class CapturedGraph:
         return [sizes.get(name, value) for name, value in zip(names, inputs, strict=True)]
 
     def arguments(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
-        """Of the module, by name."""
+        """The inputs that a call of the module takes, by name."""
         return {name: inputs[place] for name, place in zip(self.names, self.places, strict=True)}
 
     def outputs(self, results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """What the graph gives, of what the module gave."""
+        """The results of the graph, made of those of the module and of the graph's inputs."""
         sources: Mapping[str, Sequence[Any]] = {"output": results, "input": inputs}
         return [value if kind == "constant" else sources[kind][value] for kind, value in self.returned]
 
@@ -147,7 +147,7 @@ def _why_not(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> str:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether it may change a tensor that it is given, as the names of PyTorch's operations say."""
+    """Whether a node may change a tensor that it is given, as the names of PyTorch's operations say."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.target in vars(operator).values():
         augmented = hasattr(operator, f"__{name}__") and hasattr(operator, f"__{name[1:]}__")
@@ -188,7 +188,7 @@ def _symbol(size: object) -> str | None:
 
 
 def _distinct(returned: Any) -> list[fx.Node]:
-    """What of it is computed, each once."""
+    """The nodes of the tensors that a graph computes and returns, each once."""
     nodes = [item for item in returned if isinstance(item, fx.Node) and item.op != "placeholder" and _is_tensor(item)]
     return list(dict.fromkeys(nodes))
 

@@ -85,7 +85,7 @@ class LayerForward(Unsaved):
         self._bound: tuple[tuple[object, ...], dict[CallKind, CompiledAttention]] = ((), {})
 
     def forget(self) -> None:
-        """The next call binds the weights again."""
+        """Lets go of the bound weights: the next call binds them again."""
         with self._lock:
             self._bound = ((), {})
 
@@ -100,8 +100,8 @@ class LayerForward(Unsaved):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`, but that a query which sees no key gets zeros before the output
-        projection, not NaN. Raises InputError in training and where a gradient is wanted."""
+        """Computes what `nn.MultiheadAttention.forward` does, but that a query which sees no key gets zeros before the
+        output projection, not NaN. Raises InputError in training and where a gradient is wanted."""
         layer = self._layer
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if torch.compiler.is_compiling():  # an artifact cannot be traced, and what PyTorch does is as right

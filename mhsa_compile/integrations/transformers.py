@@ -132,7 +132,8 @@ def _check_keywords(others: dict[str, Any], dropout: float) -> None:
 
 
 def _check_unmasked(causal: bool | None, window: Any, query: Tensor, key: Tensor) -> None:
-    """Where there is no mask, somebody must say what that means, and a window may hide nothing. Raises InputError."""
+    """Raises InputError for a call without a mask: of several queries, where nobody says whether they are causal; of
+    any, where a window hides a key."""
     if causal is None and query.shape[2] > 1:
         hint = 'Set attn_implementation="eager": nothing tells causal attention from full attention here.'
         raise InputError("is_causal", "it in the call or in the module, where there is no mask", "neither", hint)

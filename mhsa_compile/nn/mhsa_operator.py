@@ -26,7 +26,8 @@ from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 
 FIRST = 4
-"""Outputs before it are the standard's: Y, present_key, present_value, qk_matmul_output."""
+"""The number of the first output of our own. Those before it are the standard's: Y, present_key, present_value,
+qk_matmul_output."""
 NAMES = ("lse", "entropy", "top_k_weights", "top_k_keys", "weights")
 FUNCTIONS = ("mask_mod", "score_mod")
 """Attributes that hold a traced ScoreFunction each, as JSON. What they capture are the inputs from FIRST_TENSOR on,
@@ -47,7 +48,7 @@ def attributes_of(wanted: SoftmaxOutputs) -> dict[str, int | list[int]]:
 
 
 def function_attributes(mask_mod: ScoreFunction | None, score_mod: ScoreFunction | None) -> dict[str, str]:
-    """What a node says of its functions."""
+    """The attributes by which a node says its functions."""
     given = zip(FUNCTIONS, (mask_mod, score_mod), strict=True)
     return {name: msgspec.json.encode(function).decode() for name, function in given if function is not None}
 
@@ -272,7 +273,7 @@ def _entropy(sinks: bool) -> list[str]:
 
 
 def _top_k(k: int) -> list[str]:
-    """The scores are padded, as there may be fewer than k."""
+    """Lines that find the k largest weights and their keys; the scores are padded, as there may be fewer than k."""
     return [
         f"pads = Constant <value = int64[8] {{0, 0, 0, 0, 0, 0, 0, {k}}}> ()",
         "lowest = Constant <value = float {-inf}> ()",

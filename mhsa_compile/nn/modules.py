@@ -86,7 +86,7 @@ class _AttentionModule(nn.Module):
         return same
 
     def _repr_html_(self) -> str:
-        """In a notebook: what it is, as a drawing and a table."""
+        """Shows the module in a notebook, as a drawing and a table."""
         training = [("dropout", f"{self.dropout:g}, in training")] if self.dropout else []
         projections = isinstance(self, MultiHeadAttention)
         return picture_of(type(self).__name__, self.spec, projections=projections, more=training)
@@ -146,7 +146,7 @@ class MultiHeadAttention(_AttentionModule):
     """
 
     def __new__(cls, spec: AttentionSpec | None = None, **_: Any) -> Self:
-        """Where keys and values are inputs of their own, the class whose `forward` takes them."""
+        """Makes a QueryKeyValueAttention where keys and values are inputs of their own: its `forward` takes them."""
         apart = cls is MultiHeadAttention and isinstance(spec, AttentionSpec) and spec.v_embed_dim is not None
         return super().__new__(QueryKeyValueAttention if apart else cls)  # type: ignore[return-value]
 

@@ -23,7 +23,7 @@ class Functions:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """As an operator takes them: those of score_mod, then those of mask_mod."""
+        """All captured tensors, as an operator takes them: those of score_mod, then those of mask_mod."""
         return (*self.score_tensors, *self.mask_tensors)
 
     def visible(self, places: Mapping[str, Tensor]) -> list[Tensor]:

@@ -14,10 +14,10 @@ from mhsa_compile.spec.masks import BoolArray
 from mhsa_compile.spec.score_functions import ScoreFunction
 
 MOST_PAIRS = 1 << 28
-"""Heads times queries times keys; a mask_mod of more is computed in each call instead."""
+"""The most pairs, heads times queries times keys, of a mask made once; a mask_mod of more is computed in each call."""
 FEW_QUERIES = 12
-"""Up to so many a call computes mask_mod: there are no tiles to leave out, and a kernel for few queries shares out the
-keys."""
+"""The most queries for which a call itself computes mask_mod: there are no tiles to leave out, and a kernel for few
+queries shares out the keys."""
 _ROWS = 512
 
 

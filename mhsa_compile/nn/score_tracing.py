@@ -146,7 +146,7 @@ class GraphReader:
         return self._steps[number].kind
 
     def _as(self, number: int, kind: Kind) -> int:
-        """A value as one of another kind."""
+        """The number of a step that holds the value of step `number` as `kind`."""
         step = self._steps[number]
         if step.kind == kind:
             return number

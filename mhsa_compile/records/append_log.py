@@ -71,7 +71,7 @@ def rewrite(path: Path, change: Callable[[list[bytes], bytes], Iterable[bytes]])
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The file, created where there is none, and nobody else's meanwhile."""
+    """Opens a file, created where there is none, and holds its lock: meanwhile it is nobody else's."""
     while True:
         file = input_files.regular(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -112,7 +112,7 @@ def _split(raw: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the name of a new file is on the disk as well."""
+    """Puts a folder's entries on the disk, so that the name of a new file is there as well."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

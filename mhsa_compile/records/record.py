@@ -72,7 +72,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trace: str = ""
 
     def summary(self) -> str:
-        """Where a record comes from and what it gained there."""
+        """One line on the time that was measured, the gain on the default config, and the device."""
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
         at = f" at {sizes}" if sizes else ""
         gain = self.default_us / self.median_us
@@ -85,7 +85,7 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 def encoded(record: Record) -> bytes:
-    """Its line, without the newline; the same bytes for equal records."""
+    """A record as the line of a file, without the newline; equal records give the same bytes."""
     return _ENCODER.encode(record)
 
 
@@ -170,7 +170,7 @@ def is_of_default(record: Record) -> bool:
 
 
 def share_of_default(record: Record) -> float:
-    """Its time as a share of that of the default config: 0.8 is a fifth less."""
+    """A record's time as a share of that of the default config: 0.8 is a fifth less."""
     return record.median_us / record.default_us
 
 

@@ -44,7 +44,7 @@ class Flaw:
 
 
 def read(path: Path) -> Contents:
-    """Raises RecordsError for a line that is no record: the file is someone else's, or was edited."""
+    """What a file holds. Raises RecordsError for a line that is no record: it is someone else's, or was edited."""
     found, flaws = examine(path)
     for flaw in flaws:
         if flaw.error is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from mhsa_compile.runtime import tvm_runtime
 
 ALIGNMENT = 64
-"""What TVM's own code takes for granted; our kernels take any address."""
+"""The alignment, in bytes, that TVM's own code takes for granted; our kernels take any address."""
 
 
 def is_torch(value: object) -> bool:
@@ -24,7 +24,7 @@ def is_torch(value: object) -> bool:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether it is a contiguous tensor of PyTorch's in the CPU's memory, of no subclass, that wants no gradient."""
+    """Whether a value is a contiguous tensor of PyTorch's in CPU memory, of no subclass, that wants no gradient."""
     torch = sys.modules.get("torch")
     return (
         torch is not None
@@ -37,12 +37,12 @@ def is_plain_tensor(value: Any) -> bool:
 
 
 def any_torch(values: Iterable[object]) -> bool:
-    """Whether one of them is a tensor of PyTorch's; quick where all are NumPy's."""
+    """Whether one of the values is a tensor of PyTorch's; quick where all are NumPy's."""
     return any(type(value) is not np.ndarray and is_torch(value) for value in values)
 
 
 def address(array: Any) -> int:
-    """Where an array of NumPy's, PyTorch's or TVM's begins in memory."""
+    """The address at which an array of NumPy's, PyTorch's or TVM's begins in memory."""
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data_ptr())
@@ -57,7 +57,7 @@ def overlap(one: Any, other: Any) -> bool:
 
 
 def _extent(array: Any) -> tuple[int, int]:
-    """The addresses from which to which it lies in memory."""
+    """The addresses from which to which a contiguous array lies in memory."""
     itemsize = array.element_size() if is_torch(array) else np.dtype(str(array.dtype)).itemsize
     begin = address(array)
     return begin, begin + math.prod(array.shape) * itemsize

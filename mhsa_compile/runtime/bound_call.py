@@ -19,7 +19,8 @@ Run = Callable[[Sequence[Any], Sizes, Sequence[Any]], Any]
 
 
 class BoundCall:
-    """Several threads may run one at once. `run(arrays, sizes, values)` is the call itself; it wants `lock()` held."""
+    """A call of arrays that are checked already. Several threads may run one at once. `run(arrays, sizes, values)` is
+    the call itself; it wants `lock()` held."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class BoundCall:
         self._tensors = [array if is_torch(array) or 0 in array.shape else adopt(array) for array in arrays]
 
     def __call__(self) -> Any:
-        """As the attention itself returns. Raises InputError for numbers in the arrays that are out of bounds now."""
+        """What the attention itself returns. Raises InputError for numbers in the arrays that are out of bounds now."""
         for value, copy in self._copies:
             copy[...] = value
         if self._bounded:

@@ -122,7 +122,8 @@ class Argument:
         return array != 0
 
     def _check_no_gradient(self, tensor: Any) -> None:
-        """A result that silently has no gradient would train nothing. Weights are parameters, and bound once.
+        """Refuses a tensor that requires grad: a result that silently has no gradient would train nothing. Weights are
+        parameters, and bound once.
 
         Raises InputError.
         """
@@ -133,7 +134,7 @@ class Argument:
             )
 
     def _check_writable(self, array: Any) -> None:
-        """What is written cannot be a copy. Raises InputError."""
+        """Checks that a call can write into an array: what is written cannot be a copy. Raises InputError."""
         if isinstance(array, np.ndarray):
             flags = array.flags
             fits, got = flags.carray, "read-only memory" if not flags.writeable else "an array with gaps or unaligned"
@@ -303,12 +304,12 @@ class Signature:
         return any(argument.info.most is not None for argument in self._arguments)
 
     def check_values(self, arrays: Sequence[Any], sizes: Sizes) -> None:
-        """Again what a value, not a shape, must be. Raises InputError."""
+        """Checks again what a value, not a shape, must be. Raises InputError."""
         for argument, array in zip(self._arguments, arrays, strict=True):
             argument.check_values(array, sizes)
 
     def _check_apart(self, arrays: Sequence[Any]) -> None:
-        """What is written must share no byte with any other input. Raises InputError."""
+        """Checks that what is written shares no byte with any other input. Raises InputError."""
         for i, j in self._apart:
             if overlap(arrays[i], arrays[j]):
                 expected = f"memory of its own: the call writes into {self._names[i]!r}"

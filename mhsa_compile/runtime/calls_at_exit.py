@@ -32,7 +32,7 @@ class CallsAtExit:
 
     @property
     def lock(self) -> Lock:
-        """The calling thread's, to be held around whatever calls TVM."""
+        """The calling thread's lock, to be held around whatever calls TVM."""
         found = getattr(self._own, "lock", None)
         if found is None:
             with self._registry:

@@ -114,7 +114,8 @@ def load(
 def _on_gpu(
     manifest: Manifest, stored: dict[str, bytes], weights: Weights | None, device: str | None, threads: int | None
 ) -> CompiledAttention:
-    """What is wrong with the machine is said before anything is loaded, and nothing is launched before all is well."""
+    """Loads an artifact onto a GPU: what is wrong with the machine is said before anything is loaded, and nothing is
+    launched before all is well."""
     if threads is not None:
         raise InputError("threads", "None: a GPU computes", repr(threads))
     gpu = cuda_devices.chosen(manifest, device)
@@ -182,7 +183,8 @@ class CompiledAttention:
         return self._run(arrays, sizes, signature.values(inputs, by_name) if signature.in_place else arrays)
 
     def _run(self, arrays: Sequence[Any], sizes: Sizes, values: Sequence[Any]) -> Any:
-        """`values` are what the caller gave: what is written in place is its own. To be called with the lock."""
+        """Runs a call, and returns its outputs. `values` are what the caller gave: what is written in place is its own.
+        To be called with the lock."""
         try:
             return self._signature.results(self._thread.run(arrays, sizes, self._packed), values)
         except MhsaError:
@@ -254,7 +256,7 @@ class CompiledAttention:
 
     @bounded
     def from_host(self, /, *inputs: Any, **by_name: Any) -> Any:
-        """As a call on NumPy arrays, wherever it runs: to a GPU they are copied, and its outputs back.
+        """A call on NumPy arrays, wherever it runs: to a GPU they are copied, and its outputs back.
 
         For checks and first steps: a program that cares for time keeps its tensors on the GPU. Raises InputError and
         DeviceError.
@@ -289,7 +291,7 @@ class CompiledAttention:
 
     @property
     def device(self) -> str:
-        """Where it computes: "cpu", or "cuda:0" and the like."""
+        """The device that calls run on: "cpu", or "cuda:0" and the like."""
         return self._signature.device
 
     @property
@@ -317,7 +319,7 @@ class CompiledAttention:
         return f"<CompiledAttention {inputs} -> {outputs}, threads={self.threads}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: what it computes, where, and by which kernels."""
+        """The card that a notebook shows: what the attention computes, where, and by which kernels."""
         kernels = ", ".join(dict.fromkeys(op.kernel for op in self.manifest.ops))
         rows = [(info.name, f"({', '.join(map(str, info.dims))}) {info.dtype}") for info in self.inputs]
         rows += [(f"gives {info.name}", f"({', '.join(map(str, info.dims))}) {info.dtype}") for info in self.outputs]
@@ -358,7 +360,7 @@ class _Threads(threading.local):
 
     @contextmanager
     def alone(self, sizes: Sizes) -> Iterator[None]:
-        """Kernels may be run by themselves meanwhile, as in a call."""
+        """Inside, kernels may be run by themselves, as in a call."""
         with self.lock:
             self._prepare(sizes)
             yield
@@ -382,7 +384,7 @@ class _Threads(threading.local):
 
 
 def _call_threads(library: tvm_runtime.Library, settings: ThreadSettings) -> CallThreads | None:
-    """None for an artifact from before artifacts brought a pool. Raises InputError."""
+    """The calling thread's settings; None for an artifact from before artifacts brought a pool. Raises InputError."""
     if settings.pool == "openmp" and (library.openmp is None or openmp_path(library.openmp) is None):
         hint = 'Import PyTorch before, or load with pool="auto".' if library.openmp else _AGAIN
         raise InputError("pool", '"openmp" where an OpenMP runtime is loaded', "none in this process", hint)

@@ -58,7 +58,7 @@ class Driver(Protocol):
 
 @functools.cache
 def driver() -> Driver:
-    """Raises InstallationError where there is none, or none that works."""
+    """NVIDIA's driver. Raises InstallationError where there is none, or none that works."""
     try:
         library = ctypes.CDLL(_DRIVER)
     except OSError as error:
@@ -109,7 +109,7 @@ def runs(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def capabilities(arch: str) -> str:
-    """On which code for `arch` runs, in words: "8.0 to 8.9"."""
+    """The compute capabilities on which code for `arch` runs, in words: "8.0 to 8.9"."""
     major, minor, exact = _versions(arch)
     return f"{major}.{minor}" + ("" if exact or minor == 9 else f" to {major}.9")
 
@@ -205,7 +205,7 @@ class _Library:
         return Gpu(index, name.value.decode(errors="replace"), (major, minor), multiprocessors, shared // 1024)
 
     def free_bytes(self, index: int) -> int:
-        """Asked in the GPU's own context, which whoever runs something there needs as well."""
+        """A GPU's free bytes, asked in its own context, which whoever runs something there needs as well."""
         library, device, context = self._library, self._device(index), ctypes.c_void_p()
         self._check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         try:

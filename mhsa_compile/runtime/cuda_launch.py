@@ -23,9 +23,9 @@ from mhsa_compile.runtime.cuda_devices import Gpu
 
 _KNOWN_SIZES = 1024  # plans that are kept: a few hundred bytes each
 _FIRST_CALLS = threading.Lock()
-"""Held by a thread's first call of each sizes, which may launch a kernel for the first time: TVM shows a kernel to all
-threads before it has asked the driver for its shared memory (`fcache_` in cuda_module.cc), and without that the driver
-refuses a launch from another thread."""
+"""The lock that a thread's first call of each sizes holds, which may launch a kernel for the first time: TVM shows a
+kernel to all threads before it has asked the driver for its shared memory (`fcache_` in cuda_module.cc), and without
+that the driver refuses a launch from another thread."""
 
 
 class Launches(threading.local):
@@ -108,7 +108,7 @@ class Launches(threading.local):
                 yield
 
     def _stream(self, of_torch: bool) -> AbstractContextManager[Any]:
-        """TVM launches on the stream that it is told, for each thread and GPU."""
+        """Inside, TVM launches on PyTorch's current stream, if `of_torch`; it is told one for each thread and GPU."""
         torch, kept = torch_of_cuda(), nullcontext()
         if not of_torch or torch is None:
             return kept
@@ -123,7 +123,7 @@ class Launches(threading.local):
         return max(size, 1), shapes
 
     def _keep(self, key: tuple[int, ...], plan: tuple[int, list[tuple[int, ...]]]) -> None:
-        """The plan of a call that has launched all its kernels."""
+        """Keeps the plan of a call that has launched all its kernels."""
         if len(self._plans) >= _KNOWN_SIZES:
             self._plans.clear()
         self._plans[key] = plan
@@ -188,7 +188,8 @@ def _kernel(name: str | None, op: OpReport | None) -> str:
 
 
 def _refuse_capture() -> None:
-    """What loads code, or copies from the host, would end the capture of a graph. Raises InputError."""
+    """Refuses, while a graph is captured, what loads code or copies from the host, which would end the capture. Raises
+    InputError."""
     torch = torch_of_cuda()
     if torch is not None and torch.cuda.is_current_stream_capturing():
         expected = "one that this thread has made before, since a graph is being captured"
@@ -196,14 +197,14 @@ def _refuse_capture() -> None:
 
 
 def _wait_for_torch(gpu: Gpu) -> None:
-    """What PyTorch's current stream is still making, TVM's stream does not wait for."""
+    """Waits for what PyTorch's current stream is still making, for which TVM's stream does not wait."""
     torch = torch_of_cuda()
     if torch is not None:
         torch.cuda.current_stream(gpu.index).synchronize()
 
 
 def _current_device_kept(gpu: Gpu) -> AbstractContextManager[Any]:
-    """TVM makes its GPU the current one of the thread: PyTorch would go on there."""
+    """Inside, TVM may make its GPU the current one of the thread; afterwards PyTorch goes on with the one it had."""
     torch = torch_of_cuda()
     kept: AbstractContextManager[Any] = nullcontext() if torch is None else torch.cuda.device(gpu.index)
     return kept

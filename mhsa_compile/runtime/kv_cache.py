@@ -47,7 +47,7 @@ class KVCache:
         return aligned_zeros(shape, dtype)
 
     def inputs(self) -> dict[str, Any]:
-        """What a call takes of it, by the names of its inputs."""
+        """What a call takes of the cache, by the names of its inputs."""
         return {"past_key": self.key, "past_value": self.value, "length": self.length}
 
     @property
@@ -56,12 +56,12 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions that it has room for."""
+        """How many positions the cache has room for."""
         return int(self.key.shape[2])
 
     @property
     def length(self) -> NDArray[np.int64]:
-        """A copy: `truncate` and calls change it."""
+        """How many positions of each sequence are valid; a copy, since `truncate` and calls change it."""
         return self._length.copy()
 
     def reset(self) -> None:
@@ -82,7 +82,7 @@ class KVCache:
         self._length[:] = wanted
 
     def advance(self, count: int) -> None:
-        """After a call that wrote `count` positions behind each sequence."""
+        """Adds to the length after a call that wrote `count` positions behind each sequence."""
         self._length += count
 
     def __repr__(self) -> str:

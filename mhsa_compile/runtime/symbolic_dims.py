@@ -43,7 +43,7 @@ def is_expression(dim: Dim) -> bool:
 
 @functools.cache
 def _expression(dim: str) -> ast.BinOp | None:
-    """None for a symbol, also for one with a name that is none of Python's."""
+    """The syntax tree of an expression; None for a symbol, also for one with a name that is none of Python's."""
     try:
         tree = ast.parse(dim, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last is how the parser says "too deep"

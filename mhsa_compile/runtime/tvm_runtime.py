@@ -71,7 +71,7 @@ class Library:
 
     @property
     def cpu_features(self) -> set[str]:
-        """That its code needs, as it says itself; none of an artifact from before code said so."""
+        """The CPU's features that its code needs, as it says itself; none of an artifact from before code said so."""
         tell = self._own("mhsa_cpu_features")
         return set() if tell is None else set(ctypes.string_at(int(tell())).decode().split())
 
@@ -83,7 +83,7 @@ class Library:
         return function
 
     def new_vm(self, gpu: int | None = None) -> Vm:
-        """On the CPU, or on a GPU with the CPU as its host."""
+        """A new VM on the CPU, or on a GPU with the CPU as its host."""
         vm = self.module["vm_load_executable"]()
         device = () if gpu is None else (_CUDA, gpu, _POOLED)
         vm["vm_initialization"](*device, _CPU, 0, _POOLED)
@@ -135,7 +135,7 @@ class Runtime:
         return copy
 
     def wait(self, gpu: int, stream: int = 0) -> None:
-        """Until the GPU has done what its default stream holds, or another one of this handle."""
+        """Waits until the GPU has done what its default stream holds, or another one of this handle."""
         self._wait(self.ffi.device("cuda", gpu), stream)
 
     def reinterpreted(self, array: Any, dtype: str) -> Any:
@@ -168,7 +168,7 @@ class Runtime:
         return found
 
     def use_threads(self, threads: int) -> None:
-        """From now on the calling thread's parallel loops use `threads`. Its affinity stays as it is.
+        """Makes the calling thread's parallel loops use `threads` from now on. Its affinity stays as it is.
 
         Raises InputError where its pool, touched before by someone else, is too small.
         """
@@ -188,7 +188,7 @@ class Runtime:
             )
 
     def ensure_threads(self, threads: int) -> None:
-        """The quick form, for a thread that has called `use_threads` before; to be called before each run."""
+        """The quick form of `use_threads`, for a thread that has called that before; to be called before each run."""
         if threads > 1 and os.getpid() != self.process:
             raise InputError(
                 "process",
@@ -228,7 +228,8 @@ def start() -> Runtime:
 
 @functools.cache
 def start_cuda() -> Runtime:
-    """With the part for NVIDIA's GPUs, which needs the driver and CUDA's runtime. Raises InstallationError."""
+    """Loads TVM's runtime with the part for NVIDIA's GPUs, which needs the driver and CUDA's runtime. Raises
+    InstallationError."""
     runtime = start()
     try:
         _load_cudart()

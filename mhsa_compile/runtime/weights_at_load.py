@@ -35,7 +35,8 @@ def _is_made(name: str) -> bool:
 def weight_arrays(
     manifest: Manifest, stored: bytes | None, weights: Weights | None, make: Callable[..., Argument]
 ) -> list[Any]:
-    """In the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises InputError."""
+    """The weights in the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises
+    InputError."""
     found: Mapping[str, Any] = {}
     if stored is not None:
         with reading(InputError, "weights", f"a .safetensors file, {WEIGHTS!r}"):

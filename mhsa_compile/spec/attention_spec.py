@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
-"""Where an exported ONNX model keeps its spec as JSON: an entry of metadata_props."""
+"""The entry of metadata_props in which an exported ONNX model keeps its spec as JSON."""
 LIMITS_KEY = "mhsa.limits"  # the largest size of a symbol, or how many rows an input picks from
 IN_PLACE_KEY = "mhsa.in_place"
-"""Where it says which inputs a call writes into, beside that: JSON, input -> the output that it becomes."""
+"""The entry of metadata_props that says which inputs a call writes into: JSON, input -> the output that it becomes."""
 DOMAIN = "mhsa"
-"""Of the ONNX operators that are this library's own."""
+"""The domain of the ONNX operators that are this library's own."""
 _ROWS = 512  # of a constant mask that are looked at together
 
 
@@ -336,13 +336,13 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _stated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without what is None, which TOML has no word for."""
+    """The fields without those that are None, which TOML has no word for."""
     stated = {name: value for name, value in fields.items() if value is not None}
     return {name: _stated(value) if isinstance(value, Mapping) else value for name, value in stated.items()}
 
 
 def _toml(value: object) -> str:
-    """A scalar or a list is written alike in JSON and TOML."""
+    """TOML text of a value: an inline table for a mapping; a scalar or a list is written as in JSON."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + " }"
     return json.dumps(value)

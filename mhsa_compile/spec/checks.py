@@ -9,7 +9,7 @@ from mhsa_compile.errors import SpecError
 
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST = 2**31 - 1
-"""Of any size: one more would not be a 32-bit number, in which ONNX Runtime and C programs keep some of them."""
+"""The largest size allowed: one more would not be a 32-bit number, in which ONNX Runtime and C programs keep some."""
 ALIGNMENTS = ("top_left", "bottom_right")
 
 
@@ -81,7 +81,8 @@ def checked_window(window: object) -> tuple[int, int] | None:
 
 
 def checked_positive_float(name: str, value: object, otherwise: str = "") -> float:
-    """`otherwise` says what None would be, where it may stand."""
+    """The value as a float, if it is finite and above 0. Raises SpecError, which says by `otherwise` what None would
+    mean, where it may stand."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value) and value > 0:  # type: ignore[arg-type, operator]
         return float(value)  # type: ignore[arg-type]

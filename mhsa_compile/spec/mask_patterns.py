@@ -210,7 +210,7 @@ class ArrayMask(Pattern, frozen=True):
 
     @classmethod
     def of(cls, array: BoolArray) -> ArrayMask:
-        """Raises SpecError unless it is bool of two axes."""
+        """The mask that an array holds. Raises SpecError unless the array is bool of two axes."""
         import numpy as np
 
         if array.dtype != np.bool_ or array.ndim != 2:
@@ -228,7 +228,7 @@ class ArrayMask(Pattern, frozen=True):
         msgspec.structs.force_setattr(self, "shape", shape)
 
     def rows(self, first: int, last: int, L: int, S: int) -> BoolArray:
-        """Raises InputError for other lengths, SpecError for bits that are not as many."""
+        """Rows `first` to `last`. Raises InputError for other lengths, SpecError for bits that are not as many."""
         import numpy as np
 
         if self.shape != (L, S):

@@ -117,7 +117,7 @@ def _check_kind(kind: str, examples: str) -> None:
 
 
 def _spelled(word: str, num_heads: int | None) -> str:
-    """`num_heads` is None where it is not known yet."""
+    """A word in its one spelling. Raises SpecError. `num_heads` is None where it is not known yet."""
     kind, colon, detail = word.partition(":")
     if kind == "top_k":
         if not re.fullmatch(r"[1-9]\d*", detail):
@@ -153,7 +153,7 @@ def split_words(text: str) -> list[str]:
 
 
 def inside_of(words: Sequence[str]) -> SoftmaxOutputs:
-    """What the words ask of the softmax's rows. They are `checked_outputs`'."""
+    """What words, as `checked_outputs` returns them, ask of the softmax's rows."""
     details = dict(word.partition(":")[::2] for word in words)
     chosen = _chosen("weights", details["weights"]) if details.get("weights") else {}
     return SoftmaxOutputs(

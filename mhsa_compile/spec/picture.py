@@ -47,7 +47,7 @@ def card(title: str, rows: Rows, drawing: str = "") -> str:
 
 
 def parameters_of(spec: AttentionSpec) -> int:
-    """How many numbers its projections and sinks are."""
+    """How many numbers the projections and sinks of a spec's module hold."""
     queries, joined = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
     shared = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
     weights = spec.embed_dim * (queries + joined) + spec.source_dim * shared
@@ -56,7 +56,8 @@ def parameters_of(spec: AttentionSpec) -> int:
 
 
 def shortened(number: float) -> str:
-    """
+    """A number in three digits, with a letter for thousands, millions, and so on.
+
     >>> shortened(1_050_624), shortened(980)
     ('1.05 M', '980')
     """
@@ -216,7 +217,7 @@ def _box(x: float, y: float, width: float, height: float) -> str:
 
 
 def _line(*places: float) -> str:
-    """Through x, y, x, y, ..."""
+    """SVG: a line through the points x, y, x, y, ..."""
     return f'<polyline points="{" ".join(map(str, places))}" {_FRAME}/>'
 
 

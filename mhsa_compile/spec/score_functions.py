@@ -102,7 +102,7 @@ class ScoreFunction(msgspec.Struct, frozen=True):
         return leaf in self.dependences()[-1]
 
     def text(self) -> str:
-        """As one reads it: where(ge(q_idx, kv_idx), score, -inf). What is used twice has a name."""
+        """The function as text, such as where(ge(q_idx, kv_idx), score, -inf). What is used twice has a name."""
         uses = [arg for step in self.steps for arg in step.args]
         texts: list[str] = []
         named: list[str] = []

@@ -24,19 +24,19 @@ def schedules_folder() -> Path:
 
 
 def artifact_cache() -> Path:
-    """Where artifacts are kept that were compiled before; the folder need not be there."""
+    """The folder that keeps artifacts compiled before; it need not exist yet."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return home / "mhsa_compile" / "artifacts"
 
 
 def own_records(target: str) -> Path:
-    """Where this user's records of a target are kept; the file need not be there."""
+    """The file that keeps this user's records of a target; it need not exist yet."""
     home = Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"))
     return home / "mhsa_compile" / "schedules" / f"{target}.jsonl"
 
 
 def shipped_records(target: str) -> Path:
-    """Where the records that come with this library are kept; the file need not be there. Raises InstallationError."""
+    """The file of a target's records that come with this library; it need not exist. Raises InstallationError."""
     return schedules_folder() / f"{target}.jsonl"
 
 

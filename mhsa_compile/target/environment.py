@@ -49,7 +49,7 @@ def require(*modules: str, extra: str) -> None:
 
 
 def nvidia_folders() -> list[Path]:
-    """Where NVIDIA's packages for CUDA 13 put their files: lib/, include/."""
+    """The folders into which NVIDIA's packages for CUDA 13 put their files, lib/ and include/."""
     spec = find_spec("nvidia")
     return [Path(folder, "cu13") for folder in (spec and spec.submodule_search_locations) or ()]
 

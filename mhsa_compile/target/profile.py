@@ -35,8 +35,9 @@ _DOTS = {
     "generic": {"asimddp": "+dotprod", "bf16": "+bf16", "i8mm": "+i8mm"},  # aarch64
 }
 _NEVER = {"aarch64": ("-balance-fp-ops",)}
-"""Of LLVM, by architecture: what makes wrong code. The pass that balances chains of multiply-adds between odd and even
-registers, on by default for the cortex-a53 and a57, gave linears with eight-bit weights wrong sums (LLVM 22)."""
+"""What LLVM is told to leave out, by architecture, since it makes wrong code. The pass that balances chains of
+multiply-adds between odd and even registers, on by default for the cortex-a53 and a57, gave linears with eight-bit
+weights wrong sums (LLVM 22)."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Triple = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+-]+\Z")]  # it becomes a word of command lines
@@ -106,11 +107,12 @@ class _Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     link: Link
 
     def records(self) -> list[Path]:
-        """The files that hold tuned records of it: the user's own, then what is shipped. Raises InstallationError."""
+        """The files that hold tuned records of this target: the user's own, then what is shipped. Raises
+        InstallationError."""
         return data_paths.records_for(self.name)
 
     def own_records(self) -> Path:
-        """Where tuning it leaves its records, unless another file is named."""
+        """The file in which tuning for this target leaves its records, unless another one is named."""
         return data_paths.own_records(self.name)
 
     def to_toml(self) -> str:
@@ -250,7 +252,8 @@ def profile_of_gpu(capability: tuple[int, int]) -> CudaProfile | None:
 
 
 def load_cpu_profile(name_or_path: str | Path, what: str) -> CpuProfile:
-    """As `load_profile`, for `what` is done with CPUs only, such as "tuning". Raises TargetError."""
+    """Loads a CPU's profile as `load_profile` does. Raises TargetError, also for a GPU's: `what`, such as "tuning", is
+    done with CPUs only."""
     profile = load_profile(name_or_path)
     if not isinstance(profile, CpuProfile):
         raise TargetError("target", f"a CPU: {what} is for those so far", f"{str(name_or_path)!r}, a GPU")

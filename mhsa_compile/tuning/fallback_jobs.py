@@ -20,7 +20,7 @@ from mhsa_compile.verification.error_budget import budget
 Function = Any  # a PrimFunc; TVM has no type stubs
 
 LEAST_ELEMENTS = 1 << 10
-"""Of the output: a smaller function takes about as long as a call of it."""
+"""The fewest elements of an output that is worth tuning: a smaller function takes about as long as a call of it."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _widened(function: Function) -> Function:
 
 
 def _evaluated(function: Function, inputs: list[Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """Here, unscheduled."""
+    """What the function makes of the inputs at `dtype`, run on this machine without a schedule."""
     with pass_context():
         run = tvm.compile(tvm.IRModule({"run": function.with_attr("global_symbol", "run")}), target="llvm")["run"]
     arrays = [array if array.dtype == np.bool_ else array.astype(dtype) for array in (*inputs, np.zeros(shape, dtype))]

@@ -52,7 +52,7 @@ REFUSED = 3
 
 
 LEAST_SECONDS = 5.0
-"""For one function: a batch, and the confirmation."""
+"""The fewest seconds for one function: enough for a batch, and the confirmation."""
 
 
 @dataclass
@@ -80,7 +80,8 @@ def tune_functions(
     seed: int = 0,
     tell: Callable[[str], None] = lambda name: None,
 ) -> list[ScheduleResult]:
-    """Tunes those that can be, in equal shares of the time but at least LEAST_SECONDS each, and appends the records.
+    """Tunes the functions that can be tuned, in equal shares of the time but at least LEAST_SECONDS each, and appends
+    the records.
 
     Raises DeviceError, RecordsError, and RuntimeError where a function's default cannot be measured.
     """
@@ -132,7 +133,7 @@ def tune_function(
 def _built(
     drawn: list[str], task: FallbackTask, profile: CpuProfile, result: ScheduleResult
 ) -> list[tuple[str, Candidate]]:
-    """Those that can be built as `cpu_schedule` would: from their trace."""
+    """(trace, candidate) of those drawn that can be built as `cpu_schedule` would: from their trace."""
     built = []
     for trace in drawn:
         result.trials += 1
@@ -212,7 +213,8 @@ class _Space:
 
 @contextmanager
 def _without_intrinsics() -> Iterator[None]:
-    """TVM imports the intrinsics of all GPUs and CPUs for a context, in 20 s; the rules in use know none of them."""
+    """Inside, TVM does not import the intrinsics of all GPUs and CPUs for a context, which takes 20 s; the rules in use
+    know none of them."""
     name = "tvm.s_tir.tensor_intrin"
     before = sys.modules.get(name)
     sys.modules.setdefault(name, ModuleType(name))

@@ -63,9 +63,9 @@ from mhsa_compile.tuning.tasks import (
 from mhsa_compile.tuning.tuner import built
 
 CANDIDATES = 64
-"""Of each operation, unless `trials` says otherwise."""
+"""The number of candidates of each operation, unless `trials` says otherwise."""
 SECONDS = 0.2
-"""Of timing for each of them: longer than in a search, which measures its best again."""
+"""Seconds of timing for each candidate: longer than in a search, which measures its best again."""
 
 
 def pack(
@@ -121,7 +121,7 @@ def unpack(ops: Mapping[str, Op], profile: TargetProfile, request: Request, path
 
 
 def _word(source: str, request: Request) -> str:
-    """By which a bundle's results are known again."""
+    """The word by which the results of a bundle are known again."""
     return f"{request.study or 'mhsa'}:{source[:20]}"
 
 
@@ -153,7 +153,7 @@ def _study(
 
 
 def _points(study: Study, request: Request) -> list[Point]:
-    """The default first."""
+    """The points to measure: the default, the best that the study knows, first guesses, and the sampler's proposals."""
     space, best = study.space, [point for _, point in found_in(study.trials())][:FINALISTS]
     known = {trial.point for trial in study.trials()}
     guesses = [point for point in first_guesses(space, request.known) if point not in known]
@@ -163,7 +163,7 @@ def _points(study: Study, request: Request) -> list[Point]:
 
 
 def _candidates(space: Space, points: list[Point]) -> dict[Point, Candidate]:
-    """Those that can be built."""
+    """The candidates of the points that can be built. Raises BuildError where the default is none of these."""
     candidates = {}
     for point in points:
         try:
@@ -175,7 +175,7 @@ def _candidates(space: Space, points: list[Point]) -> dict[Point, Candidate]:
 
 
 def _check(found: Results, path: Path, word: str, profile: TargetProfile) -> None:
-    """Raises BundleError for results of something else."""
+    """Raises BundleError for results of another source, study or target, and for none."""
     what = f"results {str(path)!r}"
     if found.order.study != word:
         hint = "Give the same source, sizes and --study as for the bundle."
@@ -195,7 +195,8 @@ def _unpacked(
     found: Results,
     request: Request,
 ) -> TaskResult:
-    """`own`: what was measured at the operation's sizes, and elsewhere."""
+    """Tells the results of one operation to its study, and writes its record. `own`: what was measured at the
+    operation's sizes, and elsewhere."""
     space, (pairs, *others) = study.space, own
     for point, measured in pairs.items():
         if isinstance(measured.incumbent, Timing):
@@ -234,7 +235,7 @@ def _why(outcome: Outcome) -> str:
 def _best(
     space: Space, incumbent: Timing, again: Timing, pairs: Mapping[Point, Measured], study: Study
 ) -> SearchResult:
-    """Each was measured beside a default of its own, so each is judged by that."""
+    """The result of the best candidate: each was measured beside a default of its own, so each is judged by that."""
     noise = noise_of(incumbent, again)
     point, best = chosen(space.default, incumbent, {}, noise)
     found = best[point]

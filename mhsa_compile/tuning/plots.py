@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COLOURS = (OURS, "#d9622b", "#4f8a4b", "#8a63ad", "#b8860b", "#3a9a9a", "#8c8c8c")
 SLOWEST = 3.0
-"""Times the default, beyond which trials are drawn at the edge."""
+"""The slowest time that a picture shows, in times the default's: slower trials are drawn at the edge."""
 
 
 def searches(reports: Mapping[str, TuningReport], path: Path) -> None:
@@ -68,7 +68,7 @@ def _search(axes: Any, op: TaskResult, colour: str, prefix: str) -> None:
 
 
 def _best_so_far(op: TaskResult) -> Iterator[float]:
-    """After each trial, and 1 before the first."""
+    """The best score after each trial, and 1 before the first."""
     return accumulate((1.0, *(float("inf") if score is None else score for score in op.history)), min)
 
 
@@ -77,7 +77,8 @@ def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]
 
 
 def crossover(ratios: Mapping[int, Mapping[int, float]], path: Path, names: tuple[str, str], title: str) -> None:
-    """ratios  S -> L -> time of the second algorithm by that of the first: above 1 the first is faster."""
+    """A line for each S, over L. `ratios`: S -> L -> time of the second algorithm by that of the first: above 1 the
+    first is faster."""
     with figure(path, (6.6, 4.2)) as axes:
         for place, (S, by_length) in enumerate(sorted(ratios.items())):
             lengths = sorted(by_length)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gain:
-    """`speedup` is the median over the rounds of the default's time by the tuned one's; `error_share` that of the tuned
-    one, by its budget: above 1 is wrong."""
+    """What tuning gained. `speedup` is the median over the rounds of the default's time by the tuned one's;
+    `error_share` that of the tuned one, by its budget: above 1 is wrong."""
 
     default_us: float
     best_us: float
@@ -36,7 +36,7 @@ class Gain:
 
 
 def gain(default: Artifact, tuned: Artifact, *, dims: Mapping[str, int], threads: int, seconds: float) -> Gain:
-    """Times both on the same random inputs, for `seconds` each."""
+    """Times both artifacts on the same random inputs, for `seconds` each."""
     from mhsa_compile.runtime.compiled_attention import load
 
     inputs = [random_inputs(tuned.manifest, dims, seed) for seed in range(INPUT_SETS)]

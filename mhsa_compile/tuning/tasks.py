@@ -96,13 +96,14 @@ class TaskResult:
 
     @property
     def trials(self) -> int:
-        """That are done, failures among them."""
+        """The number of trials that are done, failures among them."""
         return len(self.history)
 
 
 @dataclass(frozen=True)
 class TuningReport:
-    """`default_us` and `best_us` are the sums over the operations of a call that were measured."""
+    """What tuning came to, operation by operation. `default_us` and `best_us` are the sums over the operations of a
+    call that were measured."""
 
     ops: tuple[TaskResult, ...]
     seconds: float

@@ -52,7 +52,7 @@ from mhsa_compile.tuning.tasks import (
 )
 
 LEAST_SHARE = 0.1
-"""Of the dearest operation's time that each has at least: some trials for all."""
+"""The share of the dearest operation's time that each operation has at least: some trials for all."""
 BUILDING = 0.25
 """Seconds that building a candidate takes, roughly."""
 
@@ -83,8 +83,8 @@ def tune(
     watch: Watch = lambda states, left: None,
     build: BuildPoint | None = None,
 ) -> TuningReport:
-    """Raises InputError, OutputError, RecordsError and InstallationError, and DeviceError for a device that is of
-    another architecture, or stays away."""
+    """Tunes all operations, and writes their records. Raises InputError, OutputError, RecordsError and
+    InstallationError, and DeviceError for a device that is of another architecture, or stays away."""
     sessions.require(session.device, isa_of(profile))
     return _Tuning(profile, session, request, watch, build or built).run(tasks_of(ops, request.sizes))
 

@@ -16,16 +16,16 @@ from mhsa_compile.verification.random_inputs import random_inputs
 Draw = tuple[Array, Array, Array]
 """One output of one draw: in float64, PyTorch's at the dtype, and what is judged."""
 ENOUGH_VALUES = 1024
-"""Of an output, for its largest error to say something about the code that made it."""
+"""The values that an output must have had before its largest error says something about the code that made it."""
 MOST_DRAWS = 32
 DECIDING_VALUES, DECIDING_DRAWS = 1 << 16, 512
-"""Of an output that is a little over its budget: so many values, by so many draws at most, but MOST_DRAWS at least."""
+"""The values that decide about an output a little over its budget, and the most draws for them; MOST_DRAWS at least."""
 FILLED = "not judged: rows that a finite fill (-1e9, say) hides whole, where every runtime differs"
 """What is said of the places that `Reference.blurred` finds."""
 BEYOND_CHANCE = 2.0
-"""Times the budget."""
+"""The multiple of its budget above which an output's error is no chance, so that no more draws are made."""
 NEXT_DRAW = 1_000_003
-"""Between the seeds of a case's draws: far from those of other cases."""
+"""The distance between the seeds of two draws of a case: it keeps them far from the seeds of other cases."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def check(
     """One case: `run` (inputs by name -> outputs in the graph's order) against the oracle, on random inputs.
 
     `int8_weights`: the yardstick's products with weights are of eight bits, as `run`'s are. The oracle's never.
-    `reference`: of this model, where it is at hand.
+    `reference`: the evaluations of this model, where they are at hand.
     """
     known = Reference(model, int8_weights=int8_weights) if reference is None else reference
 
@@ -81,7 +81,7 @@ def check(
 
 
 def _judgeable(draw: Draw, blurred: Array) -> Draw:
-    """Without the places where no two runtimes agree; whole where ours has another shape."""
+    """The draw without the places where no two runtimes agree; the whole draw where ours has another shape."""
     truth, yardstick, actual = draw
     if not truth.shape == actual.shape == blurred.shape:
         return draw
@@ -110,7 +110,7 @@ def judge(draw: Callable[[int], list[Draw]], dims: Mapping[str, int]) -> CaseRes
 
 
 def _different(values: Array) -> int:
-    """How many numbers there are among them, to float32's precision."""
+    """How many different numbers there are among the values, to float32's precision."""
     with np.errstate(over="ignore"):
         return int(np.unique(values.astype(np.float32)).size)
 

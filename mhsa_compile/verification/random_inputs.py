@@ -104,7 +104,7 @@ def whole_masks(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _numbers_of_keys(source: Any) -> dict[str, int | str]:
-    """For each input that an Attention takes as nonpad_kv_seqlen, the dim of the keys."""
+    """Returns the dim of the keys for each input that an Attention takes as nonpad_kv_seqlen."""
     if not isinstance(source, onnx.ModelProto):
         return {info.name: info.most for info in source.inputs if info.most is not None}
     shapes = {name: dims for name, _, dims in _signature(source)}
@@ -115,7 +115,7 @@ def _numbers_of_keys(source: Any) -> dict[str, int | str]:
 
 
 def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[int], below: int | None = None) -> Array:
-    """`below`: how many rows there are to pick from, for an input of indices."""
+    """A random array for one input; `below` is how many rows there are to pick from, for an input of indices."""
     if np.dtype(dtype).kind in "iu" and below is not None:
         return rng.integers(0, below, sizes).astype(dtype)
     if np.dtype(dtype).kind in "iu" and "mask" in name:

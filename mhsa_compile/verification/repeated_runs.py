@@ -21,7 +21,7 @@ Run = Callable[[Arrays], list[Array]]
 
 THREADS = (1, 2, 3, 8)
 CALLERS = 2
-"""That call at once, after one has called alone with each number of threads."""
+"""How many callers call at once, after one has called alone with each number of threads."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ def repeated(
     seconds: float = float("inf"),
     threads: Iterable[int] = THREADS,
 ) -> list[Repeats]:
-    """`start` loads the function for a number of threads; it is called in a thread of its own, and so is what it gives.
+    """Makes one call again and again, with each number of threads and by several callers at once: a `Repeats` for each.
 
-    calls     for each number of threads
-    seconds   after which there are fewer, but three
+    start     loads the function for a number of threads; it is called in a thread of its own, and so is what it gives
+    calls     how many calls are made for each number of threads
+    seconds   the time after which fewer are made, but at least three
     """
     with ThreadPoolExecutor(1) as alone:
         expected = alone.submit(lambda: _called(start(1), inputs)).result()

@@ -17,7 +17,7 @@ from mhsa_compile.verification.random_inputs import random_inputs, whole_masks
 
 ENTRIES = 3
 LENGTHS = (41, 67)
-"""Of the first length that is free, and of the others: one tile of queries or two, whatever the machine."""
+"""The size of the first free length, and that of the others: one tile of queries or two, whatever the machine."""
 LARGE = (2, (331, 331))
 """Entries and lengths with which rows of 32 numbers are more than what one thread computes alone."""
 PRIMES = tuple(n for n in range(11, 256) if all(n % d for d in range(2, 16) if d < n) and n not in (*LENGTHS, 197))
@@ -27,7 +27,8 @@ _OWN_AXES = {
     **{"x": "BL.", "context": "BS.", "key": "BS.", "value": "BS.", "q": "B.L.", "k": "B.S.", "v": "B.S."},
     **{"past_key": "B.C.", "past_value": "B.C.", "length": "B", "present_key": "B.C.", "present_value": "B.C."},
 }
-"""Of the tensors of this library's modules, whose lengths are known as such when they are fixed, too."""
+"""The axes of the tensors of this library's modules, a letter each, a dot for one that is neither a batch nor a length:
+their lengths are known as such when they are fixed, too."""
 
 
 class SelfCheckInputs:
@@ -244,8 +245,9 @@ class SelfCheckInputs:
 
     @property
     def padding(self) -> str:
-        """Where a batch is padded. Before the keys where places are counted from the last one; also where attention is
-        causal, since what comes after is hidden by that alone (places count among each other only in our own modules).
+        """The side on which a batch is padded, "before" or "after" its keys. It is "before" where places are counted
+        from the last one; also where attention is causal, since what comes after is hidden by that alone (places count
+        among each other only in our own modules).
         """
         bands = [attention.band for attention in self.manifest.semantics if attention.band is not None]
         causal = self.manifest.spec is not None and any(band.right == 0 for band in bands)

@@ -34,9 +34,9 @@ from mhsa_compile.verification.self_check_inputs import SelfCheckInputs
 Check = Callable[[str, SelfCheckInputs, Pairs], SelfCheck]
 THREADS = "any number of threads gives the same"
 MOST_CALLS, SECONDS = 50, 0.15
-"""For each number of threads: so many calls, or as many as there is time for."""
+"""The calls made with each number of threads, and the seconds for them: fewer are made where time runs out."""
 PROMPT = 29
-"""Positions that go into a cache at once, before the steps of one."""
+"""Positions that go into a cache at once, before the steps of one position each."""
 
 
 def self_checks(

@@ -15,7 +15,7 @@ from mhsa_compile.runtime.artifact.manifest import MODEL, WEIGHTS
 
 
 def stored_model(artifact: Artifact) -> onnx.ModelProto:
-    """With its weights in it. Raises ArtifactError."""
+    """Returns the ONNX model of an artifact, its weights inside. Raises ArtifactError."""
     files = artifact.contents(MODEL, WEIGHTS)
     model = onnx.load_model_from_string(files[MODEL])
     for tensor in filter(uses_external_data, model.graph.initializer):

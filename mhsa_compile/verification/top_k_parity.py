@@ -23,7 +23,8 @@ from mhsa_compile.verification.oracle.evaluate import (
 )
 
 _INPUT, _OUTPUT = 9, mhsa_operator.FIRST + len(mhsa_operator.NAMES)
-"""Where the evaluations of `reference` have keys to be weighed, and their weights."""
+"""The number of the input by which the oracle's operators take keys to be weighed, and of the output with their
+weights."""
 _WEIGHTS, _KEYS = (mhsa_operator.FIRST + mhsa_operator.NAMES.index(f"top_k_{name}") for name in ("weights", "keys"))
 
 
@@ -63,9 +64,10 @@ def in_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 def weighed(
     model: onnx.ModelProto, inputs: Arrays, keys: Mapping[str, Array], *, int8_weights: bool
 ) -> dict[str, tuple[Array, Array, Array]]:
-    """For each output that holds keys: (the largest weights, those of PyTorch, those of `keys`), by the oracle.
+    """Returns three arrays for each output that holds keys: the oracle's largest weights, those of PyTorch, and the
+    weights that the oracle gives `keys`.
 
-    (B, H, L, k) each. What cannot be right has the weight NaN: no key, a key twice in a row.
+    Each is (B, H, L, k). What cannot be right has the weight NaN: no key, a key twice in a row.
     """
     probing = onnx.ModelProto()
     probing.CopyFrom(model)
@@ -90,7 +92,7 @@ def weighed(
 
 
 def repeated(keys: Array) -> Array:
-    """Where a row names a key for the second time."""
+    """Returns a mask of the places at which a row names a key again."""
     order = np.argsort(keys, axis=-1, kind="stable")
     ordered = np.take_along_axis(keys, order, axis=-1)
     again = np.zeros(keys.shape, np.bool_)

@@ -28,7 +28,7 @@ VECTORS = ("entropy", "entropy_share", "distance")
 
 
 def sharp_layer(spec: AttentionSpec = SPEC, seed: int = 0) -> MultiHeadAttention:
-    """Of random weights that are large enough for heads to choose."""
+    """A layer of random weights that are large enough for heads to choose."""
     torch.manual_seed(seed)
     layer = MultiHeadAttention(spec).eval()
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_compiled_outputs_give_what_float64_gives(artifact: mhsa.Artifact) -> No
 
 
 def test_matrices_are_what_they_are_by_definition() -> None:
-    """Against sums over all tokens at once, of the heads themselves."""
+    """The matrices are held against sums over all tokens at once, of the heads themselves."""
     layer = sharp_layer().double()
     found = report(layer)
     rows, weights = [], []
@@ -154,7 +154,7 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def placed_report(rows: np.ndarray, valid: np.ndarray, separators: np.ndarray | None = None) -> HeadReport:
-    """Of attention weights (B, H, L, L) that are made by hand."""
+    """The report of attention weights (B, H, L, L) that are made by hand."""
     spec = AttentionSpec(embed_dim=8, num_heads=rows.shape[1], head_dim=2, outputs=("y", "heads", "weights"))
     B, L = valid.shape
     random = np.random.default_rng(0)

@@ -58,7 +58,7 @@ def test_padding_is_a_mask_of_the_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Bert", "GPT2", "Gemma2", "Llama"])
 def test_weights_are_the_models_own(name: str) -> None:
-    """Against `output_attentions` of transformers itself, eager: nothing of ours is in that."""
+    """The weights are held against `output_attentions` of transformers itself, eager: nothing of ours is in that."""
     model, inputs = built(name, FAMILIES[name]), given(name, 2, 9, hidden=3)
     model.set_attn_implementation("eager")
     with torch.no_grad():

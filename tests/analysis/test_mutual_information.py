@@ -12,7 +12,7 @@ from mhsa_compile.spec.attention_spec import AttentionSpec
 
 
 def correlated(n: int, r: float, dims: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Each column of a with that of b by r."""
+    """Draws (a, b), each (n, dims): each column of a is correlated with that of b by r."""
     random = np.random.default_rng(seed)
     a, noise = random.standard_normal((2, n, dims))
     return a, r * a + np.sqrt(1 - r * r) * noise

@@ -88,7 +88,7 @@ def test_bytes_bind_where_the_inputs_leave_the_cache(artifact):
 
 
 def test_no_limit_is_stated_for_products_in_eight_bits(artifact):
-    """Theirs is another rate than that of float32, of which they would be more than all."""
+    """Products in eight bits have another rate than that of float32, of which they would be more than all."""
     eight = replace(artifact, manifest=msgspec.structs.replace(artifact.manifest, int8_weights=True))
     problem = Problem(eight, [random_inputs(artifact.manifest, {"L": 7})])
     assert _floor(problem, 100.0, 1.0, 1 << 20) is None

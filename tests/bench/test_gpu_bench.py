@@ -194,7 +194,7 @@ def test_rows_say_how_each_compares() -> None:
 
 
 def test_the_ratio_is_that_of_the_same_round() -> None:
-    """Both twice as slow in one round: the machine was, and neither of them."""
+    """Both are twice as slow in one round: the machine was, and neither of them."""
     found = result([Sample(OURS, [1.0, 2.0, 1.0], 0), Sample("SDPA flash", [1.5, 3.0, 1.5], 0)])
     assert found.rows[1].ratio == pytest.approx(1.5)
 
@@ -328,7 +328,7 @@ def test_whoever_dies_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_was_compiled_once_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By what it is made of: a workload, a target, the records that are there for it."""
+    """An artifact is kept by what it is made of: a workload, a target, the records that are there for it."""
     made: list[str] = []
 
     class Made:
@@ -499,7 +499,7 @@ def test_the_ceilings_count_what_they_do() -> None:
 
 
 def test_all_of_it_together_with_a_made_up_gpu() -> None:
-    """From candidates to a row each: who runs slower is told so, who is missing stays missing."""
+    """Each candidate becomes a row: who runs slower is told so, who is missing stays missing."""
     watch = Gpu()
     prepared = [
         bench.Prepared(OURS, [watch.call("ours", 2e-3)], 0.4),

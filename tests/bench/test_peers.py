@@ -68,7 +68,8 @@ QUICK = [(room, form) for room, form in FORMS if room is not torch_compile and r
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory) -> Callable[[str], Problem]:
-    """By name: what a peer sees of an artifact, without our kernels, which would take longer than all of them."""
+    """A function that gives, by name, what a peer sees of an artifact, without our kernels, which would take longer
+    than all of the peers."""
 
     @cache
     def make(name: str) -> Problem:
@@ -230,7 +231,7 @@ def test_unknown_peers_are_refused():
 
 @pytest.mark.parametrize("field", ["softcap", "rope", "alibi", "sinks", "kv_cache"])
 def test_peers_are_not_asked_for_what_they_are_not_written_for(field: str) -> None:
-    """They would compute something else, at a low softcap within any budget."""
+    """Peers would compute something else, at a low softcap within any budget."""
     value = 30.0 if field == "softcap" else True
     spec = AttentionSpec(embed_dim=16, num_heads=2, causal=True, **{field: value})
     problem = Problem(SimpleNamespace(manifest=SimpleNamespace(spec=spec)), [])

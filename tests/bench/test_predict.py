@@ -61,7 +61,7 @@ def loops_of(name: str, target: str) -> list[Loop]:
 
 
 def require_analyzer(target: str) -> llvm_mca.Analyzer:
-    """Skips the test where there is none, and fails it where there has to be one."""
+    """The analyzer for a target; the test is skipped where there is none, and fails where there has to be one."""
     try:
         return llvm_mca.find(load_profile(target))
     except InstallationError as error:
@@ -80,7 +80,7 @@ def test_inner_loops_are_made_of_the_best_instruction_and_spill_nothing(name, ta
 
 @pytest.mark.parametrize(("name", "target"), MULTIPLIED_BY, ids=str)
 def test_inner_loops_fill_the_slots_for_multiplications(name, target):
-    """By LLVM's model; loops of whole tiles, without what they have for tails."""
+    """LLVM's model says so of loops of whole tiles, without what they have for tails."""
     analyzer = require_analyzer(target)
     loops = loops_of(name, target)
     most = max(loop.sums for loop in loops)

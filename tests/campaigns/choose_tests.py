@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def measure(folder: Path, marker: str) -> int:
-    """Runs the tests; the exit code of pytest."""
+    """Runs the tests, and returns the exit code of pytest."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     settings = folder / "coverage.ini"

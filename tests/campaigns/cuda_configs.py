@@ -58,7 +58,7 @@ MULTIPLIES = {
 }
 """The instruction that a kernel multiplies by, where it is not float32; that multiplies by FFMA alone."""
 _HELD_BACK = r"C75\d\d|serialized"
-"""In what ptxas says: it could not leave wgmma under way."""
+"""The pattern of what ptxas says where it could not leave wgmma under way."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job: of its kernels the most `registers` of a thread and the most bytes of `shared` memory, the accesses of
-    local memory, the products, what is `wrong`; and the `source`, by its hash."""
+    """What came of a job: of its kernels the most `registers` of a thread and the most bytes of `shared` memory, the
+    accesses of local memory, the products, what is `wrong`; and the `source`, by its hash."""
 
     job: Job
     source: str = ""
@@ -102,7 +102,7 @@ def jobs(cases: Iterable[int], targets: Sequence[str], strength: int) -> Iterato
 
 
 def done(job: Job, compiler: str, folder: Path) -> Outcome:
-    """Whatever happens, it is an outcome."""
+    """Compiles what a job says; whatever happens is an outcome."""
     case, profile = CASES[job.case], profile_of(job.target)
     try:
         emitted = kernel_of(case.kernel).emit(case.op, profile, job.point.config)
@@ -125,7 +125,7 @@ def done(job: Job, compiler: str, folder: Path) -> Outcome:
 
 
 def compiled(text: str, arch: str, compiler: str, folder: Path) -> MachineCode:
-    """Once in a run, by whichever process comes first."""
+    """The machine code of CUDA C++, which is compiled once in a run, by whichever process comes first."""
     folder.mkdir(exist_ok=True)
     result = folder / "code"
     with open(folder / "lock", "w") as lock:
@@ -145,7 +145,8 @@ def multiplies(case: Case) -> str:
 
 
 def wrongs(case: Case, profile: CudaProfile, lowered: Lowered, code: MachineCode, blocks: int = 1) -> Iterator[str]:
-    """`blocks` that a multiprocessor has to hold at once."""
+    """What is wrong with the machine code of a case's kernel; `blocks` are those that a multiprocessor has to hold at
+    once."""
     if code.spilled or code.stack:
         yield f"spills: {code.spilled} accesses of {code.stack} bytes of local memory"
     if re.search(r"(?<!extern )__shared__", lowered.text):
@@ -171,7 +172,7 @@ def wrongs(case: Case, profile: CudaProfile, lowered: Lowered, code: MachineCode
 
 
 def campaign(todo: Sequence[tuple[Job, int]], compiler: str, workers: int, console: Console) -> list[Outcome]:
-    """What is wrong is printed when it is found."""
+    """Does all jobs; what is wrong is printed when it is found."""
     outcomes: list[Outcome] = []
     with (
         tempfile.TemporaryDirectory(prefix="mhsa-configs-") as folder,
@@ -190,7 +191,7 @@ def campaign(todo: Sequence[tuple[Job, int]], compiler: str, workers: int, conso
 
 
 def rows(todo: Sequence[tuple[Job, int]], outcomes: Iterable[Outcome]) -> list[dict[str, str | int]]:
-    """Of each kernel and target."""
+    """A row of the table for each kernel and target."""
     points: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for job, count in todo:
         points[CASES[job.case].kernel, job.target][job.case] = count

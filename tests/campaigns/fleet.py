@@ -112,7 +112,8 @@ class Fleet:
 
 
 def campaign(fleet: Fleet, trials: int) -> Iterator[Run]:
-    """Raises AssertionError for the first trial that was lost or doubled."""
+    """Runs of 1, 2 and 4 workers, and one of which a worker and a device are killed. Raises AssertionError for the
+    first trial that was lost or doubled."""
     for workers in (1, 2, 4):
         name = f"fleet-{workers}"
         before = _spent_by_children()
@@ -144,7 +145,7 @@ def _spent_by_children() -> float:
 
 
 def _spent(process: subprocess.Popen[bytes]) -> float:
-    """CPU seconds of one that runs, and of those it has waited for."""
+    """CPU seconds of a process that runs, and of those it has waited for."""
     numbers = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
     return sum(map(int, numbers)) / os.sysconf("SC_CLK_TCK")
 
@@ -155,8 +156,8 @@ def _spent_until_the_first_draw(fleet: Fleet, name: str, children: Sequence[subp
 
 
 def kill_in_the_middle(fleet: Fleet, name: str, children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """The first worker, once there are so many trials that it must be at some; and a device that serves a connection,
-    which is started again some seconds later, as whoever runs a fleet would do."""
+    """Kills the first worker, once there are so many trials that it must be at some; and a device that serves a
+    connection, which is started again some seconds later, as whoever runs a fleet would do."""
     first, device = children[0], fleet.devices[0]
     others = BATCH * (len(children) - 1)
     _until(lambda: sum(trial.state.name == "RUNNING" for _, trial in _trials(fleet, name)) > others, children)
@@ -198,7 +199,7 @@ def _done(trial: Any) -> bool:
 
 
 def looked_at(fleet: Fleet, name: str, workers: int, killed: str, spent: tuple[float, float] | None) -> Run:
-    """Raises AssertionError where a trial has no outcome, or a config two."""
+    """What the trials of a run came to. Raises AssertionError where a trial has no outcome, or a config two."""
     trials = _trials(fleet, name)
     open_ = [(study, trial.number) for study, trial in trials if not trial.state.is_finished()]
     assert not open_, f"lost: {open_}"

@@ -55,7 +55,8 @@ COLUMNS = "{:9}{:42}{:>9}{:>10}{:>8}{:>8}"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Of one case: parallel launches, the loops that were launched and those that there are, and reports of races."""
+    """What was found in one case: parallel launches, the loops that were launched and those that there are, and reports
+    of races."""
 
     group: str
     name: str
@@ -72,7 +73,7 @@ class Finding:
 
     @property
     def wrong(self) -> str:
-        """What speaks against it; "" where nothing does."""
+        """What speaks against the case; "" where nothing does."""
         if self.failure or not self.launches:
             return self.failure or "no loop ran in parallel: this proves nothing"
         if self.is_planted:

@@ -34,7 +34,7 @@ from mhsa_compile.records.record import Record, encoded
 LONGEST = 0.03
 """Seconds that the writers get at most: some records' worth."""
 TRIALS = 6
-"""Of each operation; then a search has come to its end."""
+"""The trials of each operation, after which a search has come to its end."""
 WORD = 8
 
 
@@ -116,7 +116,8 @@ def count(path: Path) -> tuple[list[int], bool]:
 
 
 def campaign(kills: int, seed: int, path: Path) -> Tally:
-    """Raises AssertionError for the first record that is lost, and RecordsError for a file that does not load."""
+    """Kills writers of records, and counts what is left. Raises AssertionError for the first record that is lost, and
+    RecordsError for a file that does not load."""
     draw, tally, held = random.Random(seed), Tally(), [0, 0]
     while tally.kills < kills:
         ways = [append_forever, draw.choice([append_forever, append_forever, merge_forever])]

@@ -153,7 +153,7 @@ def table() -> Iterator[Case]:
 
 
 def by_example(count: int, shape: tuple[int, ...]) -> dict[str, Any]:
-    """As many tensors of this shape, and no dim free."""
+    """Options of an export: `count` tensors of this shape as example inputs, and no dim free."""
     return {"example_inputs": tuple(torch.randn(*shape) for _ in range(count)), "dynamic_shapes": ({},) * count}
 
 

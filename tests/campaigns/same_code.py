@@ -30,7 +30,7 @@ Side = dict[str, Any]  # what the builder writes of a row
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of a row: functions that differ, of our kernels and of what TVM lowers; keys of the manifest. `error` says why a
+    """What differs in a row: functions, of our kernels and of what TVM lowers; keys of the manifest. `error` says why a
     side has nothing to compare."""
 
     name: str
@@ -85,7 +85,7 @@ def is_of(function: str, operations: set[str]) -> bool:
 
 
 def differing(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Where two trees of JSON differ: "ops[2].note". A key that is not there is one that says null."""
+    """The places where two trees of JSON differ: "ops[2].note". A key that is not there is one that says null."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from differing(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))

@@ -39,8 +39,8 @@ import mhsa_compile as mhsa
 from mhsa_compile import masks
 
 VARIES = ("format_version", "mhsa_version", "versions", "files", "sha256")
-"""Of a manifest: no meaning of the artifact. `sha256` and `files` are those of bytes that are compared here, of the
-ONNX file, which may say more from one version to the next, and of the weights."""
+"""Keys of a manifest that are no meaning of the artifact. `sha256` and `files` are those of bytes that are compared
+here, of the ONNX file, which may say more from one version to the next, and of the weights."""
 _TVM, _CUBIN = "__tvm_ffi_", b"\x7fELF"
 
 
@@ -85,7 +85,7 @@ SOME = {
     "cuda-sm90a": ("inside", "bfloat16", "decode, bfloat16", "softcap, ALiBi, sinks"),
 }
 HOPPER: dict[str, Any] = {"embed_dim": 1024, "dtype": "bfloat16", "causal": True, "dims": {"B": 4, "L": 2048}}
-"""Of a size at which linears are shared among warpgroups."""
+"""A layer of a size at which linears are shared among warpgroups."""
 
 
 class Beside(nn.Module):
@@ -120,7 +120,7 @@ FALLBACKS: dict[str, Callable[[int], nn.Module]] = {
     "product of activations": lambda width: Beside(lambda y: y @ y.transpose(1, 2)),
 }
 FREE = ("softmax", "layer norm")
-"""Those of the fallbacks whose lengths are free."""
+"""The fallbacks whose lengths are free."""
 ELSEWHERE = {"neoverse-v1": ("softmax", "sums"), "cuda-sm80": ("layer norm",)}
 
 
@@ -155,7 +155,7 @@ def present() -> onnx.ModelProto:
 
 
 def exported(name: str, shape: tuple[int, int, int] = (2, 331, 128)) -> onnx.ModelProto:
-    """By PyTorch alone, so that both sides compile the same model."""
+    """A fallback's model, exported by PyTorch alone, so that both sides compile the same one."""
     free = ({0: "B", 1: "L"},) if name in FREE else None
     module = FALLBACKS[name](shape[-1]).eval()
     program = torch.onnx.export(
@@ -195,7 +195,7 @@ class Object:
     sections: list[Section]
     symbols: list[Symbol]
     relocations: dict[int, list[tuple[int, int, Symbol, int]]]
-    """Of each section: (place, type, symbol, addend)."""
+    """The relocations of each section, by its number: (place, type, symbol, addend)."""
 
 
 _SYMTAB, _RELA, _NOBITS, _FUNC = 2, 4, 8, 2
@@ -268,7 +268,7 @@ def _referred(file: Object, section: int, at: int, size: int) -> set[tuple[int, 
 
 
 def _function(file: Object, symbol: Symbol, places: list[Symbol]) -> Iterator[bytes]:
-    """Its bytes with nothing where they refer to other places; what these are."""
+    """A function's bytes, with nothing where they refer to other places; then what these places are."""
     first, last = symbol.at, symbol.at + symbol.size
     code = bytearray(file.sections[symbol.section].content[first:last])
     named = []
@@ -324,7 +324,8 @@ def _meaning(file: Object, symbol: Symbol, kind: int, addend: int, places: list[
 
 
 def packed(data: bytes) -> dict[str, str]:
-    """Of the object that holds a module's imports: the VM's instructions and constants; kernels of a GPU."""
+    """Hashes of what is in the object that holds a module's imports: the VM's instructions and constants; kernels of a
+    GPU."""
     content = b"".join(s.content for s in read(data).sections if s.name.startswith((".rodata", ".lrodata", ".data")))
     at = content.find(_CUBIN)
     if at < 0:
@@ -356,7 +357,7 @@ def _hashed(*parts: bytes) -> str:
 
 
 def _compiled(row: Row, models: dict[str, onnx.ModelProto]) -> mhsa.Artifact:
-    """`models` are those of other rows of this name, for other targets: exported once."""
+    """A row's artifact; `models` are those of other rows of its name, for other targets: exported once."""
     if row.name in models:
         options = {key: value for key, value in row.options.items() if key != "dims"}  # they are fixed in it
         return mhsa.compile(models[row.name], row.target, **options)
@@ -392,7 +393,7 @@ def run(row: Row, models: dict[str, onnx.ModelProto]) -> dict[str, Any]:
 
 
 class objects:
-    """While it lasts, what TVM hands to a linker is looked at."""
+    """A context in which what TVM hands to a linker is looked at: `seen` gets the hash of each function."""
 
     def __init__(self, seen: dict[str, str]) -> None:
         self.seen, self.before = seen, tvm.runtime.Module.export_library

@@ -34,11 +34,11 @@ CASES = (
     "h5-e64 or causal-gqa or bottom-right-gqa or bool-cross or window-both or longformer or e128-f40 "
     "or cache-rope-gqa or sinks-key-padding or bf16-bool or fp16-causal or bf16-longformer"
 )
-"""Of the parity matrix: each kernel, masks of every kind, tails, each dtype."""
+"""Cases of the parity matrix, as pytest's -k names them: each kernel, masks of every kind, tails, each dtype."""
 FILES = ("tests/devices/test_on_gpu_parity.py",)
 ROOT = Path(__file__).parents[2]
 MOST_WORKERS = 14
-"""Of the run without tools: each has PyTorch and TVM, most of 2 GB."""
+"""The most workers of the run without tools: each has PyTorch and TVM, most of 2 GB."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def find() -> str:
-    """Raises InstallationError."""
+    """The path of compute-sanitizer. Raises InstallationError where there is none."""
     path = os.pathsep.join([os.environ.get("PATH", ""), *PLACES])
     if (found := shutil.which("compute-sanitizer", path=path)) is None:
         next_step = "It comes with NVIDIA's CUDA toolkit."
@@ -78,7 +78,8 @@ def find() -> str:
 
 
 def command(sanitizer: str, tool: str, expression: str) -> list[str]:
-    """Children are looked at, too: whatever a test starts."""
+    """The command that runs the tests with a tool of compute-sanitizer. Children are looked at, too: whatever a test
+    starts."""
     asked = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND)]
     if tool == "memcheck":
         asked += ["--leak-check", "no", "--padding", "64"]  # bytes around each allocation: what runs over meets them

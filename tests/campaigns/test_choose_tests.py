@@ -50,7 +50,7 @@ def test_features_of_an_operation() -> None:
 
 
 def test_the_list_names_functions_that_are_there() -> None:
-    """Or `make choose-tests` is due."""
+    """Where one is not there any more, `make choose-tests` is due."""
     listed = {tuple(line.partition("[")[0].split("::")) for line in CHOICE.read_text("utf-8").splitlines()}
     texts = {file: (ROOT / file).read_text("utf-8") for file, _ in listed}
     assert [name for file, name in listed if not re.search(rf"^def {name}\(", texts[file], re.MULTILINE)] == []

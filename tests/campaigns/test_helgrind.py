@@ -13,7 +13,7 @@ LIBC, MODULE = "/usr/lib/x86_64-linux-gnu/libc.so.6", "/memfd:module.so (deleted
 
 
 def report(*errors: tuple[tuple[str, ...], ...]) -> str:
-    """Of errors with stacks of frames in these files; "" is a frame in none."""
+    """A report of errors with stacks of frames in these files; "" is a frame in none."""
 
     def frame(file: str) -> str:
         return f"<frame><ip>0x1</ip>{file and f'<obj>{file}</obj>'}</frame>"

@@ -92,7 +92,8 @@ def calls(count: int, callers: int = 64) -> bool:
 
 
 def loads(count: int) -> bool:
-    """The same bytes are mapped once, and their file stays open."""
+    """Whether `count` loads of one artifact leave nothing: the same bytes are mapped once, and their file stays
+    open."""
     artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=2))
     x = np.ones((1, 33, 32), np.float32)
     expected = mhsa.load(artifact, threads=3)(x)

@@ -320,7 +320,7 @@ def test_blocks_that_are_not_fused_are_named(tmp_path: Path) -> None:
 
 
 def test_a_report_of_many_operations_fits_on_a_screen() -> None:
-    """Those that are alike are one row; the ones that take the longest come first."""
+    """Operations that are alike are one row; the ones that take the longest come first."""
     linears = [OpReport(f"op_{i}", "linear", "cpu.linear", {}, "default", f"64 -> {64 << i % 3}") for i in range(30)]
     others = [OpReport(f"fallback_{i}", f"kind_{i}", "tvm", {}, "fallback", f"{i}") for i in range(25)]
     inputs = (TensorInfo("x", "float32", ("B", "L", 64)),)
@@ -470,7 +470,8 @@ cli.main()
 
 @pytest.mark.parametrize("how", [[], ["--wrapped"]])
 def test_a_signal_that_ends_a_command_leaves_nothing_behind(tmp_path: Path, how: list[str]) -> None:
-    """At any time: also inside a function that TVM calls, which makes a RuntimeError of whatever is raised."""
+    """The signal may come at any time: also inside a function that TVM calls, which makes a RuntimeError of whatever is
+    raised."""
     command = [sys.executable, "-c", STOPPED, "stop", tmp_path / "new", *how]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")

@@ -48,7 +48,7 @@ def test_another_process_makes_the_same_bytes(built: tuple[Path, Path], target: 
 
 @pytest.mark.parametrize("target", FOREIGN)
 def test_no_symbol_is_younger_than_the_profile_says(built: tuple[Path, Path], target: str) -> None:
-    """By the versions of the C library that its dynamic symbols name."""
+    """The dynamic symbols name versions of the C library: none of these is later than the profile's."""
     code = (built[0] / target / "module.so").read_bytes()
     versions = {tuple(map(int, found)) for found in re.findall(rb"\0GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", code)}
     promised = load_profile(target).link.triple.partition("gnu")[2].lstrip("eabihf.").split(".")

@@ -110,7 +110,7 @@ def test_many_rows_are_shared_among_threads(name: str) -> None:
 
 
 def test_a_sum_of_rows_is_several_sums_at_first_where_its_axis_stays() -> None:
-    """With a single element: a chain of additions cannot be a vector."""
+    """With a single element it would be a chain of additions, which cannot be a vector."""
     script = lowered(rms_norm, 48).script()
     assert "_rf = " in script
     assert "T.vectorized(T.int64(8))" in script.split("_rf = ")[1]

@@ -140,7 +140,7 @@ def test_lengths_share_buckets_and_symbols_have_their_own():
 
 
 def test_every_default_is_fit_and_every_space_holds_something_fit():
-    """On every target: what a tuner draws from, and what it is measured against."""
+    """Every target is tried: a tuner draws from the space, and is measured against the default."""
     ops = [linear(dtype=d) for d in ("float32", "bfloat16")]
     ops += [attention(L=L, dtype=d) for L, d in product((1, 300), ("float32", "bfloat16"))]
     for name, op in product(("x86-64-v3", "x86-64-v4", "sapphirerapids", "cortex-a53", "neoverse-v2"), ops):

@@ -57,7 +57,7 @@ def test_from_bert_kinds() -> None:
 
 
 def exact(spec: AttentionSpec) -> MultiHeadAttention:
-    """In float64, with tables that never were anything else."""
+    """The layer of a spec in float64, with tables that never were anything else."""
     module = MultiHeadAttention(spec).double()
     module.rope_cos, module.rope_sin = map(torch.from_numpy, spec.rope.tables())
     return module

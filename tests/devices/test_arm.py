@@ -51,7 +51,7 @@ def test_bad_input_is_refused_there_in_words(artifact: Artifact, there: There) -
 
 @pytest.mark.arm
 def test_a_cpu_without_the_features_is_refused_before_any_code_runs(artifact: Artifact) -> None:
-    """By load, with what is needed and what is missing; never by an illegal instruction."""
+    """Loading refuses it, with what is needed and what is missing; it never comes to an illegal instruction."""
     with runs.runs("cortex-a53") as small, pytest.raises(Refused) as refused:
         small.load(artifact)
     needed = " ".join(artifact.manifest.target.hardware.features)

@@ -26,7 +26,7 @@ PLAIN, ALL = "neoverse-n1", "neoverse-v1"
 MATRIX = [(case, PLAIN) for case in PARITY]
 MATRIX += [(case, ALL) for case in PARITY if case.spec.dtype != "float32" or case.weights]
 EVERYWHERE = ("causal-gqa", "bool-cross", "bf16-causal", "fp16-bool", "int8-cross-no-bias")
-"""Of the matrix, on every target."""
+"""The cases of the matrix that are compiled for every target."""
 SAMPLE = [(case, target) for case in PARITY for target in TARGETS if case.name in EVERYWHERE]
 NODES = node_cases.cases()
 
@@ -73,7 +73,7 @@ def test_sve(name: str, bits: int, machines: Machines, record_property) -> None:
 
 @pytest.mark.parametrize("name", NODES)
 def test_node(name: str, machines: Machines) -> None:
-    """To onnx's own tolerances."""
+    """The outputs are held to onnx's own tolerances."""
     case = NODES[name]
     artifact = mhsa.compile(case.model, "aarch64-generic")
     node_cases.compare(case, machines[runs.cpu_of("aarch64-generic")].load(artifact))

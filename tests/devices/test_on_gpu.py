@@ -230,7 +230,7 @@ def test_nobody_to_look_at_gives_the_output_of_zeros() -> None:
 
 
 def attention_bias(attention: Any) -> np.ndarray:
-    """Of the output projection, from the model whose weights `compiled` draws."""
+    """The bias of the output projection, from the model whose weights `compiled` draws."""
     torch.manual_seed(0)
     module = mhsa.MultiHeadAttention(attention.manifest.spec)
     return module.state_dict()["out_proj.bias"].numpy()

@@ -20,7 +20,8 @@ pytestmark = gpu_machine.marks
 
 MATRIX = [case for case in PARITY if case.weights is None]
 CHECKED_AGAINST_ITSELF = ("h5-e64", "bool-causal", "bottom-right-cross", "bf16-causal", "fp16-key-padding-cross")
-"""Of the matrix, by all self-checks too: batches, padding, unseen sizes, poison where nobody looks."""
+"""The cases of the matrix that all self-checks judge, too: batches, padding, unseen sizes, poison where nobody
+looks."""
 NODES = node_cases.cases()
 
 
@@ -40,7 +41,7 @@ def test_parity(case: ParityCase, record_property: Callable[[str, Any], None]) -
 
 @pytest.mark.parametrize("name", NODES)
 def test_node(name: str) -> None:
-    """To onnx's own tolerances."""
+    """The outputs are held to onnx's own tolerances."""
     case = NODES[name]
     attention = mhsa.load(gpu_machine.compiled(case.model))
     node_cases.compare(case, gpu_machine.through(attention))

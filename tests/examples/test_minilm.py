@@ -26,7 +26,7 @@ TEXTS = ["the cat sleeps", "rates rise, the cat sleeps on a sofa.", "a", "on", "
 
 
 def embedded(bert: BertModel, encodings: list) -> np.ndarray:
-    """Each text alone, without padding."""
+    """The embeddings of texts, each computed alone, without padding."""
     rows = [torch.tensor([encoding.ids]) for encoding in encodings]
     return np.concatenate([embed_batch(bert, ids, torch.ones_like(ids, dtype=torch.bool)).numpy() for ids in rows])
 

@@ -25,7 +25,7 @@ from search_app.server import LARGEST_FILE, Search, create_app
 
 
 def words(text: str) -> list[tuple[int, int]]:
-    """Each word is a token here."""
+    """Where each word of a text begins and ends: each is a token here."""
     found, begin = [], 0
     for word in text.split():
         begin = text.index(word, begin)

@@ -44,7 +44,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def address(model: Path) -> Iterator[str]:
-    """Where a server of this process answers."""
+    """The address at which a server of this process answers."""
     app = create_app(Search.of(model, threads=1, most=8))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)

@@ -72,7 +72,7 @@ def test_a_slice_of_make_fuzz_files(good: file_kinds.Files, kind: str) -> None:
 
 
 def test_a_defect_shows_as_a_traceback(good: file_kinds.Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the campaign can fail."""
+    """A campaign that sees no traceback could not fail."""
 
     def broken(files: object, draw: object) -> file_kinds.Case:
         return lambda: {}["nothing"]

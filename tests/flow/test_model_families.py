@@ -104,7 +104,7 @@ def test_what_is_filled_hides_as_much_as_the_lowest_number() -> None:
 
 
 def test_the_end_of_a_table_is_as_long_as_the_sequence() -> None:
-    """As MPT takes its biases: from a table of 9, and nothing longer."""
+    """MPT takes its biases so: from a table of 9, and nothing longer."""
     nodes: list[tuple[Any, ...]] = [
         ("Shape", ["q"], "length", {"start": 2, "end": 3}),
         ("Squeeze", ["length", "axis"], "L", {}),
@@ -131,7 +131,8 @@ def test_the_end_of_a_table_is_as_long_as_the_sequence() -> None:
 
 
 def test_sizes_are_computed_with() -> None:
-    """Beside a rotary embedding: a Range up to a product of sizes, Tile by one, Max of one, Pow of another dtype."""
+    """Beside a rotary embedding there are a Range up to a product of sizes, Tile by one, Max of one, Pow of another
+    dtype."""
     nodes: list[tuple[Any, ...]] = [
         ("RotaryEmbedding", ["x", "cos", "sin"], "y", {}),
         ("Shape", ["x"], "batch", {"start": 0, "end": 1}),
@@ -162,7 +163,7 @@ def test_sizes_are_computed_with() -> None:
 
 
 class OneHeadOfKeys(nn.Module):
-    """As Falcon's: its heads broadcast, and it gives a dict."""
+    """An attention as Falcon's: its one head of keys broadcasts, and it gives a dict."""
 
     def __init__(self, three_axes: bool) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def compiled(source: onnx.ModelProto) -> CompiledAttention:
 
 
 def assert_right(attention: CompiledAttention, source: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> None:
-    """Every output within its budget."""
+    """Asserts that every output is within its budget."""
     results = attention(**inputs)
     actual = results if isinstance(results, tuple) else (results,)
     with np.errstate(all="ignore"):  # NaN and Inf are part of some inputs
@@ -97,7 +97,7 @@ def test_models(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_few_random_ones(seed: int) -> None:
-    """The first of `make fuzz-operator`."""
+    """These are the first cases of `make fuzz-operator`."""
     result = onnx_operator.run(*onnx_operator.drawn(seed), seed)
     assert result.ok, onnx_operator.drawn(seed)
 
@@ -173,7 +173,7 @@ def test_what_a_call_must_bring() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", [3, 4])
 def test_a_present_is_its_past_bit_for_bit(dtype: str, axes: int) -> None:
-    """At lengths around the stretches that are copied, with signalling NaN among the values."""
+    """The lengths lie around the stretches that are copied, with signalling NaN among the values."""
     source = model(past="P", S="S", outputs=ALL, axes=axes, dtype=dtype)
     alone = compiled(source)
     for P, S in ((0, 1), (63, 1), (64, 65), (128, 7), (1, 190)):

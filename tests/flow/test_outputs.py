@@ -123,7 +123,7 @@ def test_sinks_and_slopes_are_in_what_is_inside():
     ids=["plain", "sinks", "masked"],
 )
 def test_the_definition_in_standard_operators_says_the_same(fields):
-    """What another ONNX tool computes, in its own float32."""
+    """The definition is what another ONNX tool computes, in its own float32."""
     spec = spec_of(("lse", "y", "weights:rows=0,-1,40,heads=3", "top_k:3", "entropy"), **fields)
     model = export(mhsa.MultiHeadAttention(spec))
     inputs = random_inputs(model, {"B": 2, "L": 6, "S": 9})

@@ -42,7 +42,8 @@ def drawn(L: int, S: int, B: int = 2) -> list[torch.Tensor]:
 def expected(
     inputs: list[torch.Tensor], mask_mod: Any, score_mod: Any, dtype: torch.dtype = torch.float64
 ) -> np.ndarray:
-    """As FlexAttention computes it without compiling; masks as scores of -inf, rows without any key as zeros."""
+    """The result as FlexAttention computes it without compiling; masks as scores of -inf, rows without any key as
+    zeros."""
     q, k, v = (x.to(dtype) for x in inputs)
     B, L, S = q.shape[0], q.shape[2], k.shape[2]
     seen = torch.ones(B, HEADS, L, S, dtype=torch.bool)

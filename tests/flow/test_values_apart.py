@@ -23,7 +23,7 @@ MASKS = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "bool
 
 @pytest.fixture(scope="module")
 def layer() -> nn.MultiheadAttention:
-    """PyTorch's own, with biases that are not zero, which would hide a swap."""
+    """PyTorch's own layer, with biases that are not zero: zeros would hide a swap."""
     torch.manual_seed(5)
     made = nn.MultiheadAttention(D, H, kdim=K, vdim=V, batch_first=True).eval()
     for parameter in made.parameters():
@@ -33,7 +33,7 @@ def layer() -> nn.MultiheadAttention:
 
 @pytest.fixture(scope="module")
 def artifact(layer: nn.MultiheadAttention, tmp_path_factory: pytest.TempPathFactory) -> mhsa.Artifact:
-    """Saved, and opened again."""
+    """The layer's artifact, saved and opened again."""
     folder = tmp_path_factory.mktemp("apart") / "attention.mhsa"
     mhsa.compile(mhsa.from_torch(layer, mask="key_padding")).save(folder)
     return mhsa.Artifact.open(folder)

@@ -55,7 +55,7 @@ def parsed(text: str) -> onnx.ModelProto:
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
-    """The same numbers 4 bytes behind a cache line."""
+    """A copy of the array that begins 4 bytes behind a cache line."""
     memory = np.empty(array.nbytes + 128, np.uint8)
     start = -memory.ctypes.data % 64 + 4
     view = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

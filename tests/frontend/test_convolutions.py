@@ -74,7 +74,7 @@ def test_same_padding_is_stated_where_it_does_not_depend_on_sizes(model: onnx.Mo
 
 
 def test_weights_in_constant_nodes_are_weights(model: onnx.ModelProto) -> None:
-    """As paddle2onnx writes them; what a Constant says beside them is no weight."""
+    """paddle2onnx writes weights so; what a Constant says beside them is no weight."""
     inside = onnx.ModelProto()
     inside.CopyFrom(model)
     del inside.graph.initializer[:]

@@ -78,7 +78,7 @@ def exported(encoder: Encoder, opset: int, path: Path) -> Path:
 
 
 def sentences(batch: int, length: int, vocabulary: int = VOCABULARY) -> dict[str, np.ndarray]:
-    """Of random tokens; the last one ends before the others."""
+    """Sentences of random tokens; the last one ends before the others."""
     rng = np.random.default_rng(length)
     mask = np.ones((batch, length), np.int64)
     mask[-1, max(1, length // 2) :] = 0

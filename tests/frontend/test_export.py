@@ -189,7 +189,8 @@ OWN = (
 
 @pytest.mark.parametrize(("fields", "fixed"), OWN, ids=str)
 def test_an_operator_of_our_own_comes_with_its_definition(fields: dict[str, object], fixed: dict[str, int]) -> None:
-    """Who knows nothing of it, as the reference evaluator here, runs the function; our oracle has its own meaning."""
+    """A tool that knows nothing of it, as the reference evaluator here, runs the function; our oracle has its own
+    meaning."""
     model = export(block(**fields), dims=fixed)
     node, _ = attention_node(model)
     assert node.domain == "mhsa"

@@ -246,7 +246,7 @@ REFUSED |= {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case: str) -> None:
-    """By the name of the node."""
+    """Each error names the node."""
     source, message = REFUSED[case]
     with pytest.raises(ModelError, match=f"Attention node '(y|attention)': expected .*{message}"):
         import_onnx(source)
@@ -301,7 +301,7 @@ def test_a_gemm_with_a_constant_weight_is_a_linear(attributes: dict[str, Any], b
 
 
 def test_a_length_is_added_to_a_tensor_as_it_is() -> None:
-    """In a layer with a cache: as a tensor of its own it would be one more step of each call."""
+    """In a layer with a cache the length would, as a tensor of its own, be one more step of each call."""
     spec = AttentionSpec(embed_dim=16, num_heads=2, kv_cache=True, causal=True)
     imported = import_onnx(export(MultiHeadAttention(spec)))
     assert "R.shape_to_tensor" not in imported.module.script()

@@ -82,7 +82,7 @@ def gpt2(kind: str) -> nn.Module:
 
 
 def tokens(batch: int, length: int) -> dict[str, Tensor]:
-    """The last row ends before the others."""
+    """Random tokens, and which of them are valid; the last row ends before the others."""
     torch.manual_seed(length)
     valid = torch.ones(batch, length, dtype=torch.int64)
     valid[-1, max(1, length // 2) :] = 0
@@ -178,7 +178,7 @@ def of_encoder(model: Any, x: Tensor, hidden: Tensor) -> dict[str, Tensor]:
 
 
 def exported(model: nn.Module, inputs: dict[str, Tensor], opset: int, path: Path) -> Path:
-    """By PyTorch's old exporter up to opset 17, else by its new one; batch and length are free."""
+    """Exports a model by PyTorch's old exporter up to opset 17, else by its new one; batch and length are free."""
     with warnings.catch_warnings(), fast_path_off():
         warnings.simplefilter("ignore")
         if opset <= 17:
@@ -200,7 +200,7 @@ def exported(model: nn.Module, inputs: dict[str, Tensor], opset: int, path: Path
 
 @contextmanager
 def fast_path_off() -> Iterator[None]:
-    """What it calls has no ONNX."""
+    """Turns PyTorch's fast path off: what it calls has no ONNX."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -369,7 +369,8 @@ def test_parts_of_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 0 ln 0, before it is selected away
 def test_the_definition_says_the_same_where_the_weights_are_read_already(tmp_path: Path) -> None:
-    """What another ONNX tool computes: the softmax's rows, and the scores at the stage that the graph wants."""
+    """The definition is what another ONNX tool computes: the softmax's rows, and the scores at the stage that the graph
+    wants."""
     _, model = chain(tmp_path / "chain.onnx", returns=True)
     found = asked_of(model, "lse,weights:rows=0")
     x = {"x": np.random.default_rng(0).standard_normal((2, 5, 12), dtype=np.float32)}

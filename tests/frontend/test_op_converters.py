@@ -31,7 +31,8 @@ SLICES = {
 
 
 def test_slices_and_expand() -> None:
-    """Of a tensor beside a rotary embedding, which is what there is to compile. Its batch is symbolic."""
+    """A tensor is cut and expanded beside a rotary embedding, which is what there is to compile. Its batch is
+    symbolic."""
     nodes = [helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"])]
     value, tensors = helper.make_tensor_value_info, []
     outputs = [value("y", TensorProto.FLOAT, ("B", 3, 7, 10))]
@@ -82,7 +83,7 @@ def test_a_concat_whose_dims_only_a_call_shows_to_be_equal(agreeing: Artifact) -
 
 
 def test_a_concat_whose_dims_are_equal_is_left_to_tvm() -> None:
-    """Which makes a shape of constant sizes, as a Reshape behind it needs: view(-1, x.size(-1)) in GPT-2."""
+    """TVM makes a shape of constant sizes of it, as a Reshape behind it needs: view(-1, x.size(-1)) in GPT-2."""
     one, other = (relax.const(np.array([[number, 5]]), "int64") for number in (-1, 60))
     for axis in (0, 1, -1):
         assert concat_of_dims_that_must_agree(relax.BlockBuilder(), [one, other], {"axis": axis}) is None

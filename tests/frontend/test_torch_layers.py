@@ -59,7 +59,8 @@ def results(module: nn.Module, inputs: dict[str, np.ndarray], dtype: torch.dtype
 
 
 def holds(module: nn.Module, artifact: mhsa.Artifact, sizes: dict[str, int]) -> None:
-    """Several calls of two threads, at sizes that the export has not seen, within the module's own budget."""
+    """Asserts that several calls of two threads, at sizes that the export has not seen, are within the module's own
+    budget."""
     rng, inputs = np.random.default_rng(3), {}
     for info in artifact.manifest.inputs:
         shape = [sizes.get(dim, dim) for dim in info.dims]

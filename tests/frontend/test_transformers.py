@@ -71,7 +71,8 @@ MASKS = {"bert": "attention_mask", "gpt2": "attention_mask", "llama": "attention
 
 
 def inputs(model: str, kind: str, batch: int, length: int, dtype: torch.dtype) -> Inputs:
-    """With eager attention also a mask, as the models make it: causal, and the end of one row is padding."""
+    """What a layer is called with: with eager attention also a mask, as the models make it: causal, and the end of one
+    row is padding."""
     given: Inputs = {"hidden_states": torch.randn(batch, length, D).to(dtype)}
     if model == "llama":
         rotary = LlamaRotaryEmbedding(llama_config(kind))

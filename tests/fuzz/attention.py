@@ -103,7 +103,8 @@ def draw_operands(
 
 
 def _mask(rng: np.random.Generator, op: AttentionOp, sizes: tuple[int, int, int], turn: int) -> np.ndarray | None:
-    """Where an axis may be 1 it is in every other call. One row in seven hides everything."""
+    """The mask of a call, None where the operation has none. An axis that may be 1 is that in every other call. One row
+    in seven hides everything."""
     if op.mask is None:
         return None
     full = dict(zip("BLS", sizes, strict=True)) | {"H": op.num_heads}
@@ -127,14 +128,14 @@ def scores_of(op: AttentionOp, given: Operands, dtype: torch.dtype) -> tuple[tor
 
 
 def reordered(given: Operands, order: int) -> Operands:
-    """The same with the head dim in another order, which only changes how sums are rounded; 0 is as it is."""
+    """The operands with the head dim in another order, which only changes how sums are rounded; 0 is as it is."""
     E = given.q.shape[-1]
     places = np.random.default_rng(order).permutation(E) if order else np.arange(E)
     return replace(given, q=given.q[..., places], k=given.k[..., places])
 
 
 def farthest(truth: np.ndarray, found: Sequence[np.ndarray]) -> np.ndarray:
-    """Of several results, at each place the one that is farthest from the truth."""
+    """At each place the one of several results that is farthest from the truth."""
     every = np.stack(found)
     with np.errstate(invalid="ignore"):
         error = np.nan_to_num(np.abs(every.astype(np.float64) - truth), nan=0.0)

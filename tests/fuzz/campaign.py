@@ -106,7 +106,7 @@ def worker(shares: dict[str, int], seed: int, results: Any) -> None:
 
 
 def campaign(kernels: int, flows: int, workers: int, seed: int) -> int:
-    """The exit code."""
+    """Runs the cases in several processes, and returns the exit code."""
     print(f"{kernels:,} kernels and {flows:,} whole compilations, seed {seed}, {workers} processes", flush=True)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -128,7 +128,7 @@ def resealed(files: Files, draw: random.Random) -> Case:
 
 
 def call(loaded: Any) -> None:
-    """With arrays as the artifact states them: every free dim is 3."""
+    """Calls a loaded artifact with arrays as it states them: every free dim is 3."""
     shapes = [[dim if isinstance(dim, int) else 3 for dim in info.dims] for info in loaded.inputs]
     if all(np.prod(shape, dtype=float) <= LARGEST_CALL for shape in shapes):
         loaded(*(aligned_zeros(tuple(s), i.dtype) for s, i in zip(shapes, loaded.inputs, strict=True)))
@@ -190,7 +190,7 @@ def archive(files: Files, draw: random.Random) -> Case:
 
 
 def bundle_resealed(draw: random.Random, data: bytes) -> bytes:
-    """With a manifest of another structure, or a damaged file under the hash that it has now."""
+    """A bundle with a manifest of another structure, or with a damaged file under the hash that it has now."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as new:
         held = {name: old.read(name) for name in old.namelist()}
@@ -276,7 +276,7 @@ def target(files: Files, draw: random.Random) -> Case:
 
 
 def as_toml(tables: Any) -> str:
-    """Near enough: what has no form in TOML is refused as such."""
+    """The tables as TOML, near enough: what has no form in TOML is refused as such."""
     if not isinstance(tables, dict):
         return json.dumps(tables)
     lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in tables.items() if not isinstance(value, dict)]
@@ -319,7 +319,7 @@ KINDS: dict[str, tuple[Callable[[Files, random.Random], Case], int]] = {
     "target": (target, 7),
     "onnx": (model, 4),
 }
-"""With how many of a hundred inputs are of each kind."""
+"""The kinds of inputs, each with the function that draws one, and how many of a hundred inputs are of that kind."""
 
 
 def bundle(path: Path) -> bytes:

@@ -217,7 +217,7 @@ def mutated_bytes(rng: random.Random, raw: bytes) -> bytes:
 
 
 def mutated_safetensors(rng: random.Random, raw: bytes) -> bytes:
-    """Its header as a tree, its length, or any of its bytes."""
+    """A damaged file of tensors: its header is changed as a tree, or its length, or any of its bytes."""
     if rng.random() < 0.3:
         return mutated_bytes(rng, raw)
     if rng.random() < 0.15:

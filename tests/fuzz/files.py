@@ -31,7 +31,7 @@ from typing import Any
 HANG_CPU, HANG_WALL = 5.0, 60.0
 """Seconds of its own that a case may compute, and seconds that it may take: on a busy machine only the first count."""
 WHOLE_CPU = 60.0
-"""For an ONNX model, of which some are compiled to the end."""
+"""Seconds of its own that a case with an ONNX model may compute: some are compiled to the end."""
 MEMORY = 3 << 30
 """Bytes that a process may have beside what its libraries map."""
 EVERY = 30.0
@@ -42,7 +42,7 @@ Numbered = tuple[str, int]  # the kind, the number of the case
 
 
 def cases(inputs: int, kinds: Sequence[str]) -> Iterator[Numbered]:
-    """`inputs` of them, shared out as KINDS says, in turns, so that a run cut short has some of each."""
+    """`inputs` cases, shared out as KINDS says, in turns, so that a run cut short has some of each kind."""
     from fuzz.file_kinds import KINDS
 
     shares = {kind: KINDS[kind][1] for kind in kinds}
@@ -92,7 +92,8 @@ def quiet() -> None:
 
 
 def limit_memory() -> None:
-    """What asks for more gets an error, and not the machine's last page."""
+    """Limits this process to MEMORY beside what it has mapped: what asks for more gets an error, and not the machine's
+    last page."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -158,7 +159,7 @@ class Tally:
 
 
 def campaign(inputs: int, workers: int, seed: int, kinds: Sequence[str]) -> int:
-    """The exit code."""
+    """Runs the cases in several processes, and returns the exit code."""
     from fuzz.file_kinds import make
 
     print(f"{inputs:,} inputs, seed {seed}, {workers} processes", flush=True)

@@ -52,7 +52,7 @@ _REFUSAL = re.compile(r"Error: \S.*?: expected \S.*, got \S.*\. \S.*")
 
 
 class NoCompiler(Exception):
-    """There is none whose sanitizers work."""
+    """There is no compiler whose sanitizers work."""
 
 
 def compiler() -> str:

@@ -62,7 +62,8 @@ def decode_outcome(case: DecodeCase) -> Outcome:
 def _generated(
     case: DecodeCase, prefill: CompiledAttention, step: CompiledAttention, x: np.ndarray
 ) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Of each entry: the positions of x (B, L, D) that it is made of, and the rows of each output for them."""
+    """For each entry of the batch: the positions of x (B, L, D) that it is made of, and the rows of each output for
+    them."""
     longest = max(case.prompts)
     cache = prefill.new_cache(len(x), x.shape[1] + case.spare)
     y = prefill(x[:, :longest], cache=cache)
@@ -76,7 +77,7 @@ def _generated(
 
 
 def _of_entry(b: int, length: int, calls: Sequence[tuple[np.ndarray, Any]]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """What is padding of entry `b` is left out."""
+    """The positions of entry `b`, and the rows of each output for them; what is padding is left out."""
     kept = [calls[0][0][:length], *(rows for rows, _ in calls[1:])]
     pieces = []
     for (_, results), rows in zip(calls, kept, strict=True):

@@ -56,7 +56,7 @@ from mhsa_compile.verification.parity import Draw, judge
 from mhsa_compile.verification.top_k_parity import repeated
 
 ORDERS = 8
-"""In which PyTorch's sums are taken, where one may be luck."""
+"""The number of orders in which PyTorch's sums are taken, where one may be luck."""
 
 
 def linear_outcome(case: LinearCase) -> Outcome:
@@ -90,7 +90,8 @@ def linear_outcome(case: LinearCase) -> Outcome:
 def _linear_truth(
     op: LinearOp, x: np.ndarray, weights: list[np.ndarray], biases: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """In float64, and PyTorch's at the dtype; in eight bits the rounding is the yardstick's, never the truth's."""
+    """(the result in float64, PyTorch's at the dtype); in eight bits the rounding is the yardstick's, never the
+    truth's."""
     exact = [
         x.astype(np.float64) @ w.T.astype(np.float64) + b.astype(np.float64)
         for w, b in zip(weights, biases, strict=True)

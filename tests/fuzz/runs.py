@@ -28,7 +28,7 @@ RUNS: dict[type, Callable[[Any], Outcome]] = {
 
 
 class OverBudget(AssertionError):
-    """Its text is a program that shows it again."""
+    """A case whose error is over its budget; the text says what was found, and has a program that shows it again."""
 
     def __init__(self, case: Case, found: str) -> None:
         super().__init__(f"{found}\n\n{program(case)}")
@@ -36,7 +36,7 @@ class OverBudget(AssertionError):
 
 
 def run(case: Case) -> Outcome:
-    """Raises OverBudget, with a program that shows it again, also where the case does not even run."""
+    """Runs a case. Raises OverBudget, with a program that shows it again, also where the case does not even run."""
     try:
         outcome = RUNS[type(case)](case)
     except Exception as error:

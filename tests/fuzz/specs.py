@@ -17,7 +17,7 @@ SCALED = ({}, *({"scaling": kind, "factor": 5.0, "original_max_length": 64} for 
 
 
 def flow_cases() -> st.SearchStrategy[FlowCase | DecodeCase]:
-    """One in six decodes."""
+    """Cases of the whole flow, of which one in six decodes."""
     return st.integers(0, 5).flatmap(lambda turn: decode_cases() if turn == 5 else verified_cases())
 
 
@@ -71,7 +71,8 @@ def call_sizes(draw: st.DrawFn, spec: dict[str, Any], axes: str) -> Sizes:
 
 @st.composite
 def cached_sizes(draw: st.DrawFn) -> Sizes:
-    """With a cache: room for more than the call, or for nothing else. Every other time for few positions."""
+    """Sizes of calls with a cache, which has room for more than the call, or for nothing else. Every other time the
+    calls are of a fixed number of positions, a few."""
     sizes = {"B": st.sampled_from([1, 2, 3]), "L": st.sampled_from(LENGTHS[:17]), "C": st.sampled_from(LENGTHS[:19])}
     dims = {"L": draw(st.integers(1, 8))} if draw(st.booleans()) else {}
     dims |= {axis: draw(sizes[axis]) for axis in "BC" if draw(st.integers(0, 4)) == 0}
@@ -105,7 +106,7 @@ def decode_cases(draw: st.DrawFn) -> DecodeCase:
 
 @st.composite
 def mask_sizes(draw: st.DrawFn, heads: int, sizes: dict[str, int], dims: dict[str, int], turn: int) -> dict[str, int]:
-    """Of the axes of a mask that broadcasts: full or 1, but for the keys, which are always full."""
+    """The sizes of the axes of a mask that broadcasts: full or 1, but for the keys, which are always full."""
     chosen = {"mask_B": draw(st.sampled_from([1, sizes["B"]])), "mask_L": draw(st.sampled_from([1, sizes["L"]]))}
     if heads > 1:
         chosen["mask_H"] = draw(st.sampled_from([1, heads]))
@@ -162,7 +163,7 @@ def specs(draw: st.DrawFn, cached: st.SearchStrategy[bool] = maybe_cached) -> di
 
 @st.composite
 def outputs(draw: st.DrawFn, heads: int) -> tuple[str, ...]:
-    """In any order."""
+    """Outputs of an attention, y among them, in any order."""
     words = ("y", "heads", "lse", "entropy", draw(st.sampled_from(["top_k:1", "top_k:4", "top_k:70"])))
     words = (*words, draw(weights_words(heads, (3, 40))))
     chosen = draw(st.lists(st.sampled_from(words[1:]), min_size=1, unique=True))

@@ -23,7 +23,7 @@ from mhsa_compile.target import host
 EXTRAS = ("lengths", "sinks", "slopes")
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 40, 47, 48, 64, 80, 96, 128)
-"""Of a head: powers of two, their neighbours, and some that fill no vector."""
+"""Widths of a head: powers of two, their neighbours, and some that fill no vector."""
 LENGTHS = (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 47, 61, 64, 67, 97, 128, 131, 197, 257, 389, 521)
 MOST_TERMS = 2_000_000
 """Products of a weight and a value in one call: what a reference computes in some ten milliseconds."""
@@ -208,7 +208,7 @@ def weights_words(draw: st.DrawFn, heads: int, rows: tuple[int, ...]) -> str:
 
 
 KERNEL_SHARES = (("attention", 7), ("decode", 5), ("linear", 4), ("inside", 4))
-"""Of twenty kernels."""
+"""How many of twenty kernels are of each kind."""
 
 
 def kernel_cases() -> st.SearchStrategy[AttentionCase | LinearCase | InsideCase]:

@@ -63,7 +63,7 @@ def test_a_case_is_within_its_budget_and_more_than_zero(case):
 
 
 def test_steps_of_decoding_that_are_wrong_are_found(monkeypatch):
-    """Right; then the second entry's results are taken for those of its positions in another order."""
+    """The steps are right; then the second entry's results are taken for those of its positions in another order."""
     of_entry, judge, right = flows._of_entry, flows.judge, []
 
     def mixed(b, length, calls):
@@ -90,7 +90,7 @@ def test_a_flow_is_a_program_of_the_public_names():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_kernel_that_is_wrong_is_found(dtype, monkeypatch):
-    """One that forgets its sinks: the truth of the test has them, the compiled operation has none."""
+    """A kernel seems to forget its sinks: the truth of the test has them, the compiled operation has none."""
     truth = attention.attention
     case = replace(ATTENTION, dtype=dtype, extras=(), softcap=0.0)
 

@@ -43,7 +43,7 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
 
 
 def hold(model: nn.Module, call: Callable[[nn.Module, torch.dtype], Any]) -> None:
-    """What `call` gets of the accelerated model, against float64; then the model as it was, to the bit."""
+    """Holds what `call` gets of the accelerated model against float64; then the model is as it was, to the bit."""
     state, names = {k: v.clone() for k, v in model.state_dict().items()}, [set(vars(m)) for m in model.modules()]
     with torch.no_grad():
         with slow_path():  # the fast one gives NaN, and other rows for what is padded
@@ -220,7 +220,7 @@ def test_what_has_no_artifact_is_pytorchs_and_counted() -> None:
 
 
 class Quantised(nn.MultiheadAttention):
-    """Some subclass."""
+    """Some subclass of PyTorch's attention."""
 
 
 def hooked() -> nn.MultiheadAttention:

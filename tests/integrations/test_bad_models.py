@@ -55,7 +55,7 @@ def quantisable() -> nn.Module:
 
 
 def with_a_computed_weight() -> nn.Module:
-    """As FSDP leaves a layer whose parameters it has flattened."""
+    """A model as FSDP leaves a layer whose parameters it has flattened."""
     model = block()
     weight = model.attention.in_proj_weight.detach()
     del model.attention.in_proj_weight
@@ -200,7 +200,7 @@ def test_hooks_that_come_later_run() -> None:
 
 
 def test_moved_away_later_on() -> None:
-    """To a device where there are no numbers: an error, as without us, and not what was computed before."""
+    """On a device where there are no numbers a call is an error, as without us, and not what was computed before."""
     model = block()
     mhsa.accelerate(model)
     with torch.no_grad():

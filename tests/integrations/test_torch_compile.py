@@ -90,7 +90,7 @@ print(len(made))
 
 
 def test_every_length_is_one_artifact() -> None:
-    """In a process of its own: what others have done in it decides how often Dynamo compiles."""
+    """This runs in a process of its own: what others have done in one decides how often Dynamo compiles."""
     done = subprocess.run([sys.executable, "-c", ONE_ARTIFACT], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == ["1"], done.stderr
 

@@ -133,7 +133,7 @@ def test_what_may_change_the_meaning_is_refused(given: dict[str, Any], named: st
 
 
 class Layer(torch.nn.Module):
-    """As an attention layer of a decoder calls the interface."""
+    """Calls the interface as an attention layer of a decoder does."""
 
     is_causal = True
 

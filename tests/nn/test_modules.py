@@ -181,7 +181,7 @@ def test_the_class_follows_from_the_spec() -> None:
     assert type(apart()) is QueryKeyValueAttention
 
     class Own(MultiHeadAttention):
-        """Its forward takes a context."""
+        """A layer whose forward takes a context."""
 
     with pytest.raises(SpecError, match="v_embed_dim: expected set for a QueryKeyValueAttention"):
         Own(apart().spec)
@@ -345,7 +345,7 @@ def test_a_sink_is_one_more_key_of_no_value(causal: str | None) -> None:
 
 
 def turned(x: torch.Tensor, rope: Rope, first: int = 0) -> torch.Tensor:
-    """By complex numbers, and by the paper's formula: (B, heads, L, E)."""
+    """Turns x (B, heads, L, E) by complex numbers, and by the paper's formula."""
     n = rope.rotary_dim // 2
     angles = (first + torch.arange(x.shape[2]))[:, None] / rope.factor * rope.theta ** (-torch.arange(n) / n)
     one, other = (x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]) if rope.interleaved else (x[..., :n], x[..., n : 2 * n])
@@ -370,7 +370,7 @@ def test_rope_turns_queries_and_keys(fields: dict[str, object]) -> None:
 
 
 def exact(spec: AttentionSpec) -> MultiHeadAttention:
-    """In float64, with tables that never were anything else."""
+    """The layer of a spec in float64, with tables that never were anything else."""
     module = MultiHeadAttention(spec).double()
     if spec.rope is not None:
         module.rope_cos, module.rope_sin = map(torch.from_numpy, spec.rope.tables())

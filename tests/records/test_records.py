@@ -71,7 +71,7 @@ def test_a_power_cut_may_leave_zeros(path: Path) -> None:
 
 
 def test_a_last_line_that_lacks_only_its_newline_stays(path: Path) -> None:
-    """As some editors leave it."""
+    """Some editors leave a file so."""
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     assert record_files.read(path) == record_files.Contents(tuple(map(numbered, range(3))), torn=False)
     record_files.append(path, numbered(3))

@@ -60,7 +60,7 @@ def test_torch_in_torch_out(compiled: CompiledAttention) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_code_of_tvms_reads_lies_on_a_cache_line(dtype: str) -> None:
-    """Also what is copied for its gaps, wherever its first byte was."""
+    """What is copied for its gaps lies on one, too, wherever its first byte was."""
     taken = Argument(TensorInfo("x", dtype, ("B", 3)), "input", {}, True)
     whole = aligned_zeros((40, 5), getattr(ml_dtypes, dtype, dtype))
     for first in range(16):

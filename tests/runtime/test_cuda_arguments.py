@@ -75,7 +75,7 @@ def test_integers_0_and_1_are_a_mask(dtype: str) -> None:
 
 
 def test_integers_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To look at them would end the capture, and what is replayed could not be looked at."""
+    """Looking at integers would end the capture, and what is replayed could not be looked at."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x, mask = on_gpu(torch.zeros(2, 5, 64, dtype=torch.bfloat16)), on_gpu(torch.ones(2, 5, dtype=torch.int64))

@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_named(
 
 @dataclass  # so that its name in a test is the same in every process
 class Stream:
-    """One by the protocol of CUDA's own Python packages."""
+    """A stream by the protocol of CUDA's own Python packages."""
 
     handle: int
 

@@ -129,7 +129,8 @@ def test_main_computes_in_memory_that_it_is_given(library: tvm_runtime.Library, 
 
 
 def test_a_workspace_of_a_kernel_lies_in_that_of_the_call(tmp_path: Path) -> None:
-    """As a kernel with `Emitted.workspace` is called: two arrays are made, and one of them is asked for."""
+    """The module calls as a kernel with `Emitted.workspace` is called: two arrays are made, and one of them is asked
+    for."""
     from tvm.script import ir as I
     from tvm.script import relax as R
     from tvm.script import tirx as T
@@ -186,7 +187,7 @@ def test_an_output_that_is_two_is_refused() -> None:
 
 
 def test_an_output_may_be_one_of_several_results() -> None:
-    """Of a function that also has scratch for results: the output is not the tuple, and not in the workspace."""
+    """The function also has scratch for results: the output is not the tuple, and not in the workspace."""
     from tvm.script import ir as I
     from tvm.script import relax as R
     from tvm.script import tirx as T
@@ -349,7 +350,7 @@ def test_first_calls_of_threads_come_one_after_another(monkeypatch: pytest.Monke
 
 
 def test_weights_that_pytorch_is_still_making_are_waited_for(calls: cuda_launch.Launches, monkeypatch: Any) -> None:
-    """Its stream is not TVM's, and DLPack's quick way between them orders nothing."""
+    """PyTorch's stream is not TVM's, and DLPack's quick way between them orders nothing."""
     done: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: done.append("synchronized"))
     fake = SimpleNamespace(

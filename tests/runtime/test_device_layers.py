@@ -61,7 +61,7 @@ GPU = Here(0, "made up", (9, 0), 132, 227)
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's memory is a GPU's, and PyTorch one for CUDA."""
+    """Makes the host's memory a GPU's, and PyTorch one for CUDA."""
     on_gpu = lambda self, arrays, gpu: list(map(self.ffi.from_dlpack, arrays))  # noqa: E731
     monkeypatch.setattr(tvm_runtime, "start_cuda", tvm_runtime.start)
     monkeypatch.setattr(tvm_runtime.Runtime, "on_gpu", on_gpu)
@@ -89,7 +89,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[mhsa.Artifact, P
 
 
 def loaded(compiled: tuple[mhsa.Artifact, Path]) -> CompiledAttention:
-    """As `load` does it for a GPU."""
+    """The artifact, loaded as `load` does it for a GPU."""
     from safetensors.numpy import load_file
 
     artifact, path = compiled

@@ -76,7 +76,7 @@ def test_loads(
 
 
 class Recorder:
-    """In place of launches: notes that there was one. Streams are checked as ever."""
+    """Stands in the place of launches: notes that there was one. Streams are checked as ever."""
 
     count = 1
     lock = nullcontext()

@@ -43,7 +43,7 @@ class Decoder:
 
     module: MultiHeadAttention
     whole: onnx.ModelProto
-    """The same weights without a cache."""
+    """The model of the same weights without a cache."""
     prefill: CompiledAttention
     step: CompiledAttention
 

@@ -74,7 +74,7 @@ def test_every_operation_has_its_row_and_its_work(cross: CompiledAttention) -> N
 
 
 def test_calls_are_what_they_were(cross: CompiledAttention) -> None:
-    """Also in other threads, while one profiles."""
+    """Calls in other threads are that, too, while one profiles."""
     x, context = random(2, 7, 24), random(2, 11, 10)
     before, failures = cross(x, context), []
 

@@ -25,7 +25,7 @@ FOREIGN = "aarch64" if host.architecture() == "x86_64" else "x86_64"
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Artifact:
-    """One for this machine, whose code nobody runs."""
+    """An artifact for this machine, whose code nobody runs."""
     folder = tmp_path / "an.mhsa"
     folder.mkdir()
     for name in ("module.so", "weights.safetensors", "model.onnx"):
@@ -38,7 +38,7 @@ def artifact(tmp_path: Path) -> Artifact:
 
 
 def wheel(folder: Path, package: str, version: str, architecture: str) -> Path:
-    """One that holds a library of 64 bytes, all of them header."""
+    """A wheel that holds a library of 64 bytes, all of them header."""
     path = folder / f"{package}-{version}-py3-none-manylinux_2_28_{architecture}.whl"
     library = next(name for name, owner in LIBRARIES.items() if owner == package)
     header = b"\x7fELF".ljust(18, b"\0") + MACHINES[architecture].to_bytes(2, "little")

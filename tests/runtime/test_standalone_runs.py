@@ -121,7 +121,7 @@ def there(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_program_of_a_bundle_runs(there: Device) -> None:
-    """As its README says, with no file but the bundle's; all of it in less than 12 MB."""
+    """The program runs as its README says, with no file but the bundle's; all of it is less than 12 MB."""
     assert there.made.bytes < 12e6
     done = there.run("--dim", "L=13", "--repeat", "2")
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,7 @@ def test_it_says_what_it_expected_and_what_it_got(there: Device, tmp_path: Path)
 
 @pytest.mark.parametrize("there", ["aarch64, built"], indirect=True)
 def test_a_cpu_without_the_features_is_refused_before_any_code_runs(there: Device) -> None:
-    """With what is needed and what is missing."""
+    """The error says what is needed and what is missing."""
     artifact = mhsa.compile(BLOCK, "neoverse-n1")
     done = there.run("--artifact", artifact.path)
     needed = " ".join(artifact.manifest.target.hardware.features)

@@ -40,7 +40,7 @@ def alone(artifact: Artifact) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """As artifacts were before they brought a pool."""
+    """An artifact as they were before they brought a pool."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "POOL", ())
         return make(tmp_path_factory.mktemp("old") / "old.mhsa")
@@ -162,7 +162,7 @@ assert np.array_equal(openmp(x), y) and openmp.pool == "openmp", openmp.pool
 
 
 def test_what_pytorch_was_told_bounds_the_default(artifact: Artifact) -> None:
-    """And nothing that was asked for."""
+    """A number of threads that was asked for is not bounded."""
     fresh(
         """
 import os, sys
@@ -189,7 +189,7 @@ assert tasks() == before + 1
 
 @pytest.mark.parametrize("pool", ["auto", "own"])
 def test_a_fork_calls_as_its_parent_does(artifact: Artifact, pool: str) -> None:
-    """Also where its parent's other threads were in the middle of a call."""
+    """A child does so, too, where its parent's other threads were in the middle of a call."""
     fresh(
         """
 import os, sys, threading

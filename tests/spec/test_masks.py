@@ -77,7 +77,8 @@ def documents(i: int, j: int, L: int, S: int) -> bool:
 
 
 def bigbird(i: int, j: int, L: int, S: int) -> bool:
-    """Without random blocks: the first two and the last are global, the own and its neighbours near."""
+    """BigBird's mask without random blocks, which are of 3: the first two blocks and the last are global, a query's own
+    and its neighbours near."""
     i, j, rows, columns = i // 3, j // 3, -(-L // 3), -(-S // 3)
     return abs(i - j) <= 1 or i < 2 or j < 2 or i == rows - 1 or j == columns - 1
 

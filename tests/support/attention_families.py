@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_mel_bins": 8,
     },
 }  # fmt: skip
-"""What can be said by an AttentionSpec."""
+"""Families whose attention can be said by an AttentionSpec."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({"vocab_size": VOCABULARY, "hidden_size": 24, "n_head": 4, "n_layer": 1}, "computes"),
@@ -67,11 +67,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Olmo2": (GROUPED, r"queries are no linear function.*q_norm \(Olmo2RMSNorm\)"),
     "Qwen3": ({**GROUPED, "head_dim": 6}, r"queries are no linear function.*q_norm \(Qwen3RMSNorm\)"),
 }
-"""What cannot, and what the error says."""
+"""Families whose attention cannot be said by an AttentionSpec, and what the error says."""
 
 
 def built(name: str, fields: dict[str, Any]) -> Any:
-    """In eval mode, with weights that make attention matter; of two parts the encoder."""
+    """The family's model in eval mode, with weights that make attention matter; of two parts the encoder."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**fields)).eval().float()
     for parameter_name, parameter in model.named_parameters():

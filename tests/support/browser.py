@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 REQUIRED = "MHSA_REQUIRE_SYSTEM"
-"""Of the environment: 1 where a missing package is a failure, as in .ci/run."""
+"""The environment variable that is 1 where a missing package is a failure, as in .ci/run."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 

@@ -21,7 +21,7 @@ class ParityCase:
     shapes: tuple[tuple[int, int, int], ...]
     """(B, L, S); S is L in self-attention, and the capacity of a cache."""
     weights: str | None = None
-    """As `compile` takes it."""
+    """What `compile` takes as its `weights`."""
 
     @property
     def builds(self) -> tuple[tuple[dict[str, int], tuple[dict[str, int], ...]], ...]:

@@ -31,7 +31,8 @@ def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features:
 
 
 def compiled(emitted: Emitted, profile: CpuProfile) -> Any:
-    """To be run here. Raises AssertionError for a machine whose code would kill this process."""
+    """What was emitted, compiled to be run here. Raises AssertionError for a machine whose code would kill this
+    process."""
     why = this_cpu.lacking(profile.tvm_config())
     assert why is None, why
     functions = {"run": emitted.run, "pack": emitted.pack}
@@ -40,7 +41,7 @@ def compiled(emitted: Emitted, profile: CpuProfile) -> Any:
 
 
 def assembly(emitted: Emitted, profile: CpuProfile) -> str:
-    """To be read; the machine may be any."""
+    """The assembly of what was emitted, to be read; the machine may be any."""
     module = tvm.IRModule({"run": emitted.run.with_attr("global_symbol", "run")})
     return _build(module, profile).mod.inspect_source("asm")
 

@@ -51,7 +51,8 @@ class Family:
     generates: str = ""
 
     def build(self, kind: str) -> nn.Module:
-        """With attention of that kind, "eager" or "sdpa". Raises ValueError where the model knows no such kind."""
+        """The model with attention of that kind, "eager" or "sdpa". Raises ValueError where the model knows no such
+        kind."""
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(attn_implementation=kind, **self.fields)
         model: nn.Module = getattr(transformers, self.model)(config).eval()
@@ -142,12 +143,12 @@ def two_sequences(batch: int, length: int) -> Inputs:
 
 
 def pixels(batch: int, length: int) -> Inputs:
-    """The number of patches is the model's."""
+    """Random images, whose number of patches is the model's."""
     return {"pixel_values": torch.randn(batch, 3, 32, 32)}
 
 
 def sound(batch: int, length: int) -> Inputs:
-    """The number of frames is the model's, the text is free."""
+    """Random sound, whose number of frames is the model's, and a text, whose length is free."""
     return {"input_features": torch.randn(batch, 8, 40), "decoder_input_ids": ids(batch, length)["input_ids"]}
 
 
@@ -185,12 +186,12 @@ ATTENTION = "layers.0.self_attn"
 
 
 def _same(name: str, fields: dict[str, Any], **more: Any) -> Family:
-    """A model that is called after its config."""
+    """A family whose model is called after its config."""
     return Family(f"{name}Config", f"{name}Model", ids, {**fields, **more})
 
 
 def _decoder(name: str, fields: dict[str, Any], part: str = "", **more: Any) -> Family:
-    """The same of one whose class for generating is, too."""
+    """A family whose model and class for generating are called after its config."""
     return Family(f"{name}Config", f"{name}Model", ids, {**fields, **more}, part, generates=f"{name}ForCausalLM")
 
 

@@ -190,7 +190,7 @@ def _noted(place: Any, name: str, calls: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _anew(found: InPlace) -> Iterator[None]:
-    """Nothing that another family had compiled is there; what compiling takes is counted."""
+    """A context in which nothing that another family had compiled is there; what compiling takes is counted."""
     original = pipeline.compile
 
     def timed(*words: Any, **named: Any) -> Any:

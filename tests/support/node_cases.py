@@ -21,7 +21,7 @@ OPERATORS = {"Attention": attention, "RotaryEmbedding": rotaryembedding, "Tensor
 
 
 def cases() -> dict[str, TestCase]:
-    """By name: those of one node. (Others spell a node out as a function of other operators.)
+    """The tests of one node, by name. (Others spell a node out as a function of other operators.)
 
     The modules register their cases when they are imported. The public `collect_testcases` would import those of all
     operators: six seconds.

@@ -13,7 +13,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 class Block(NamedTuple):
     language: str
     line: int
-    """Of the first line of code in its page."""
+    """The number of the first line of code in its page."""
     code: str
     page: Path
 

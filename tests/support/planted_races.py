@@ -31,7 +31,7 @@ class EagerCausal(nn.Module):
 
 @contextmanager
 def unrefused() -> Iterator[None]:
-    """Code is made of whatever there is."""
+    """Nothing is refused for its data races: code is made of whatever there is."""
     with patch.object(data_races, "shared_writes", lambda function: []):
         yield
 
@@ -85,7 +85,8 @@ def iterations_twice() -> Iterator[None]:
 
 @contextmanager
 def _every_parallel_loop(change: Callable[[Statement], Statement], prefix: str) -> Iterator[None]:
-    """In what is compiled, each is another one, if it is in a function whose name begins so; not those in blocks."""
+    """Changes every parallel loop of what is compiled, if it is in a function whose name begins with `prefix`; not
+    those in blocks."""
 
     def changed(statement: Statement) -> Statement:
         made = _with_parts(statement, changed)
@@ -121,7 +122,7 @@ def _is_scratch(statement: Statement) -> bool:
 
 
 def _with_parts(statement: Statement, change: Callable[[Statement], Statement]) -> Statement:
-    """The same statement of other parts."""
+    """The statement with each of its parts as `change` makes it."""
     if isinstance(statement, tirx.For):
         return _like(statement, change(statement.body))
     if isinstance(statement, tirx.SeqStmt):

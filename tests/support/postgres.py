@@ -18,7 +18,7 @@ import pytest
 from mhsa_compile.tuning.measure import rpc_server
 
 REQUIRED = "MHSA_REQUIRE_SYSTEM"
-"""Of the environment: 1 where a missing package is a failure, as in .ci/run."""
+"""The environment variable that is 1 where a missing package is a failure, as in .ci/run."""
 _STARTS = 20.0  # seconds
 _PASSWORD = "only-for-tests"
 

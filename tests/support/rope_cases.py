@@ -17,7 +17,7 @@ TABLE = 41  # positions in it
 
 
 def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int, interleaved: bool) -> np.ndarray:
-    """x (B, L, H, E) by angles (B or 1, L, R/2 or R), in the arrays' own dtype."""
+    """Turns x (B, L, H, E) by angles (B or 1, L, R/2 or R), in the arrays' own dtype."""
     part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     cos, sin = cos[:, :, np.newaxis], sin[:, :, np.newaxis]
     whole = cos.shape[-1] == rotary_dim  # each element of a pair has its own
@@ -30,7 +30,7 @@ def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int, int
 
 
 def assert_right(y: np.ndarray, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, R: int, interleaved: bool) -> None:
-    """`y` (B, L, H, E) within the budget, whose yardstick is the same arithmetic at the dtype."""
+    """Asserts that `y` (B, L, H, E) is within the budget, whose yardstick is the same arithmetic at the dtype."""
     expected = turned(*(array.astype(np.float64) for array in (x, cos, sin)), R, interleaved)
     eager = turned(x, cos, sin, R, interleaved)
     assert y.dtype == eager.dtype == x.dtype

@@ -8,7 +8,7 @@ from typing import Any
 from mhsa_compile.verification.parity import CaseResult
 
 PROPERTY = "run elsewhere"
-"""Of a test's report: (on which machine, what ran, its error as a share of the budget)."""
+"""The property of a test's report that holds (on which machine, what ran, its error as a share of the budget)."""
 
 Run = tuple[str, str, float]
 
@@ -20,7 +20,7 @@ def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseRes
 
 
 def summary(noted: Iterable[Run]) -> list[str]:
-    """For each machine how many runs were held against float64, and the worst of them."""
+    """Lines that say for each machine how many runs were held against float64, and the worst of them."""
     lines, all_runs = [], list(noted)
     for machine in dict.fromkeys(machine for machine, _, _ in all_runs):
         runs = [(what, share) for where, what, share in all_runs if where == machine]

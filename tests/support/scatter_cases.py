@@ -16,7 +16,8 @@ INT64 = np.iinfo(np.int64)
 
 
 def scattered(cache: np.ndarray, update: np.ndarray, indices: np.ndarray, axis: int) -> np.ndarray:
-    """As the standard's reference does it, row by row; beyond the last row it goes on at the first."""
+    """The cache with an update written as the standard's reference does it, row by row; beyond the last row it goes on
+    at the first."""
     result = np.moveaxis(cache.copy(), axis, 1)
     rows = np.moveaxis(update, axis, 1)
     for b, index in enumerate(indices):

@@ -57,7 +57,7 @@ def natten(b, h, q, k, width=12, kernel_x=5, kernel_y=3):
 
 
 def natten_in_tiles(b, h, q, k, tile=4, tiles=3):
-    """The same where pixels lie tile by tile."""
+    """A window of 5 by 5, moved inside as in `natten`, where pixels lie tile by tile."""
 
     def x_y(i):
         number, within = i // (tile * tile), i % (tile * tile)
@@ -69,7 +69,8 @@ def natten_in_tiles(b, h, q, k, tile=4, tiles=3):
 
 
 def natten_morton(b, h, q, k):
-    """The same where pixels lie along a Z: bits of the columns and rows take turns."""
+    """A window of 5 by 5, moved inside as in `natten`, where pixels lie along a Z: bits of the columns and rows take
+    turns."""
 
     def bits(x):
         x = x & 0x55555555

@@ -32,7 +32,7 @@ Array = np.ndarray
 
 
 def operation(**fields: Any) -> AttentionOp:
-    """Symbolic B, L and S; three buffers; grouped heads."""
+    """An attention with symbolic B, L and S, three buffers and grouped heads."""
     H, G, E, F = 4, 2, 24, 8
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     stated = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "scale": E**-0.5, **places, **fields}
@@ -100,7 +100,8 @@ def asked_of(op: AttentionOp, wanted: SoftmaxOutputs) -> list[SoftmaxStatsOp | A
 def compare(
     op: AttentionOp, runs: Sequence[Run], shapes: Sequence[tuple[int, int, int]], wanted: SoftmaxOutputs
 ) -> None:
-    """What the runs of `asked_of` give, at every shape: within twice PyTorch's error and a rounding step."""
+    """Asserts that what the runs of `asked_of` give is within twice PyTorch's error and a rounding step, at every
+    shape."""
     for B, L, S in shapes:
         inputs = [*operands(op, B, L, S), *masks(op, B, L, S), *extras(op, B, S)]
         exact, sinks = (None if t is None else t.numpy() for t in scores(op, inputs, torch.float64))
@@ -134,7 +135,8 @@ def compare(
 
 
 def check_keys(keys: Array, expected: dict[str, Array], exact: Array, sinks: Array | None) -> None:
-    """Where scores are no closer than rounding, the very keys; else others of the same weight, each once."""
+    """Asserts that the keys are the very ones where scores are no closer than rounding; else others of the same weight,
+    each once."""
     weights = softmax_outputs_of_rows(exact, sinks, SoftmaxOutputs(weights=True))["weights"]
     assert ((keys < 0) == (expected["top_k_keys"] < 0)).all()
     chosen = np.where(keys < 0, 0, np.take_along_axis(weights, np.maximum(keys, 0), axis=-1))

@@ -72,7 +72,8 @@ def work(study: Study, role: str, log: Path) -> None:
 
 
 def wait_for_the_dead(folder: Path) -> None:
-    """So that there is something left to die at, however slowly they come to it."""
+    """Waits until the processes that die are dead, so that there is something left to die at, however slowly they come
+    to it."""
     while not all((folder / f"{role}.dead").exists() for role in ROLES if role.startswith("dies")):
         sleep(0.01)
 

@@ -77,7 +77,8 @@ def tiny_module(scale: float) -> object:
 
 
 def make(folder: Path, scale: float = 1.0, hidden: tuple[str, ...] = ()) -> Artifact:
-    """`hidden` are features of a CPU that its code asks for, and its manifest does not."""
+    """An artifact of one small module; `hidden` are features of a CPU that its code asks for, and its manifest does
+    not."""
     from mhsa_compile.compiler.codegen.build import build
 
     profile = load_profile("native")

@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
 
 @pytest.mark.parametrize("database", [SQLITE, POSTGRES])
 def test_no_trial_is_lost_or_doubled(database: str, request: pytest.FixtureRequest) -> None:
-    """Of four that begin at once, on an empty database, one loses its device now and then, and two are killed."""
+    """Four processes begin at once, on an empty database: one loses its device now and then, and two are killed."""
     if database == POSTGRES:
         postgres.require()
     folder, url = request.getfixturevalue("finished")[database]
@@ -62,7 +62,7 @@ def test_no_trial_is_lost_or_doubled(database: str, request: pytest.FixtureReque
 
 
 def config_of(trial: optuna.trial.FrozenTrial) -> str:
-    """As `str(Point)` has it."""
+    """The config of a trial, as `str(Point)` has it."""
     said = trial.user_attrs["config"]
     return " ".join((said["kernel"], *(f"{knob}={value}" for knob, value in said["knobs"])))
 

@@ -101,7 +101,7 @@ def test_a_device_that_is_killed_costs_no_measurement(tracker: tuple[subprocess.
 
 
 def served_by(*servers: subprocess.Popen[str]) -> subprocess.Popen[str]:
-    """The one that has a fork, which serves a connection."""
+    """The server that has a fork, which serves a connection."""
     for server in servers:
         if Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().strip():
             return server

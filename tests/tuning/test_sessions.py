@@ -66,7 +66,7 @@ def test_right_candidates_are_timed_in_the_same_rounds(session: Session) -> None
 
 
 def test_sets_of_inputs_take_turns() -> None:
-    """So that what reads them once reads them from where they lie, not from the caches."""
+    """What reads its inputs once then reads them from where they lie, not from the caches."""
     seen: list[tuple[int, ...]] = []
     arrays = [tvm.runtime.tensor(np.full(1, i)) for i in range(4)]
     run = {"run": lambda *given: seen.append(tuple(int(array.numpy()[0]) for array in given))}

@@ -130,7 +130,7 @@ def test_two_workers_never_draw_the_same(storage, url: str, space: Space):
 
 
 def test_what_a_dead_process_had_drawn_is_drawn_again(storage, space: Space):
-    """Its results stay; what it was at comes first, once it gives no sign of life."""
+    """The dead process's results stay; what it was at comes first, once it gives no sign of life."""
     dead = Study(storage, identity("dead"), space)
     dead.guess([space.points[3]])
     done, left = dead.ask(), dead.ask()

@@ -70,7 +70,7 @@ def tuned(request: Request, session: MadeSession, **ops: LinearOp) -> TuningRepo
 
 
 def test_the_fastest_is_found_and_recorded(request_: Request):
-    """In a small part of the space, although the machine's speed changes by half from round to round."""
+    """A small part of the space is tried, and the machine's speed changes by half from round to round."""
     session = MadeSession(far, drift=0.5)
     report = tuned(replace(request_, trials=48), session)
     (op,) = report.ops
@@ -135,7 +135,7 @@ def test_a_sweep_says_how_near_the_search_came(request_: Request, monkeypatch: p
 
 
 def test_a_bundle_is_written_measured_and_read(request_: Request, tmp_path: Path):
-    """By this machine, as a device without a network would; what it found is known to the next bundle."""
+    """This machine measures it, as a device without a network would; what it found is known to the next bundle."""
     ops, request = {"a": OP}, replace(request_, trials=3)
     work, found = tmp_path / "work.zip", tmp_path / "results.json"
     assert offline_tuner.pack(ops, PROFILE, 1, "this one", request, work) == 3
@@ -322,7 +322,7 @@ def test_the_sizes_of_symbols_are_those_asked_for():
 
 
 def test_planted_kernels_never_enter_the_records(request_: Request):
-    """On this machine: off by one in a tail, and a crash; both would be the fastest."""
+    """The kernels run on this machine: one is off by one in a tail, one crashes; both would be the fastest."""
 
     def build(space: Space, point: Point) -> Candidate:
         if point == space.default:

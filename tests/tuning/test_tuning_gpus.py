@@ -61,7 +61,7 @@ def test_a_search_writes_records_that_compiling_for_that_gpu_uses(request_: Requ
 def test_a_record_of_another_gpu_or_of_a_cpu_is_never_used(
     request_: Request, made_for: TargetProfile, used_on: TargetProfile
 ):
-    """Also where the code itself would run: what is fast on one GPU says little of another."""
+    """This holds where the code itself would run, too: what is fast on one GPU says little of another."""
     record = recorded(request_, made_for)
     assert why_not_on(record, made_for) is None
     assert why_not_on(record, used_on) is not None and "made for" in str(why_not_on(record, used_on))

@@ -28,7 +28,8 @@ def blocks(language: str) -> list[str]:
 
 
 def commands(language: str) -> list[list[str]]:
-    """Those of sh blocks are for this machine, those of console blocks for several."""
+    """The words of each command in the guide's blocks: those of sh blocks are for this machine, those of console blocks
+    for several."""
     return [shlex.split(line) for block in blocks(language) for line in block.splitlines() if line]
 
 

@@ -273,7 +273,7 @@ def test_few_numbers_are_drawn_several_times() -> None:
 
 
 def test_a_little_over_budget_is_drawn_again() -> None:
-    """Until the yardstick's error is known; what is off by more than that stays wrong."""
+    """Draws are repeated until the yardstick's error is known; what is off by more than that stays wrong."""
     truth, turns = np.linspace(1, 1.5, 40 * 64), []
     assert truth.size * MOST_DRAWS > DECIDING_VALUES
 

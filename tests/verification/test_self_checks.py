@@ -32,7 +32,7 @@ DECODED = "decoding step by step is the prefill"
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's evaluation is slow, and knows no tiles."""
+    """Makes the sequences of the checks short: PyTorch's evaluation is slow, and knows no tiles."""
     monkeypatch.setattr("mhsa_compile.verification.self_check_inputs.LENGTHS", (11, 19))
     monkeypatch.setattr("mhsa_compile.verification.self_checks.PROMPT", 5)
 
@@ -54,7 +54,7 @@ def subject(module: str = "MultiHeadAttention", dims: tuple[tuple[str, int], ...
 
 
 def meaning(band: dict | None) -> object:
-    """Of an attention, what these checks ask of it."""
+    """The meaning of an attention, as far as these checks ask for it."""
     return SimpleNamespace(band=None if band is None else BandMeaning(**band))
 
 

@@ -120,14 +120,14 @@ def bench(
 
 
 def compile_workload(workload: Workload, *, symbolic: bool = False) -> Artifact:
-    """Its block or core, compiled for this machine at its sizes, or for any; weights are random."""
+    """A workload's block or core, compiled for this machine at the workload's sizes, or for any; weights are random."""
     from mhsa_compile.compiler.pipeline import compile
 
     return compile(module_of(workload), dims=None if symbolic else workload.dims, cache=False)
 
 
 def module_of(workload: Workload) -> nn.Module:
-    """Its block or core in PyTorch; weights are random."""
+    """A workload's block or core in PyTorch; weights are random."""
     from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
 
     module = MultiHeadAttention if workload.kind == "block" else ScaledDotProductAttention
@@ -153,7 +153,7 @@ def _check_returns_y_alone(artifact: Artifact) -> None:
 
 
 def _time(problem: Problem, chosen: Iterable[Peer], dtype: str, threads: int, seconds: float) -> _Timed:
-    """All in one process and in turns, the limits among them."""
+    """Times all candidates in one process and in turns, the limits among them."""
     from mhsa_compile.bench.cpu import roofline
 
     with ExitStack() as stack:
@@ -212,7 +212,7 @@ def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: int) -> Floor | None:
-    """From the spec; what every call goes through is all the sets of inputs and outputs, and the weights.
+    """The least time of a call, by the spec; calls go through all the sets of inputs and outputs, and the weights.
 
     None where the spec does not tell: of a cache its lengths say how much is read, and of weights in eight bits the
     products have another rate than the rest.

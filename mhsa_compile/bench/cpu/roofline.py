@@ -49,7 +49,7 @@ class Probe:
 
 
 def last_level_cache() -> int:
-    """Bytes."""
+    """The bytes of the last-level cache."""
     return 1024 * (host.cache_kib(3) or host.cache_kib(2) or DEFAULT_CACHE_KIB)
 
 

@@ -119,7 +119,7 @@ def timed(
     limits: tuple[roofline.Ceiling, roofline.Ceiling] | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> GpuResult:
-    """All in turns, the ceilings among them."""
+    """Times all candidates in turns, the ceilings among them."""
     matrix, copy = limits or (roofline.matrix(options.device), roofline.copy(options.device))
     running = [candidate for candidate in prepared if isinstance(candidate, Prepared)]
     turns = [*(candidate.calls for candidate in running), [matrix.call], [copy.call]]
@@ -167,7 +167,8 @@ def _attempt(peer: peers.GpuPeer, problem: GpuProblem, artifact: Artifact, graph
 
 
 def captured(calls: Sequence[Call]) -> list[Callable[[], Any]]:
-    """Each call as a CUDA graph. It must have run before: what loads code or allocates may not be captured."""
+    """Captures each call as a CUDA graph; returns their replays. A call runs before: what loads code or allocates may
+    not be captured."""
     replays: list[Callable[[], Any]] = []
     for call in calls:
         call()
@@ -180,7 +181,7 @@ def captured(calls: Sequence[Call]) -> list[Callable[[], Any]]:
 
 
 def _replay(graph: Any, output: Any) -> Any:
-    """`output` lives in the graph's memory, which would be free without it."""
+    """Replays a graph; returns `output`, which lives in the graph's memory: that would be free without it."""
     graph.replay()
     return output
 

@@ -1,4 +1,4 @@
-"""Those we are compared with on a GPU, each as it would be called by who cares for its speed.
+"""The peers on a GPU, each called as somebody would who cares for its speed.
 
 Masks are made ready outside the timed calls. SDPA's `is_causal` is top-left, as our workloads are.
 Notation: B batch, L query length, S key length, H heads, E head dim.
@@ -62,7 +62,7 @@ def sdpa(problem: GpuProblem, backend: str | None = None) -> Core:
 
 
 def folded(problem: GpuProblem) -> Core:
-    """For decoding: the query heads of one key/value head as its queries, so that keys and values are read once."""
+    """Attention for decoding that reads keys and values once: its queries are the query heads of a key/value head."""
     spec = problem.workload.spec
     if problem.workload.L != 1 or spec.num_kv_heads == spec.num_heads or problem.visible is not None:
         raise ModelError("peer", "one query, several heads on one key/value head, no mask", "something else")
@@ -121,7 +121,7 @@ def flash_package(module: str, problem: GpuProblem) -> list[Call]:
 
 
 def _turned_back(function: Callable[..., Any], tensors: list[Tensor], words: dict[str, Any]) -> Tensor:
-    """Its output as everybody else's, (B, H, L, E), a view."""
+    """A call's output as the other peers return it, (B, H, L, E), a view."""
     found = function(*tensors, **words)
     output: Tensor = found[0] if isinstance(found, tuple) else found
     return output.transpose(1, 2)

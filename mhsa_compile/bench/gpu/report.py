@@ -98,7 +98,7 @@ class GpuResult:
 
 @dataclass
 class Figures:
-    """All of one run. `failed`: workloads that brought their process down, and with which words."""
+    """All figures of one run. `failed`: workloads that brought their process down, and with which words."""
 
     machine: Machine
     versions: dict[str, str | None]
@@ -124,7 +124,8 @@ class Sample:
 def rows(
     samples: Sequence[Sample | GpuRow], work: CallWork, matrix: Sequence[float], copy: Sequence[float]
 ) -> tuple[GpuRow, ...]:
-    """The first sample is ours. `matrix` and `copy`: the ceilings' rates in each round, in FLOPs and bytes a second."""
+    """The rows of a result; the first sample is ours. `matrix` and `copy`: the ceilings' rates in each round, in FLOPs
+    and bytes a second."""
     ours = samples[0].seconds if isinstance(samples[0], Sample) else None
     return tuple(s if isinstance(s, GpuRow) else _row(s, ours, work, matrix, copy) for s in samples)
 

@@ -12,7 +12,7 @@ import torch
 MATRIX = 8192
 """Rows and columns: 1.1 TFLOP, a millisecond and more, and so many to each byte that memory is no part of it."""
 COPY = 1 << 30
-"""Bytes: many times any cache."""
+"""The bytes that are copied: many times any cache."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,6 @@ def matrix(device: str, size: int = MATRIX) -> Ceiling:
 
 
 def copy(device: str, size: int = COPY) -> Ceiling:
-    """One array to another; what is read and what is written both count."""
+    """A copy of one array to another; what is read and what is written both count."""
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     return Ceiling(partial(torch.empty_like(source).copy_, source), 2 * size)

@@ -16,14 +16,14 @@ BURST = 0.02
 """Seconds of calls that make one sample."""
 LEAST_ROUNDS = 7
 MOST_CALLS = 1000
-"""In one burst: a queue of launches has an end."""
+"""The most calls in one burst: a queue of launches has an end."""
 
 
 class Stopwatch(Protocol):
     """Whoever knows how long a GPU takes."""
 
     def seconds(self, calls: Sequence[Call]) -> float:
-        """For all these calls, one after another."""
+        """The seconds that the GPU takes for all these calls, one after another."""
         ...
 
 
@@ -65,21 +65,22 @@ def interleave(
 
 
 class _GpuTurns:
-    """One candidate's: its calls in an endless circle, and how many of them are a burst."""
+    """The turns of one candidate: its calls in an endless circle, and how many of them are a burst."""
 
     def __init__(self, calls: Sequence[Call], watch: Stopwatch) -> None:
         self._calls, self._sets, self._watch = cycle(calls), len(calls), watch
         self.count = 1
 
     def learn(self) -> None:
-        """After every set has had a call: the first ones load code, and choose among kernels."""
+        """Finds out how many calls are a burst, after every set has had a call: the first ones load code, and choose
+        among kernels."""
         for _ in range(self._sets):
             next(self._calls)()
         taken = self._watch.seconds(self._next(self._sets)) / self._sets
         self.count = min(MOST_CALLS, max(1, round(BURST / taken))) if taken > 0 else MOST_CALLS
 
     def take(self) -> float:
-        """Seconds a call."""
+        """The seconds a call takes in one burst; a call that does not count opens the turn."""
         next(self._calls)()
         return self._watch.seconds(self._next(self.count)) / self.count
 

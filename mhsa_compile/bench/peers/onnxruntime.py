@@ -38,7 +38,7 @@ class OnnxRuntimeOwnGraph:
 
 
 def _session(model: str | bytes, threads: int, problem: Problem, feed: Feed) -> Opened:
-    """Inputs and outputs are OrtValues: no copies are charged to it."""
+    """A session of ONNX Runtime; inputs and outputs are OrtValues, so no copies are charged to it."""
     environment.require("onnxruntime", extra="bench")
     import onnxruntime
 

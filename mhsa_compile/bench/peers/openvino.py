@@ -38,7 +38,7 @@ class OpenVinoOwnGraph:
 
 
 def _compiled(model: Any, threads: int, problem: Problem, feed: Feed) -> Opened:
-    """A request of its own for each set of inputs, which it reads in place."""
+    """A compiled model, with a request of its own for each set of inputs, which it reads in place."""
     core = _imported().Core()
     read = core.read_model(model)
     dtype = problem.artifact.manifest.inputs[0].dtype
@@ -61,8 +61,8 @@ def _compiled(model: Any, threads: int, problem: Problem, feed: Feed) -> Opened:
 
 
 def _imported() -> Any:
-    """The package, without its telemetry: that would send an event from a process of its own, which imports the main
-    program once more and so takes one CPU for seconds, among the first measurements."""
+    """The package `openvino`, without its telemetry: that would send an event from a process of its own, which imports
+    the main program once more and so takes one CPU for seconds, among the first measurements."""
     environment.require("openvino", extra="bench")
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it takes a stub instead
     import openvino
@@ -71,13 +71,13 @@ def _imported() -> Any:
 
 
 def _infer(request: Any, _feeds: dict[str, Array]) -> Any:
-    """It keeps the arrays alive, whose memory the request only points to."""
+    """Runs a request, and keeps the arrays alive, whose memory the request only points to."""
     request.infer()
     return request
 
 
 def _tensor(array: Array) -> Any:
-    """The array itself, not a copy."""
+    """A tensor of OpenVINO's over the array itself, not over a copy."""
     import openvino
 
     if array.dtype.name == "bfloat16":  # NumPy's own dtypes do not have it

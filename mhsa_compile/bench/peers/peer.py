@@ -76,7 +76,7 @@ class Problem:
 
     @cached_property
     def weights(self) -> dict[str, Array]:
-        """By PyTorch's names, in PyTorch's layouts; none for the core alone."""
+        """The weights by PyTorch's names, in PyTorch's layouts; none for the core alone."""
         return parsed(self.artifact.contents(WEIGHTS)[WEIGHTS]) if self.artifact.manifest.weights else {}
 
     @property
@@ -97,7 +97,7 @@ class Problem:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """B, L and S."""
+        """The sizes B, L and S."""
         arrays = self.inputs[0]
         query = arrays["q"] if self.is_core else arrays["x"]
         source = arrays["k"] if self.is_core else arrays.get("context", arrays.get("key", query))
@@ -146,7 +146,7 @@ class Problem:
         return np.array(np.broadcast_to(added, (*leading, self.sizes["L"], self.sizes["S"])), order="C")
 
     def check_scores_fit(self) -> None:
-        """For peers that write down every score, (B, H, L, S) of float32. Raises ModelError where that is too much."""
+        """Raises ModelError where all scores, (B, H, L, S) of float32, are too much for a peer that keeps them."""
         scores = 4 * self.spec.num_heads * self.sizes["B"] * self.sizes["L"] * self.sizes["S"]
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if scores > memory // SCORES_SHARE:

@@ -81,7 +81,7 @@ def sdpa_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
 
 
 def folded_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
-    """For decoding: the query heads of one key/value head as its queries, so that keys and values are read once."""
+    """Attention for decoding that reads keys and values once: its queries are the query heads of a key/value head."""
     from torch.nn.functional import scaled_dot_product_attention
 
     spec = problem.spec
@@ -109,7 +109,7 @@ def with_projections(problem: Problem, core: Callable[..., Tensor]) -> Callable[
     )
 
     class EagerBlock(nn.Module):
-        """Its parameters are what Inductor freezes; eagerly, `forward` is called by itself."""
+        """A block whose parameters Inductor freezes; eagerly, its `forward` is called by itself."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -194,7 +194,7 @@ def roofline(reports: Mapping[str, BenchReport], path: Path) -> None:
 
 
 def _roof(axes: Any, reports: Sequence[BenchReport], left: float, right: float) -> None:
-    """The machine's, as the reports of one dtype measured it."""
+    """Draws the machine's roof, as the reports of one dtype measured it."""
     peak = max(report.peak_gflops for report in reports)
     bandwidth = max(report.bandwidth_gbs for report in reports)
     knee = peak / bandwidth

@@ -53,7 +53,7 @@ def check_path(path: Path, option: str = "--plot") -> None:
 
 @contextmanager
 def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Its axes; the figure is written to `path` as one piece when it is done."""
+    """The axes of a new figure, which is written to `path` as one piece when the block ends."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

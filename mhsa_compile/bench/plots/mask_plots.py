@@ -23,10 +23,10 @@ from mhsa_compile.bench.plots.figure import (
 from mhsa_compile.spec.masks import BoolArray
 
 COLOURS = (OURS, "#d9622b", "#4f8a4b", "#8a63ad")
-"""Of the reasons, in their order."""
+"""The colours of the reasons, in their order."""
 EMPTY = "#f3f3f3"
 GAP = 5
-"""Between panels, in squares."""
+"""The distance between two panels, in squares."""
 SQUARE = 0.088  # inches
 
 

@@ -81,7 +81,7 @@ def truth(artifact: Artifact, inputs: Arrays, weights: Arrays, seed: int = 0) ->
 
 
 def _whole(artifact: Artifact, inputs: Arrays) -> Truth:
-    """By the oracle and the yardstick of `verify` themselves."""
+    """The truth of all rows, by the oracle and the yardstick of `verify` themselves."""
     model = stored_model(artifact)
     expected = oracle(model, inputs)
     yardstick = eager(model, inputs, int8_weights=artifact.manifest.int8_weights)
@@ -147,7 +147,7 @@ def _seen(
 
 
 def _band_row(L: int, S: int, row: int, left: int, right: int, alignment: str) -> Array:
-    """(1, S): a query at its place, without the rest of the (L, S) array."""
+    """The row (1, S) of a band that says what one query sees, without the rest of the (L, S) array."""
     place = row + (S - L if alignment == "bottom_right" else 0)
     keys = np.arange(S)
     seen = np.ones((1, S), np.bool_)

@@ -56,7 +56,7 @@ def interleave(
 
 
 class _Turns:
-    """One candidate's: its calls in an endless circle."""
+    """The turns of one candidate: its calls in an endless circle."""
 
     def __init__(self, calls: Sequence[Call], clock: Callable[[], float]) -> None:
         self.calls = cycle(calls)

@@ -26,13 +26,13 @@ _X86_BYTES = {"z": 64, "y": 32, "x": 16}
 
 @dataclass(frozen=True)
 class Loop:
-    """The body of one, jump included, without comments and directives."""
+    """The body of a loop, jump included, without comments and directives."""
 
     lines: tuple[str, ...]
 
     @property
     def instruction(self) -> str:
-        """The multiplication that it is made of."""
+        """The name of the multiplication that the loop is made of."""
         return Counter(line.split()[0] for line in self.multiplies).most_common(1)[0][0]
 
     @property
@@ -62,7 +62,7 @@ class Loop:
 
 
 def inner_loops(assembly: str) -> list[Loop]:
-    """All that are matrix products, in order."""
+    """All innermost loops that are matrix products, in order."""
     return [loop for loop in map(Loop, _innermost(assembly)) if _is_product(loop)]
 
 
@@ -84,7 +84,7 @@ def _operands(multiply: str) -> list[str]:
 
 
 def _innermost(assembly: str) -> Iterator[tuple[str, ...]]:
-    """From a label to the jump back to it, where no other label lies between."""
+    """Yields the lines of each innermost loop: from a label to the jump back to it, with no other label between."""
     lines = [re.sub(r"\s+(//|#\s).*", "", line).strip() for line in assembly.splitlines()]
     label, begin = "", 0
     for number, line in enumerate(lines):
@@ -106,7 +106,7 @@ def _loaded(line: str) -> int:
 
 
 def _loaded_by_x86(line: str) -> int:
-    """AT&T's order: a memory operand that is not the last one is read."""
+    """The bytes that an instruction of x86 loads: in AT&T's order a memory operand that is not the last one is read."""
     operands = re.sub(r"\([^)]*\)", "()", line).split(",")
     if not line.startswith("v") or not any("()" in operand for operand in operands[:-1]):
         return 0

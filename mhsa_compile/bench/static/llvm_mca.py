@@ -87,7 +87,7 @@ def _version(program: str) -> tuple[int, ...]:
 
 
 def _register_only(multiply: str, total: int, registers: int) -> str:
-    """This instruction, adding to register `total` the product of two others that nobody writes."""
+    """The instruction with other registers: it adds to register `total` the product of two that nobody writes."""
     mnemonic = multiply.split()[0]
     if "%" in multiply:
         size = max(re.findall(r"%([xyz])mm", multiply))

@@ -78,7 +78,7 @@ class Prediction:
 
 
 def predict(ops: Mapping[str, Op], profile: CpuProfile) -> Prediction:
-    """For the projections and attentions among `ops`. Raises InstallationError and TargetError."""
+    """Predicts the kernels of the projections and attentions among `ops`. Raises InstallationError and TargetError."""
     analyzer = llvm_mca.find(profile)
     shelf = RecordSet(record_files.gather(profile.records())[0], profile)
     kernels: list[KernelReport] = []
@@ -106,7 +106,8 @@ def assembly(emitted: Emitted, profile: CpuProfile) -> str:
 
 
 def _loops(emitted: Emitted, profile: CpuProfile, analyzer: Analyzer) -> tuple[LoopReport, ...]:
-    """Alike are loops with as many multiplications of one kind, as many sums and bytes."""
+    """A report for each kind of loop: alike are those with as many multiplications, of one kind, sums,
+    bytes and spills."""
     found: dict[tuple[Any, ...], list[Loop]] = {}
     for loop in inner_loops(assembly(emitted, profile)):
         kind = loop.instruction, len(loop.multiplies), loop.sums, loop.loaded_bytes, loop.spills

@@ -142,7 +142,8 @@ def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], given: Bench
 
 
 def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> tuple[Workload, ...]:
-    """Checked before anything is compiled; dims that are stated take the place of the default workload's."""
+    """The workloads that are asked for, checked before anything is compiled; dims that are stated take the place of the
+    default workload's."""
     from dataclasses import replace
 
     from mhsa_compile.bench.protocol.workloads import choose
@@ -186,7 +187,7 @@ def _of_workloads(given: BenchOptions, stated: dict[str, int]) -> Iterator[_Comp
 
 
 def _compiled(workloads: Iterable[Workload]) -> Iterator[_Compiled]:
-    """One at a time."""
+    """Compiles the workloads one at a time."""
     from mhsa_compile.bench.cpu.bench import compile_workload
 
     for workload in workloads:

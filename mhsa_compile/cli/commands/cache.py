@@ -13,7 +13,7 @@ _SHOWN = 20
 
 
 def show(context: typer.Context, *, json: options.Json = False) -> None:
-    """Show where they are kept, how many there are, and how large they are. MHSA_CACHE=0 switches the cache off."""
+    """Show where artifacts are kept, how many there are, and how large they are. MHSA_CACHE=0 switches it off."""
     if context.invoked_subcommand is not None:
         return
     from mhsa_compile.compiler.cache import kept_artifacts
@@ -36,7 +36,7 @@ def show(context: typer.Context, *, json: options.Json = False) -> None:
 
 
 def clear(*, json: options.Json = False) -> None:
-    """Delete all of them."""
+    """Delete all artifacts that the cache keeps."""
     from mhsa_compile.compiler.cache import kept_artifacts
 
     gone = kept_artifacts.clear()
@@ -48,7 +48,7 @@ def clear(*, json: options.Json = False) -> None:
 
 
 def _what(place: Path) -> str:
-    """In a few words, from its manifest."""
+    """Describes a kept artifact in a few words, from its manifest."""
     from mhsa_compile.errors import ArtifactError
     from mhsa_compile.runtime.artifact.artifact import opened
 

@@ -99,7 +99,7 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _gpus() -> Iterator[Finding]:
-    """None is no fault: most artifacts are for CPUs."""
+    """Findings on the NVIDIA driver and each GPU. To have none is no fault: most artifacts are for CPUs."""
     from mhsa_compile.errors import DeviceError
     from mhsa_compile.runtime import cuda_devices
     from mhsa_compile.target.profile import profile_of_gpu
@@ -122,7 +122,8 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _cache_folder() -> Iterator[Finding]:
-    """Zig links there, and nothing can be compiled without; `mhsa cache` shows the other one, which may be missing."""
+    """A finding on the folder into which Zig links: nothing can be compiled without it. `mhsa cache` shows another one,
+    that of artifacts, which may be missing."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(os.environ.get("ZIG_GLOBAL_CACHE_DIR") or home / "zig")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

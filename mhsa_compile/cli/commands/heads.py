@@ -215,7 +215,7 @@ def _loaded(source: Path) -> tuple[Any, Any]:
 
 
 def _rows(layer: ShownLayer) -> list[dict[str, Any]]:
-    """One for each head."""
+    """Rows for the layer's table, one for each head."""
     report, found = layer.report, []
     for head, role in enumerate(report.roles):
         others = [

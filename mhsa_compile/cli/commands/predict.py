@@ -15,7 +15,7 @@ also spends multiplication slots on its exponentials, between these loops. Tails
 
 
 def predict(given: CaseOptions, target: str, json: bool) -> None:
-    """Print it for each source or workload. Raises InputError, TargetError, InstallationError."""
+    """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
     from mhsa_compile.bench.static import llvm_mca
     from mhsa_compile.target.profile import load_cpu_profile
 

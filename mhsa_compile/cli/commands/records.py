@@ -159,13 +159,13 @@ def _shipped_target(name: str, found: Iterable[Record]) -> str:
 
 
 def _operation(record: Record) -> str:
-    """What is fixed about it: widths, heads, dtype."""
+    """What is fixed about a record's operation: widths, heads, dtype."""
     stated = {name: value for name, value in record.key.items() if isinstance(value, int | str) and value}
     return f"{record.op} {output.assignments({n: v for n, v in stated.items() if n not in _BUCKETS})}".rstrip()
 
 
 def _lengths(record: Record) -> str:
-    """Where it was measured, and whether it is for code that serves any length."""
+    """The sizes at which a record was measured, and whether it is for code that serves any length."""
     symbolic = any(record.key.get(name) == "any" for name in _BUCKETS)
     return output.assignments(record.sizes) + (", for any" if symbolic else "")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PEER_SECONDS, GAIN_SECONDS = 0.5, 1.0
 REST_SHARE = 0.25
-"""Of the time, for what no kernel claims, where there is any of it."""
+"""The share of the time that goes to what no kernel claims, where there is any of it."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
 
 
 def search_here(case: Case, settings: Settings, session: Session, peers: tuple[str, ...]) -> Outcome:
-    """On this machine, where the whole artifact can be timed, too: before with its peers, and afterwards. A GPU's are
-    timed by `make bench-gpu`."""
+    """Searches on this machine, where the whole artifact can be timed, too: with its peers before the search, and
+    against the default after it. Artifacts for a GPU are timed by `make bench-gpu`."""
     if settings.on_gpu:
         return search(case, settings, session, {})
     default, ratios = _default(case, settings.profile, session.threads, peers)
@@ -133,7 +133,7 @@ def search_here(case: Case, settings: Settings, session: Session, peers: tuple[s
 
 
 def write_bundle(case: Case, settings: Settings, path: Path) -> int:
-    """Returns how many candidates it holds."""
+    """Writes a bundle of what is to be measured elsewhere; returns how many candidates it holds."""
     from mhsa_compile.target.profile import CudaProfile
     from mhsa_compile.tuning import offline_tuner
 
@@ -182,7 +182,7 @@ def _gain(case: Case, settings: Settings, default: Artifact, threads: int) -> Ga
 
 
 def _open(artifact: Artifact, sizes: dict[str, int]) -> dict[str, int]:
-    """Those of the sizes that are of dims that the artifact leaves open."""
+    """The sizes of those dims that the artifact leaves open."""
     found = {dim for info in artifact.manifest.inputs for dim in info.dims}
     return {symbol: size for symbol, size in sizes.items() if symbol in found}
 

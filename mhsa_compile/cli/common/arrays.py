@@ -25,7 +25,7 @@ _DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
 
 
 def read(assignments: Sequence[str]) -> dict[str, Array]:
-    """From NAME=FILE.npy. Raises InputError."""
+    """Reads the arrays that arguments NAME=FILE.npy name. Raises InputError."""
     return {name: _load(name, path) for name, path in map(_split, assignments)}
 
 

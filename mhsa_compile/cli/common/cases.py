@@ -61,7 +61,7 @@ class CaseOptions:
             sources.resolve(self.source, {})
 
     def cases(self) -> Iterator[Case]:
-        """One after another, since each has its weights. They are random where the source is a spec."""
+        """Yields the cases one after another, since each has its weights. Those of a spec are random."""
         for case in self._given():
             yield case
             if self.around:

@@ -29,7 +29,7 @@ class _Group:
 
 
 def rows(manifest: Manifest, *, verbose: bool) -> list[tuple[str, ...]]:
-    """Of a table with COLUMNS; `verbose` has each operation in a row, in the order of the code."""
+    """The rows of a table with COLUMNS; `verbose` gives each operation a row, in the order of the code."""
     flops = {op.name: _flops(manifest, op) for op in manifest.ops}
     total = sum(known for known in flops.values() if known is not None)
     if verbose:
@@ -42,7 +42,7 @@ def rows(manifest: Manifest, *, verbose: bool) -> list[tuple[str, ...]]:
 
 
 def _groups(manifest: Manifest, flops: Mapping[str, int | None]) -> list[_Group]:
-    """The one that takes the longest first; those of unknown time last, the largest first."""
+    """Groups of operations that are alike, the longest time first; those of unknown time last, the largest first."""
     alike: dict[tuple[str, ...], list[OpReport]] = {}
     for op in manifest.ops:
         by_tvm = op.kernel == "tvm"

@@ -62,6 +62,6 @@ def _members(group: Any) -> list[Parameter]:
 
 
 def _default(field: Field[Any]) -> Any:
-    """Its option, which knows the default; else the default."""
+    """A field's option, which knows the default; where it has none, its default."""
     default = Parameter.empty if field.default is MISSING else field.default
     return field.metadata.get(OPTION, default)

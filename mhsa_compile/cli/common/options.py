@@ -49,7 +49,7 @@ class StatedDims:
     ] = None
 
     def stated(self) -> dict[str, int]:
-        """Those that were given, by symbol. Raises InputError."""
+        """The sizes that were given, by symbol. Raises InputError."""
         given = {"B": self.batch, "L": self.length, "S": self.kv_length, "C": self.capacity}
         stated = {symbol: size for symbol, size in given.items() if size is not None}
         for assignment in self.dim or ():
@@ -61,7 +61,7 @@ class StatedDims:
         return stated
 
     def check_symbols(self, inputs: Iterable[TensorInfo]) -> None:
-        """Whether --dim names symbols of an artifact's inputs. Raises InputError."""
+        """Raises InputError unless --dim names symbols of an artifact's inputs."""
         symbols = list(dict.fromkeys(dim for info in inputs for dim in info.dims if isinstance(dim, str)))
         for assignment in self.dim or ():
             name = assignment.rpartition("=")[0]

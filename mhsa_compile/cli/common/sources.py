@@ -1,4 +1,4 @@
-"""From a command's arguments to something `pipeline.compile` takes."""
+"""Turns a command's arguments into something that `pipeline.compile` takes."""
 
 from __future__ import annotations
 

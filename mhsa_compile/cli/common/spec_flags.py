@@ -18,7 +18,7 @@ _PARSE = "parse"
 
 
 def _flag(help: str, *names: str, parse: Callable[[str], Any] | None = None) -> Any:
-    """Named after its field, a bool with its --no- form, unless it has names of its own.
+    """The field of a flag, which is named after it, a bool with its --no- form, unless it has names of its own.
 
     parse  how its text becomes what AttentionSpec takes, where that is not the text
     """

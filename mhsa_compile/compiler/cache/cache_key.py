@@ -45,7 +45,7 @@ class Asked:
     outputs: tuple[str, ...] = ()
 
     def key(self, *parts: bytes) -> str:
-        """`parts` are the source."""
+        """The key of a source, which is given as `parts`, compiled as asked."""
         rest = _encoded([self.profile, self.weights, _versions(self.profile), self.outputs])
         digest = hashlib.sha256()
         for part in (*parts, _sources(), *map(encoded, self.records), rest):
@@ -53,11 +53,11 @@ class Asked:
         return digest.hexdigest()
 
     def key_of_model(self, model: onnx.ModelProto) -> str:
-        """Of a model whose dims are fixed already."""
+        """The key of a model whose dims are fixed already."""
         return self.key(b"model", model.SerializeToString(deterministic=True))
 
     def key_of_module(self, module: Any, state: State, dims: Mapping[str, int] | None) -> str:
-        """Of a module of ours with this state. Its tables are no parameters, and so part of the key."""
+        """The key of a module of ours with this state. Its tables are no parameters, and so part of the key."""
         tables = {name: state[name] for name, _ in module.named_buffers()}
         held = {name: hashlib.sha256(table.tobytes()).hexdigest() for name, table in tables.items()}
         said = [type(module).__name__, module.spec.to_json(), sorted((dims or {}).items()), sorted(held.items())]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class CompiledBefore:
-    """Asked first for a module of ours, then for the model; then given what was compiled. Without `asked` it knows and
-    keeps nothing."""
+    """One compilation's dealings with the cache: it is asked first for a module of ours, then for the model; then given
+    what was compiled. Without `asked` it knows and keeps nothing."""
 
     def __init__(self, asked: Asked | None) -> None:
         self._asked = asked
@@ -51,13 +51,14 @@ class CompiledBefore:
         return kept_artifacts.find(self._key)
 
     def keep(self, artifact: Artifact) -> None:
-        """For the next time. Of a module of ours only what could have been made of its state alone."""
+        """Keeps an artifact for the next time; of a module of ours only what its state alone could have made."""
         if self._key is not None and (self._state is None or _fits(self._state, artifact)):
             kept_artifacts.keep(self._key, artifact)
 
 
 def _write_weights(state: State, manifest: Manifest, path: Path) -> None:
-    """As `package.write` does, byte for byte: the file's layout follows from names, dtypes and shapes."""
+    """Writes weights as `package.write` does, byte for byte: the file's layout follows from names, dtypes and
+    shapes."""
     save_file(_weights(state, manifest), path)
 
 

@@ -106,10 +106,10 @@ def _packing(profile: TargetProfile) -> dict[str, Any]:
 
 @contextmanager
 def pass_context() -> Iterator[None]:
-    """For code of a CPU, without the passes that give our kernels nothing. Two take three quarters of the time: the
-    kernels' buffers are as large as they need to be, and LLVM finds common subexpressions itself. Two more walk through
-    every kernel for what LLVM does as well: conditions out of loops, and code without effect. The rest look for what
-    only GPUs have.
+    """A PassContext for code of a CPU, without the passes that give our kernels nothing. Two take three quarters of the
+    time: the kernels' buffers are as large as they need to be, and LLVM finds common subexpressions itself. Two more
+    walk through every kernel for what LLVM does as well: conditions out of loops, and code without effect. The rest
+    look for what only GPUs have.
 
     Raises BuildError where threads would write to the same places (`data_races`)."""
     disabled = ["s_tir.CompactBufferAllocation", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp", *_FOR_GPUS]
@@ -142,12 +142,12 @@ _FOR_GPUS = tuple(
 
 
 def _pipeline() -> Any:
-    """From call_tir to the VM's instructions, in order."""
+    """The passes from call_tir to the VM's instructions, in order."""
     return tvm.transform.Sequential([*_planning(), *_lowering()])
 
 
 def _planning() -> list[Any]:
-    """Which array lies in which memory."""
+    """The passes that settle which array lies in which memory."""
     return [
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
@@ -157,8 +157,8 @@ def _planning() -> list[Any]:
 
 
 def _plan_memory(module: Any, context: Any) -> Any:
-    """Arrays that live one after another share memory. Where a function branches they have each their own: TVM's plan
-    gives an array of one branch memory that only another one allocates."""
+    """Lets arrays that live one after another share memory. Where a function branches they have each their own: TVM's
+    plan gives an array of one branch memory that only another one allocates."""
     functions = [function for _, function in module.functions_items() if isinstance(function, relax.Function)]
     bindings = (binding for function in functions for block in function.body.blocks for binding in block.bindings)
     if any(isinstance(binding.value, relax.If) for binding in bindings):

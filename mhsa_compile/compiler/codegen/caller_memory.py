@@ -25,7 +25,8 @@ _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfl
 
 
 def from_caller(module: Any, inputs: int) -> Any:
-    """The module so rewritten; `inputs` is how many of main's parameters come before the packed weights.
+    """The module with `main` taking its memory from the caller; `inputs` is how many of main's parameters come before
+    the packed weights.
 
     Raises ModelError for an array that is two outputs.
     """
@@ -40,7 +41,7 @@ def from_caller(module: Any, inputs: int) -> Any:
 
 
 class _Memory:
-    """Where the arrays of one function lie."""
+    """The places of the arrays of one function, in the workspace or as outputs."""
 
     def __init__(self, main: Any) -> None:
         self.main = main

@@ -22,9 +22,9 @@ _SOURCE, _CUBIN = "kernels.cu", "kernels.cubin"
 _ELF_ARCHITECTURE = 190  # EM_CUDA
 _PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl", "nvidia-cuda-crt")
 _INFINITY = "#define inff __int_as_float(0x7f800000)\n"
-"""TVM 0.27 writes the infinity of a bfloat16 as `inff`, and defines no such thing."""
+"""The definition of `inff`, which TVM 0.27 writes for the infinity of a bfloat16, and does not define."""
 _TENSOR_MAP = "struct alignas(64) CUtensorMap { unsigned long long opaque[16]; };\n"
-"""As in cuda.h, which NVRTC cannot read, and TVM 0.27 includes for nvcc alone."""
+"""The type CUtensorMap as in cuda.h, which NVRTC cannot read, and TVM 0.27 includes for nvcc alone."""
 _NVRTC, _BUILTINS = "libnvrtc.so.13", "libnvrtc-builtins.so.13.*"
 
 
@@ -132,7 +132,7 @@ def _library(path: Path) -> Any:
 
 
 def _package_folder() -> Path:
-    """Where NVIDIA's packages put their files. Raises InstallationError."""
+    """The folder in which NVIDIA's packages put their files. Raises InstallationError."""
     for folder in environment.nvidia_folders():
         if (folder / "lib" / _NVRTC).is_file() and (folder / "include" / "cuda_runtime.h").is_file():
             return folder

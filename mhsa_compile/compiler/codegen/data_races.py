@@ -36,7 +36,8 @@ def refused() -> Iterator[Any]:
 
 @tvm.instrument.pass_instrument
 class _Look:
-    """Errors are kept, since an exception that passes through TVM comes back as another."""
+    """The instrument of `refused`. It keeps errors, since an exception that passes through TVM comes back as
+    another."""
 
     def __init__(self, errors: list[BuildError]) -> None:
         self.errors = errors
@@ -124,7 +125,7 @@ class _Iteration:
             self.following.add(variable)
 
     def _view(self, statement: Statement) -> None:
-        """An array over memory that is there: the iteration's own, if that memory is."""
+        """Notes an array over memory that is there: it is the iteration's own, if that memory is."""
         if homes := [self.home[one] for one in _used(statement.data) if one in self.home]:
             self.home[statement.buffer] = homes[0]
 

@@ -28,7 +28,7 @@ def guarded(module: Any) -> Any:
 
 
 def _guarded(body: Any) -> Any:
-    """Only outermost bindings begin a launch: what lies below one stays as it is."""
+    """The body with guarded launches. Only outermost bindings begin one: what lies below one stays as it is."""
 
     def guard(statement: Any, mutator: Any) -> Any:
         if not _is_binding(statement):
@@ -45,7 +45,7 @@ def _guarded(body: Any) -> Any:
 
 
 def _grid(launch: Any) -> list[Any]:
-    """How many blocks there are on each axis."""
+    """The number of blocks that a launch has on each axis."""
     found: list[Any] = []
 
     def note(statement: Any) -> Any:

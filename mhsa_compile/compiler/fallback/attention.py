@@ -71,7 +71,7 @@ class _Plain:
         self._products = self._all_products()
 
     def _element(self, place: HeadLayout, size: int, *at: Expr) -> Expr:
-        """(b, head, row, column) of one head of `size`."""
+        """Element (b, head, row, column) of an operand with heads of `size`."""
         b, head, row, column = at
         buffer = self.buffers[place.buffer]
         if place.layout == "rows":
@@ -111,7 +111,7 @@ class _Plain:
         return {"b": b, "h": h, "q_idx": self._place(b, i), "kv_idx": j}
 
     def _place(self, b: Expr, i: Expr) -> Expr:
-        """Where query i stands among the keys."""
+        """The place of query i among the keys."""
         if self.op.band is None or self.op.band.alignment == "top_left":
             return i
         return i + (self.keys if self.lengths is None else self._count(b)) - self.queries
@@ -137,7 +137,7 @@ class _Plain:
         return tirx.all(*seen, self.functions.sees(self._places(b, h, i, j)))
 
     def weight(self, *at: Expr) -> Expr:
-        """Zero where a key is hidden; a row of nothing but hidden keys has no sum to divide by."""
+        """The weight of a key: zero where it is hidden; a row of nothing but hidden keys has no sum to divide by."""
         exponents, sums = self._exponents
         total = sums[at[:3]]
         share = exponents[at] / tirx.Select(total == 0, tirx.const(1, EXACT), total)
@@ -198,7 +198,7 @@ class _Plain:
 
 
 def _maximum(value: Expr, axis: Any) -> Expr:
-    """-inf over nothing, where te.max has the smallest finite number."""
+    """The maximum along an axis: -inf over nothing, where te.max has the smallest finite number."""
     larger = te.comm_reducer(lambda one, other: tirx.max(one, other), lambda _: _HIDDEN, "maximum")
     return larger(value, axis=axis)
 
@@ -208,7 +208,7 @@ def _length(tensor: te.Tensor, place: HeadLayout) -> Expr:
 
 
 def _exact(value: Expr) -> Expr:
-    """In float64; by way of float32, since TVM lowers no other cast of bfloat16."""
+    """The value in float64; by way of float32, since TVM lowers no other cast of bfloat16."""
     narrow = value.dtype in ("bfloat16", "float16")
     return tirx.Cast(EXACT, tirx.Cast("float32", value)) if narrow else tirx.Cast(EXACT, value)
 

@@ -32,7 +32,7 @@ Schedule = Any
 
 @dataclass(frozen=True)
 class Lowered:
-    """`reports` has a row for each function of which there are tuned records."""
+    """What no kernel claims, lowered; `reports` has a row for each function of which there are tuned records."""
 
     module: Any
     reports: list[OpReport]
@@ -92,7 +92,7 @@ _NOTE = "a function of the operators below that no kernel claims"
 # ---- Elementary functions as arithmetic
 
 _ARITHMETIC = "arithmetic"
-"""The name of their blocks: worth vectors."""
+"""The name of the blocks of elementary functions as arithmetic, which are worth vectors."""
 
 
 def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
@@ -110,7 +110,7 @@ def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
 
 
 _HINTS = {name: name.replace("relax.", "tir_") for name in ("relax.sigmoid", "relax.tanh")}
-"""What TVM calls the functions that it makes of these, so that both have the same names."""
+"""What TVM calls the functions that it makes of these operators, so that both have the same names."""
 
 
 def _computed(formula: Callable[[Expr], Expr]) -> Callable[[Any], Any]:

@@ -20,8 +20,8 @@ from mhsa_compile.target.profile import CudaProfile
 
 
 class _Matmul(dlight.gpu.Matmul):  # type: ignore[misc]
-    """DLight's, but what it finds that it cannot do is left to the rules after it: it takes products of float16 with a
-    symbolic number of rows for ones that fit its tensor core schedule, and fails half way (TVM 0.27)."""
+    """DLight's rule for products, but what it finds that it cannot do is left to the rules after it: it takes products
+    of float16 with a symbolic number of rows for ones that fit its tensor core schedule, and then fails (TVM 0.27)."""
 
     def apply(self, func: Any, target: Any, tunable: bool) -> Any:
         try:

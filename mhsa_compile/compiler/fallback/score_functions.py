@@ -70,7 +70,7 @@ class PlainFunctions:
         return known[len(emission.function.steps) - 1].expr, holds
 
     def score(self, places: Mapping[str, Expr], score: Expr) -> Expr:
-        """What becomes of a score."""
+        """A score as score_mod changes it; NaN where one of the functions has no result."""
         if "score_mod" in self.emissions:
             made, holds = self._of("score_mod", places, score)
             score = tirx.Select(holds, made, _NAN)

@@ -46,7 +46,7 @@ def key_of(function: Function) -> dict[str, Any]:
 
 
 def buffers(function: Function) -> list[Any]:
-    """What it is called with, the output last."""
+    """The buffers that a function is called with, the output last."""
     return [parameter for parameter in function.params if isinstance(parameter, tirx.Buffer)]
 
 
@@ -78,11 +78,11 @@ COMPACT = tvm.transform.Sequential(
         s_tir.transform.CompactBufferAllocation(),
     ]
 )
-"""Gives what is computed for a part of the output buffers of that part's size."""
+"""The passes that give what is computed for a part of the output buffers of that part's size."""
 
 
 def _plain(function: Function) -> str:
-    """Its text, without what it is called and how it may be fused."""
+    """The text of a function, without what it is called and how it may be fused."""
     for attribute in ("global_symbol", "op_pattern"):
         if attribute in (function.attrs or {}):
             function = function.without_attr(attribute)

@@ -121,7 +121,7 @@ def _band(band: WindowSpec | None) -> list[Any] | None:
 
 
 def _place(place: HeadLayout) -> list[Any]:
-    """Heads that lie together are near each other whatever the width; rows are a width apart."""
+    """A layout in a key: heads that lie together are near each other whatever the width; rows are a width apart."""
     return [place.layout, place.width if place.layout == "rows" else 0]
 
 

@@ -94,7 +94,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, graph: GraphView, node: onnx.NodeProto) -> _Sizes:
-        """Raises ModelError where the number of heads is free."""
+        """The sizes of an Attention node. Raises ModelError where its number of heads is free."""
         q, k, v = (graph.shape(name) or () for name in node.input[:3])
         said = attributes(node)
         by_rows = len(q) == 3
@@ -117,7 +117,7 @@ class _Change:
         self._overloads: dict[bytes, str] = {}  # a definition -> what sets it apart from others of its name
 
     def add(self, layer: Layer, words: Sequence[str], node: onnx.NodeProto) -> None:
-        """What `words` ask of a layer, whose node is `node`. Raises ModelError."""
+        """Adds what `words` ask of a layer, whose node is `node`. Raises ModelError."""
         sizes, wanted = _Sizes.of(self.graph, node), inside_of(words)
         for head in wanted.heads or ():
             if head >= sizes.heads:
@@ -168,7 +168,7 @@ class _Change:
         self._define(node)
 
     def _state_types(self, node: onnx.NodeProto) -> None:
-        """What everybody could infer of the standard operator's outputs."""
+        """States the dims and dtypes of the node's outputs, which everybody could infer of the standard operator."""
         known = {info.name for info in (*self.model.graph.value_info, *self.model.graph.output)}
         for name in filter(None, node.output):
             shape, dtype = self.graph.shape(name), self.graph.elem_type(name)

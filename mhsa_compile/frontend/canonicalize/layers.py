@@ -22,7 +22,7 @@ class Layer:
 
     @property
     def asked_for(self) -> str:
-        """As an error names it."""
+        """The layer as errors name it, by its number and the name of its attention."""
         return f"layer {self.number} ({self.block.name!r})"
 
 
@@ -45,7 +45,7 @@ def in_order(model: onnx.ModelProto, blocks: Iterable[AttentionCoverage]) -> lis
 
 
 def is_attention(node: onnx.NodeProto) -> bool:
-    """Whether it is the standard's Attention or ours."""
+    """Whether a node is the standard's Attention or ours."""
     return node.op_type == "Attention" and node.domain in ("", "ai.onnx", DOMAIN)
 
 

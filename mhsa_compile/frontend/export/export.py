@@ -269,7 +269,7 @@ def _run_exporter(module: MultiHeadAttention | ScaledDotProductAttention, signat
 
 
 def _converted(source: nn.Module | torch.export.ExportedProgram, **options: Any) -> onnx.ModelProto:
-    """By PyTorch's exporter to ONNX, with some of its options. Raises ModelError."""
+    """The model that PyTorch's exporter to ONNX makes, with some of its options. Raises ModelError."""
     try:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(

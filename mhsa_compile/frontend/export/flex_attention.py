@@ -36,7 +36,7 @@ _ANY = 7  # a size that no function looks at
 
 @contextmanager
 def as_operators() -> Iterator[None]:
-    """Calls of flex_attention in this thread become operators meanwhile."""
+    """Inside, calls of flex_attention in this thread become operators."""
     names = ("flex_attention_hop", "create_mask", "_convert_mask_to_block_mask", "_create_sparse_block_from_block_mask",
              "_create_empty_block_mask")  # fmt: skip
     theirs = {name: getattr(flex, name) for name in (*names, _UNCOMPILED)}
@@ -58,11 +58,11 @@ def _in_thread(owner: int, function: Function, other: Function) -> Function:
 
 
 def _nothing(*args: Any, **said: Any) -> None:
-    """In place of a mask of all pairs."""
+    """Stands in for `create_mask`, which would make a mask of all pairs."""
 
 
 def _two_of_nothing(*args: Any, **said: Any) -> tuple[None, None]:
-    """In place of the blocks of one, partial and whole."""
+    """Stands in for what lists the blocks of a mask of all pairs, partial and whole."""
     return None, None
 
 
@@ -81,7 +81,7 @@ class _Calls:
         return self._of_one_block(mask_mod, seq_lengths, flex._DEFAULT_SPARSE_BLOCK_SIZE)
 
     def empty(self, query: Tensor, key: Tensor) -> flex.BlockMask:
-        """That of a call without one."""
+        """The block mask of a call without one."""
         return self._of_one_block(flex.noop_mask, (1, 1), flex._LARGE_SPARSE_BLOCK_SIZE)
 
     def _of_one_block(self, mask_mod: Function, seq_lengths: tuple[int, int], size: int) -> flex.BlockMask:
@@ -93,7 +93,7 @@ class _Calls:
         return made
 
     def attend(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """One call. Raises ModelError."""
+        """Makes one call of flex_attention the operator. Raises ModelError."""
         block_mask = args[4]
         known = any(block_mask[2] is count for count in self.made)
         if not known and not _untraced(lambda: self._say_the_same(block_mask)):
@@ -126,7 +126,7 @@ class _Calls:
 
 
 def _untraced(question: Callable[[], bool]) -> bool:
-    """Asked in another thread, where nobody follows what PyTorch computes."""
+    """The answer to a question that is asked in another thread, where nobody follows what PyTorch computes."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(question).result()
 
@@ -230,7 +230,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 def _ready(tensor: Tensor) -> Tensor:
-    """As the operator takes it: of one axis at least, of a dtype that kernels read."""
+    """A tensor as the operator takes it: of one axis at least, of a dtype that kernels read."""
     if tensor.dtype == torch.float64:
         tensor = tensor.to(torch.float32)
     elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
@@ -239,5 +239,5 @@ def _ready(tensor: Tensor) -> Tensor:
 
 
 def _sizes(tensor: Tensor) -> Iterator[int]:
-    """-1 where a size is free."""
+    """The sizes of a tensor, -1 where one is free."""
     return (size if isinstance(size, int) else -1 for size in tensor.shape)

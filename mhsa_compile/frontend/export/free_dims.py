@@ -66,7 +66,7 @@ class Freedom:
         return {*symbols.values()} - self.stated - {symbols[axis] for axis in self.required if axis in symbols}
 
     def sizes_to_export_at(self) -> dict[str, int]:
-        """The examples', as far as no two are equal, which the exporter may take for one, and none is 1."""
+        """The sizes of the examples, as far as no two are equal, which the exporter may take for one, and none is 1."""
         sizes: dict[str, int] = {}
         for axis, symbol in self.symbols.items():
             if symbol not in sizes:
@@ -76,7 +76,7 @@ class Freedom:
         return sizes
 
     def renamed(self, symbols: Mapping[Axis, str], most: Mapping[str, int]) -> Freedom:
-        """With these symbols; axes that have none are fixed at the examples' sizes."""
+        """The same freedom with these symbols; axes that have none are fixed at the examples' sizes."""
         signature: Signature = {
             name: (
                 tuple(
@@ -100,7 +100,8 @@ def asked(
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None,
     dims: Mapping[str, int | None],
 ) -> Freedom:
-    """From example inputs, what is stated of their axes, and the sizes that are fixed. Raises InputError."""
+    """What an export is asked to leave free, by example inputs, by what is stated of their axes, and by the sizes that
+    are fixed. Raises InputError."""
     if not examples:
         hint = "Pass the tensors that its forward takes; only their names, shapes and dtypes matter."
         raise InputError("example_inputs", f"example inputs for {type(module).__name__}", "none", hint)
@@ -160,7 +161,7 @@ def _stated(words: Mapping[str, Any], examples: Mapping[str, Tensor], guesses: M
 
 
 def _state(stated: _Stated, axis: Axis, entry: Any, size: int, guesses: Mapping[Axis, str]) -> None:
-    """What an axis is to be: a name, a Dim or one of Dim's hints; None and a size fix it."""
+    """States what an axis is to be: a name, a Dim or one of Dim's hints; None and a size fix it."""
     label = f"dynamic_shapes[{axis[0]!r}][{axis[1]}]"
     hint = getattr(entry, "type", None)
     if entry is None or entry == size or hint == Dim.STATIC.type:
@@ -207,7 +208,7 @@ def settled(called: Called, wanted: Freedom, convert: Callable[[Program], onnx.M
 
 
 def _ever_less(wanted: Freedom) -> list[Freedom]:
-    """What to try, one after the other: all, the batch, the lengths, nothing but what was stated."""
+    """The freedoms to try, one after the other: all, the batch, the lengths, nothing but what was stated."""
     optional = wanted.optional
     fewer: list[set[str]] = [set(), optional - {"B"}, optional & {"B"}, optional]
     tries = [wanted.without(fixed) for fixed in fewer]
@@ -339,4 +340,5 @@ def quiet() -> Iterator[None]:
 
 
 _SAID_ANYWAY = ("torchvision is not installed", "has None output", "Skipping constant argument")
-"""Of a module that gives None, such as weights that nobody asked for, the rest is what is exported."""
+"""Words of the exporter's messages that are silenced. Of a module that gives None, such as weights that nobody asked
+for, the rest is what is exported."""

@@ -22,7 +22,7 @@ _READ_ALIKE = re.compile(r"\s*\w+\s*(?:(?:[+-]\s*\w+\s*)+|(?:\*|//)\s*[A-Za-z_1-
 
 
 def check_dims(dims: Mapping[str, int] | None) -> None:
-    """Sizes that a caller fixes. Raises InputError."""
+    """Checks the sizes that a caller fixes. Raises InputError."""
     for symbol, size in (dims or {}).items():
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST:
             raise InputError(f"dims[{symbol!r}]", f"a size of at least 1, and at most {LARGEST}", repr(size))
@@ -63,7 +63,7 @@ def dims_of(value: onnx.ValueInfoProto) -> Any:
 
 
 def _renamed(symbols: set[str]) -> dict[str, str]:
-    """Old name -> new one."""
+    """Old name -> new name, of the symbols that are neither a name nor an expression which all stages read alike."""
     plain = {symbol for symbol in symbols if symbol.isidentifier()}
     renamed: dict[str, str] = {}
     for symbol in sorted(symbols - plain):

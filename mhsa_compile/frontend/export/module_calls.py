@@ -87,7 +87,7 @@ def with_own_names(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _rename_reads(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """In what a node reads, the bodies of its subgraphs included."""
+    """Renames what a node reads, the bodies of its subgraphs included."""
     for i, name in enumerate(node.input):
         node.input[i] = renamed.get(name, name)
     for graph in branches(node):

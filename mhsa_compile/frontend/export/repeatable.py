@@ -67,7 +67,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """By name, with the defaults."""
+    """The arguments of a node by name, with the defaults."""
     operator: Any = node.target
     found = {arg.name: arg.default_value for arg in operator._schema.arguments if arg.has_default_value()}
     names = [arg.name for arg in operator._schema.arguments]

@@ -36,7 +36,8 @@ def read_source(
     example_inputs: Sequence[Any] | Mapping[str, Any] | None,
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
 ) -> Source:
-    """Raises ModelError, SpecError or InputError."""
+    """The source as a checked model, its dims fixed as `dims` says, with the spec that it states. Raises ModelError,
+    SpecError or InputError."""
     check_dims(dims)
     if isinstance(source, str | Path | onnx.ModelProto) and dynamic_shapes is not None:
         hint = "The symbols of an ONNX model are free as they are; dims fixes them."
@@ -135,7 +136,7 @@ def _check(name: str, model: onnx.ModelProto) -> None:
 
 
 def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:
-    """For the checker, which wants a shape of every output; nobody else does, as it follows from the graph."""
+    """The model with a shape of every output, which the checker alone wants, as it follows from the graph."""
     if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
         return model
     copy = onnx.ModelProto()

@@ -22,7 +22,8 @@ from mhsa_compile.spec.score_functions import ScoreFunction
 
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
 OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
-"""The last of both are those of our own operator of this name; see `operators`."""
+"""The outputs of an Attention in their order, as INPUTS are its inputs. The last of both are those of our own operator
+of this name; see `operators`."""
 _PRECISIONS = {
     TensorProto.FLOAT: "float32",
     TensorProto.FLOAT16: "float32",  # asked for less: the kernels compute in float32, which is more exact
@@ -75,7 +76,7 @@ def refusal(node: onnx.NodeProto, expected: str, got: str, next_step: str = "") 
 
 
 def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
-    """Raises ModelError."""
+    """Reads and checks one Attention node. Raises ModelError."""
     names = dict(zip(INPUTS, [*node.input[: len(INPUTS)], *[""] * (len(INPUTS) - len(node.input))], strict=True))
     said = attributes(node)
     _check_company(node, names)
@@ -157,7 +158,7 @@ def _wanted(node: onnx.NodeProto, said: dict[str, Any], heads: int) -> SoftmaxOu
 
 
 def _check_company(node: onnx.NodeProto, names: dict[str, str]) -> None:
-    """What the standard wants used together, or apart."""
+    """Checks what the standard wants used together, or apart."""
     pasts = [role for role in ("past_key", "past_value") if names[role]]
     presents = [role for role, name in zip(OUTPUTS, node.output, strict=False) if name and role.startswith("present")]
     if len(pasts) == 1:

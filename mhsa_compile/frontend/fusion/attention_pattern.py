@@ -39,7 +39,8 @@ class AttentionPattern:
 
     @property
     def _is_ours(self) -> bool:
-        """Exported from a module of this library, whose masks broadcast in every axis; the runtime sees to the last."""
+        """Whether the graph was exported from a module of this library, whose masks broadcast in every axis; the
+        runtime sees to the last."""
         return any(entry.key == SPEC_KEY for entry in self.graph.model.metadata_props)
 
     @property
@@ -48,7 +49,7 @@ class AttentionPattern:
         return self.graph.opset >= 24 and not self._is_ours
 
     def _operand(self, name: str, stated_heads: int | None) -> Operand:
-        """Where the heads lie: in the input itself, or before the Reshape and Transpose that split them."""
+        """Where an operand's heads lie: in the input itself, or before the Reshape and Transpose that split them."""
         shape = self.graph.shape(name) or ()
         if stated_heads is not None:
             width = _fixed(shape[2])
@@ -117,7 +118,7 @@ class AttentionPattern:
         return np.broadcast_to(visible, (len(visible), L, S))
 
     def _apart(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(what score_mod captures, what mask_mod does)."""
+        """(what score_mod captures, what mask_mod captures)."""
         asked = self.asked
         count = 0 if asked.score_mod is None else len(asked.score_mod.tensors)
         return asked.tensors[:count], asked.tensors[count:]
@@ -156,7 +157,7 @@ class AttentionPattern:
         return name, False
 
     def _refuse_contradictions(self, shape: tuple[Dim, ...]) -> None:
-        """Fixed sizes that do not broadcast to (B, H, L, S)."""
+        """Refuses a mask with fixed sizes that do not broadcast to (B, H, L, S)."""
         batch = (self.graph.shape(self.asked.q) or (None,))[0]
         full = (batch, self.operands[0].heads, self.asked.query_length, self.asked.keys)
         for axis, (size, whole) in enumerate(zip(reversed(shape), reversed(full), strict=False)):

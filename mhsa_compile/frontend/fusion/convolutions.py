@@ -99,7 +99,7 @@ class _Rewriting:
             self._move(node, source, [perm[axis] for axis in asked])
 
     def _elementwise(self, node: onnx.NodeProto) -> None:
-        """The same of what was transposed, if all that it reads was, alike, or is one number."""
+        """Moves a Transpose past an elementwise node, if all that it reads was transposed alike, or is one number."""
         perms = {self.moved[name][1] for name in node.input if name in self.moved}
         if len(perms) != 1:
             return

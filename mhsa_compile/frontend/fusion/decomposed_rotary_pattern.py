@@ -147,7 +147,7 @@ def _with_rest(graph: GraphView, last: onnx.NodeProto, terms: _Terms) -> tuple[s
 
 
 def _axes(graph: GraphView, terms: _Terms) -> tuple[int, int] | None:
-    """Those of length and heads in x, where dtypes and shapes are seen to be those of a rotary embedding."""
+    """The axes of length and heads in x; None unless dtypes and shapes are seen to be those of a rotary embedding."""
     dtypes = {graph.dtype(name) for name in terms[:3]}
     x, *tables = (graph.shape(name) or () for name in terms[:3])
     if len(dtypes) > 1 or not dtypes <= set(DTYPES) or len(x) != 4 or None in x or tables[0] != tables[1]:

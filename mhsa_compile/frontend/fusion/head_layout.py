@@ -27,7 +27,7 @@ class Operand:
     width: int = 0
 
     def as_input(self, number: int) -> HeadLayout:
-        """Where the heads lie for a node whose input of this number `source` is."""
+        """The layout of the heads, for a node whose input of this number is `source`."""
         return HeadLayout(number, self.layout, self.width, self.offset)
 
 
@@ -39,7 +39,7 @@ class NodePattern(Protocol):
 
     @property
     def operands(self) -> Sequence[Operand]:
-        """What it reads by heads, in place; `fusion` moves them into the rows of a fused projection."""
+        """What the node reads by heads, in place; `fusion` moves them into the rows of a fused projection."""
         ...
 
     def fused_node(self) -> onnx.NodeProto: ...
@@ -69,7 +69,7 @@ def split_rows(
 def needed_by(
     graph: GraphView, nodes: Sequence[onnx.NodeProto], readers: Sequence[onnx.NodeProto]
 ) -> list[onnx.NodeProto]:
-    """Those of `nodes`, each behind all that read it, that nobody needs but `readers`, or what only these need."""
+    """The nodes, of `nodes`, each behind all that read it, that nobody needs but `readers`, or what only these need."""
     going, found = {id(reader) for reader in readers}, []
     for node in nodes:
         outside = [n for n in node.output if n in graph.outputs or any(id(r) not in going for r in graph.consumers(n))]

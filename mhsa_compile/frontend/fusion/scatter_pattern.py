@@ -53,7 +53,7 @@ class ScatterPattern:
         return bool(mode == "circular")
 
     def _check_shapes(self) -> int:
-        """The axis of the rows, counted from the front."""
+        """Checks the shapes, and returns the axis of the rows, counted from the front."""
         cache, update = self._known(self.cache, "past_cache"), self._known(self.update, "update")
         rank, stated = len(cache), int(attributes(self.node).get("axis", -2))
         axis = stated + rank if stated < 0 else stated
@@ -123,7 +123,7 @@ def in_place(graph: GraphView) -> dict[str, str]:
 
 
 def declared_in_place(model: onnx.ModelProto) -> dict[str, str]:
-    """Input -> output, as the model says it. Raises ModelError."""
+    """Input -> output, of the caches that the model says are written in place. Raises ModelError."""
     said = {entry.key: entry.value for entry in model.metadata_props}.get(IN_PLACE_KEY, "{}")
     with reading(ModelError, f"metadata {IN_PLACE_KEY!r}", 'a JSON object such as {"past_key": "present_key"}'):
         return msgspec.json.decode(said, type=dict[str, str])

@@ -15,7 +15,8 @@ from mhsa_compile.kernels.interface.ops import Dim, Op
 
 
 class ImportContext:
-    """Where Relax is written, the operations and demands that are known so far, and the names of sizes and inputs."""
+    """What conversions share: the builder that writes Relax, the operations and demands that are known so far, and the
+    names of sizes and inputs."""
 
     def __init__(self, bb: relax.BlockBuilder, inputs: Mapping[str, Value]) -> None:
         self.bb = bb

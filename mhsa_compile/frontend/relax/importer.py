@@ -39,7 +39,8 @@ from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, Lin
 
 
 def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> ImportedModule:
-    """`int8_weights`: linears round their weights to eight bits when they are packed, and activations in each call.
+    """The model in Relax, with calls of our operations. `int8_weights`: linears round their weights to eight bits when
+    they are packed, and activations in each call.
 
     Raises ModelError: no attention, an operator nobody here can convert, shapes that contradict each other.
     """
@@ -206,7 +207,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
 
 def _name(attrs: dict[str, Any]) -> str:
-    """The node's, which TVM puts beside its attributes."""
+    """The name of a node, which TVM puts beside its attributes."""
     return str(attrs["tvm_custom"]["name"])
 
 

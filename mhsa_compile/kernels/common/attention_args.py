@@ -31,11 +31,11 @@ class ExtraInputs(ABC):
 
     @abstractmethod
     def settled(self, value: Expr) -> Expr:
-        """A float32, computed here and now."""
+        """The value, a float32, computed here and now."""
 
     @abstractmethod
     def element(self, buffer: Expr, head: Expr) -> Expr:
-        """An element as float32."""
+        """The element of `buffer` for a head, as float32."""
 
     def held(self, b: Expr, kv_length: Expr) -> Expr:
         """How many keys batch entry b has, int64: what a call brings is held to 0 .. `kv_length`."""
@@ -76,14 +76,14 @@ class AttentionArguments(Generic[Extras]):
     tensors: tuple[Expr, ...]
 
     def output(self) -> Expr:
-        """The argument behind the constants."""
+        """Declares the output, the argument behind the constants."""
         op = self.op
         shape = placed_shape(op.output, self.batch, self.q_length, op.num_heads, op.v_head_dim)
         return argument("y", shape, op.dtype)
 
 
 def attention_arguments(op: AttentionOp, extras: type[Extras]) -> AttentionArguments[Extras]:
-    """To be called first in the function that is being built."""
+    """Declares the arguments of the function that is being built, where it is to be called first."""
     dim, heads = Dims(), T.int64(op.num_heads)
     sizes = batch, q_length, kv_length = dim(op.batch), dim(op.q_length), dim(op.kv_length)
     inputs = _inputs(op, batch, q_length, kv_length)

@@ -50,7 +50,7 @@ class StepArithmetic(Protocol):
         ...
 
     def function(self, op: str, x: Value) -> Expr:
-        """exp, exp2, log, tanh, sigmoid or sqrt."""
+        """The value at x of the function `op`: exp, exp2, log, tanh, sigmoid or sqrt."""
         ...
 
     def element(self, tensor: int, indices: Sequence[Value]) -> Value:
@@ -58,7 +58,7 @@ class StepArithmetic(Protocol):
         ...
 
     def size(self, tensor: int, axis: int) -> Expr:
-        """int64."""
+        """The size of one axis of a tensor, as an int64."""
         ...
 
 

@@ -68,7 +68,7 @@ class _CpuScatter:
 
     @property
     def new(self) -> Expr:
-        """L."""
+        """L, the number of new rows."""
         return self.update.shape[2 if self.op.update is None else 1]
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class _CpuScatter:
         return materialize(T.Select(rest < 0, rest + rows, rest))
 
     def _write_new(self, b: Expr, h: Expr, j: Expr, place: Expr) -> None:
-        """Row j of the update becomes row `place`."""
+        """Writes row j of the update as row `place` of the result."""
         if self.op.update is None:
             self._fill(b, h, place, self.update, lambda column: [b, h, j, column])
             return
@@ -148,7 +148,7 @@ class _CpuScatter:
         self._fill(b, h, place, self.update, lambda column: [b, j, first + column])
 
     def _fill(self, b: Expr, h: Expr, place: Expr, source: Expr, at: Callable[[Expr], list[Expr]]) -> None:
-        """One row of the result from `source`, whose element of a column is `at(column)`."""
+        """Writes one row of the result from `source`, whose element of a column is `at(column)`."""
 
         def copy(column: Expr, n: int) -> None:
             store(self.result, [b, h, place, column], load(source, at(column), n), n)

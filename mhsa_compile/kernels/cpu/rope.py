@@ -116,7 +116,7 @@ def _rope(op: RotaryOp, lanes: int) -> Expr:
 
 
 def _turn(angles: _CpuAngles, place: list[Expr], i: Expr, x: HeadView, y: HeadView, lanes: int) -> None:
-    """One head of one row."""
+    """Turns one head of one row."""
     op = angles.op
     half = op.rotary_dim // 2
     pairs = _Interleaved(x, y, i) if op.interleaved else _Halves(x, y, i, half)

@@ -167,7 +167,7 @@ class TaskFunction:
 
 
 def _all(flags: Sequence[Value], lanes: int) -> Value:
-    """Whether all of them hold."""
+    """Whether all flags hold."""
     whole = None
     for flag in flags:
         expr = flag.expr if flag.lanes == lanes else splat(flag.expr, lanes)
@@ -176,6 +176,6 @@ def _all(flags: Sequence[Value], lanes: int) -> Value:
 
 
 def number(value: Expr, lanes: int = 1) -> Value:
-    """A place as functions take it."""
+    """A place as functions of scores take it: of int32."""
     dtype = "int32" if lanes == 1 else f"int32x{lanes}"
     return Value(T.cast(value, dtype), "int32", lanes)

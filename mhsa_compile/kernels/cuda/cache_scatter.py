@@ -73,12 +73,12 @@ class _CudaScatter:
 
     @property
     def new(self) -> Expr:
-        """L."""
+        """L, the number of new rows."""
         return self.update.shape[2 if self.op.update is None else 1]
 
     @property
     def rows(self) -> Expr:
-        """S."""
+        """S, the number of rows of the cache."""
         return self.cache.shape[2]
 
     def write_rows(self) -> None:
@@ -133,7 +133,7 @@ class _CudaScatter:
         return materialize(T.Select(rest < 0, rest + self.rows, rest), "int64"), T.bool(True)
 
     def _new_at(self, b: Expr, h: Expr, j: Expr, column: Expr) -> list[Expr]:
-        """Where row j of the update has a column."""
+        """The indices in the update of a column of row j."""
         if self.op.update is None:
             return [b, h, j, column]
         return [b, j, h * self.cache.shape[3] + self.op.update.offset + column]

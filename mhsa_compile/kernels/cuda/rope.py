@@ -63,7 +63,7 @@ class _Pairs:
         return self.piece // 2 if self.side_by_side else self.piece
 
     def columns(self, turn: Expr) -> list[Expr]:
-        """Where its pieces begin."""
+        """The columns at which the thread's pieces begin."""
         if self.side_by_side:
             return [turn * self.piece]
         apart = 1 if self.op.interleaved else self.op.rotary_dim // 2
@@ -139,7 +139,7 @@ def _rope(op: RotaryOp) -> Expr:
 
 
 def _turn(angles: _CudaAngles, pairs: _Pairs, b: Expr, i: Expr, turn: Expr, x: HeadView, y: HeadView) -> None:
-    """The pairs of one thread."""
+    """Turns the pairs of one thread."""
     op, columns = angles.op, pairs.columns(turn)
     cos, sin = angles.read(b, i, turn, pairs)
     pieces = [Piece(pairs.piece, op.dtype) for _ in columns]

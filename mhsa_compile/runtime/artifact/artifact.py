@@ -34,7 +34,7 @@ from mhsa_compile.runtime.artifact.manifest import (
 
 _BLOCK = 2**20  # bytes copied at once
 _ATTEMPTS = 100
-"""To open an artifact that others replace: one fails if they do so within the microseconds that it takes."""
+"""Attempts to open an artifact that others replace: one fails if they do so within the microseconds that it takes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,7 +120,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
-    """With the hashes of the files and its own; and its bytes."""
+    """The manifest with the hashes of the files and its own; and its bytes."""
     manifest = msgspec.structs.replace(manifest, files=files, sha256=_UNSEALED)
     raw = _encode(msgspec.structs.replace(manifest, sha256=hashlib.sha256(_encode(manifest)).hexdigest()))
     return msgspec.json.decode(raw, type=Manifest), raw

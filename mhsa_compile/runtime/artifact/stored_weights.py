@@ -12,7 +12,7 @@ _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_d
 
 
 def parsed(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """By name, each in memory of its own. Raises SafetensorError."""
+    """The tensors by name, each in memory of its own. Raises SafetensorError."""
     found = {}
     for name, tensor in safetensors.deserialize(data):  # type: ignore[no-untyped-call]
         if tensor["dtype"] not in _DTYPES:

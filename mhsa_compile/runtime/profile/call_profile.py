@@ -52,7 +52,7 @@ class OpProfile:
         return None if self.bytes is None or self.us <= 0 else self.bytes / self.us / 1e3
 
     def joined(self, other: OpProfile, name: str | None = None) -> OpProfile:
-        """Both as one, under its own name or another."""
+        """Both operations as one, under this one's name or another."""
         us = self.us + other.us
         cpus = (self.us * self.cpus + other.us * other.cpus) / us if us else self.cpus
         return replace(
@@ -104,7 +104,7 @@ class CallProfile:
 
     @property
     def ops_us(self) -> float:
-        """The sum of the operations."""
+        """The sum of the operations' times in microseconds."""
         return sum(op.us for op in self.ops)
 
     @property
@@ -118,7 +118,7 @@ class CallProfile:
         return self.call_us - self.function_us
 
     def alike_together(self) -> CallProfile:
-        """Operations of one kernel and config that do as much are one, `op_0 ... op_33`."""
+        """The profile in which operations of one kernel and config that do as much are one, `op_0 ... op_33`."""
         found: dict[tuple[object, ...], list[OpProfile]] = {}
         for op in self.ops:
             apart = op.name if op.kind == "fallback" else ""
@@ -134,8 +134,8 @@ class CallProfile:
         return tuple(sorted(self.ops, key=lambda op: -op.us))
 
     def against(self, gflops: dict[str, float], bandwidth_gbs: float, cache_bytes: int) -> CallProfile:
-        """With the share of what the machine can do: for each kind of operation in `gflops` multiply-adds at that rate,
-        or bytes where they cannot stay in a cache of `cache_bytes`, whichever takes longer."""
+        """The profile with the share of what the machine can do: for each kind of operation in `gflops` multiply-adds
+        at that rate, or bytes where they cannot stay in a cache of `cache_bytes`, whichever takes longer."""
         return replace(self, ops=tuple(_against(op, gflops, bandwidth_gbs, cache_bytes) for op in self.ops))
 
     def chrome_trace(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class KernelRun:
 
 
 def capture(runtime: Runtime, vm: Vm, arguments: Sequence[Any]) -> list[KernelRun]:
-    """Makes one call on a VM that nobody else uses."""
+    """The kernels that one call runs, in their order; it is made on a VM that nobody else uses."""
     found: list[KernelRun] = []
 
     def is_list(held: Any) -> bool:

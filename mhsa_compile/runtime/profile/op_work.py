@@ -24,7 +24,7 @@ _LINEAR = re.compile(r"(\d+) -> (\d+(?: \+ \d+)*)")
 
 @dataclass(frozen=True)
 class Work:
-    """None where nobody counted it."""
+    """The FLOPs and bytes of an operation, each None where nobody counted it."""
 
     flops: int | None = None
     bytes: int | None = None
@@ -33,8 +33,8 @@ class Work:
 def work_of(
     manifest: Manifest, op: OpReport | None, arrays: Sequence[Any], counts: Sequence[Sequence[int]] = ()
 ) -> Work:
-    """Of one run of a kernel on these arrays (TVM's tensors), its inputs before its outputs; `counts` are what those of
-    them hold that are lists of integers. `op` is None for code of TVM's own."""
+    """The work of one run of a kernel on these arrays (TVM's tensors), its inputs before its outputs; `counts` are what
+    those of them hold that are lists of integers. `op` is None for code of TVM's own."""
     size = sum({(array.data_ptr(), _bytes(array)): _bytes(array) for array in arrays}.values())
     if op is not None and op.op == "linear":
         return Work(linear_flops(op, math.prod(arrays[0].shape[:-1])), size)
@@ -47,7 +47,7 @@ def work_of(
 
 
 def linear_flops(op: OpReport, rows: int) -> int | None:
-    """Of a linear of so many rows."""
+    """The FLOPs of a linear of so many rows; None where its note does not state its widths."""
     found = _LINEAR.match(op.note)
     if found is None:
         return None
@@ -55,7 +55,8 @@ def linear_flops(op: OpReport, rows: int) -> int | None:
 
 
 def attention_flops(manifest: Manifest, meaning: Semantics, L: int, S: int, keys: Sequence[int]) -> int | None:
-    """Of one batch entry for each of `keys`, the numbers of its keys. None for a constant mask that no spec states."""
+    """The FLOPs of an attention with one batch entry for each of `keys`, the numbers of its keys. None for a constant
+    mask that no spec states."""
     if meaning.static_mask is not None:
         stated = manifest.spec
         return None if stated is None else len(keys) * stated.attention_flops(B=1, L=L, S=S)
@@ -66,7 +67,8 @@ def attention_flops(manifest: Manifest, meaning: Semantics, L: int, S: int, keys
 def _attention(
     manifest: Manifest, meaning: Semantics, arrays: Sequence[Any], counts: Sequence[Sequence[int]], size: int
 ) -> Work:
-    """The arrays: those of Q, K and V, which may lie in one; a mask and others; the output, perhaps a workspace."""
+    """The work of an attention. The arrays: those of Q, K and V, which may lie in one; a mask and others; the output,
+    perhaps a workspace."""
     query = tuple(arrays[0].shape)
     B, L = query[0], query[1 if len(query) == 3 else 2]
     source = _keys_shape(meaning, arrays, B, L)
@@ -94,7 +96,7 @@ def _keys_shape(meaning: Semantics, arrays: Sequence[Any], B: int, L: int) -> tu
 
 
 def _visible_pairs(meaning: Semantics, L: int, S: int) -> int:
-    """Pairs of a query and a key that the band leaves."""
+    """The number of pairs of a query and a key that the band leaves."""
     if meaning.band is None:
         return L * S
     left, right = meaning.band.left, meaning.band.right

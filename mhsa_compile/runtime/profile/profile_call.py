@@ -41,7 +41,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class _Times:
-    """In nanoseconds: of each round the call and the function, and of each kernel the wall clock and the CPUs' time."""
+    """Nanoseconds: for each round the call and the function, and for each kernel the wall clock and the CPUs' time."""
 
     call: list[int]
     function: list[int]
@@ -52,7 +52,8 @@ class _Times:
 def profile_call(
     runtime: Runtime, manifest: Manifest, kernels: Sequence[KernelRun], turns: Turns, threads: int, seconds: float
 ) -> CallProfile:
-    """`kernels` are those of the call that `turns` makes, which uses at most so many threads."""
+    """Times a call and its kernels, for about so many seconds. `kernels` are those of the call that `turns` makes,
+    which uses at most so many threads."""
     _settle(kernels, turns)
     times = _measured(kernels, turns, seconds)
     nothing = np.array([_of_nothing(runtime, kernel.arguments) for kernel in kernels])
@@ -127,7 +128,7 @@ def _spread(times: Sequence[int]) -> float:
 
 
 def _run(kernels: Sequence[KernelRun], clock: Callable[[], int]) -> list[int]:
-    """Nanoseconds of each."""
+    """Runs the kernels, and returns the nanoseconds of each by `clock`."""
     ticks = [clock()]
     for kernel in kernels:
         kernel.run(*kernel.arguments)

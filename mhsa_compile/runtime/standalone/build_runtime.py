@@ -50,7 +50,7 @@ def built(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]
 
 
 def _recipe() -> str:
-    """Another one for another library: a hash of all that it is made of."""
+    """A hash of all that the library is made of: another one for another library."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
         digest.update(path.read_bytes())
@@ -67,7 +67,8 @@ def _build(triple: str, tvm: Path, tvm_ffi: Path, place: Path) -> Path:
 
 
 def stage(tvm: Path, tvm_ffi: Path, place: Path) -> None:
-    """One tree of the packages' sources and ours, which include each other by relative names, with UNITS to compile.
+    """Makes one tree of the packages' sources and ours, which include each other by relative names, with UNITS to
+    compile.
 
     Raises InstallationError.
     """

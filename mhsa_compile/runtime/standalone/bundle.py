@@ -50,7 +50,7 @@ class Bundle:
 
 
 def check_folder(folder: Path, force: bool) -> None:
-    """Whether a bundle may be written there, before the work. Raises OutputError."""
+    """Checks, before the work, that a bundle may be written to a folder. Raises OutputError."""
     check_place(folder, force, f"{_ARTIFACT}/{MANIFEST}")
 
 
@@ -102,7 +102,7 @@ def bundle(
 
 
 def _copy_headers(include: Path, folder: Path) -> None:
-    """Those that the program includes, and those that they include."""
+    """Copies the headers that the program includes, and those that they include."""
     waiting = [*folder.glob("*.h"), folder / MAIN]
     seen: set[str] = set()
     while waiting:

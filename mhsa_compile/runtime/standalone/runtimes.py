@@ -33,7 +33,7 @@ class RuntimeLibraries:
 
 
 def package_folder(name: str) -> Path:
-    """Where `tvm` or `tvm_ffi` is installed; neither is imported. Raises InstallationError."""
+    """The folder in which `tvm` or `tvm_ffi` is installed; neither is imported. Raises InstallationError."""
     spec = find_spec(name)
     for folder in (spec and spec.submodule_search_locations) or ():
         return Path(folder)
@@ -77,7 +77,7 @@ def _prebuilt(architecture: str, places: list[Path], origin: str) -> RuntimeLibr
 
 
 def _library(name: str, architecture: str, places: list[Path]) -> bytes:
-    """The first that is for that architecture. Raises InputError, which says what there was instead."""
+    """The first library that is for that architecture. Raises InputError, which says what there was instead."""
     found = [candidate for place in places for candidate in _candidates(name, place)]
     for _, data in found:
         if _is_for(architecture, data):
@@ -123,6 +123,6 @@ def _in_wheel(name: str, wheel: Path) -> list[tuple[str, bytes]]:
 
 
 def _is_for(architecture: str, library: bytes) -> bool:
-    """By the field e_machine of its ELF header."""
+    """Whether a library is for an architecture, by the field e_machine of its ELF header."""
     machine = next((number for name, number in _ELF_MACHINES.items() if architecture.startswith(name)), None)
     return library[:4] == b"\x7fELF" and int.from_bytes(library[18:20], "little") == machine

@@ -21,12 +21,12 @@ def compiler_words(libraries: Iterable[str]) -> list[str]:
 
 
 def zig_command(words: Sequence[str], triple: str) -> str:
-    """For a shell of any machine with Python and the package ziglang."""
+    """The command that compiles the program, for a shell of any machine with Python and the package ziglang."""
     return f"python3 -m ziglang c++ -target {triple} {shlex.join(words)}"
 
 
 def makefile(words: Sequence[str], triple: str) -> str:
-    """With the device's own compiler, or with Zig's."""
+    """A Makefile that compiles the program with the device's own compiler, or with Zig's."""
     line = shlex.join(words).replace("$", "$$")
     return f"""\
 # make        a C++17 compiler of the device, or CXX=... for it
@@ -43,7 +43,7 @@ zig:
 
 
 def readme(manifest: Manifest, runtime: RuntimeLibraries, words: Sequence[str]) -> str:
-    """What it is, how it is built and run, and what it takes and gives."""
+    """The README: what the bundle is, how it is built and run, and what it takes and gives."""
     target = manifest.target
     assert isinstance(target, CpuProfile)  # bundles are for CPUs
     features = " ".join(target.hardware.features) or "nothing beyond its architecture"

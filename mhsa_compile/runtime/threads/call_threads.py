@@ -21,7 +21,8 @@ _OPENMP = 2
 
 @dataclass(frozen=True)
 class ThreadSettings:
-    """Of one loaded artifact. `bounded`: PyTorch's own number of threads bounds `limit`, which nobody asked for."""
+    """The settings of one loaded artifact. `bounded`: PyTorch's own number of threads bounds `limit`, which nobody
+    asked for."""
 
     limit: int
     pool: Pool
@@ -33,7 +34,7 @@ class ThreadSettings:
 
 
 def check_pool(pool: object) -> None:
-    """Raises InputError."""
+    """Raises InputError for a pool that is not in POOLS."""
     if pool not in POOLS:
         raise InputError("pool", " or ".join(f'"{name}"' for name in POOLS), repr(pool))
 
@@ -48,12 +49,12 @@ class CallThreads:
         self._word = settings.word
 
     def say(self) -> None:
-        """To be called before each call."""
+        """Tells the code this thread's settings; to be called before each call."""
         self._told.value = self._word
 
     @property
     def ran_on(self) -> str:
-        """Where the last parallel loop of this thread ran: "own" or "openmp"."""
+        """The pool in which the last parallel loop of this thread ran: "own" or "openmp"."""
         return "openmp" if self._ran_on.value == _OPENMP else "own"
 
 

@@ -91,4 +91,5 @@ Outcome = Timing | Failure
 
 BUILD, CRASH, TIMEOUT, WRONG, LOST = "did not build", "crashed", "timed out", "over the error budget", "device lost"
 REASONS = (BUILD, CRASH, TIMEOUT, WRONG, LOST)
-"""LOST is no fault of the candidate: the device, or the way to it, went away; it may be asked for again."""
+"""Why candidates fail. LOST is no fault of theirs: the device, or the way to it, went away; one may be asked for
+again."""

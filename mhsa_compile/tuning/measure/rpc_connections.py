@@ -119,7 +119,7 @@ class Tracker:
                 asked.close()
 
     def stop(self) -> None:
-        """The tracker notices by itself who is gone."""
+        """Does nothing: the tracker notices by itself who is gone."""
 
     def _no_device(self) -> DeviceError:
         found = [entry["key"].partition(":")[2] for entry in self._summary()["server_info"]]

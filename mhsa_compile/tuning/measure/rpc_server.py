@@ -34,9 +34,9 @@ from mhsa_compile.target import host
 
 LOOPBACK = "127.0.0.1"
 DEVICE = "mhsa.device"
-"""The global function that returns `device.Device` as JSON."""
+"""The name of the global function that returns `device.Device` as JSON."""
 SECONDS = "mhsa.seconds"
-"""The global function that is `seconds`."""
+"""The name of the global function that is `seconds`."""
 ANSWER = 5.0
 """Seconds in which a tracker says that it is one."""
 _ENDS_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -82,7 +82,7 @@ def seconds(module: Any, calls: int, sets: int, *arguments: Any) -> float:
 
 
 def _wait(device: Any) -> None:
-    """A GPU is only sent its calls."""
+    """Waits until a GPU has made its calls, which it is only sent; a CPU has made them when they return."""
     if device.type == cuda_devices.FAMILY:
         tvm_runtime.start_cuda().wait(device.index)
 
@@ -98,7 +98,7 @@ def bind(address: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def parsed(text: str, argument: str) -> Address:
-    """HOST:PORT, an IPv6 address in brackets. Raises DeviceError that names the argument."""
+    """The address that HOST:PORT says, an IPv6 address in brackets. Raises DeviceError that names the argument."""
     name, _, port = text.rpartition(":")
     if not name or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
         raise DeviceError(argument, "HOST:PORT, such as 192.168.1.7:9190", repr(text))
@@ -174,7 +174,7 @@ def _end_with_stdin() -> NoReturn:
 
 
 def _load(threads: int, emulated: bool) -> None:
-    """TVM's runtime, by itself, and what each fork has to do."""
+    """Loads TVM's runtime, by itself, and registers what connections find and what each fork has to do."""
     os.environ["TVM_USE_RUNTIME_LIB"] = "1"
     os.environ["TVM_NUM_THREADS"] = str(threads)  # of our pool, too
     runtime = tvm_runtime.start()
@@ -187,7 +187,8 @@ def _load(threads: int, emulated: bool) -> None:
 
 
 def _said(emulated: bool) -> str:
-    """In a connection's fork. What is loaded there may have kernels for a GPU, if there is one."""
+    """What this machine is, as JSON, asked in a connection's fork. What is loaded there may have kernels for a GPU, if
+    there is one."""
     found = this_device(emulated, gpu=True)
     if found.gpu is not None:
         try:
@@ -199,7 +200,7 @@ def _said(emulated: bool) -> str:
 
 
 def _prepare_fork() -> None:
-    """It ends with the server."""
+    """Makes a fork end with the server, and at a crash without a page of TVM's."""
     ctypes.CDLL(None).prctl(_ENDS_WITH_PARENT, signal.SIGKILL)
     signal.signal(
         signal.SIGSEGV, signal.SIG_DFL

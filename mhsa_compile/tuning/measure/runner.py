@@ -109,7 +109,7 @@ class _Runner:
     def loaded(
         cls, remote: Any, name: str, candidate: Candidate, sent: tuple[list[list[Any]], list[Any]], job: MeasureJob
     ) -> _Runner:
-        """Loads it, packs, runs it once over an output of NaN, and checks what it wrote."""
+        """Loads a candidate, packs, runs it once over an output of NaN, and checks what it wrote."""
         device, (inputs, weights) = remote.device(candidate.memory, 0), sent
         module = _module(remote, name, candidate)
         packed = [_empty(shape, dtype, device) for shape, dtype in candidate.packed]
@@ -145,7 +145,7 @@ class _Runner:
 
 
 def _clock(remote: Any, job: MeasureJob) -> Any:
-    """The device's own, where inputs take turns and it has one: `mhsa serve` does, TVM's own server does not."""
+    """The device's own clock, where inputs take turns and it has one: `mhsa serve` does, TVM's own server does not."""
     if job.sets == 1:
         return None
     try:
@@ -217,7 +217,7 @@ def _empty(shape: Sequence[int], dtype: str, device: Any) -> Any:
 
 
 def _nonsense(shape: Sequence[int], dtype: str) -> Array:
-    """NaN in every place; -1 where there are whole numbers."""
+    """An array of NaN in every place; of -1 where there are whole numbers."""
     kind = np.dtype(_EXTENDED.get(dtype, dtype))
     memory: Array = np.full(int(np.prod(shape)) * kind.itemsize, 0xFF, np.uint8)
     values: Array = memory.view(kind)

@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 
 
 class Session(Protocol):
-    """What can measure."""
+    """A way to measure candidates on a device."""
 
     @property
     def device(self) -> Device:
@@ -64,7 +64,7 @@ class Session(Protocol):
 
     @property
     def threads(self) -> int:
-        """That a call uses there."""
+        """The threads that a call uses on the device."""
         ...
 
     def measure(self, job: MeasureJob, candidates: Sequence[Candidate], seconds: float) -> list[Outcome]:
@@ -124,7 +124,7 @@ class RpcSession:
     """A Session over connections, one for each attempt."""
 
     def __init__(self, way: Way, patience: float) -> None:
-        """Raises DeviceError where there is no device."""
+        """Connects to the device once. Raises DeviceError where there is none."""
         self._way = way
         self._patience = patience
         rpc_connections.rpc()  # the import may take a while, which counts for nobody

@@ -48,7 +48,7 @@ Stated = TypeVar("Stated", bound=msgspec.Struct)
 
 
 class WorkOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is asked for.
+    """What a bundle asks the device for.
 
     study    the sender's word for what this belongs to; comes back
     target   the target's name, for people
@@ -146,7 +146,7 @@ class WorkBundle:
     @classmethod
     @contextmanager
     def opened(cls, path: Path) -> Iterator[WorkBundle]:
-        """Raises BundleError."""
+        """Opens a bundle, and checks every byte of it. Raises BundleError."""
         what = f"bundle {str(path)!r}"
         with ExitStack() as stack:
             file = stack.enter_context(files.opened(path, BundleError, what, "a file that can be read"))
@@ -272,7 +272,7 @@ def encoded(value: Any) -> bytes:
 
 
 def decoded(what: str, raw: bytes, kind: type[Stated]) -> Stated:
-    """Raises BundleError for what is damaged, newer, or something else."""
+    """Reads JSON back as a value of `kind`. Raises BundleError for what is damaged, newer, or something else."""
     with reading(BundleError, what, f"what format {FORMAT} states", COPY_AGAIN):
         stated = msgspec.json.decode(raw, type=_BundleVersion).format
         if stated != FORMAT:

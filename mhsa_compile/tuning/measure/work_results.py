@@ -39,7 +39,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What comes back. `work` is the sha256 of the bundle's manifest; `total` is how many there will be, when whole."""
+    """The results of a bundle. `work` is the sha256 of its manifest; `total` is how many there will be, when whole."""
 
     format: int = work_bundle.FORMAT
     work: Digest
@@ -91,7 +91,7 @@ def _measured(work: WorkBundle, session: sessions.Session, number: int, which: i
 
 
 def read(path: str | os.PathLike[str]) -> Results:
-    """Raises BundleError for what is damaged, newer, or no results."""
+    """Reads the results in a file. Raises BundleError for what is damaged, newer, or no results."""
     what = f"results {str(path)!r}"
     return work_bundle.decoded(what, input_files.read(path, BundleError, what, "a file that can be read"), Results)
 

@@ -25,7 +25,8 @@ _KERNEL = "kernel"
 
 
 def ratios(one: Timing, other: Timing) -> list[float]:
-    """The ratios of their times, round by round; of the medians, where a company broke up and they shared no rounds."""
+    """The ratios of the times of two candidates, round by round; of the medians, where a company broke up and they
+    shared no rounds."""
     if len(one.samples_us) != len(other.samples_us):
         return [median(one.samples_us) / median(other.samples_us)]
     return [a / b for a, b in zip(one.samples_us, other.samples_us, strict=True)]
@@ -54,7 +55,7 @@ class Found(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Trial:
-    """One that is done: what it found, or why nothing."""
+    """A trial that is done: what it found, or why it found nothing."""
 
     number: int
     point: Point
@@ -62,7 +63,7 @@ class Trial:
 
 
 def found_in(trials: Iterable[Trial]) -> list[tuple[Found, Point]]:
-    """Those that found something, the best first."""
+    """(what it found, its point) of each trial that found something, the best first."""
     found = [(trial.result, trial.point) for trial in trials if isinstance(trial.result, Found)]
     return sorted(found, key=lambda pair: pair[0].score)
 
@@ -83,7 +84,7 @@ class Sampler:
             self._study = optuna.create_study(sampler=tpe)
 
     def learn(self, trials: Iterable[Trial]) -> None:
-        """What was found, here and by others; what failed is not drawn again, and teaches nothing."""
+        """Tells the sampler what was found, here and by others; what failed is not drawn again, and teaches nothing."""
         from optuna.trial import TrialState
 
         for trial in trials:
@@ -97,7 +98,7 @@ class Sampler:
                 self._study.add_trial(self.trial(trial.point, score, {}, done=True))
 
     def draw(self, known: set[Point]) -> Point | None:
-        """A point that is not known; None where it draws only such."""
+        """A point that can be emitted and is not known; None where TRIES draws in a row give none."""
         from optuna.trial import TrialState
 
         with quiet():
@@ -151,7 +152,7 @@ class Sampler:
 
 
 def plain(point: Point) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """A point as JSON gives it back."""
     return {"kernel": point.kernel, "knobs": [list(knob) for knob in point.knobs]}
 
 

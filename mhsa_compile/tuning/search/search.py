@@ -45,7 +45,7 @@ from mhsa_compile.tuning.search.study import Drawn, Study
 BATCH = 4
 """Candidates that are measured together, beside the default: connecting and sending arrays costs as much as one."""
 SECONDS = 0.08
-"""Of timing for each candidate of a batch."""
+"""Seconds of timing for each candidate of a batch."""
 FIRST, LAST = 0.2, 0.4
 """Seconds of timing for each candidate of the first measurement, of the noise, and of the last, of the best."""
 FINALISTS = 4
@@ -56,12 +56,12 @@ MOST_LOST = 3
 """Measurements in a row that a device may lose."""
 
 Build = Callable[[Point], Candidate]
-"""Raises BuildError."""
+"""A function that builds the candidate of a point. Raises BuildError."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the search of an operation is. Times are those of this operation; `best` is a score until it is
+    """How far the search of an operation is. Times are those of this operation; `best` is a score until it is
     confirmed."""
 
     default_us: float
@@ -179,7 +179,7 @@ class Search:
         return SearchResult(point, found[point], self.noise, tuple(done), stopped, swept)
 
     def _holds_elsewhere(self, candidate: Candidate) -> bool:
-        """Whether it is right, and no slower than the default, at the other lengths."""
+        """Whether a candidate is right, and no slower than the default, at the other lengths."""
         company = [self.default, candidate, self.default]
         return all(no_slower(*self.session.measure(job, company, LAST)) for job in self.elsewhere())
 
@@ -261,7 +261,7 @@ def noise_of(first: Timing, second: Timing) -> float:
 
 
 def _error(found: Sequence[float]) -> float:
-    """Three standard errors of their median."""
+    """Three standard errors of the median of these ratios."""
     if len(found) < 2:
         return 0.0
     lower, _, upper = quantiles(found, n=4, method="inclusive")
@@ -270,7 +270,7 @@ def _error(found: Sequence[float]) -> float:
 
 
 def failures_of(trials: Sequence[Trial]) -> dict[str, int]:
-    """How many there are of each reason."""
+    """The number of failures for each reason."""
     return dict(Counter(trial.result.reason for trial in trials if isinstance(trial.result, Failure)))
 
 
@@ -279,7 +279,7 @@ class Unmeasurable(DeviceError):
 
 
 def _required(outcome: Outcome) -> Timing:
-    """Raises Unmeasurable, and DeviceError where it was the device that went away."""
+    """The timing of a default. Raises Unmeasurable, and DeviceError where it was the device that went away."""
     if isinstance(outcome, Timing):
         return outcome
     got = f"{outcome.reason} {outcome.detail}".strip()

@@ -49,7 +49,7 @@ class Space:
 
     @classmethod
     def of(cls, op: Op, profile: TargetProfile) -> Space:
-        """Raises ModelError where no kernel takes the operation."""
+        """The space of an operation on a target. Raises ModelError where no kernel takes the operation."""
         willing, reasons = kernels_for(op, profile)
         if not willing:
             raise ModelError("operation", "one that a kernel can do", "; ".join(reasons) or "no kernel")
@@ -70,7 +70,7 @@ class Space:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """All that can be emitted."""
+        """All points that can be emitted."""
         return tuple(point for point in self._product() if self.why_not(point) is None)
 
     def _product(self) -> Iterator[Point]:

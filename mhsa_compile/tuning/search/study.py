@@ -106,7 +106,7 @@ class Study:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What was drawn and not told is free again."""
+        """Frees what was drawn and not told."""
         self._heart.stop()
         with named(self._url):
             for number in self._open:
@@ -130,7 +130,7 @@ class Study:
             raise InputError(what, "one of this operation", f"one with another {', '.join(differing)}", hint)
 
     def guess(self, points: Iterable[Point]) -> None:
-        """Draws these before all others, but for those that are known."""
+        """Draws these points before all others, but for those that are known."""
         with named(self._url):
             known = _known(self._all())
             for point in dict.fromkeys(points):
@@ -161,7 +161,7 @@ class Study:
         return list(proposed)
 
     def _take_from_the_dead(self) -> None:
-        """What they were at waits again."""
+        """Makes what dead processes were measuring wait again."""
         from optuna.storages import fail_stale_trials
 
         begin_beats(self._backend, self._id)
@@ -185,7 +185,8 @@ class Study:
             return _left(self.space, _known(self._all()))
 
     def tell(self, drawn: Drawn, outcome: Outcome, incumbent: Timing) -> None:
-        """What became of a draw. `incumbent` is the default, timed in the same rounds. What was lost is drawn again."""
+        """Writes down what became of a draw. `incumbent` is the default, timed in the same rounds. What was lost is
+        drawn again."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         found = Found.of(outcome, incumbent) if isinstance(outcome, Timing) else None
@@ -201,7 +202,7 @@ class Study:
                 self._enqueue(drawn.point)
 
     def add(self, point: Point, outcome: Outcome, incumbent: Timing) -> None:
-        """What was measured elsewhere, without a draw; nothing where it is known, or was lost."""
+        """Writes down what was measured elsewhere, without a draw; nothing where it is known, or was lost."""
         with named(self._url):
             if point in _known(self._all()) or (isinstance(outcome, Failure) and outcome.reason == LOST):
                 return
@@ -210,7 +211,7 @@ class Study:
             self._study.add_trial(self._sampler.trial(point, score, {name: value}, done=True))
 
     def trials(self) -> list[Trial]:
-        """All that are done, but for those that were lost, in the order in which they were drawn."""
+        """All trials that are done, but for those that were lost, in the order in which they were drawn."""
         with named(self._url):
             return _done(self._all())
 
@@ -237,7 +238,7 @@ class Study:
         return self._begun(trial_id, point)
 
     def _dequeued(self) -> Drawn | None:
-        """One that waited; None where another process was faster, or has drawn the same."""
+        """A trial that waited; None where another process was faster, or has drawn the same."""
         trial = self._study.ask()
         if CONFIG not in trial.user_attrs:  # nothing waits any more: this one is new
             self._finish(trial.number)
@@ -257,7 +258,8 @@ class Study:
         return Drawn(number, point)
 
     def _finish(self, number: int, score: float | None = None) -> None:
-        """Nothing, where it was taken from this process, which was thought to be dead."""
+        """Ends a trial, as failed if it has no score. Does nothing where it was taken from this process, which was
+        thought to be dead."""
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
@@ -267,12 +269,12 @@ class Study:
 
 
 def _said(outcome: Outcome, found: Found | None) -> tuple[str, Any]:
-    """A trial's attribute."""
+    """The attribute, its name and its value, that says what became of a trial."""
     return (_FAILED, msgspec.to_builtins(outcome)) if found is None else (_FOUND, msgspec.to_builtins(found))
 
 
 def _known(trials: Iterable[Any]) -> set[Point]:
-    """What was measured, failed, waits or runs: it need not be drawn."""
+    """The points that were measured, failed, wait or run: they need not be drawn."""
     return {point_of(t.user_attrs[CONFIG]) for t in trials if CONFIG in t.user_attrs and _counts(t)}
 
 
@@ -286,12 +288,13 @@ def _done(trials: Iterable[Any]) -> list[Trial]:
 
 
 def _counts(trial: Any) -> bool:
-    """Whether its config need not be measured: it was, or somebody is at it, or will be."""
+    """Whether a trial's config need not be measured: it was, or somebody is at it, or will be."""
     return trial.state.name in ("RUNNING", "WAITING") or _result(trial) is not None
 
 
 def _result(trial: Any) -> Found | Failure | None:
-    """None for one that is not done, was lost with its device or its process, or gave way."""
+    """What a trial found, or how it failed; None for one that is not done, was lost with its device or its process, or
+    gave way."""
     if trial.state.name == "COMPLETE":
         return msgspec.convert(trial.user_attrs[_FOUND], Found)
     failed = trial.user_attrs.get(_FAILED) if trial.state.name == "FAIL" else None

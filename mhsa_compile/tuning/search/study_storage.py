@@ -76,9 +76,9 @@ def _options(url: str) -> dict[str, Any]:
 
 
 def _settle_sqlite(storage: Any) -> None:
-    """A write-ahead log: whole after a kill at any time, and no waiting for the disk at each of a trial's values. And a
-    transaction has the database to itself from its first statement: SQLite knows no SELECT ... FOR UPDATE, by which
-    Optuna keeps two workers from drawing the same trial."""
+    """Gives the database a write-ahead log: whole after a kill at any time, and no waiting for the disk at each of a
+    trial's values. And a transaction has the database to itself from its first statement: SQLite knows no SELECT ...
+    FOR UPDATE, by which Optuna keeps two workers from drawing the same trial."""
     from sqlalchemy import event
 
     def prepare(connection: sqlite3.Connection, _: Any) -> None:
@@ -95,8 +95,8 @@ def _settle_sqlite(storage: Any) -> None:
 
 
 def begin_beats(storage: Any, study_id: int) -> None:
-    """A sign of life for each running trial that never had one: its process may be dead, and Optuna counts only from
-    the first. It does no harm where its process gives one at the same time."""
+    """Gives a sign of life for each running trial that never had one: its process may be dead, and Optuna counts only
+    from the first. It does no harm where its process gives one at the same time."""
     from sqlalchemy import text
 
     silent = text(
@@ -111,8 +111,8 @@ def begin_beats(storage: Any, study_id: int) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Optuna warns at each use of its groups (experimental; the version is pinned), and of heartbeats without its own
-    loop (ours beats, too)."""
+    """Silences the warnings of Optuna at each use of its groups (experimental; the version is pinned), and of
+    heartbeats without its own loop (ours beats, too)."""
     import optuna
 
     with warnings.catch_warnings():

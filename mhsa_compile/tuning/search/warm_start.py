@@ -12,13 +12,13 @@ from mhsa_compile.records.record import Isa, Record, isa_of
 from mhsa_compile.tuning.search.space import Point, Space
 
 MOST = 5
-"""Guesses, the default among them."""
+"""The most first guesses of a search, the default among them."""
 _LENGTHS = ("rows", "batch", "q_length", "kv_length")
 
 
 def first_guesses(space: Space, records: Iterable[Record]) -> list[Point]:
-    """Records of another ISA help only as guesses, and only within an architecture, or from GPU to GPU; each knob is
-    moved to the nearest choice of this space."""
+    """The default, then the fastest of the most alike operations. Records of another ISA help only as guesses, and only
+    within an architecture, or from GPU to GPU; each knob is moved to the nearest choice of this space."""
     op = space.op
     key, own = key_of(op) or {}, isa_of(space.profile)
     near = [record for record in records if _is_alike(record, op) and _is_akin(record.isa, own)]

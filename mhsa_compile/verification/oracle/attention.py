@@ -30,7 +30,7 @@ from mhsa_compile.verification.oracle.scores import (
 )
 
 QUERIES = 256
-"""That are evaluated together."""
+"""How many queries are evaluated together."""
 
 
 class Arithmetic(NamedTuple):
@@ -128,7 +128,7 @@ class _Evaluation:
         return (*standard, stage, *named)[: len(node.output)]
 
     def _y(self) -> Array:
-        """(B, H, L, F), or (B, L, H F) where Q came so."""
+        """The result Y, (B, H, L, F), or (B, L, H F) where Q came so."""
         parts = []
         for rows in self._blocks():
             keys, scoring = self._of_seen_keys(rows)

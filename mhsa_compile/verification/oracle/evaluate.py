@@ -62,11 +62,11 @@ class Reference:
         self._with_filled: set[str] = set()
 
     def oracle(self, inputs: Arrays) -> list[Array]:
-        """As the function of this name."""
+        """The graph's outputs in float64, as the function `oracle` returns them."""
         return self._evaluated("oracle", inputs)
 
     def eager(self, inputs: Arrays) -> list[Array]:
-        """As the function of this name."""
+        """The graph's outputs at its own dtype, as the function `eager` returns them."""
         return self._evaluated("eager", inputs)
 
     def blurred(self, inputs: Arrays) -> list[Array] | None:
@@ -114,7 +114,7 @@ class Reference:
 
     @cached_property
     def _spoiled(self) -> ReferenceEvaluator:
-        """In which rows that a finite fill hides are NaN, and with them what depends on them."""
+        """A float64 evaluator in which rows that a finite fill hides are NaN, and with them what depends on them."""
 
         def attend(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
             y, rows = attend_exactly(q, k, v, scoring), scoring.filled
@@ -190,13 +190,13 @@ def _look_in_torch(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs)
 
 
 def _score_mod_in_torch(scoring: Scoring) -> Callable[[Tensor], Tensor] | None:
-    """Computed in float32 at least, and rounded to the dtype of the scores."""
+    """The score_mod of a scoring, computed in float32 at least, and rounded to the dtype of the scores."""
     score_mod = scoring.score_mod
     return None if score_mod is None else lambda scores: to_torch(score_mod(to_numpy(scores)))
 
 
 def _in_torch(scoring: Scoring) -> tuple[Tensor, Tensor | None, float, float, Tensor | None]:
-    """As `functional` takes it: visible, bias, scale, softcap, sinks."""
+    """The scoring as the arguments that `functional` takes: visible, bias, scale, softcap, sinks."""
     bias, sinks = (None if array is None else to_torch(array) for array in (scoring.bias, scoring.sinks))
     return to_torch(scoring.visible), bias, scoring.scale, scoring.softcap, sinks
 

@@ -44,7 +44,7 @@ def evaluated(
 
 
 def broken_pairs(function: ScoreFunction, tensors: Sequence[Array], places: Mapping[str, Array]) -> Array:
-    """Where a mask has no value: its score is NaN then."""
+    """Returns for which pairs a mask_mod has no value: their scores are NaN."""
     steps = function.steps
     as_score = ScoreFunction((*steps, Step("cast", "float", (len(steps) - 1,))), function.tensors)
     return np.asarray(np.isnan(evaluated(as_score, tensors, places)))

@@ -170,7 +170,7 @@ class View:
 
 
 def padded(mask: Array, S: int) -> Array:
-    """From opset 24 on, a mask over fewer than S keys masks the rest."""
+    """Extends a mask over fewer than S keys to all S: from opset 24 on, it masks the rest."""
     widths = [(0, 0)] * (mask.ndim - 1) + [(0, S - mask.shape[-1])]
     return np.pad(mask, widths, constant_values=False if mask.dtype == np.bool_ else -np.inf)
 

@@ -15,7 +15,7 @@ PROGRAMS = ("nvcc", "cc")
 
 
 def missing() -> list[str]:
-    """One line for each."""
+    """What is missing here, one line for each."""
     has_compiler = Path(__file__).with_name("tvm").joinpath("lib", "libtvm_compiler.so").is_file()
     found = [said for name in (*MODULES, *(COMPILING if has_compiler else ())) if (said := _refused(name))]
     found += [f"{name}: not on the path" for name in PROGRAMS if has_compiler and shutil.which(name) is None]

@@ -81,7 +81,7 @@ def downloaded(folder: Path, python: str, names: Sequence[str]) -> list[Path]:
 
 
 def write_site(site: Path, packed: Path) -> None:
-    """All that Python asks for there, without what only building TVM does."""
+    """Packs all that Python asks for there, without what only building TVM does."""
     shutil.copytree(HERE / "ziglang", site / "ziglang", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(HERE / "check.py", site / "offline_check.py")
     with compressed(packed, 32) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
@@ -92,7 +92,8 @@ def write_site(site: Path, packed: Path) -> None:
 
 
 def compressed(path: Path, window: int) -> lzma.LZMAFile:
-    """Written with xz's filter for x86 and a window of so many MiB: one as large as the compiler makes 58 MB of 260."""
+    """A file that is written with xz's filter for x86 and a window of so many MiB: one as large as the compiler makes
+    58 MB of 260."""
     smallest = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": window << 20}
     return lzma.open(path, "wb", filters=[{"id": lzma.FILTER_X86}, smallest])
 

@@ -62,7 +62,7 @@ def run(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray]) -> 
 
 
 def check(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray] | None = None) -> None:
-    """Within what weights and sums of the dtype may lose: some units of the largest value."""
+    """Asserts that the error is within what weights and sums of the dtype may lose: some units of the largest value."""
     operands = random_operands(op) if operands is None else operands
     expected = attention(op, *operands, None)
     error = np.abs(run(op, profile, operands).astype(np.float64) - expected).max()

@@ -175,7 +175,7 @@ def test_nan_in_a_visible_place_comes_through():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_storage_is_computed_in_float32(dtype):
-    """Within half a unit of the last place of the result, which is rounded once."""
+    """The error is within half a unit of the last place of the result, which is rounded once."""
     import ml_dtypes
 
     narrow, digits = (ml_dtypes.bfloat16, 8) if dtype == "bfloat16" else (np.float16, 11)

@@ -62,7 +62,8 @@ def test_every_value_survives_the_round_trip(machine, dtype):
 
 
 def hard_cases(dtype: str) -> np.ndarray:
-    """Between all neighbours of the dtype: the midpoint, a float32 to either side of it; and random bits."""
+    """Numbers that are hard to round: between all neighbours of the dtype the midpoint, a float32 to either side of it;
+    and random bits."""
     finite = np.arange(INFINITY[dtype], dtype=np.uint16).view(NUMPY[dtype]).astype(np.float64)
     middle = ((finite[:-1] + finite[1:]) / 2).astype(np.float32)
     inf, zero = np.float32(np.inf), np.float32(0)

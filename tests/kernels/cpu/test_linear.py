@@ -41,7 +41,8 @@ SHAPES = [((5,), 7), ((64, 64, 64), 33), ((5, 11, 200), 197)]
 
 
 def machine(name: str) -> TargetProfile:
-    """To run its code here: without AVX-512 that of "avx512" is for this CPU, whose vectors are shorter."""
+    """A machine of MACHINES whose code runs here: without AVX-512 the code of "avx512" is for this CPU, whose vectors
+    are shorter."""
     bits, registers, mcpu, features = MACHINES[name]
     profile = vector_machine(bits, registers, this_cpu.level(mcpu), features)
     this_cpu.require(profile.tvm_config())
@@ -91,7 +92,8 @@ class Linear:
 
 
 def quantised(rows: np.ndarray) -> np.ndarray:
-    """Each row at 127 steps of its largest magnitude, in the arithmetic that the documentation promises."""
+    """The rows, each rounded to 127 steps of its largest magnitude, in the arithmetic that the documentation
+    promises."""
     largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float32)
     factor = np.float32(127) / np.where(largest == 0, np.float32(np.inf), largest)
     return np.rint(rows * factor.astype(np.float64)) * (largest / np.float32(127)).astype(np.float64)
@@ -113,7 +115,7 @@ def random_linear(op: LinearOp, profile: TargetProfile) -> Linear:
 
 
 def empty_packed(emitted: Emitted) -> list[tvm.runtime.Tensor]:
-    """Filled with bytes that are NaN, or wrong, where packing leaves them."""
+    """Arrays for packed weights, filled with bytes that are NaN, or wrong, where packing leaves them."""
     names = {**DTYPES, "int32": np.int32, "int8": np.int8}
     arrays = [np.full(shape, 0, names[dtype]) for shape, dtype in emitted.packed]
     for array in arrays:
@@ -127,7 +129,7 @@ def rows(op: LinearOp, B: int, L: int) -> np.ndarray:
 
 
 def side_by_side(widths: tuple[int, ...], in_features: int, **fields) -> LinearOp:
-    """PyTorch's and the transposed layout, with and without bias."""
+    """Linears side by side: of PyTorch's and of the transposed layout, with and without bias."""
     transposed, biased = tuple(i == 1 for i in range(len(widths))), tuple(i % 2 == 0 for i in range(len(widths)))
     return LinearOp(("B", "L"), in_features, widths, biased, transposed, **fields)
 

@@ -232,7 +232,7 @@ def block(form: str, *, shows: str = "") -> onnx.ModelProto:
 
 
 def columns_of(form: str) -> int:
-    """Of the tables of angles."""
+    """The number of columns of the tables of angles."""
     return E // 2 if form in FORMS[:2] or "apart" in form else PART if form.endswith(", part") else E
 
 

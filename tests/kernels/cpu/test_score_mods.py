@@ -53,7 +53,7 @@ def operation(
 
 
 def symbolic(op: AttentionOp, lengths: str) -> AttentionOp:
-    """The same with an open batch and the open lengths named."""
+    """The operation with an open batch and the open lengths named."""
     names = {"L": "q_length", "S": "kv_length"}
     op = replace(op, batch="B", **{names[axis]: axis for axis in lengths})
     dims = ("B", op.num_heads, op.q_length, op.kv_length)
@@ -81,7 +81,7 @@ def operands(op: AttentionOp, lengths: list[int], seed: int = 0) -> dict[str, An
 
 
 def poisoned(op: AttentionOp, taken: dict[str, Any]) -> dict[str, Any]:
-    """The same, but what no query may see is NaN and infinite."""
+    """The operands, but what no query may see is NaN and infinite."""
     k, v = taken["k"].copy(), taken["v"].copy()
     S = k.shape[2]
     hidden = np.zeros((k.shape[0], S), bool)

@@ -59,7 +59,7 @@ def run(emitted: Emitted, library: Any, inputs: Sequence[Array], outputs: Sequen
 def check(
     op: AttentionOp, profile: TargetProfile, shapes: Sequence[tuple[int, int, int]], wanted: SoftmaxOutputs = SUMS
 ) -> None:
-    """What is wanted, by kernels compiled once, at every shape."""
+    """Holds what is wanted, by kernels compiled once, against float64 at every shape."""
     runs: list[Run] = []
     for kernel, asked in zip((CpuSoftmaxStatsKernel(), CpuAttentionProbsKernel()), asked_of(op, wanted), strict=False):
         emitted = kernel.emit(asked, profile, kernel.default_config(asked, profile))
@@ -167,7 +167,7 @@ def test_what_is_hidden_reaches_no_output_and_what_is_seen_does():
 
 @pytest.mark.parametrize("lanes", [1, 16])
 def test_natural_log(lanes):
-    """Against float64, over every exponent that a sum of weights can have, within 2 ulp."""
+    """The logarithm is within 2 ulp of float64's, over every exponent that a sum of weights can have."""
     values = np.exp(np.linspace(-60, 80, 160_000)).astype(np.float32)
     values[:3] = [1, np.nan, 2]
     with IRBuilder() as builder, T.prim_func():

@@ -144,7 +144,8 @@ def test_machine_code_of_the_largest_that_fit(name, width, fields, config, tmp_p
 
 
 def check_code(profile: Any, op: AttentionOp, config: dict[str, int], folder: Path) -> None:
-    """On the tensor cores, all in registers, within what the profile has, and with our barriers alone."""
+    """Asserts that the machine code computes on the tensor cores, all in registers, within what the profile has, and
+    with our barriers alone."""
     if op.static_mask is not None:
         op = replace(op, q_length=512, kv_length=512)
     assert KERNEL.why_not(op, profile) is None and KERNEL.why_not_config(op, profile, config) is None

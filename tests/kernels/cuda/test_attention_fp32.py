@@ -69,7 +69,7 @@ ALL = {
     ids=["128", "256 causal", "64 of everything"],
 )
 def test_machine_code(target, op, tmp_path):
-    """All in registers, on no tensor core, with our barriers alone."""
+    """The code computes all in registers, on no tensor core, with our barriers alone."""
     profile = load_profile(target)
     config = KERNEL.default_config(op, profile)
     text, host = cuda_code.source(KERNEL.emit(op, profile, config), profile.tvm.arch)

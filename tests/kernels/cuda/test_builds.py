@@ -70,7 +70,7 @@ def test_the_compilers_words_are_passed_on() -> None:
 @pytest.mark.parametrize("ask", [cuda_compiler.compiler, lambda: cuda_compiler.compiled(KERNEL, "sm_80"),
                                  lambda: mhsa.compile("there_is_no_such_file.onnx", "cuda-sm80")])  # fmt: skip
 def test_no_compiler_is_named(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
-    """Before the work: the last of these has not looked for its source yet."""
+    """The compiler is looked for before the work: the last of these has not looked for its source yet."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(environment, "nvidia_folders", list)
     with pytest.raises(InstallationError, match=r"CUDA compiler: .*got neither.*mhsa-compile\[cuda\]"):

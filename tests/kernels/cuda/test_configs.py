@@ -40,7 +40,7 @@ PAIRS = sorted({(case.kernel, target) for case in CASES for target in case.targe
 @pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize(("kernel", "target"), PAIRS)
 def test_one_config(kernel: str, target: str, tmp_path: Path) -> None:
-    """Drawn from all of an operation that is drawn, the same ones every time."""
+    """The config is drawn from all of an operation that is drawn, the same ones every time."""
     draw = random.Random(f"{kernel} {target}")
     number = draw.choice([i for i, case in enumerate(CASES) if case.kernel == kernel and target in case.targets])
     job = Job(number, target, draw.choice(space(CASES[number], profile_of(target))))
@@ -65,7 +65,7 @@ def test_every_operation_is_taken_and_has_the_default_among_its_points() -> None
 
 
 def test_pairs_that_occur_are_covered_by_few() -> None:
-    """Of a space with a hole: large values do not come together."""
+    """The space has a hole: large values do not come together."""
     knobs = {"a": range(5), "b": range(4), "c": range(3), "d": range(3)}
     points = [Point.of("k", dict(zip(knobs, v, strict=True))) for v in itertools.product(*knobs.values()) if sum(v) < 8]
 

@@ -42,7 +42,7 @@ slow = pytest.mark.cuda  # of `make test-cuda`; a part is in the suite
 
 
 def gpu(multiprocessors: int) -> CudaProfile:
-    """A made-up one: with few multiprocessors, blocks have several heads, with many, heads have several blocks."""
+    """A made-up GPU: with few multiprocessors, blocks have several heads, with many, heads have several blocks."""
     profile = load_profile("cuda-sm80")
     assert isinstance(profile, CudaProfile)
     hardware = msgspec.structs.replace(profile.hardware, multiprocessors=multiprocessors)
@@ -52,7 +52,7 @@ def gpu(multiprocessors: int) -> CudaProfile:
 def operation(
     L: Any = 1, heads: tuple[int, int] = (6, 2), widths: tuple[int, int] = (24, 40), **fields: Any
 ) -> AttentionOp:
-    """Of L queries, in bfloat16 unless `fields` say otherwise."""
+    """An attention of L queries, in bfloat16 unless `fields` say otherwise."""
     return replace(cuda_attention_checks.operation(heads, widths, **fields), q_length=L)
 
 
@@ -287,7 +287,8 @@ ALL = {
     ids=["128", "256", "everything", "float32", "float32 of everything", "float32 of 16 rows"],
 )
 def test_machine_code(target, op, tmp_path):
-    """All in registers, blocks at once as are asked for, with our barriers alone; in 16 bits on tensor cores."""
+    """The code is all in registers, blocks at once as are asked for, with our barriers alone; in 16 bits on tensor
+    cores."""
     profile = load_profile(target)
     config = KERNEL.default_config(op, profile)
     text, host = cuda_code.source(KERNEL.emit(op, profile, config), profile.tvm.arch)

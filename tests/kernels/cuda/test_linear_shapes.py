@@ -39,7 +39,7 @@ def test_float32_takes_sums_of_any_length(depth):
 
 @pytest.mark.parametrize("width", [34, 36, 40])
 def test_rows_of_y_that_begin_anywhere(width):
-    """By words, pairs of words, and 16 bytes; elements are in the tests above."""
+    """Rows are stored by words, pairs of words, and 16 bytes; elements are in the tests above."""
     for dtype in ("float16", "float32"):
         check(linear((19,), 16, (width,), dtype), (19,))
 
@@ -71,7 +71,8 @@ def test_long_sums(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_in_groups(dtype):
-    """Each block of y once, whatever the order: more rows of blocks than a group has, and a group that is not full."""
+    """Each block of y is computed once, whatever the order: of more rows of blocks than a group has, and a group that
+    is not full."""
     least = KERNELS[dtype].shape(*(0,) * len(KNOBS)).least_rows
     rows, sizes = least * 19 - 3, (least, 32, 16, 2, least, 32, 1)
     check(linear((rows,), 8, (67,), dtype), (rows,), config(*sizes))
@@ -123,7 +124,7 @@ def banks_of(op: LinearOp, sizes: tuple[int, ...]) -> Cycles:
 )
 @pytest.mark.parametrize("rows", [("B", "L"), (1,)], ids=["any", "one"])
 def test_machine_code(arch, dtype, rows, tmp_path):
-    """All in registers, as many as estimated at most, and the products where they belong."""
+    """The code is all in registers, as many as estimated at most, and its products are where they belong."""
     profile, kernel = gpu(f"cuda-{arch.replace('_', '')}"), KERNELS[dtype]
     op = linear(rows, 776, (768, 771), dtype)
     chosen = kernel.default_config(op, profile)

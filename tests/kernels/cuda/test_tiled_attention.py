@@ -98,7 +98,7 @@ def test_masks(kernel, dtype, dims):
     ],
 )
 def test_masks_in_pairs(kernel, dtype):
-    """Where their rows are of an even number of elements; the last tile has keys beyond."""
+    """Masks are read in pairs where their rows are of an even number of elements; the last tile has keys beyond."""
     op = kernel.operation(
         mask=MaskInput(dtype, ("B", 4, "L", "S")), lengths=True, band=WindowSpec(90, 0, "bottom_right")
     )

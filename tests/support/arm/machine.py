@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 REQUIRED = "MHSA_REQUIRE_SYSTEM"
-"""Of the environment: 1 where what is missing is a failure, as in .ci/run."""
+"""The environment variable that is 1 where what is missing is a failure, as in .ci/run."""
 QEMU = ("qemu-aarch64-static", "qemu-aarch64")
 MIRROR, RELEASE = "https://deb.debian.org/debian", "bookworm"
 PYTHON = "3.11"  # of that release
@@ -65,12 +65,12 @@ def require() -> Path:
 
 
 def command(root: Path, *arguments: str | Path) -> list[str]:
-    """Of Python, with arguments, there."""
+    """The command that starts Python on the machine, with arguments."""
     return [str(root / "usr/bin/python"), *map(str, arguments)]
 
 
 def environment(root: Path, cpu: str = "max") -> dict[str, str]:
-    """For `command`; `cpu` is one of `qemu-aarch64 -cpu help`, with its options: "max,sve256=on"."""
+    """The environment for `command`; `cpu` is one of `qemu-aarch64 -cpu help`, with its options: "max,sve256=on"."""
     path = os.pathsep.join(map(str, (REPOSITORY, root / "site")))
     return {**os.environ, "PYTHONPATH": path, "QEMU_CPU": cpu, "TVM_USE_RUNTIME_LIB": "1"}
 

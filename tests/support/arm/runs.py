@@ -110,7 +110,7 @@ def runs(cpu: str = "max", threads: int = 1) -> Iterator[There]:
 
 
 def note(record_property: Callable[[str, Any], None], name: str, *cases: CaseResult, machine: str = "aarch64") -> None:
-    """For the summary at the end of a test run (`conftest.py`)."""
+    """Notes cases for the summary at the end of a test run (`conftest.py`)."""
     runs_noted.note(record_property, name, *cases, machine=f"emulated {machine}")
 
 

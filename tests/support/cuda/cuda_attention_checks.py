@@ -21,13 +21,14 @@ from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.verification.parity import Draw, judge
 
 ORDERS = 8
-"""In which PyTorch's sums are taken, where one may be luck."""
+"""The number of orders in which PyTorch's sums are taken, where one may be luck."""
 Sizes = tuple[int, int, int]  # B, L, S
 Run = Callable[[AttentionOp, Operands, Sizes], np.ndarray]
 
 
 def operation(heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (24, 40), **fields: Any) -> AttentionOp:
-    """Heads first and apart, rows out, in bfloat16, with symbolic sizes, unless `fields` say otherwise."""
+    """An attention with heads first and apart, rows out, in bfloat16, with symbolic sizes, unless `fields` say
+    otherwise."""
     (H, G), (E, F) = heads, widths
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     rest = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "dtype": "bfloat16", "scale": E**-0.5}
@@ -35,7 +36,7 @@ def operation(heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (24, 40
 
 
 def check(run: Run, op: AttentionOp, sizes: Sizes, *, poisoned: bool = False) -> None:
-    """Within the budget of `parity`: PyTorch's eager attention at this dtype is the yardstick."""
+    """Asserts that a run is within the budget of `parity`: PyTorch's eager attention at this dtype is the yardstick."""
 
     def draw(turn: int, orders: int) -> list[Draw]:
         given = draw_operands(np.random.default_rng((17, turn)), op, sizes, 1.0, turn)

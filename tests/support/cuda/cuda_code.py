@@ -28,9 +28,10 @@ OPCODES = {
 """The lowest 12 bits of an instruction, which has 128 of them from sm_70 on; as nvdisasm names them, with which counts
 were compared."""
 _WAITS = 1 << 47
-"""Of an instruction WARPGROUP: not ARRIVE, but DEPBAR, which waits for products."""
+"""The bit of an instruction WARPGROUP that says: not ARRIVE, but DEPBAR, which waits for products."""
 _REGISTERS, _FRAME, _WORDS = 0x2F, 0x11, 4
-"""In the notes of a cubin (.nv.info): what a function needs; and that a note is of 32-bit words."""
+"""Numbers in the notes of a cubin (.nv.info): the attributes that say what a function needs; and the form of a note
+that is of 32-bit words."""
 _CODE, _SYMBOL = b".text.", 0xFFFFFF
 """A section of a kernel's code, and the part of its sh_info that is the kernel's symbol."""
 _LAUNCH, _DYNAMIC = "tirx.call_ffi_kernel", "tirx.use_dyn_shared_memory"
@@ -38,7 +39,7 @@ _LAUNCH, _DYNAMIC = "tirx.call_ffi_kernel", "tirx.use_dyn_shared_memory"
 
 @dataclass(frozen=True)
 class Launch:
-    """Of a kernel, as the host's code launches it: `shared` bytes of dynamic shared memory."""
+    """A kernel's launch by the host's code: `shared` is bytes of dynamic shared memory."""
 
     kernel: str
     threads: int
@@ -47,7 +48,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Lowered:
-    """CUDA C++, LLVM's code of the host that launches it, and with what."""
+    """CUDA C++, LLVM's code of the host that launches it, and its launches."""
 
     text: str
     host: str
@@ -56,8 +57,8 @@ class Lowered:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Of the kernels of a source: the registers of a thread of each, the most bytes of local memory, and the
-    instructions of OPCODES by name, in order; and what ptxas said, where nvcc was there to pass it on."""
+    """The machine code of a source's kernels: the registers of a thread of each, the most bytes of local memory, and
+    the instructions of OPCODES by name, in order; and what ptxas said, where nvcc was there to pass it on."""
 
     registers_of: dict[str, int]
     stack: int
@@ -66,7 +67,7 @@ class MachineCode:
 
     @property
     def registers(self) -> int:
-        """The most."""
+        """The most registers that a thread of any kernel has."""
         return max(self.registers_of.values())
 
     @property

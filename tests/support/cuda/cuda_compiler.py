@@ -11,7 +11,7 @@ from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import InstallationError
 
 REQUIRED = "MHSA_REQUIRE_SYSTEM"
-"""Of the environment: 1 where a missing compiler is a failure, as in .ci/run and `make test-cuda`."""
+"""The environment variable that is 1 where a missing compiler is a failure, as in .ci/run and `make test-cuda`."""
 
 
 def require() -> None:
@@ -20,7 +20,7 @@ def require() -> None:
 
 
 def require_nvrtc() -> None:
-    """The same of NVRTC, whether there is nvcc or not."""
+    """Skips the test where there is no NVRTC, and fails it where there has to be one, whether there is nvcc or not."""
     _need(cuda_compiler._Nvrtc)
 
 

@@ -32,7 +32,7 @@ DTYPES = tuple(KERNELS)
 
 
 def linear(rows: Any, depth: int, widths: Any, dtype: str, **fields: Any) -> LinearOp:
-    """Biased but for the second, which is stored (in, out), unless `fields` say otherwise."""
+    """Linears side by side, biased but for the second, which is stored (in, out), unless `fields` say otherwise."""
     second = [i == 1 for i in range(len(widths))]
     rest = {"biased": tuple(not s for s in second), "transposed": tuple(second), **fields}
     return LinearOp(tuple(rows), depth, tuple(widths), dtype=dtype, **rest)
@@ -79,7 +79,7 @@ def check(op: LinearOp, rows: tuple[int, ...], sizes: Config | None = None) -> N
 
 
 def hold(op: LinearOp, rows: tuple[int, ...], run: Any, pack: Any, shapes: Any) -> None:
-    """Within the budget of `parity`: PyTorch's own linear at this dtype is the yardstick."""
+    """Asserts that a run is within the budget of `parity`: PyTorch's own linear at this dtype is the yardstick."""
 
     def draw(turn: int) -> list[Draw]:
         x, weights, biases = drawn(op, rows, turn)

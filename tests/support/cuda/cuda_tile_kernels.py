@@ -30,7 +30,8 @@ from mhsa_compile.target.profile import CudaProfile, load_profile
 
 @dataclass(frozen=True)
 class TileKernel:
-    """`widths` are its heads' where a test asks for no others; `small` are the sizes of small tiles."""
+    """A tiled kernel as the tests run it: `widths` are its heads' where a test asks for no others; `small` are the
+    sizes of small tiles."""
 
     kernel: TiledAttentionKernel[Any]
     target: str
@@ -41,7 +42,7 @@ class TileKernel:
 
     @cached_property
     def profile(self) -> CudaProfile:
-        """Of a GPU with as many multiprocessors, if that is said."""
+        """The profile of the target, with `multiprocessors` where that is said."""
         profile = load_profile(self.target)
         assert isinstance(profile, CudaProfile)
         if self.multiprocessors is None:
@@ -63,7 +64,8 @@ class TileKernel:
         return cuda_attention_checks.operation(heads, widths or self.widths, **{"dtype": self.dtypes[0], **fields})
 
     def runner(self, *sizes: int, seed: int | None = None) -> Run:
-        """By the default config, unless `sizes` say otherwise; on Hopper in an order drawn by `seed`, if any."""
+        """Runs the kernel by the default config, unless `sizes` say otherwise; on Hopper in an order drawn by `seed`,
+        if any."""
 
         def run(op: AttentionOp, given: Operands, of_call: Sizes) -> np.ndarray:
             config = self.config(*sizes) if sizes else self.kernel.default_config(op, self.profile)
@@ -101,5 +103,5 @@ def _translated(
 MMA = TileKernel(MmaAttentionKernel(), "cuda-sm80", ("bfloat16", "float16"), (24, 40), (64, 32, 2))
 FLOAT32 = TileKernel(Fp32AttentionKernel(), "cuda-sm80", ("float32",), (20, 68), (32, 32, 2))
 HOPPER = TileKernel(HopperAttentionKernel(), "cuda-sm90a", ("bfloat16", "float16"), (24, 40), (2, 32, 2), 3)
-"""With few multiprocessors, so that a block has several items, of several heads."""
+"""The kernel for Hopper on a GPU of few multiprocessors, so that a block has several items, of several heads."""
 TILE_KERNELS = {"mma": MMA, "float32": FLOAT32, "hopper": HOPPER}

@@ -72,7 +72,7 @@ def fixed(x: T.handle):
 
 
 def scheduled() -> Any:
-    """As TVM's rules for GPUs schedule an operator."""
+    """A function as TVM's rules for GPUs schedule an operator."""
     from tvm import relax
     from tvm.s_tir import dlight
 

@@ -24,7 +24,8 @@ from mhsa_compile.target.profile import profile_of_gpu
 
 Arrays = Mapping[str, np.ndarray]
 KEEP = "MHSA_KEEP_ARTIFACTS"
-"""Of the environment: a folder for what is compiled. The next run, as that under compute-sanitizer, then finds it."""
+"""The environment variable that names a folder for what is compiled. The next run, as that under compute-sanitizer,
+then finds it."""
 
 
 def _missing() -> str | None:
@@ -54,7 +55,7 @@ def target() -> str:
 
 
 def compiled(source: mhsa.AttentionSpec | nn.Module | onnx.ModelProto, **dims: int) -> Artifact:
-    """For this machine's GPU; with KEEP once for several runs of the tests."""
+    """The source compiled for this machine's GPU; with KEEP once for several runs of the tests."""
     folder = os.environ.get(KEEP)
     parts = [target().encode(), repr(sorted(dims.items())).encode(), *_parts(source)]
     return artifact_cache.artifact(

@@ -29,8 +29,8 @@ from mhsa_compile.verification.verify import judged
 
 NAMES = ("h1-e7-d11", "bool-cross", "bottom-right-cross", "f24", "longformer-cross", "bf16-key-padding-cross",
          "fp16-scale-1")  # fmt: skip
-"""Of the parity matrix: odd widths, masks of every kind, queries that see nothing, values of another width, each dtype.
-Not float32 at D = 192: TVM's schedule of a product adds term after term: an error of 1.3 budgets."""
+"""Cases of the parity matrix: odd widths, masks of every kind, queries that see nothing, values of another width, each
+dtype. Not float32 at D = 192: TVM's schedule of a product adds term after term: an error of 1.3 budgets."""
 CHECKED_AGAINST_ITSELF = "bool-cross"
 NODES = (
     "test_attention_4d_gqa_causal",
@@ -45,7 +45,7 @@ def gpu() -> Pretended:
 
 
 def compiled_apart(source: str, arch: str) -> bytes:
-    """By a process of its own: NVRTC crashes in one that has the made-up driver."""
+    """The source compiled by a process of its own: NVRTC crashes in one that has the made-up driver."""
     take, give = "sys.stdin.read(), sys.argv[1]", "sys.stdout.buffer.write"
     code = (
         f"import sys; from mhsa_compile.compiler.codegen import cuda_compiler; {give}(cuda_compiler.compiled({take}))"

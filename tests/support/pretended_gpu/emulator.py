@@ -35,7 +35,7 @@ def _built(source: str, path: Path) -> Path:
 
 
 def emulated(source: str) -> str:
-    """The same kernels, with a function `emulate_NAME(arguments, grid, block)` for each."""
+    """C++ of the source's kernels, with a function `emulate_NAME(arguments, grid, block)` for each."""
     if re.search(r"\basm\b(?!\s*$)", re.sub(r"#define.*", "", source)) and "asm volatile" in source:
         raise NotEmulable("assembly in the kernels")
     # In C++ it is `alignas(64) static`, and CUDA's own headers must come before the macros.

@@ -10,12 +10,12 @@ from mhsa_compile.target import host, zig
 
 HERE = Path(__file__).parent
 FOLDER = "PRETENDED_GPU"
-"""Of the environment: where the two are."""
+"""The environment variable that names the folder of the two libraries."""
 _VERSIONS = "libcudart.so.13 { global: cuda*; local: *; };\n"  # TVM's runtime asks for symbols of this version
 
 
 def build(folder: Path) -> None:
-    """Writes both."""
+    """Writes both libraries."""
     triple = f"{host.architecture()}-linux-gnu"
     versions, driver = folder / "versions", folder / "libcuda.so.1"
     versions.write_text(_VERSIONS)
@@ -27,7 +27,7 @@ def build(folder: Path) -> None:
 
 
 class Pretended:
-    """Both, loaded into this process: whoever asks for them by name gets these. It cannot be undone."""
+    """Both libraries, loaded into this process: whoever asks for them by name gets these. It cannot be undone."""
 
     def __init__(self, folder: Path) -> None:
         self._driver: Any = ctypes.CDLL(str(folder / "libcuda.so.1"), ctypes.RTLD_GLOBAL)
@@ -41,9 +41,9 @@ class Pretended:
         return lines
 
     def compute(self, kernels: Path) -> None:
-        """From now on launches are computed by this library of `emulator`."""
+        """Has this library of `emulator` compute launches from now on."""
         assert self._driver.pretended_kernels(str(kernels).encode()), kernels
 
     def fail(self, kernel: str, code: int) -> None:
-        """From now on launches of this kernel ("*" of any) are answered with this error of CUDA's; 0 is none."""
+        """Has launches of this kernel ("*" of any) answered with this error of CUDA's from now on; 0 is none."""
         self._driver.pretended_fail(kernel.encode(), code)

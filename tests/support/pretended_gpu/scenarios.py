@@ -30,7 +30,7 @@ SPECS = {
     ),
 }
 CORES = {"core": mhsa.AttentionSpec(embed_dim=512, num_heads=8, num_kv_heads=2, v_head_dim=128, dtype="bfloat16")}
-"""Without projections: keys and values are the caller's own."""
+"""Specs without projections: keys and values are the caller's own."""
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def artifact(folder: Path) -> Artifact:
 
 @pytest.fixture
 def attention(gpu: Pretended, artifact: Artifact) -> Any:
-    """Called once, so that its kernels are loaded."""
+    """The loaded artifact, called once, so that its kernels are loaded."""
     loaded = mhsa.load(artifact)
     loaded(there(1, 2, 64))
     gpu.take()
@@ -167,7 +167,7 @@ def test_no_keys_have_no_address_and_the_copy_engine_is_told_of_none(gpu: Preten
 
 
 def test_no_queries_tell_the_copy_engine_nothing(gpu: Pretended, folder: Path) -> None:
-    """Where a cache comes back, so that the call is not left out as a whole."""
+    """A cache comes back, so that the call is not left out as a whole."""
     loaded = mhsa.load(folder / "cached")
     past = [there(2, 2, 96, 64, dtype="bfloat16") for _ in range(2)]
     for length in (40, 0):
@@ -277,7 +277,7 @@ def test_other_producers_of_dlpack_are_told_the_stream(attention: Any) -> None:
 
 
 def test_the_copy_engine_is_told_where_heads_lie(gpu: Pretended, folder: Path) -> None:
-    """In the rows of a fused projection, each head apart; a block for each multiprocessor."""
+    """Heads lie in the rows of a fused projection, each head apart; there is a block for each multiprocessor."""
     loaded = mhsa.load(Artifact.open(folder / "heads"))
     gpu.take()
     loaded(there(3, 1000, 512, dtype="bfloat16"))

@@ -13,7 +13,7 @@ from support.simt.threads import Threads, Thunk, key_of
 
 
 class Expressions(Threads):
-    """Each kind of node has a method of its name."""
+    """Translates expressions: each kind of node has a method of its name."""
 
     def expression(self, node: Any) -> Thunk:
         """A closure that gives an expression's value for the active lanes."""

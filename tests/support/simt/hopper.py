@@ -178,7 +178,7 @@ class HopperMachine(interpreter.Machine):
         self._scheduler.release()
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Lets others run until it is so."""
+        """Lets others run until `ready` says so."""
         strand = self.strand
         while not ready():
             strand.ready, strand.waits_for = ready, what
@@ -196,7 +196,8 @@ class HopperMachine(interpreter.Machine):
     # Registers are dealt out when a block begins.
 
     def registers_at_begin(self) -> int:
-        """Of a thread: what ptxas makes of the launch's bounds (PTX ISA 9.7.20.5: setmaxnreg needs such)."""
+        """The registers of a thread when a block begins: what ptxas makes of the launch's bounds (PTX ISA 9.7.20.5:
+        setmaxnreg needs such). Raises SimtError where there are no bounds."""
         if self.blocks_at_once is None:
             raise SimtError("setmaxnreg: no bounds say how many registers there are when a block begins")
         return int(min(248, REGISTERS // (self.blocks_at_once * self.threads) // 8 * 8))

@@ -30,7 +30,7 @@ def active_lanes(machine: HopperMachine, *values: Any) -> list[tuple[int, ...]]:
 
 
 def whole_warps(machine: HopperMachine, what: str) -> list[tuple[int, int]]:
-    """(block, warp) of those that are active, whole."""
+    """(block, warp) of the warps that are active, whole."""
     machine.lanes.whole(WARP, what)
     return sorted({(b, w) for b, w in active_lanes(machine)})
 

@@ -21,9 +21,9 @@ from support.simt.memory import (
 
 CHUNK = 16  # bytes
 MOST_BYTES = (1 << 20) - 1
-"""That a phase of an mbarrier can wait for: PTX ISA 9.7.13.15.1."""
+"""The most bytes that a phase of an mbarrier can wait for: PTX ISA 9.7.13.15.1."""
 MOST_BARRIERS = 16
-"""Named ones of a block: PTX ISA 9.7.13.1."""
+"""The most named barriers of a block: PTX ISA 9.7.13.1."""
 
 
 class Clocks:

@@ -76,7 +76,7 @@ class _Addressing:
 
 
 AT_SHARED_ADDRESSES = {"ptx.ld": -1, "ptx.ld_vec": -1, "ptx.st": 0, "ptx.st_vec": 0, "ptx.ldmatrix": -1}
-"""Which operand is the address."""
+"""Instructions that take an address of shared memory, and which operand it is."""
 
 
 def at_shared_address(machine: HopperMachine, node: Any, name: str) -> Thunk:

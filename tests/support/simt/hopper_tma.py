@@ -63,7 +63,7 @@ def load_box(machine: HopperMachine, node: Any) -> Thunk:
 
 
 def deliver(machine: HopperMachine, copy: Copy) -> None:
-    """A box arrives."""
+    """Writes a box that arrives to shared memory, and counts its bytes for its barrier."""
     found = copy.tensor.read(copy.corner)
     shared_of(machine).data[copy.block, copy.places] = found
     copy.barrier.bytes_arrived(copy.block, found.size, copy.clock)
@@ -88,7 +88,7 @@ def store_box(machine: HopperMachine, node: Any) -> Thunk:
 
 
 def commit_stores(machine: HopperMachine, node: Any) -> Thunk:
-    """Only what is in a group can be waited for."""
+    """Closes a group of stores: only what is in a group can be waited for."""
 
     def execute() -> None:
         strand, active = machine.strand, set(active_lanes(machine))
@@ -99,7 +99,7 @@ def commit_stores(machine: HopperMachine, node: Any) -> Thunk:
 
 
 def stores_read(machine: HopperMachine, node: Any) -> Thunk:
-    """All that was committed is over; where it goes to, no other warp writes."""
+    """Ends all stores that were committed; where they go to, no other warp writes."""
     assert int(node.args[0]) == 0
 
     def execute() -> None:

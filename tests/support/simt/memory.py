@@ -38,7 +38,7 @@ class Lanes:
         self.barriers = np.zeros((blocks, self.warps), np.int64)  # how many each warp has met at
 
     def numbers(self) -> Array:
-        """Of each thread among all of the launch."""
+        """The number of each thread among all of the launch."""
         return (self.block + self.first) * np.int64(self.of_block) + self.thread
 
     def chosen(self, *arrays: Array) -> list[Array]:
@@ -71,7 +71,7 @@ class Memory:
         return self.data.view(_UNITS[size]).reshape(-1)[at][:, None].view(np.uint8)
 
     def write(self, lanes: Lanes, offset: Array, values: Array) -> None:
-        """Each active lane's bytes (N, size), from its offset on."""
+        """Writes each active lane's bytes (N, size), from its offset on."""
         size = values.shape[1]
         at = self._units(lanes, offset, size)
         self.note_write(lanes, offset, values)

@@ -14,8 +14,8 @@ SPANS = {0: 16, 1: 32, 2: 64, 3: 128}
 
 
 def swizzled(address: Array, span: int) -> Array:
-    """Where a byte lies: bits 4 .. of its address XORed with its bits 7 .., as many as there are 16-byte chunks in the
-    span."""
+    """The address at which a swizzled byte lies: bits 4 .. of its address XORed with its bits 7 .., as many as there
+    are 16-byte chunks in the span."""
     return address ^ ((address >> 7) & (span // 16 - 1)) << 4
 
 

@@ -311,7 +311,7 @@ def handed_over(sync: Callable[[], None], apart: int, *, plainly: bool, same: bo
 
 @pytest.mark.parametrize("blocks_together", [1, 2])
 def test_who_may_touch_what_others_write_to_global_memory(blocks_together: int):
-    """Those of the same warp behind a barrier, by instructions; nobody else before the next launch."""
+    """Threads of the same warp may behind a barrier, by instructions; nobody else may before the next launch."""
     y = np.zeros((2, 128), np.uint32)
     interpreter.run(handed_over(warp_barrier, 3, plainly=False), y, blocks_together=blocks_together)
     np.testing.assert_array_equal(y[1], (np.arange(128) ^ 3) % 64)

@@ -35,7 +35,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 from mhsa_compile.kernels.interface.ops import HeadLayout
 
 KEYS, WIDTH = 48, 72
-"""Of the small kernels: rows of K, and its columns, which are more than a panel."""
+"""The sizes of the small kernels: rows of K, and its columns, which are more than a panel."""
 
 
 def word(start: int, leading: int, stride: int, swizzle: int) -> int:
@@ -318,6 +318,6 @@ def test_named_barriers_that_there_are_not_are_refused(number: int, threads: tup
 
 
 def test_the_phase_before_the_first_is_over():
-    """So a wait with the wrong parity returns at once, and what it did not wait for is garbage."""
+    """A wait with the wrong parity returns at once, and what it did not wait for is garbage."""
     with pytest.raises(SimtError, match="nothing says"):
         product("the wrong phase")(*given())

@@ -28,7 +28,7 @@ class Pointer:
     offset: Array  # (N,) bytes
 
     def __add__(self, further: Any) -> Pointer:
-        """As numbers that cvta makes of pointers: bytes further on."""
+        """The pointer that lies so many bytes further on, as of the numbers that cvta makes of pointers."""
         return Pointer(self.memory, self.offset + np.asarray(further, np.int64))
 
 

@@ -33,7 +33,8 @@ HIDES = -1e4
 """A fill of at most this hides: beside any usual score its weight is exp(-10000), zero at every dtype."""
 
 LEAST = -(2.0**127)
-"""No score is left beside it, and it is finite in units of log2, in which kernels add; float32's lowest is not."""
+"""The least fill that is added: no score is left beside it, and it is finite in units of log2, in which kernels add;
+float32's lowest is not."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Where `flags` hold the scores stay; elsewhere they are replaced by `fill`, or `fill` is added."""
+    """A mask of two values: where `flags` hold the scores stay; elsewhere `fill` replaces them, or is added to them."""
 
     flags: Flags
     fill: float
@@ -154,7 +155,7 @@ def _times(rewriter: Rewriter, name: str, factor: float, dtype: str) -> str:
 
 
 def joined(rewriter: Rewriter, masks: Masks, dtype: str) -> str:
-    """One mask of them all, or an empty name."""
+    """One mask made of all of `masks`, or an empty name where there are none."""
     added = masks.added[0] if masks.added else ""
     for name in masks.added[1:]:
         added = rewriter.node("Add", added, name)

@@ -218,7 +218,7 @@ def _leaves_weights(graph: GraphView, node: onnx.NodeProto, value: str) -> bool:
 
 
 def _joins_heads(graph: GraphView, node: onnx.NodeProto) -> bool:
-    """Whether it is a Reshape (B, H, L, S) -> (B * H, L, S)."""
+    """Whether a node is a Reshape (B, H, L, S) -> (B * H, L, S)."""
     if node.op_type != "Reshape":
         return False
     before, after = (graph.shape(name) or () for name in (node.input[0], node.output[0]))

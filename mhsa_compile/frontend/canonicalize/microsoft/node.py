@@ -19,7 +19,8 @@ class NotYet(Exception):
 
 
 class Theirs:
-    """`inputs` are as many as any operator may have, "" where one is not given; `outputs` likewise."""
+    """One of Microsoft's nodes. `inputs` are as many as any operator may have, "" where one is missing; `outputs`
+    too."""
 
     def __init__(self, rewriter: Rewriter, node: onnx.NodeProto, tensors: Tensors) -> None:
         self.rewriter, self.node, self._tensors = rewriter, node, tensors
@@ -57,7 +58,7 @@ class Theirs:
         return size
 
     def dtype(self, *names: str) -> str:
-        """That of the first value whose dtype is known."""
+        """The dtype of the first value of which it is known. Raises NotYet where it is known of none."""
         found = next((kind for name in names if name and (kind := self.rewriter.graph.dtype(name))), None)
         if found is None:
             raise NotYet(f"{names[0]!r} of unknown dtype")

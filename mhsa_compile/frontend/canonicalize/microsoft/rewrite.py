@@ -77,5 +77,5 @@ def rewrite(
 
 
 def _theirs(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """ONNX Runtime has one operator in the standard's domain that the standard does not have."""
+    """The nodes of Microsoft's operators; ONNX Runtime has one in the standard's domain, which does not have it."""
     return [n for n in model.graph.node if n.domain == DOMAIN or n.op_type == "SimplifiedLayerNormalization"]

@@ -22,7 +22,8 @@ from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 
 
 class _Product(NamedTuple):
-    """One letter an axis. `first` is where the operand that goes left stands among the inputs."""
+    """A product of matrices, one letter an axis. `first` is the place, among the inputs, of the operand that goes
+    left."""
 
     first: int
     left: str
@@ -57,7 +58,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _is_projection(graph: GraphView, node: onnx.NodeProto, x: str, weight: str, output: str) -> bool:
-    """Whether it is a product with a weight whose several axes, of either kind, lie side by side in memory."""
+    """Whether an Einsum is a product with a weight whose several axes, of either kind, lie side by side in memory."""
     count = sum(letter in x for letter in weight)
     rows = x[: len(x) - count]
     fits = x == rows + weight[:count] and output == rows + weight[count:] and 0 < count < len(weight)
@@ -65,14 +66,15 @@ def _is_projection(graph: GraphView, node: onnx.NodeProto, x: str, weight: str, 
 
 
 def _is_own(graph: GraphView, name: str) -> bool:
-    """Whether it is a weight that one node reads, whose shape is that node's own affair."""
+    """Whether a value is a weight that one node reads, whose shape is that node's own affair."""
     return name in graph.initializers and name not in graph.outputs and len(graph.consumers(name)) == 1
 
 
 def _write_projection(
     rewriter: Rewriter, node: onnx.NodeProto, terms: Sequence[str], flat: dict[str, list[int]]
 ) -> onnx.NodeProto:
-    """Over rows (..., inputs), with a bias of their outputs where one is added. `flat` is told the dims of weights.
+    """Writes the product over rows (..., inputs), with a bias of their outputs where one is added. `flat` is told the
+    dims of weights.
 
     Returns the node whose place what was written takes.
     """

@@ -58,7 +58,7 @@ def _as_linear(rewriter: Rewriter, node: onnx.NodeProto) -> None:
 
 
 def _pads(graph: GraphView, node: onnx.NodeProto) -> list[int] | None:
-    """What SAME comes to: before each axis, then behind each."""
+    """The paddings that SAME comes to, before each axis, then behind each; None where they are no such numbers."""
     said = attributes(node)
     kind, dims = said.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()
     kernel = said.get("kernel_shape", list(dims or ())[2:])

@@ -36,7 +36,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _sizes(rewriter: Rewriter, known: Known, node: onnx.NodeProto) -> list[int] | None:
-    """How long each part is; None where that is not known."""
+    """The length of each part of a sequence; None where that is not known."""
     said, dims = attributes(node), rewriter.graph.shape(node.input[0]) or ()
     if len(node.input) < 2 or not dims:
         return None

@@ -28,7 +28,7 @@ _FOLDABLE = frozenset(
 
 
 def product(entries: Sequence[Entry]) -> int:
-    """The product of those that are numbers."""
+    """The product of the entries that are numbers."""
     return math.prod(entry for entry in entries if isinstance(entry, int))
 
 
@@ -52,7 +52,7 @@ class Known:
                 self._learn(node)
 
     def array(self, name: str) -> Array | None:
-        """The value, where all of it is known."""
+        """A value, where all of it is known; None where it is not."""
         return self._arrays.get(name)
 
     def partial(self, name: str) -> Array | None:

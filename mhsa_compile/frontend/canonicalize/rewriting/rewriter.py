@@ -75,7 +75,7 @@ class Rewriter:
         return made if made is not None and made.op_type == op_type else None
 
     def place(self, node: onnx.NodeProto, attention: str = "") -> None:
-        """What was written since the last call stands where `node` stood; an Attention in it is called `attention`."""
+        """Puts what was written since the last call where `node` stood; an Attention in it is called `attention`."""
         for written in self._written:
             if attention and written.op_type == "Attention":
                 written.name = attention
@@ -84,7 +84,7 @@ class Rewriter:
         self._written, self._constants = [], []
 
     def remove(self, node: onnx.NodeProto) -> None:
-        """Something else makes what `node` made."""
+        """Removes a node: something else makes what it made."""
         self._placed[id(node)] = []
 
     def drop(self) -> None:

@@ -42,7 +42,7 @@ def mask_bias(mask: MaskInput | None, element: Expr) -> Expr:
 
 
 class CpuExtraInputs(ExtraInputs):
-    """Numbers of keys are int64 here."""
+    """The extra inputs of an attention on a CPU; numbers of keys are int64 here."""
 
     def keys(self, b: Expr, kv_length: Expr) -> Expr:
         return kv_length if self.lengths is None else materialize(self.held(b, kv_length))
@@ -55,7 +55,7 @@ class CpuExtraInputs(ExtraInputs):
 
 
 def place_of(op: AttentionOp, query: Expr, q_length: Expr | int, kv_length: Expr) -> Expr:
-    """Where a query stands among the keys: what its band, and the distance to a key, are counted from."""
+    """The place of a query among the keys: what its band, and the distance to a key, are counted from."""
     if op.band is None or op.band.alignment == "top_left":
         return query
     return materialize(query + kv_length - q_length)

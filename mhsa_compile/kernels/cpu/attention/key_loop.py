@@ -62,16 +62,17 @@ class KeyVisitor(Protocol):
 
 @dataclass(frozen=True)
 class Route:
-    """In what pieces and order a visitor wants its keys."""
+    """The pieces and the order in which a visitor wants its keys."""
 
     equal_blocks: bool = False
-    """As few blocks as the scratch allows, all of one size; else full ones, and what is left."""
+    """Whether blocks are as few as the scratch allows, all of one size; else there are full ones, and what is left."""
     backwards: bool = False
-    """Blocks from the last to the first."""
+    """Whether blocks come from the last to the first."""
     drops_columns: bool = False
-    """Columns of queries that see nothing of a group are left out of it."""
+    """Whether columns of queries that see nothing of a group are left out of it."""
     begins_early: bool = False
-    """Before it is known what the block hides: so once, where a run may be whole or not."""
+    """Whether `begin_block` comes before it is known what the block hides: so it is emitted once, where a run may be
+    whole or not."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class KeyLoop:
             self._visit_runs(self.runs)
 
     def _visit_visible(self) -> None:
-        """All keys between the first and the last that any row sees."""
+        """Visits all keys between the first and the last that any row sees."""
         first, end = self.visibility.seen_by_any()
         size, blocks = self._blocks(first, end)
         with T.serial(blocks) as turn:
@@ -121,7 +122,7 @@ class KeyLoop:
         return first + end - 1 - turn if self.route.backwards else turn
 
     def _visit(self, first_key: Expr, count: Expr) -> None:
-        """One block, by all but the bits of a static mask."""
+        """Visits one block, by all but the bits of a static mask."""
         # A way over the same keys before this one may have left bits.
         self.visibility.bits = None
         if self.visibility.mask_mod is None:
@@ -130,7 +131,7 @@ class KeyLoop:
             self._visit_block(first_key, count)
 
     def _visit_block(self, first_key: Expr, count: Expr) -> None:
-        """One block of which something is seen, as far as mask_mod tells."""
+        """Visits one block of which something is seen, as far as mask_mod tells."""
         self.visibility.read_block(first_key, count)
         groups = self._groups(count)
         if self.route.begins_early:
@@ -170,7 +171,7 @@ class KeyLoop:
                 self._visit_run(runs, run)
 
     def _visit_run(self, runs: Runs, run: _Run) -> None:
-        """All of a run."""
+        """Visits all of a run."""
         groups = None
         if self.route.begins_early:
             groups = self._groups(run.count)
@@ -182,7 +183,7 @@ class KeyLoop:
                 self._visit_partial(runs, run, groups)
 
     def _visit_cut(self, runs: Runs, run: _Run) -> None:
-        """What the keys of the batch entry, and a band counted from their end, leave of a run."""
+        """Visits what the keys of the batch entry, and a band counted from their end, leave of a run."""
         first, end = self.visibility.seen_by_any()
         run = _Run(run.first_key, materialize(T.min(run.count, end - run.first_key)), run.row)
         with T.If(T.And(run.count > 0, run.first_key + run.count > first)), T.Then(), T.If(run.row < 0):
@@ -192,14 +193,14 @@ class KeyLoop:
                 self._visit_partial(runs, run, None)
 
     def _visit_whole(self, run: _Run, groups: Expr | None) -> None:
-        """A run that every row sees. `groups` are its groups, where the visitor has begun."""
+        """Visits a run that every row sees. `groups` are its groups, where the visitor has begun."""
         groups = self._begun(run) if groups is None else groups
         self._seen(T.int64(0), groups, run.first_key)
         hides = T.bool(True) if self.visibility.score_hides else None
         self.visitor.end_block(VisitedBlock(run.first_key, run.count, groups, hides))
 
     def _visit_partial(self, runs: Runs, run: _Run, groups: Expr | None) -> None:
-        """A run with a bit for each pair."""
+        """Visits a run with a bit for each pair."""
         self.visibility.bits = Bits(runs.bits, run.row, self.lanes)
         groups = self._begun(run) if groups is None else groups
         self._hidden(T.int64(0), groups, run.first_key, self.query_columns)
@@ -212,14 +213,15 @@ class KeyLoop:
     # Groups first .. end of a block.
 
     def _seen(self, first: Expr, end: Expr, first_key: Expr) -> None:
-        """Every row sees all of them."""
+        """Visits groups of which every row sees all."""
         with T.serial(first, end) as group:
             base = materialize(group * self.key_tile)
             rows = [first_key + base + r for r in range(self.key_tile)]
             self.visitor.add_group(KeyGroup(base, first_key + base, rows, self.query_columns, hides=False))
 
     def _trailing(self, first: Expr, end: Expr, first_key: Expr) -> None:
-        """Some is hidden. Towards the right edge fewer and fewer columns of queries see anything."""
+        """Visits groups of which some is hidden. Towards the right edge fewer and fewer columns of queries see
+        anything."""
         if self.visibility.rightmost is None or not self.route.drops_columns:
             return self._hidden(first, end, first_key, self.query_columns)
         for c in range(len(self.query_columns)):
@@ -232,7 +234,7 @@ class KeyLoop:
             first = stop
 
     def _hidden(self, first: Expr, end: Expr, first_key: Expr, columns: list[Chunk]) -> None:
-        """Some is hidden."""
+        """Visits groups of which some is hidden, for these columns of queries."""
         with T.serial(first, end) as group:
             base = materialize(group * self.key_tile)
             # Beyond the last key the last one is read again; what it gives is hidden.

@@ -115,7 +115,7 @@ class TileMask:
         return score
 
     def read_function(self, first_key: Expr, count: Expr) -> Expr:
-        """Computes mask_mod over the keys of a block. Whether any row sees any of them."""
+        """Computes mask_mod over the keys of a block, and tells whether any row sees any of them."""
         assert self.mask_mod is not None and self._mod_bias is not None
         function, buffer = self.mask_mod, self._mod_bias
         seen, hidden = (vectors.RegisterTile(1, self.columns, "int32") for _ in range(2))
@@ -184,7 +184,8 @@ class TileMask:
         return first, end
 
     def read_block(self, first_key: Expr, count: Expr) -> None:
-        """bias[j, i] = the mask at (query i, key j) as a number to add, in units of log2; -inf where it hides."""
+        """Reads the mask over a block: bias[j, i] = the mask at (query i, key j) as a number to add, in units of log2;
+        -inf where it hides."""
         if self._bias is None:
             return
         assert self.mask is not None

@@ -86,7 +86,7 @@ class Products(Protocol):
 
     operands: TaskOperands
     exp2_coefficients: Sequence[float]
-    """As exact as the probs are kept."""
+    """Coefficients of the polynomial of exp2, as exact as the probs are kept."""
     keys_a_step: int
     """Keys whose probs are kept together, and that one step of P V takes."""
     rows_at_once: int

@@ -145,7 +145,7 @@ class PairedProducts:
             store(self.values, [pair, T.int64(first)], words, lanes)
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
-        """A pair of which these rows see one key is taken whole: the other one's prob is zero."""
+        """Adds P V; a pair of which these rows see one key is taken whole: the other one's prob is zero."""
         with T.serial(T.truncdiv(block.first, T.int64(2)), T.truncdiv(block.end + 1, T.int64(2))) as pair:
             tile.outer_product(
                 lambda r: self.probs[pair + self.lead, base + r],

@@ -85,7 +85,8 @@ class MatrixProducts:
         sums = self._sums(tile)
 
         def rows(line: int, e: Expr, words: int) -> list[Expr]:
-            """So many words of two keys, from e on: vectors of both keys' first, both keys' second."""
+            """The words of two keys, so many from word e on: a vector of both keys' first, one of both keys' second,
+            and so on."""
             found = [
                 _words(load(key.buffer, key.at(row, e * WORD), words * WORD), words)
                 for row in keys[2 * line : 2 * line + 2]
@@ -165,7 +166,7 @@ class MatrixProducts:
             self._take_word(whole, [(materialize(first_key + T.min(key, count - 1)), key < count) for key in keys])
 
     def _take_word(self, j: Expr, rows: list[tuple[Expr, Expr | None]]) -> None:
-        """(number of a row, whether it is there) of four."""
+        """Stores word j of four rows of V, each given as (its number, whether it is there; None where it must be)."""
         view = self.operands.value
         for first, lanes in vectors.chunks(self.operands.op.v_head_dim, self.lanes):
             halves = []
@@ -179,7 +180,7 @@ class MatrixProducts:
             store(self.values, [j, T.int64(first)], _interleaved(low, high, "int64", lanes), lanes)
 
     def add_values(self, tile: RegisterTile, base: Expr, group: list[Chunk], block: KeyBlock) -> None:
-        """A word of which these rows see one key is taken whole: the other ones' probs are zero."""
+        """Adds P V; a word of which these rows see one key is taken whole: the other ones' probs are zero."""
         sums = self._sums(tile)
         with T.serial(T.truncdiv(block.first, T.int64(WORD)), ceil_div(block.end, WORD)) as j:
             self._multiply(

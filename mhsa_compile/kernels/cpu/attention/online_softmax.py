@@ -94,8 +94,8 @@ class OnlineSoftmax:
         self.constants = _Constants(products.exp2_coefficients, count, lanes) if overwrites_summands else None
 
     def clear(self) -> None:
-        """Rows have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of -inf is none: of
-        any other reference its 1 is 2^-inf.)"""
+        """Begins with rows that have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of
+        -inf is none: of any other reference its 1 is 2^-inf.)"""
         self.scores.prepare(self.query_columns)
         if self.constants is not None:
             self.constants.write()
@@ -111,14 +111,15 @@ class OnlineSoftmax:
             store(self.row_sum, [T.int64(first)], total, lanes)
 
     def begin_block(self) -> None:
-        """Nothing is pending: scores of -inf, whose probs are zeros."""
+        """Begins a block, with nothing pending: scores of -inf, whose probs are zeros."""
         for lane, lanes in self.query_columns:
             store(self.block_sum, [T.int64(lane)], constant(0.0, lanes), lanes)
             for r in range(self.key_tile):
                 store(self.pending, [T.int64(r), T.int64(lane)], constant(-math.inf, lanes), lanes)
 
     def add_group(self, group: KeyGroup) -> None:
-        """Scores of a group, and meanwhile the probs of the one before: they do not wait for each other."""
+        """Computes the scores of a group, and meanwhile the probs of the one before: they do not wait for each
+        other."""
         base, keys, columns = group.base, group.rows, group.columns
         tile = RegisterTile(self.key_tile, columns)
         # At a block's first group what is pending are scores of -inf; their probs, zeros, go in front of the block.
@@ -141,7 +142,7 @@ class OnlineSoftmax:
                 store(self.pending, [T.int64(r), T.int64(lane)], score, lanes)
 
     def end_block(self, groups: Expr) -> None:
-        """The probs of the last group, and the block's sum of probs."""
+        """Computes the probs of the last group, and adds the block's sum of probs to the row's."""
         # Nothing is multiplied meanwhile: there is no group after it.
         self._weigh_all_pending(materialize((groups - 1) * self.key_tile))
         for lane, lanes in self.query_columns:
@@ -189,8 +190,8 @@ class OnlineSoftmax:
         return largest
 
     def _raise_where_exceeded(self, base: Expr, columns: list[Chunk], tile: RegisterTile, key: Expr) -> None:
-        """Where a score is too far above the reference: the new one, and all sums so far in its measure. `key` is the
-        first of the tile's."""
+        """Makes a score that is too far above its row's reference the new one, and brings all sums so far to its
+        measure. `key` is the tile's first key."""
         largest = [let(self._largest(tile, c)) for c in range(len(columns))]
         exceeded = None
         for (lane, lanes), top in zip(columns, largest, strict=True):

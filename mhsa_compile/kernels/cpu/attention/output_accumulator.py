@@ -78,7 +78,8 @@ class Accumulator:
                         store(self.accumulator, at, load(self.accumulator, at, lanes) + tile.get(r, c), lanes)
 
     def add_past_hidden(self, first_key: Expr, count: Expr, hides: Expr) -> None:
-        """P V of a block that hides keys from some rows, if `hides`: what they hold must not matter, NaN included."""
+        """Adds P V of a block that hides keys from some rows, if `hides`: what they hold must not matter, NaN
+        included."""
         # A prob of 0 leaves out what is finite: the care is for NaN and infinity alone.
         with T.If(T.And(hides, self._holds_non_finite_values(first_key, count))):
             with T.Then():
@@ -122,7 +123,8 @@ class Accumulator:
         return found
 
     def _add_selected(self, first_key: Expr, count: Expr) -> None:
-        """As `add`, but a hidden key is left out, not multiplied by zero: rare, so plain rather than fast."""
+        """Adds P V as `add` does, but leaves a hidden key out, not multiplied by zero: rare, so plain rather than
+        fast."""
         with T.serial(T.int64(self.queries)) as i:
             first, end = self.visibility.seen_by_rows(i, 1, first_key, count)
             with T.serial(first, end) as j:

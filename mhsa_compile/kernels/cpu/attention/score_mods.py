@@ -96,7 +96,7 @@ class ScoreMods:
         return materialize(self._slope(column) * (new - old), "float32", lanes)
 
     def sink(self, column: Chunk) -> Expr | None:
-        """The sink, while the origins are the places."""
+        """The head's sink for a column of queries, while their origins are their places; None where there is none."""
         return None if self.operands.sink is None else splat(self.operands.sink, column[1])
 
     def lack(self, column: Chunk) -> Expr:

@@ -28,7 +28,8 @@ from mhsa_compile.kernels.interface.kernel import Config
 
 
 class AttentionTile:
-    """One task. Scratch is allocated where the tile is constructed: inside the loop over tasks, so per thread."""
+    """One attention task. Scratch is allocated where the tile is constructed: inside the loop over tasks, so per
+    thread."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class AttentionTile:
         self.probs.add_group(group)
 
     def end_block(self, block: VisitedBlock) -> None:
-        """O = O + P V."""
+        """Adds the block to the output: O = O + P V."""
         self.probs.end_block(block.groups)
         self.products.take_values(block.first_key, block.count)
         if block.hides is None:

@@ -46,9 +46,9 @@ from mhsa_compile.target.profile import CpuProfile
 
 MOST_ROWS = 96
 MOST_QUERIES_BESIDE_DOT = 8
-"""Instead of MOST_QUERIES. Both are where `cpu.attention` overtakes this kernel, or is about to, as
-`benchmarks/crossover.py` shows: earlier in a dtype whose products of pairs the CPU adds at once, since tiles of queries
-are made of those, and this kernel is not."""
+"""The most queries, instead of MOST_QUERIES, in a dtype whose products of pairs the CPU adds at once. Both numbers are
+where `cpu.attention` overtakes this kernel, or is about to, as `benchmarks/crossover.py` shows: earlier in such a
+dtype, since tiles of queries are made of those products, and this kernel is not."""
 LEAST_PARALLEL = 1 << 16
 """Keys and values (elements) below which waking threads takes longer than the work."""
 
@@ -193,7 +193,7 @@ class _Decode:
         )
 
     def _write(self, head: Expr, row: Expr, total: Expr, accumulator: Callable[[Expr, int], Expr]) -> None:
-        """One row of Y: accumulator / total, zeros where nothing was visible."""
+        """Writes one row of Y: accumulator / total, zeros where nothing was visible."""
         groups, ratio = T.int64(self.op.num_kv_heads), T.int64(self.ratio)
         b, g = materialize(T.truncdiv(head, groups)), materialize(T.truncmod(head, groups))
         query, h = materialize(T.truncdiv(row, ratio)), materialize(g * self.ratio + T.truncmod(row, ratio))

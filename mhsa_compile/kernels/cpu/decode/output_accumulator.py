@@ -52,7 +52,7 @@ class ValueSums:
         self.block_sums = T.alloc_buffer((self.rows, self.width), "float32")
 
     def add(self, begin: Expr, count: Expr, masked: bool) -> None:
-        """The next `count` keys, from `begin` on."""
+        """Adds the next `count` keys, from `begin` on."""
         if masked:
             self._accumulate_masked(begin, count)
             return
@@ -117,9 +117,9 @@ class ValueSums:
         store(self.accumulator, [row, column], load(self.accumulator, [row, column], lanes) * factor + value, lanes)
 
     def _accumulate_masked(self, begin: Expr, count: Expr) -> None:
-        """As `_accumulate`, but a NaN or an infinity of a masked key must not come in as 0 * v.
+        """Adds p V as `_accumulate` does, but a NaN or an infinity of a masked key must not come in as 0 * v.
 
-        Where it does, a sum of the block is not finite: then all are made again, leaving masked keys out.
+        Where one does, a sum of the block is not finite: then all are made again, leaving masked keys out.
         """
         # Apart from what was summed before: that is not to be spoilt by a NaN which is thrown away.
         sums = self.block_sums
@@ -148,7 +148,7 @@ class ValueSums:
         return T.isnan(whole)  # not whole != whole, which the simplifier takes to be false
 
     def _accumulate_selected(self, begin: Expr, count: Expr) -> None:
-        """A masked key is left out, not multiplied by zero: rare, so plain rather than fast."""
+        """Adds p V, but leaves a masked key out, not multiplied by zero: rare, so plain rather than fast."""
         value = self.value
 
         def add(row: Expr, key: Expr, prob: Expr, column: Expr, lanes: int) -> None:

@@ -35,7 +35,7 @@ class ScoreLayout:
 
     @property
     def padded_rows(self) -> int:
-        """A power of two below one vector, whole vectors from there on."""
+        """The rows with their padding: a power of two below one vector, whole vectors from there on."""
         if self.rows < self.lanes:
             return 1 << (self.rows - 1).bit_length()
         return -(-self.rows // self.lanes) * self.lanes
@@ -60,7 +60,8 @@ class ScoreLayout:
         return range(first, min(self.rows, first + self.lanes))
 
     def place(self, key: Expr, row_vector: int) -> Expr:
-        """Where the scores of the keys from `key` on (the first of a vector) begin in a flat buffer of scores."""
+        """The index at which the scores of the keys from `key` on (the first of a vector) begin in a flat buffer of
+        scores."""
         return key * self.padded_rows + row_vector * self.lanes
 
     def key_of_lane(self) -> Expr:

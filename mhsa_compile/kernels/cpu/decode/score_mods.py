@@ -63,7 +63,7 @@ class RowTerms:
         return score if self.slopes is None else let(score)
 
     def largest_distances(self) -> RegisterTile | None:
-        """For `keep_larger`, at the begin of a block."""
+        """The distances that `keep_larger` replaces, zeros at the begin of a block; None where there are no slopes."""
         if self.slopes is None:
             return None
         distances = RegisterTile(self.layout.row_vectors, [(0, self.lanes)])
@@ -88,8 +88,9 @@ class RowTerms:
                 store(self.largest, self._at(vector), distances.get(vector, 0), self.lanes)
 
     def move(self, old: Expr, in_lanes: Expr, top: Expr, vector: int) -> Expr | None:
-        """Where the maximum `old` of a row is less than `top`, that of a block, the origin moves to its key; `in_lanes`
-        are the block's maxima lane by lane. What the scores of each row lose by it, None where nothing moves."""
+        """Moves the origin of a row to the key of a block's maximum `top`, where the row's maximum `old` is less;
+        `in_lanes` are the block's maxima lane by lane. Gives what the scores of each row lose by it, None where nothing
+        moves."""
         if self.slopes is None:
             return None
         at, lanes = self._at(vector), self.lanes
@@ -109,7 +110,7 @@ class RowTerms:
         return T.float32(0) - self.offsets[row]
 
     def begin(self, row_max: Expr, row_sum: Expr, whether: Expr) -> None:
-        """Where there are sinks, rows begin with theirs, a maximum with a sum of 1; in one part of a head only."""
+        """Begins rows with their sinks, where there are any, a maximum with a sum of 1; in one part of a head only."""
         if not self.op.sinks:
             return
         with T.serial(T.int64(self.layout.rows)) as row:

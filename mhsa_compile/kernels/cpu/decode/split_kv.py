@@ -28,7 +28,7 @@ class SplitKv:
     def __init__(
         self, op: AttentionOp, batch: Expr, kv_length: Expr, *, least_keys: int, group: int, cores: int
     ) -> None:
-        """The fewest parts with which all cores get equally many, unless too few keys would be left to each.
+        """Chooses the fewest parts with which all cores get equally many, unless too few keys would be left to each.
 
         That is cores / gcd(cores, heads), and the gcd is the largest divisor of the cores that divides the heads.
         """
@@ -58,7 +58,7 @@ class SplitKv:
         body(KeyRange(head, task, self.kv_length, self.span, keys, begins=split == 0, whole=self.count == 1))
 
     def each_divided(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
-        """body(head, number of its first part, parts)"""
+        """body(head, number of its first part, parts) for each head that has several parts."""
         # A head of one part was written by its task.
         with T.If(self.count > 1), T.Then(), T.serial(self.heads) as head:
             body(head, materialize(head * self.count), self.count)

@@ -45,7 +45,8 @@ the same way: of 197 the error of such rows was four times PyTorch's."""
 
 
 class DecodeTask:
-    """One task. Scratch is allocated where the task is constructed: inside the loop over tasks, so per thread."""
+    """One decode task. Scratch is allocated where the task is constructed: inside the loop over tasks, so per
+    thread."""
 
     def __init__(
         self, op: AttentionOp, config: Config, lanes: int, registers: int, kv_length: Expr, span: Span, heads: Heads

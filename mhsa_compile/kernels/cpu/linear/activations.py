@@ -41,7 +41,7 @@ class PackedRows:
     scales: Expr | None = None
 
     def steps(self, line: Expr, first: Expr, count: int) -> list[Expr]:
-        """`count` of them, of one row, or of a pair of rows."""
+        """`count` steps from `first` on, of one row, or of a pair of rows."""
         format = self.format
         if format.dot is None:
             return elements(load(self.data, [line, first], count), count)
@@ -51,7 +51,8 @@ class PackedRows:
         return elements(words, count)
 
     def at(self, row: Expr, k: Expr) -> list[Expr]:
-        """Where term k of a row lies. (A vector of `lanes` terms begins at a multiple of that, so it is one step's.)"""
+        """The indices of term k of a row. (A vector of `lanes` terms begins at a multiple of that, so it is one
+        step's.)"""
         if self.format.joined == 1:
             return [row, k]
         terms = T.int64(self.format.terms)
@@ -97,13 +98,13 @@ def _allocated(format: PackedLayout, size: Expr, dtype: str) -> Expr:
 
 
 def _whole(format: PackedLayout, count: Expr) -> Expr:
-    """Rows, with the last one twice where it would have no neighbour."""
+    """The number of rows, with the last one twice where it would have no neighbour."""
     return count if format.joined == 1 else materialize(ceil_div(count, 2) * 2)
 
 
 def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> PackedRows:
-    """Each row by its own scale, max |x| / 127: bytes for a dot product (x + 128 where it takes them unsigned), else
-    whole numbers in float32."""
+    """The rows of x, each quantised by its own scale, max |x| / 127: bytes for a dot product (x + 128 where it takes
+    them unsigned), else whole numbers in float32."""
     K, width = format.op.in_features, format.steps * format.terms
     scales = T.alloc_buffer((size,), "float32")
     rows = PackedRows(format, _allocated(format, size, "uint8" if format.dot else "float32"), scales)
@@ -130,7 +131,7 @@ def _quantised(format: PackedLayout, x: Expr, count: Expr, size: Expr) -> Packed
 
 
 def quantising_factor(largest: Expr) -> Expr:
-    """What brings numbers of up to that magnitude into -127 .. 127."""
+    """The factor that brings numbers of up to that magnitude into -127 .. 127."""
     return materialize(T.Select(largest < T.float32(LEAST), T.float32(0), T.float32(LARGEST) / largest), "float32")
 
 

@@ -46,7 +46,7 @@ class Product:
     lines: Expr
 
     def tile(self, lines: int) -> RegisterTile:
-        """Sums of zero."""
+        """A register tile of sums, all zero."""
         joined, dtype = self.format.joined, self.format.accumulator
         tile = RegisterTile(lines, [(joined * first, joined * lanes) for first, lanes in self.columns], dtype)
         zero = T.int32(0) if dtype == "int32" else T.float32(0)
@@ -58,12 +58,12 @@ class Product:
         return self.format.dot.unzipped(sums) if self.format.dot else [sums]
 
     def row(self, line: Expr, number: int) -> Expr:
-        """Where row `number` of a line lies in x and y; the last one where there is no such row."""
+        """The index of row `number` of a line in x and y; that of the last row where there is no such row."""
         joined = self.format.joined
         return line if joined == 1 else materialize(T.min(line * joined + number, self.count - 1))
 
     def weight(self, p: Expr, step: Expr, column: int) -> Expr:
-        """As an instruction takes it: of panel p."""
+        """A vector of panel p's weights of one step, as an instruction takes it."""
         offset, lanes = self.columns[column]
         read = load if self.format.dot else load_wide
         return read(self.packed[0], [p, step, T.int64(offset)], lanes)
@@ -75,7 +75,8 @@ class Product:
                 store(wide, [step, T.int64(offset)], self.weight(p, part.first + step, c), lanes)
 
     def prefetch(self, p: Expr, slot: Expr) -> None:
-        """Lines `slot` * PREFETCHED and so on of the panel after p; the last ones, where that panel has no more."""
+        """Asks for PREFETCHED cache lines of the panel after p, from line `slot` * PREFETCHED on; for the last ones,
+        where that panel has no more."""
         array, size = self.packed[0], self.format.steps * self.format.panel
         flat = T.decl_buffer((T.int64(self.format.panels * size),), array.dtype, data=array.data)
         line = CACHE_LINE // DTYPE_BYTES[self.format.weight]

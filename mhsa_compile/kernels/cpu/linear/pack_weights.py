@@ -65,7 +65,7 @@ class _Place:
 
 
 def pack(format: PackedLayout) -> Expr:
-    """(weights..., biases...) -> `format.packed`."""
+    """The PrimFunc (weights..., biases...) -> `format.packed`."""
     op = format.op
     with IRBuilder() as builder:
         with T.prim_func():
@@ -79,7 +79,7 @@ def pack(format: PackedLayout) -> Expr:
 
 
 def _pack_column(place: _Place, weights: list[Expr], biases: list[Expr | None]) -> None:
-    """Writes whichever feature of the projections side by side belongs there, or zeros."""
+    """Writes into a column whichever feature of the projections side by side belongs there, or zeros."""
     op = place.format.op
     feature = materialize(place.panel * place.format.panel + place.column)
     begin = 0
@@ -104,7 +104,7 @@ def _write(place: _Place, feature: _Feature) -> None:
 
 
 def _write_steps(place: _Place, bits: Callable[[Expr], Expr]) -> None:
-    """Each step as one word: `bits(k)` of its terms, the first lowest, zeros beyond K."""
+    """Writes each step as one word: `bits(k)` of its terms, the first lowest, zeros beyond K."""
     format = place.format
     size = 8 * format.step_bytes // format.terms
     with T.serial(T.int64(format.steps)) as step:
@@ -124,7 +124,7 @@ def _bits(feature: _Feature, k: Expr) -> Expr:
 
 
 def _write_int8(place: _Place, feature: _Feature) -> None:
-    """Rounded to nearest even at max |w| / 127 a step, which `scale` undoes."""
+    """Writes a feature rounded to nearest even at max |w| / 127 a step, which its scale undoes."""
     format = place.format
     cell = T.alloc_buffer((1,), "int32")
     store(cell, [0], T.int32(0), 1)

@@ -18,7 +18,7 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440054690583e-4
 
 
 def computed(op: str, x: Expr, lanes: int) -> Expr:
-    """exp, exp2, log, tanh, sigmoid or sqrt."""
+    """The value at x of the function `op`: exp, exp2, log, tanh, sigmoid or sqrt."""
     return _FUNCTIONS[op](x, lanes)
 
 

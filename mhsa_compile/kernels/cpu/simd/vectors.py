@@ -250,7 +250,7 @@ def pack_transposed(
 
 
 def elements(vector: Expr, count: int) -> list[Expr]:
-    """Its `count` elements as scalars, each of which a machine may multiply by in place."""
+    """The `count` elements of a vector as scalars, each of which a machine may multiply by in place."""
     if count == 1:
         return [vector]
     vector = let(vector)

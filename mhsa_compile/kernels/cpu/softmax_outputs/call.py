@@ -24,7 +24,8 @@ from mhsa_compile.target.profile import CpuProfile
 
 
 def default_config(profile: CpuProfile) -> dict[str, int]:
-    """Two columns of queries: a last tile wastes little. Scores leave some registers to their exponentials."""
+    """A config of two columns of queries: a last tile wastes little. Scores leave some registers to their
+    exponentials."""
     key_tile = 8 if profile.hardware.vector_registers >= 32 else 4
     return {"queries": 2 * profile.vector_lanes("float32"), "key_tile": key_tile, "keys": 256}
 

@@ -83,7 +83,7 @@ def _rows_of(visible: np.ndarray[Any, Any], rows: tuple[int, ...]) -> np.ndarray
 
 
 def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
-    """All rows of the chosen heads."""
+    """The PrimFunc for all rows of the chosen heads."""
 
     def body() -> None:
         attention = op.attention
@@ -110,7 +110,7 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned:
 
 
 def _chosen_weights(op: AttentionProbsOp, profile: CpuProfile, config: Config) -> Expr:
-    """Chosen rows: one task each."""
+    """The PrimFunc for chosen rows: one task each."""
     assert op.rows is not None
     attention, visible = op.attention, op.attention.static_mask
     hidden_rows = None if visible is None else (len(visible.visible), len(op.rows), visible.visible.shape[2])

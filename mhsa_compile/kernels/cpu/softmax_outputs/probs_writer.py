@@ -39,7 +39,7 @@ class WeightsWriter:
         self.turned = scratch((queries, keys + lanes))
 
     def clear(self, first: Expr, end: Expr) -> None:
-        """Zeros from `first` to `end`: what is not visited."""
+        """Writes zeros from `first` to `end`: what is not visited."""
         with T.serial(self.rows) as i, T.serial(first, end) as key:
             store_narrow(self.output.buffer, self.output.at(i, key), T.float32(0), 1)
 
@@ -47,7 +47,7 @@ class WeightsWriter:
         pass
 
     def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
-        """What is hidden is 0, also where the row sees a NaN."""
+        """Keeps the weights of a group; what is hidden is 0, also where the row sees a NaN."""
         for c, (first, lanes) in enumerate(self.sums.columns):
             zero, nothing = constant(0.0, lanes), constant(-math.inf, lanes)
             for r in range(self.sums.key_tile):

@@ -41,7 +41,7 @@ RISE = 1.0
 """How far, in powers of two, a score may exceed its row's reference before that is raised. Less than in attention: far
 below the maximum the two terms of an entropy are as large as that distance, and their difference may be small."""
 LEAST = -127.0
-"""2^LEAST is 0 for `functions.exp2`, and finite: 0 * -inf would not be a number."""
+"""2^LEAST is 0 for `vector_math.exp2`, and finite: 0 * -inf would not be a number."""
 
 
 class TileRowStats:
@@ -70,7 +70,7 @@ class TileRowStats:
         self.block_moment = scratch((queries,)) if with_moments else None
 
     def clear(self) -> None:
-        """Rows have seen nothing, or nothing but their sink."""
+        """Begins with rows that have seen nothing, or nothing but their sink."""
         for first, lanes in self.columns:
             at = [T.int64(first)]
             nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
@@ -116,7 +116,8 @@ class TileRowStats:
                     store(whole, at, load(whole, at, lanes) + load(part, at, lanes), lanes)
 
     def _raise_where_exceeded(self, scores: RegisterTile, first_key: Expr) -> None:
-        """Where a score is too far above the reference: the new one, and all sums so far in its measure."""
+        """Makes a score that is too far above its row's reference the new one, and brings all sums so far to its
+        measure."""
         largest = [let(largest_of(scores, c, self.key_tile)) for c in range(len(self.columns))]
         exceeded = None
         for (first, lanes), top in zip(self.columns, largest, strict=True):
@@ -225,8 +226,8 @@ class Candidates:
                     self._insert((first, lanes), scores.get(r, c), first_key + r)
 
     def _insert(self, column: Chunk, score: Expr, key: Expr) -> None:
-        """From the place on where `score` is larger, each candidate moves down one; keys come in order, so of equals
-        the first stays first."""
+        """Inserts a score and its key: from the place on where `score` is larger, each candidate moves down one; keys
+        come in order, so of equals the first stays first."""
         first, lanes = column
         at = [T.int64(first)]
         # Through memory, since what is carried changes from place to place.

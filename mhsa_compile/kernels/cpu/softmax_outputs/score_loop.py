@@ -47,7 +47,7 @@ class Sweep:
         self.scores = ScoreMods(products.operands, visibility, config["queries"], config["key_tile"])
 
     def prepare(self) -> None:
-        """Once, before the first way."""
+        """Prepares the queries and what is added to scores; to be called once, before the first way."""
         self.products.pack_queries()
         self.scores.prepare(self.query_columns)
 
@@ -57,7 +57,7 @@ class Sweep:
         return self.visibility.seen_by_any() if all_visited else (T.int64(0), T.int64(0))
 
     def over(self, takers: Sequence[Taker]) -> None:
-        """All keys, in their order, and all columns of queries."""
+        """Goes over all keys, in their order, and all columns of queries."""
         visitor = _Handing(self.products, self.visibility, self.scores, takers)
         # Forwards, whatever the slopes: of equal scores the first key is to stay the first of the largest.
         KeyLoop(visitor, self.visibility, self.config, Route(), lanes=self.lanes, runs=self.runs).emit()

@@ -129,7 +129,7 @@ class _Gathered:
         self.sweep.over([self.sums, *([self.largest] if self.largest is not None else [])])
 
     def write_rows(self, buffer: Expr, at: list[Expr], value: Callable[[vectors.Chunk], Expr]) -> None:
-        """One number for each row."""
+        """Writes one number for each row."""
         # Whole vectors here; of the last tile only the rows that there are go out.
         ready = scratch((self.queries,))
         for first, lanes in self.columns:
@@ -138,7 +138,7 @@ class _Gathered:
             store(buffer, [*at, self.first_query + i], ready[i], 1)
 
     def write_largest(self, weights: Expr, keys: Expr, at: list[Expr]) -> None:
-        """The candidates as weights, and their keys."""
+        """Writes the candidates as weights, and their keys."""
         largest = self.largest
         assert largest is not None
         with T.serial(T.int64(largest.k)) as n:

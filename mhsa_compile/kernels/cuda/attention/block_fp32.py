@@ -41,7 +41,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 LANES = 16
-"""That have the same rows."""
+"""Lanes that have the same rows: half a warp."""
 CHUNK, WORD = 4, 4  # elements of 16 bytes, and bytes of an element
 HIDDEN = -1.0  # instead of a prob: no value, however large, is to be multiplied by it
 
@@ -65,7 +65,8 @@ class Fp32BlockShape(TileShape):
 
     @property
     def key_form(self) -> RowFormat:
-        """An odd number of chunks a row: the eight that are read at once, of as many keys, lie in different banks."""
+        """The form of K's rows, an odd number of chunks each: the eight that are read at once, of as many keys, lie in
+        different banks."""
         return RowFormat(self.head_dim, WORD, self.head_dim, CHUNK * (self.head_dim // CHUNK | 1))
 
     @property
@@ -83,7 +84,7 @@ class Fp32BlockShape(TileShape):
 
     @property
     def tile_registers(self) -> int:
-        """What a thread holds of O twice, of S, of m and l, and of the operands of products."""
+        """The registers in which a thread holds O twice, S, m and l, and the operands of products."""
         sums = 2 * CHUNK * self.chunks
         return self.rows * (sums + self.keys_of_lane + 3 + CHUNK) + CHUNK * max(self.chunks, self.keys_of_lane)
 

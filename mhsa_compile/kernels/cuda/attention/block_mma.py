@@ -64,7 +64,8 @@ class MmaBlockShape(TileShape):
 
     @property
     def flag_byte(self) -> int:
-        """Where the word of `BlockNonFiniteRepair` lies: behind all tiles and the output that takes their place."""
+        """The byte at which the word of `BlockNonFiniteRepair` lies: behind all tiles and the output that takes their
+        place."""
         tiles = smem_pipeline.tile_bytes(self.keys, self.head_dim) + smem_pipeline.tile_bytes(
             self.keys, self.v_head_dim
         )
@@ -77,7 +78,7 @@ class MmaBlockShape(TileShape):
 
     @property
     def tile_registers(self) -> int:
-        """What a thread holds of S, O and Q."""
+        """The registers in which a thread holds its part of S, O and Q."""
         columns = self.keys + padded(self.v_head_dim)
         held = padded(self.head_dim) // DEPTH if self.holds_queries else 1
         return self.row_tiles * (columns // 2 + 4 * held)
@@ -192,7 +193,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
     # Values that are not finite.
 
     def _with_care(self, hides: Expr, act: Callable[[], None]) -> None:
-        """With a tile of which not all rows see all, in the second attempt."""
+        """Emits `act` for a tile of which not all rows see all, in the second attempt."""
         if self.hides_values:
             with T.If(T.And(hides, self.attempts[0] == 1)), T.Then():
                 act()
@@ -257,7 +258,7 @@ class MmaAttentionBlock(AttentionBlock[MmaBlockShape]):
                         multiply_add(self.acc, at, self.prob_words, 4 * m, self.words, 2 * half, self.op.dtype)
 
     def _write(self) -> None:
-        """The rows of O, each divided by its sum; through shared memory, so that whole chunks of a row go out at
+        """Writes the rows of O, each divided by its sum; through shared memory, so that whole chunks of a row go out at
         once."""
         barrier()  # all are done with Q, K and V
         share = self.shape.row_tiles * ROWS

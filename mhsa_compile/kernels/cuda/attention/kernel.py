@@ -20,7 +20,7 @@ from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
 MOST_KEYS = 128
-"""Of a tile, where a warp has 16 rows: scores in 64 registers. Half as many with twice the rows."""
+"""The most keys of a tile, where a warp has 16 rows: scores in 64 registers. Half as many with twice the rows."""
 BESIDE_TILES = 55
 """Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc and NVRTC 13.0). What
 `_registers` adds for a ring of several stages, lengths, bits and masks was found the same way."""
@@ -71,7 +71,7 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
 
 
 def _registers(op: AttentionOp, shape: MmaBlockShape) -> int:
-    """What a thread needs so that nothing spills."""
+    """The registers that a thread needs so that nothing spills."""
     needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
     if op.mask is not None and op.mask.dtype != "bool":
         return needed + shape.row_tiles * (shape.keys // 2 + 16)
@@ -81,7 +81,7 @@ def _registers(op: AttentionOp, shape: MmaBlockShape) -> int:
 
 
 def _blocks(op: AttentionOp, shape: MmaBlockShape) -> float:
-    """How many there are, if the batch and the queries are known; else many."""
+    """How many blocks there are, if the batch and the queries are known; else infinitely many."""
     if isinstance(op.batch, str) or isinstance(op.q_length, str):
         return math.inf
     return op.batch * op.num_heads * -(-op.q_length // shape.queries)

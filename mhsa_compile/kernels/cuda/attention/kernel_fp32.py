@@ -20,7 +20,7 @@ KNOBS = ("queries", "keys", "stages")
 BESIDE_TILES = 23
 """Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc 13.0)."""
 _LIKED = 40
-"""More of them, that bands, masks and terms of the scores took where there was room."""
+"""Registers beyond BESIDE_TILES that bands, masks and terms of the scores took where there was room."""
 
 
 class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
@@ -65,5 +65,5 @@ class Fp32AttentionKernel(TiledAttentionKernel[Fp32BlockShape]):
 
 
 def _registers(shape: Fp32BlockShape) -> int:
-    """What a thread needs so that nothing spills."""
+    """The registers that a thread needs so that nothing spills."""
     return shape.tile_registers + BESIDE_TILES

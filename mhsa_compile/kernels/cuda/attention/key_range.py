@@ -31,7 +31,8 @@ def span(band: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr,
 
 
 class BlockKeyRange:
-    """Of the `queries` rows from `first_row` on; `visits` are the tiles that a constant mask leaves them."""
+    """The keys that the `queries` rows from `first_row` on see; `visits` are the tiles that a constant mask leaves
+    them."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class BlockKeyRange:
         return T.bool(False) if self.op.mask is not None else self.seen_but_for_mask(first_key, count)
 
     def seen_but_for_mask(self, first_key: Expr, count: int) -> Expr:
-        """The same, whatever the mask that the call brings."""
+        """Whether every row sees these keys, by all but the bits and the mask that the call brings."""
         seen = first_key + count <= self.kv_length
         if self.left is not None:
             seen = T.And(seen, first_key >= self.first_row + self.shift + (self.queries - 1 - self.left))

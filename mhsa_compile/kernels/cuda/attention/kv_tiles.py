@@ -10,7 +10,8 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 
 
 class KeyTiles:
-    """Those of a plan, or all from the first to the last that some row sees. `count` is how many there are."""
+    """The tiles of keys that a block visits: those of a plan, or all from the first to the last that some row sees.
+    `count` is how many there are."""
 
     def __init__(self, op: AttentionOp, key_range: BlockKeyRange, keys: int) -> None:
         self.op, self.key_range, self.keys, self.visits = op, key_range, keys, key_range.visits

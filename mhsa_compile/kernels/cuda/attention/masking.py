@@ -28,8 +28,9 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 
 
 def rows_of(place: ThreadIndex, first: Expr, queries: int, warps: int) -> tuple[Expr, ...]:
-    """Where each warp has as many of the block's rows as another, and a thread those two of C that it holds of each
-    tile of its warp: number 2 m + h is row 16 m + g + 8 h of the warp."""
+    """The numbers of the rows that a thread has, of those from `first` on, where each warp has as many of the block's
+    rows as another, and a thread those two of C that it holds of each tile of its warp: number 2 m + h is row
+    16 m + g + 8 h of the warp."""
     share = queries // warps
     base = materialize(first + place.warp * share + place.g)
     return tuple(base + (ROWS * m + 8 * h) for m in range(share // ROWS) for h in range(2))
@@ -59,7 +60,8 @@ class ScoreMask:
             self._hide_by_place(scores, tiles, first_key, None, 0)
 
     def _add_mask(self, scores: Expr, tiles: int, first_key: Expr) -> None:
-        """Two rows at a time, so that enough is under way at once, and not more than there are registers for."""
+        """Adds the mask of the call, two rows at a time, so that enough is under way at once, and not more than there
+        are registers for."""
         # Every other offset: the one behind it is the other half of a pair.
         base, offsets = materialize(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
         readers = [of_row(self.mask, row) for row in range(len(self.numbers))]
@@ -129,7 +131,7 @@ class ScoreMask:
         return self._with_mask(score, element)
 
     def _with_mask(self, score: Expr, element: Expr) -> Expr:
-        """By an element that says whether it takes part, or what is added to it."""
+        """A score with an element of the mask, which says whether it takes part, or what is added to it."""
         if self.op.mask is not None and self.op.mask.dtype == "bool":
             return _select(element, score)
         bias = materialize(wide(element), "float32")

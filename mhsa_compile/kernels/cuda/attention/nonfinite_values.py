@@ -44,13 +44,14 @@ class BlockNonFiniteRepair:
         self._words, self.found = registers(4, "uint32"), registers(1, "uint32")
 
     def look(self, slot: Expr, turn: Expr) -> None:
-        """To be called when this thread's pieces of the tile have arrived, and before the barrier after that."""
+        """Looks through this thread's pieces of the tile of this turn, and notes the turn in the flag if any value is
+        not finite. To be called when the pieces have arrived, and before the barrier after that."""
         self.find(slot, self.place.thread, self.threads)
         with T.If(self.found[0] != T.uint32(0)), T.Then():
             store(self.flag, [T.cast(turn, "uint32")])
 
     def find(self, slot: Expr, thread: Expr, threads: int) -> None:
-        """Looks through this thread's pieces, of so many threads'."""
+        """Looks through this thread's pieces, of so many threads'; `found` is 0 if all their values are finite."""
         set_register(self.found, 0, T.uint32(0))
 
         def piece(row: Expr, column: Expr) -> None:
@@ -65,8 +66,9 @@ class BlockNonFiniteRepair:
         return ((word & self._exponents) + self._steps) & T.uint32(0x80008000)
 
     def resolve(self, slot: Expr, turn: Expr, scores: Expr, sums: Expr, row_tiles: int, keys: int) -> None:
-        """Where the tile has any: adds those that are seen, and makes them zeros. To be called after that barrier, when
-        what is hidden is -inf in `scores`."""
+        """Adds the values of the tile that are not finite to the sums of the rows that see them, and makes them zeros,
+        if `look` found any. To be called after the barrier that follows `look`, when what is hidden is -inf in
+        `scores`."""
         load(self._words, 0, 1, self.flag)
         with T.If(self._words[0] == T.cast(turn, "uint32")), T.Then():
             # All have added before anyone clears, and all have cleared before anyone multiplies.
@@ -76,7 +78,7 @@ class BlockNonFiniteRepair:
             barrier()
 
     def clear(self, slot: Expr, thread: Expr, threads: int) -> None:
-        """Makes such values of this thread's pieces zeros."""
+        """Makes the values of this thread's pieces that are not finite zeros."""
         self.values.each_chunk(thread, threads, lambda row, column: self._clear(slot, row, column))
 
     def _clear(self, slot: Expr, row: Expr, column: Expr) -> None:

@@ -102,7 +102,7 @@ class Softmax:
         return materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
 
     def _pairs(self, row: int) -> list[tuple[int, int]]:
-        """Where a row's scores are, two neighbours at a time."""
+        """The indices of a row's scores, two neighbours at a time."""
         return [(cell(row, self.key_tiles, n, 0), cell(row, self.key_tiles, n, 1)) for n in range(self.key_tiles)]
 
     def _sums(self, row: int) -> list[int]:
@@ -115,7 +115,7 @@ def zero_if_unseen(row_max: Expr) -> Expr:
 
 
 def update_row_max(new: Expr, row_max: Expr, row_sum: Expr, rescale: Expr, row: int) -> Expr:
-    """Raises the maximum of a row to that of `new` scores, and brings l to that; O is to become `shrink[row]` times
+    """Raises the maximum of a row to that of `new` scores, and brings l to that; O is to become `rescale[row]` times
     what it was. Gives what the new scores are to be counted from."""
     maximum = materialize(T.max(row_max[row], new), "float32")
     origin = zero_if_unseen(maximum)

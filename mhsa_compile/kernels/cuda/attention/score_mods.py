@@ -29,8 +29,8 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 QUICK_SOFTCAP = 256.0
-"""Up to here a quick tanh changes scores by less than 2^-13, so probs by less than half of what rounding to 16 bits
-does."""
+"""Up to this softcap a quick tanh changes scores by less than 2^-13, so probs by less than half of what rounding to 16
+bits does."""
 
 
 class RowScoreMods:

@@ -53,7 +53,7 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
 
     @abstractmethod
     def function(self, op: AttentionOp, shape: Shape, planned: CudaBlockSparsity | None, profile: CudaProfile) -> Expr:
-        """The PrimFunc."""
+        """The PrimFunc of an attention, whose blocks have these sizes."""
 
     def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if op.dtype not in self.dtypes:

@@ -46,7 +46,8 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 _TOKEN, _ALL, _GROUP = 1, 4, 5  # the first number of each kind of named barrier; 0 is the block's
 
 _WIDEST_IN_TURN = 128
-"""Heads. Beyond, products take so much longer than exponentials that the order does not matter, and registers do."""
+"""The widest heads for which warpgroups take turns. Beyond, products take so much longer than exponentials that the
+order does not matter, and registers do."""
 
 
 class AttentionConsumer:
@@ -212,7 +213,7 @@ class AttentionConsumer:
             repair.resolve_together(slot, self.acc, self.shape.keys, hide)
 
     def _write(self, first_row: Expr, b: Expr, h: Expr) -> None:
-        """The rows of O, each divided by its sum, by way of the queries' place in shared memory."""
+        """Writes the rows of O, each divided by its sum, by way of the queries' place in shared memory."""
         words.meet(T.cast(self.group + _GROUP, "uint32"), words.WARPGROUP)  # all are done with their queries
         first = materialize(self.place.warp * ROWS)
         # The addresses below are computed anew for each item: kept, they would take registers that O needs.

@@ -23,11 +23,12 @@ KNOBS = ("consumers", "keys", "stages")
 KEYS = (128, 112, 96, 80, 64, 48, 32)
 _BESIDE = {2: 44, 3: 36}
 """Registers of a thread beside its tiles: addresses, statistics, what the compiler needs in between. This and the two
-below by what nvcc 13.0 made of kernels: with a few less, it spilt."""
+below follow what nvcc 13.0 made of kernels: with a few less, it spilt."""
 _MASK = 64
-"""For the elements of a mask that the call brings, and their addresses; and one for each of half the scores."""
+"""Registers for the elements of a mask that the call brings, and their addresses; and one for each of half the
+scores."""
 _BITS = 12
-"""For the bits of a constant mask."""
+"""Registers for the bits of a constant mask."""
 _WORTH_THREE = 96
 """Keys of a tile from which three warpgroups are better than two: they share K and V, but have fewer registers."""
 
@@ -85,6 +86,6 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
 
 
 def _registers(op: AttentionOp, shape: HopperBlockShape) -> int:
-    """What a thread that computes needs so that nothing spills."""
+    """The registers that a thread that computes needs so that nothing spills."""
     masks = (_MASK + shape.keys // 4 if op.mask is not None else 0) + (_BITS if op.static_mask is not None else 0)
     return shape.tile_registers + _BESIDE[shape.consumers] + masks

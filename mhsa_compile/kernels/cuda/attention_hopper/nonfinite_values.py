@@ -36,14 +36,14 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         self._tiles, self._any, self._barrier = values, registers(1, "uint32"), T.uint32(barrier)
 
     def look_together(self, slot: Expr) -> Expr:
-        """Whether any of all the threads has found one, each in pieces of its own."""
+        """Whether any of all the threads has found a value that is not finite, each in pieces of its own."""
         self.find(slot, self.place.thread, self.threads)
         meet_any(self._any, self._barrier, self.threads, self.found[0])
         return self._any[0] != T.uint32(0)
 
     def resolve_together(self, slot: Expr, sums: Expr, keys: int, hide: Callable[[Expr, int, Expr], None]) -> None:
-        """Adds those that a row sees, and makes them zeros. `hide(scores, tiles, part)` makes -inf of the scores of the
-        keys from 32 `part` on that are hidden."""
+        """Adds the values that are not finite to the sums of the rows that see them, and makes them zeros.
+        `hide(scores, tiles, part)` makes -inf of the scores of the keys from 32 `part` on that are hidden."""
         tiles = WORD // COLUMNS
         with T.serial(T.int32(-(-keys // WORD))) as part:
             scores, seen = registers(4 * tiles), registers(2, "uint32")
@@ -61,8 +61,8 @@ class SharedNonFiniteRepair(BlockNonFiniteRepair):
         meet(self._barrier, self.threads)
 
     def _words_of(self, slot: Expr, row: Expr) -> Callable[[int], Expr]:
-        """As for all tiles, but computed for each row anew: 32 addresses kept over all rows would take the registers
-        that sums need."""
+        """The address of this lane's word of a row's chunk, by the chunk's number. It is computed for each row anew: 32
+        addresses kept over all rows would take the registers that sums need."""
         row = fresh(row)
         start = materialize(self._tiles.row_start(slot, row) + T.cast(4 * self.place.q, "uint32"), "uint32")
         return lambda chunk: start + self._tiles.chunk_in_row(chunk, row)

@@ -42,7 +42,7 @@ class HopperBlockShape:
 
     @property
     def barriers_byte(self) -> int:
-        """Where they begin, from the first multiple of ALIGNMENT on."""
+        """The byte at which the barriers begin, counted from the first multiple of ALIGNMENT on."""
         tiles = tile_bytes(self.keys, self.head_dim) + tile_bytes(self.keys, self.v_head_dim)
         return self.query_bytes + self.stages * tiles
 
@@ -52,7 +52,7 @@ class HopperBlockShape:
 
     @property
     def tile_registers(self) -> int:
-        """What a thread that computes holds of S, P and O."""
+        """The registers in which a thread that computes holds its part of S, P and O."""
         return self.keys // 2 + self.keys // 4 + padded(self.v_head_dim) // 2
 
 
@@ -79,6 +79,6 @@ class AttentionSharedMemory:
         self.output = SwizzledTiles(first, 1, shape.queries, shape.v_head_dim)
 
     def begin(self) -> None:
-        """All barriers; to be called by one thread."""
+        """Begins all barriers; to be called by one thread."""
         for slots in (self.queries, self.keys, self.values):
             slots.begin(self.consumer_warps)

@@ -18,8 +18,8 @@ from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
 CACHED_BYTES = 20 << 20
-"""Of keys and values that are to stay cached: less than half of an H100's 50 MB, since what comes from the far half of
-it is kept twice."""
+"""Bytes of keys and values that are to stay cached: less than half of an H100's 50 MB, since what comes from the far
+half of it is kept twice."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Schedule:
 
 
 def scheduled(op: AttentionOp, sizes: tuple[Expr, Expr, Expr], queries: int, multiprocessors: int) -> Schedule:
-    """`sizes`: batch, query and key length, int64."""
+    """The schedule of a call. `sizes`: batch, query and key length, int64."""
     batch, q_length, kv_length = sizes
     tiles = T.truncdiv(q_length + (queries - 1), T.int64(queries))
     heads = batch * T.int64(op.num_heads)

@@ -100,7 +100,7 @@ class Items:
 def attention(
     op: AttentionOp, shape: HopperBlockShape, planned: CudaBlockSparsity | None, multiprocessors: int
 ) -> Expr:
-    """The PrimFunc."""
+    """The PrimFunc of an attention, whose blocks have the sizes `shape`."""
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name("attention")

@@ -185,7 +185,7 @@ class DecodeBlock:
         return T.address_of(self.pool[word * (WORD // self.element_bytes)])
 
     def _write(self, part: SplitPart) -> None:
-        """Each thread some chunks of the rows: Y, or what `combine` makes Y of."""
+        """Writes a part's rows, each thread some chunks of them: Y, or what `combine` makes Y of."""
         chunks = self.shape.v_head_dim // CHUNK
         total, threads = self.shape.rows * chunks, self.shape.threads
         # Two results of a share at most: of a head that another one began, and of one that it begins.
@@ -213,7 +213,7 @@ class DecodeBlock:
 def write(
     op: AttentionOp, y: Expr, b: Expr, head: Expr, query: Expr, column: Expr, row_sum: Expr, sums: list[Expr]
 ) -> None:
-    """Four columns of a row of Y: O / l, zeros where nothing was visible."""
+    """Writes four columns of a row of Y: O / l, zeros where nothing was visible."""
     part = materialize(T.Select(row_sum == T.float32(0), T.float32(0), T.float32(1) / row_sum), "float32")
     element = elements(y, op.output, op.v_head_dim, T.cast(b, "int64"), T.cast(head, "int64"))
     address = T.address_of(element(query, column))

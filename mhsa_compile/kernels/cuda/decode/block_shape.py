@@ -32,7 +32,7 @@ class DecodeBlockShape:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is computed by multiply-adds of float32, not on tensor cores."""
+        """Whether the block is computed by multiply-adds of float32, not on tensor cores."""
         return self.dtype == "float32"
 
     @property
@@ -60,13 +60,13 @@ class DecodeBlockShape:
 
     @property
     def lanes_of_key(self) -> int:
-        """That share the products of one key, where they are of float32."""
+        """Lanes that share the products of one key, where they are of float32."""
         return WARP // self.keys
 
     @property
     def key_form(self) -> RowFormat:
-        """In float32, each eight lanes read 16 bytes each of some keys: these lie in different banks where one key
-        begins an odd multiple of its lanes' bytes behind another."""
+        """The form of K's rows. In float32, each eight lanes read 16 bytes each of some keys: these lie in different
+        banks where one key begins an odd multiple of its lanes' bytes behind another."""
         if not self.is_wide:
             return halves(self.head_dim)
         lanes, chunks = self.lanes_of_key, self.head_dim // 4
@@ -101,7 +101,7 @@ class DecodeBlockShape:
 
     @property
     def queries_byte(self) -> int:
-        """Where Q begins, if it is there: behind the rings and the results that take their place."""
+        """The byte at which Q begins, if it is there: behind the rings and the results that take their place."""
         return max(self.ring_bytes, self.warps * self.rows * self.result_pitch * WORD)
 
     @property
@@ -115,9 +115,9 @@ class DecodeBlockShape:
 
     @property
     def thread_registers(self) -> int:
-        """What nvcc was seen to need at most without spilling: S and O, m and l, Q where it stays in registers; more
-        where a tile takes more copies, whose addresses it likes to know early, for each term of the scores, and where
-        many rows hide values from each other."""
+        """The registers of a thread that nvcc was seen to need at most without spilling: S and O, m and l, Q where it
+        stays in registers; more where a tile takes more copies, whose addresses it likes to know early, for each term
+        of the scores, and where many rows hide values from each other."""
         copies = self.ring_bytes // self.stages // (16 * self.threads)  # of a lane
         rest = 40 + copies + 12 * self.terms
         if self.is_wide:

@@ -77,7 +77,7 @@ class CudaDecodeKernel:
         return None
 
     def shared_bytes(self, op: AttentionOp, config: Config) -> int:
-        """What a block takes of shared memory."""
+        """Bytes that a block takes of shared memory."""
         return _shape(op, config).shared_bytes
 
     def emit(self, op: AttentionOp, profile: CudaProfile, config: Config) -> Emitted:

@@ -38,7 +38,8 @@ class WarpNonFiniteRepair:
         self._word = registers(1, "uint32")
 
     def look(self, slot: Expr) -> None:
-        """To be called when this lane's pieces of the tile have arrived."""
+        """Looks for values that are not finite in this lane's pieces of the tile, and tells all lanes whether any of
+        them found one. To be called when the pieces have arrived."""
         self.pieces.find(slot, self.place.lane, WARP)
         over_warp(self.pieces.found, 0, lambda a, b: a | b)
 
@@ -50,8 +51,9 @@ class WarpNonFiniteRepair:
         sees: Callable[[int, int], Expr],
         add: Callable[[int, int, int, Expr], None],
     ) -> None:
-        """Where the tile, of `tiles` times 8 keys, has any: `add(row, tile of columns, half of it, value)` to the sums
-        of a lane's `rows`; `sees(row, n)` is whether one sees key 8 n + g."""
+        """Adds the values of the tile, of `tiles` times 8 keys, that are not finite to the sums of the rows that see
+        them, and makes them zeros, if `look` found any. `add(row, tile of columns, half of it, value)` adds one to the
+        sums of a lane's `rows`; `sees(row, n)` is whether one sees key 8 n + g."""
         with T.If(self.pieces.found[0] != T.uint32(0)), T.Then():
             for n in range(tiles):
                 with T.serial(T.int32(8)) as turn:

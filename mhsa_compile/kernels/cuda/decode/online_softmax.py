@@ -25,8 +25,8 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 
 
 class Area:
-    """Where the warps of a block leave their results to each other, in the memory of their tiles. `address(word)` is
-    that of a word; `warp` is whose results are put."""
+    """The memory in which the warps of a block leave their results to each other, that of their tiles. `address(word)`
+    is that of a word; `warp` is whose results are put."""
 
     def __init__(self, shape: DecodeBlockShape, address: Callable[[Expr], Expr], warp: Expr) -> None:
         self.shape, self.address, self.warp = shape, address, warp
@@ -38,7 +38,7 @@ class Area:
         store(self.address(self._word(self.warp, row) + column), sums)
 
     def set_stats(self, row: Expr, row_max: Expr, row_sum: Expr) -> None:
-        """Several threads may put the same."""
+        """Puts a row's maximum and the sum of its probs; several threads may put the same."""
         store(self.address(self._word(self.warp, row) + self.shape.v_head_dim), [row_max, row_sum])
 
     def joined(self, row: Expr, column: Expr, count: int) -> tuple[Expr, Expr, list[Expr]]:

@@ -70,11 +70,11 @@ class CudaSplitKv:
         self.least, self.more = (materialize(f(self.total, T.int32(count))) for f in (T.truncdiv, T.truncmod))
 
     def begin_of(self, share: Expr) -> Expr:
-        """The number of its first piece."""
+        """The number of a share's first piece."""
         return materialize(share * self.least + T.min(share, self.more))
 
     def share_of(self, number: Expr) -> Expr:
-        """Whose a piece is."""
+        """The share that a piece belongs to."""
         long = self.more * (self.least + 1)
         # Where `least` is 0 all pieces lie before `long`; only the division must not fail.
         after = self.more + T.truncdiv(number - long, T.max(T.int32(1), self.least))
@@ -139,7 +139,7 @@ class CudaSplitKv:
         return materialize(T.truncdiv(self.batch + (WARP - 1), T.int32(WARP)))
 
     def _pieces_of(self, b: Expr) -> Expr:
-        """Those of all heads of an entry, none where there is no such entry."""
+        """How many pieces all heads of an entry have, 0 where there is no such entry."""
         pieces = registers(1, "int32")
         set_register(pieces, 0, T.int32(0))
         with T.If(b < self.batch), T.Then():

@@ -66,7 +66,7 @@ class SimtWarp:
         return StridedCells(self.key, 1, T.And(self.key == 0, counts))
 
     def begin(self, query: Element, scores: RowScoreMods) -> None:
-        """All threads of the block read Q together: what they read is there after the next barrier."""
+        """Reads Q and clears the sums. All threads of the block read Q together: it is there after the next barrier."""
 
         def piece(row: Expr, column: Expr) -> None:
             load(self.left, 0, CHUNK, T.address_of(query(row, column)), "global")
@@ -79,7 +79,7 @@ class SimtWarp:
             scores.begin(self.row_max, self.row_sum, row)
 
     def look(self, slot: Expr) -> None:
-        """Hidden values are left out where they are read."""
+        """Does nothing: hidden values are left out where they are read."""
 
     def visit(self, slot: Expr, first_key: Expr, hides: Expr, visibility: ScoreMask, scores: RowScoreMods) -> None:
         # 1. S = Q K^T, the lanes of a key each a part, then all the sum.
@@ -179,5 +179,5 @@ class SimtWarp:
         return (self.column + chunk * self.sharers) * CHUNK
 
     def _has(self, chunk: int) -> Expr:
-        """Whether there are such columns."""
+        """Whether the columns of the chunk of this number exist."""
         return self._column(chunk) < self.shape.v_head_dim

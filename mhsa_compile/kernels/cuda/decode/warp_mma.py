@@ -173,7 +173,8 @@ class TensorWarp:
         queries.each_chunk(self.place.thread, self.shape.threads, piece)
 
     def _query_words(self, step: int, tile: int) -> int:
-        """Where the words of a step begin; they are read now, two steps at a time, where they do not stay."""
+        """The index at which the words of Q of a step begin; they are read now, two steps at a time, where Q does not
+        stay in registers."""
         if self.queries is None:
             return 2 * (step * self.row_tiles + tile)
         at = 4 * tile
@@ -237,7 +238,7 @@ class TensorWarp:
         return [self.layout.at(row, self.tiles, number) for number in range(self.tiles)]
 
     def _sum(self, row: int, tile: int, half: int) -> int:
-        """Where the sum of a row and column tile * 16 + 8 * half + g is."""
+        """The index of the sum of a row and column tile * 16 + 8 * half + g."""
         return 4 * (tile * self.row_tiles + row // 2) + 2 * half + row % 2
 
     def _sees(self, row: int, number: int) -> Expr:

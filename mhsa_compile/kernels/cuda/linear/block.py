@@ -130,7 +130,8 @@ class LinearBlock:
             body()
 
     def _gather(self) -> None:
-        """Through shared memory, four sums of all lanes side by side."""
+        """Adds the slices' sums to those of the first slice, through shared memory, four sums of all lanes side by
+        side."""
         quads, chunk = self.shape.sums // 4, CHUNK // DTYPE_BYTES[str(self.pool.dtype)]
 
         def address(number: Expr, quad: int) -> Expr:

@@ -92,7 +92,7 @@ class ThreadBlock(LinearBlock):
                 set_register(self.partial, at, self.partial[at] + x * T.reinterpret("float32", self.right[j]))
 
     def write(self) -> None:
-        """Four columns at once, or fewer where rows of y begin at multiples of fewer."""
+        """Writes four columns at once, or fewer where rows of y begin at multiples of fewer."""
         unit = gcd(VECTOR, self.op.out_features, self.op.pitch)
         for j in range(self.width // VECTOR):
             column = materialize(self.first_column + self.part_column + (self.c + j * _COLUMNS) * VECTOR)

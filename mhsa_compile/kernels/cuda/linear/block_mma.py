@@ -85,7 +85,7 @@ class TensorBlock(LinearBlock):
             load_matrices(self.right[turn], 4 * pair, address)
 
     def write(self) -> None:
-        """Through shared memory, a warp's part by itself, so that 16 bytes of a row go out at once."""
+        """Writes y through shared memory, a warp's part by itself, so that 16 bytes of a row go out at once."""
         # 1. Rounded, with the bias.
         for n in range(self.column_tiles):
             column = self.first_column + self.part_column + (n * COLUMNS + 2 * self.place.q)

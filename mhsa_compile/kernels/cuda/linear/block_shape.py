@@ -26,12 +26,13 @@ CHUNK = 16  # bytes that one copy moves
 # Of one multiprocessor in one clock. For the choice of a default alone: ratios matter, and they differ little.
 _SHARED_BYTES, _L2_BYTES = 128, 32
 _COPY_CLOCKS = 800
-"""From the begin of a copy until all of a tile is there."""
+"""Clocks from the begin of a copy until all of a tile is there."""
 _BLOCK_CLOCKS = 1500
-"""Of a block, beside its products: the first tile, the last stores."""
+"""Clocks of a block beside its products: the first tile, the last stores."""
 _TERMS_IN_A_ROW = 64
-"""Of a slice, whose products stand one after the other in the code: of more, ptxas loaded so many operands ahead that
-it spilt; in float32 always, on tensor cores where 512 threads or more leave each few registers."""
+"""The most terms of a tile for one slice, whose products stand one after the other in the code: of more, ptxas loaded
+so many operands ahead that it spilt; in float32 always, on tensor cores where 512 threads or more leave each few
+registers."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class LinearBlockShape:
 
     @property
     def parts(self) -> int:
-        """Into which the warps of one slice cut the block."""
+        """Parts into which the warps of one slice cut the block."""
         return self.rows // self.warp_rows * (self.columns // self.warp_columns)
 
     @property
@@ -85,7 +86,7 @@ class LinearBlockShape:
 
     @property
     def thread_registers(self) -> int:
-        """What a thread is likely to take."""
+        """The registers that a thread is likely to take."""
         raise NotImplementedError
 
     @property
@@ -168,7 +169,7 @@ class TensorShape(LinearBlockShape):
 
     @property
     def thread_registers(self) -> int:
-        """Sums, the operands of this step and of the next, and addresses."""
+        """The registers for sums, the operands of this step and of the next, and addresses."""
         return self.sums + (self.warp_rows + self.warp_columns) // 2 + 44
 
     @property
@@ -195,17 +196,18 @@ class ThreadShape(LinearBlockShape):
 
     @property
     def thread_registers(self) -> int:
-        """Sums and their parts, four terms of x, those of two of the weights, and addresses."""
+        """The registers for sums and their parts, four terms of x, those of two of the weights, and addresses."""
         return 2 * self.sums + 4 * self.thread_rows + 2 * self.thread_columns + 56
 
     @property
     def read_clocks(self) -> float:
-        """Two for each load of four elements."""
+        """Clocks to read the operands of one term: two for each load of four elements."""
         return (self.thread_rows + self.thread_columns) / 2
 
     @property
     def issued(self) -> float:
-        """With the loads of four terms at once, and the addition of each part to its sum."""
+        """Instructions for each multiplication: itself, its share of the loads of four terms at once, and of the
+        addition of each part to its sum."""
         loads = (self.thread_rows + self.thread_columns) / (4 * self.sums)
         return 1 + loads + self.slices / self.depth
 

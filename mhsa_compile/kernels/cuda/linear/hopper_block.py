@@ -59,7 +59,8 @@ class HopperShape:
 
     @property
     def barriers_byte(self) -> int:
-        """Where they begin, from the first multiple of ALIGNMENT on: behind ring and output."""
+        """The byte at which the barriers begin, counted from the first multiple of ALIGNMENT on: behind ring and
+        output."""
         return self.tiles_bytes + tile_bytes(self.rows, self.columns)
 
     @property
@@ -71,8 +72,8 @@ class HopperShape:
         return -(-rows // self.rows) * -(-columns // self.columns)
 
     def clocks(self, profile: CudaProfile, rows: int, columns: int, depth: int) -> float:
-        """About how long y (rows, columns) takes, as in `Shape.clocks`: the tensor cores, shared memory at 128 bytes a
-        clock, the second-level cache at 32; and what of a part is not hidden behind its products."""
+        """About how long y (rows, columns) takes, as in `LinearBlockShape.clocks`: the tensor cores, shared memory at
+        128 bytes a clock, the second-level cache at 32; and what of a part is not hidden behind its products."""
         most = -(-self.parts(rows, columns) // profile.hardware.multiprocessors)
         terms = -(-depth // self.depth) * self.depth
         work = terms * max(
@@ -172,12 +173,12 @@ class LinearConsumer:
         self._write(row, column)
 
     def end(self) -> None:
-        """Shared memory stays until what was written has been read from it."""
+        """Waits until what was written has been read from shared memory, which is to stay until then."""
         with T.If(self.place.lane == 0), T.Then():
             words.boxes_stored()
 
     def _write(self, row: Expr, column: Expr) -> None:
-        """A warp's rows by themselves, which the copy engine takes while the next part begins."""
+        """Writes a warp's rows by themselves, which the copy engine takes while the next part begins."""
         # The warp's rows of the part before must have left shared memory.
         self.end()
         warp_barrier()

@@ -47,7 +47,7 @@ from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("columns", "stages")
 FEW_ROWS = 64
-"""Up to here half of a block would be empty: mma.sync, in smaller blocks, serves them."""
+"""Up to so many rows, half of a block would be empty: mma.sync, in smaller blocks, serves them."""
 _CHUNK = 8  # elements in 16 bytes, of which the copy engine's strides are multiples
 
 
@@ -147,7 +147,7 @@ def _launch(op: LinearOp, shape: HopperShape, multiprocessors: int, given: Argum
         turns = -(-op.in_features // shape.depth)
 
         def each_part(body: Callable[[Expr, Expr, Expr], None]) -> None:
-            """body(first row, first column, how many tiles came before)"""
+            """body(first row, first column, how many tiles came before) for each part of y that is this block's."""
             with T.serial(T.truncdiv(count - number + (all_blocks - 1), all_blocks)) as turn:
                 part = materialize(number + turn * all_blocks)
                 row, column = dealt(part, lines, op.out_features, (shape.rows, shape.columns))

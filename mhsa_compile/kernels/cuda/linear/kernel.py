@@ -48,8 +48,8 @@ from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.target.profile import CudaProfile
 
 FEW_ROWS = 16
-"""Where it is a call that says how many rows there are, so few have a kernel of their own, the default for them: they
-are a step of decoding."""
+"""The most rows that have a kernel of their own, the default for them, where it is a call that says how many rows there
+are: they are a step of decoding."""
 LENGTHS, BATCHES = (128, 512, 2048, 8192), (32, 64, 128)
 """Rows that a default is chosen for where the length is symbolic, and batches where only they are, as in decoding."""
 
@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
 
 
 def linear_function(op: LinearOp, packing: Packed, body: Callable[[Arguments], None]) -> Expr:
-    """`run` of a linear; `body` launches."""
+    """The PrimFunc `run` of a linear; `body` launches."""
     dim = Dims()
     leading = [dim(d) for d in op.rows]
     with IRBuilder() as builder:
@@ -80,7 +80,7 @@ def linear_function(op: LinearOp, packing: Packed, body: Callable[[Arguments], N
 
 
 def launch_by_rows(rows: Expr, most: int, few: Callable[[], None], many: Callable[[], None]) -> None:
-    """`few` for up to `most` rows, where it is a call that says how many there are, else `many`."""
+    """Emits `few` for up to `most` rows, where it is a call that says how many there are, else `many`."""
     if isinstance(rows, tirx.IntImm):
         many()
         return
@@ -99,7 +99,7 @@ class _LinearOnGpu:
     dtypes: tuple[str, ...]
     shape: type[LinearBlockShape]
     defaults: tuple[tuple[int, ...], ...]
-    """In the order of KNOBS; the last one fits everywhere."""
+    """The sizes of the configs to choose a default from, in the order of KNOBS; the last one fits everywhere."""
 
     def why_not(self, op: LinearOp, profile: CudaProfile) -> str | None:
         if op.int8_weights:
@@ -125,7 +125,8 @@ class _LinearOnGpu:
         }
 
     def default_config(self, op: LinearOp, profile: CudaProfile) -> dict[str, int]:
-        """The fastest of those that fit, by the estimate; in the geometric mean over the rows that there may be."""
+        """The fastest of the `defaults` that fit, by the estimate; in the geometric mean over the rows that there may
+        be."""
         configs = [dict(zip(KNOBS, sizes, strict=True)) for sizes in self.defaults]
         fitting = [config for config in configs if self.why_not_config(op, profile, config) is None] or configs[-1:]
 
@@ -177,7 +178,7 @@ class _LinearOnGpu:
         return linear_function(op, packed(op, self.packed_width(op)), body)
 
     def launch_few(self, op: LinearOp, profile: CudaProfile, rows: int, arguments: Arguments) -> None:
-        """The default for so many rows."""
+        """Launches the default config for so many rows."""
         config = self.default_config(replace(op, rows=(rows,)), profile)
         self.launch(op, self.shape(**config), profile, arguments)
 

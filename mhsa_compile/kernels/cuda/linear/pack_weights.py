@@ -26,7 +26,7 @@ def packed(op: LinearOp, width: int | None) -> Packed:
 
 
 def pack(op: LinearOp, width: int | None) -> Expr:
-    """(weights..., biases...) -> `packed`. What is beyond the last feature is zeros."""
+    """The PrimFunc (weights..., biases...) -> `packed`. What is beyond the last feature is zeros."""
     ((size, inner), _), ((padding,), _) = shapes = packed(op, width)
     with IRBuilder() as builder:
         with T.prim_func():

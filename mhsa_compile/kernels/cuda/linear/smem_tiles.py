@@ -36,7 +36,7 @@ class LinearTiles:
         self.element = DTYPE_BYTES[str(pool.dtype)]
         self.end = first + slots * rows * width * self.element
         self.chunk = CHUNK // self.element
-        """Elements."""
+        """Elements of a chunk."""
         shape, offset = (slots, rows, width), T.int32(first // self.element)
         self._buffer = T.decl_buffer(shape, pool.dtype, data=pool.data, elem_offset=offset, scope="shared.dyn")
 

@@ -28,7 +28,7 @@ class Fragment(Protocol):
     in_pairs: bool
 
     def offsets(self, count: int) -> list[int]:
-        """Those of a tile of so many columns, each of the cells' own width."""
+        """The offsets of a thread's keys in a tile of so many columns, each of the cells' own width."""
         ...
 
     def at(self, row: int, count: int, number: int) -> int:
@@ -67,5 +67,5 @@ class StridedCells:
 
 
 def cell(row: int, tiles: int, n: int, e: int) -> int:
-    """Where a thread holds, of tile n of one of its rows, column 2 q + e; rows have `tiles` tiles."""
+    """The index, in a thread's array, of column 2 q + e of tile n of one of its rows; rows have `tiles` tiles."""
     return 4 * (row // 2 * tiles + n) + 2 * (row % 2) + e

@@ -16,7 +16,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import Expr, registers, set_regis
 
 WARPGROUP = 128  # threads
 ROWS, DEPTH = 64, 16
-"""Of one product: rows of A and C, columns of A and rows of B."""
+"""The sizes of one product: rows of A and C, columns of A and rows of B."""
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 
 
@@ -28,7 +28,7 @@ def begin_barrier(address: Expr, arrivals: int) -> None:
 
 
 def barriers_begun() -> None:
-    """Makes them known to the copy engine, too; to be called by who began them, before a barrier of the block."""
+    """Makes barriers known to the copy engine, too; to be called by who began them, before a barrier of the block."""
     T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
     T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
 
@@ -43,7 +43,7 @@ def arrive_expecting(address: Expr, count: int) -> None:
 
 
 def wait(address: Expr, parity: Expr) -> None:
-    """Until the phase of this parity, 0 for the first, is over; the one "before the first" has parity 1."""
+    """Waits until the phase of this parity, 0 for the first, is over; the one "before the first" has parity 1."""
     T.evaluate(T.cuda.mbarrier_wait(address, T.cast(parity, "uint32")))
 
 
@@ -55,7 +55,7 @@ def meet(number: Expr, threads: int) -> None:
 
 
 def announce(number: Expr, threads: int) -> None:
-    """Counts as having come to `meet`, without waiting."""
+    """Arrives at the barrier at which others `meet`, without waiting."""
     T.evaluate(T.ptx["bar.arrive"](number, T.uint32(threads)))
 
 
@@ -80,13 +80,14 @@ def store_box(tensor: Expr, coordinates: Sequence[Expr], address: Expr) -> None:
 
 
 def boxes_stored() -> None:
-    """Until what this thread stores has been read from shared memory."""
+    """Waits until what this thread stores has been read from shared memory."""
     T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
     T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
 
 def written_for_engines() -> None:
-    """What this thread wrote to shared memory, the copy engine and the tensor cores may read after the next barrier."""
+    """Lets the copy engine and the tensor cores read, after the next barrier, what this thread wrote to shared
+    memory."""
     T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
 
 
@@ -98,7 +99,7 @@ def fetch_map(tensor: Expr) -> None:
 
 
 def products_begin() -> None:
-    """Between what is done to registers and the products that use them."""
+    """Separates what is done to registers from the products that use them."""
     T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
 
 
@@ -108,7 +109,7 @@ def products_end() -> None:
 
 
 def products_wait(pending: int) -> None:
-    """Until all groups but the last `pending` are done. Their registers have to be pinned next."""
+    """Waits until all groups but the last `pending` are done. Their registers have to be pinned next."""
     T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](pending))
 
 
@@ -158,7 +159,8 @@ def fresh(value: Expr) -> Expr:
 
 
 def one_block() -> Any:
-    """To be entered: a multiprocessor has one block at a time. Else registers cannot be given to another role."""
+    """A context to be entered: a multiprocessor has one block at a time. Else registers cannot be given to another
+    role."""
     return T.attr(T.int32(0), "tirx.launch_bounds_min_blocks_per_sm", T.int32(1))
 
 
@@ -168,7 +170,7 @@ def give_registers(count: int) -> None:
 
 
 def take_registers(count: int) -> None:
-    """Waits until there are so many for each thread of the warpgroup."""
+    """Waits until there are so many registers for each thread of the warpgroup."""
     T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](count))
 
 

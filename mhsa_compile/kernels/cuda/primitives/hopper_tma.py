@@ -127,7 +127,8 @@ class Tensor:
     there, not the next head. Boxes are of `rows` x 64 elements."""
 
     def __init__(self, name: str, buffer: Expr, place: HeadLayout, sizes: Sequence[Expr], rows: int) -> None:
-        """To be called on the host's side of a kernel. `sizes`: batch, length, heads, head_dim."""
+        """Reserves the map, which `encode` fills in; to be called on the host's side of a kernel. `sizes`: batch,
+        length, heads, head_dim."""
         self.buffer, self.place, self.sizes, self.rows = buffer, place, sizes, rows
         self.by_rows = place.layout == "rows"
         self.map = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
@@ -145,8 +146,8 @@ class Tensor:
         self._encode(self._first(), dims, strides)
 
     def encode_stand_in(self, other: Tensor) -> None:
-        """Fills it in where the tensor has none, so perhaps no address, which the driver refuses as it does sizes of 0:
-        a row of another tensor, no narrower, which nobody reads."""
+        """Fills in the map of a tensor that has no elements, so perhaps no address, which the driver refuses as it does
+        sizes of 0: the map is of a row of another tensor, no narrower, which nobody reads."""
         head_dim, one = self.sizes[-1], T.int64(1)
         self._encode(other._first(), (head_dim, one, one, one), (head_dim,) * 3)
 
@@ -154,7 +155,7 @@ class Tensor:
         return self.buffer[0, 0, self.place.offset] if self.by_rows else self.buffer[0, 0, 0, 0]
 
     def _encode(self, first: Expr, dims: Sequence[Expr], strides: Sequence[Expr]) -> None:
-        """By sizes and strides in elements, innermost first."""
+        """Fills in the map of what begins at `first`, by sizes and strides in elements, innermost first."""
         box = (PANEL, 1, self.rows, 1) if self.by_rows else (PANEL, self.rows, 1, 1)
         T.evaluate(
             T.tensormap_encode_tiled(

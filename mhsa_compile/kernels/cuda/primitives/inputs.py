@@ -13,7 +13,7 @@ from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 
 WIDEST = 256
-"""Heads of queries, keys and values, of all attentions here."""
+"""The widest heads of queries, keys and values, of all attentions here."""
 
 
 def why_not_widths(op: AttentionOp) -> str | None:
@@ -34,7 +34,7 @@ def wide(element: Expr) -> Expr:
 
 
 class CudaExtraInputs(ExtraInputs):
-    """Numbers of keys are int32 here."""
+    """The extra inputs of an attention on a GPU; numbers of keys are int32 here."""
 
     def keys(self, b: Expr, kv_length: Expr) -> Expr:
         return materialize(T.cast(self.held(b, kv_length), "int32"))

@@ -53,7 +53,8 @@ class MaskReader:
         return T.And(end <= self._last_key + 1, T.truncmod(self._last_key, T.int32(2)) == 1)
 
     def read_pairs(self, words: Expr, first: int, query: Expr, key: Expr, offsets: Sequence[int]) -> None:
-        """words[first ..]: of the keys `key` + offset and the next, for each offset. To be called where `has_pairs`."""
+        """Reads into words[first ..] the elements of the keys `key` + offset and the next, for each offset. To be
+        called where `has_pairs`."""
         start = materialize(self._row(query) + T.cast(key, "int64"), "int64")
         for i, offset in enumerate(offsets):
             load_pair(words, first + i * self.pair_words, T.address_of(self._flat[start + offset]), self.dtype)
@@ -81,6 +82,6 @@ class MaskReader:
         return unpack(words[at], self.dtype)[e]
 
     def _row(self, query: Expr) -> Expr:
-        """Where a row begins."""
+        """The index of a query's row in the flat mask."""
         _, heads, rows, keys = self._mask.shape
         return ((self._entry * heads + self._head) * rows + T.cast(T.min(query, self._last_row), "int64")) * keys

@@ -14,8 +14,8 @@ from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 
 BARRIER_BYTES = 8
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-"""Of a thread that copies, and of one that computes, by the number of warpgroups that compute: together they are no
-more than what the block begins with, 65536 in equal shares."""
+"""Registers of a thread that copies, and of one that computes, by the number of warpgroups that compute: together they
+are no more than what the block begins with, 65536 in equal shares."""
 
 
 class Slots:
@@ -46,7 +46,7 @@ class Slots:
         wait(self._empty_of(use), T.bitwise_xor(self._phase(use), T.int32(1)))
 
     def release(self, use: Expr, lane: Expr) -> None:
-        """This warp is done with it."""
+        """Tells the one who fills the slot of this use that this warp is done with it."""
         with T.If(lane == 0), T.Then():
             arrive(self._empty_of(use))
 

@@ -156,5 +156,5 @@ def commit() -> None:
 
 
 def wait(pending: int) -> None:
-    """Until all groups but the last `pending` have arrived, of this thread's own."""
+    """Waits until all of this thread's own groups but the last `pending` have arrived."""
     T.evaluate(T.ptx["cp.async.wait_group"](pending))

@@ -102,7 +102,7 @@ class Piece:
         return T.cast(T.reinterpret("float16", half), "float32")
 
     def set(self, values: Sequence[Expr]) -> None:
-        """From float32, each rounded once."""
+        """Fills the piece from float32 values, each rounded once."""
         if not self._words:
             set_register(self._held, 0, values[0])
         elif self.dtype == "float32":

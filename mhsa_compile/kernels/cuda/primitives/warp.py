@@ -24,10 +24,10 @@ Expr = Any  # a TIR expression; TVM has no type stubs
 WARP = 32
 MOST_REGISTERS = 255  # of a thread, on every GPU
 ROWS, DEPTH, COLUMNS = 16, 16, 8
-"""Of one product: rows of A and C, columns of A and rows of B, columns of B and C."""
+"""The sizes of one product: rows of A and C, columns of A and rows of B, columns of B and C."""
 SPARE = 16
-"""Of them, where `min_blocks_per_sm` may say something: with fewer ptxas spills when it is told, and does not when it
-is not."""
+"""Registers that a thread must have to spare where `min_blocks_per_sm` is told anything: with fewer ptxas spills when
+it is told, and does not when it is not."""
 _EVERY_LANE = 0xFFFFFFFF
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _AS_BITS = {"bool": "u8", "bfloat16": "u16", "float16": "u16", "float32": "b32"}
@@ -65,27 +65,29 @@ def occupancy_hint(profile: CudaProfile, threads: int, registers: int, shared_by
 
 
 def barrier() -> None:
-    """All threads of the block. TVM knows this form, and adds no barriers of its own beside it."""
+    """Lets all threads of the block wait for each other. TVM knows this form, and adds no barriers of its own beside
+    it."""
     T.evaluate(T.tvm_storage_sync("shared.dyn"))
 
 
 def warp_barrier() -> None:
-    """The threads of the warp: what they wrote to shared memory, they may read of each other."""
+    """Lets the threads of the warp wait for each other: what they wrote to shared memory, they may read of each
+    other."""
     T.evaluate(T.cuda.warp_sync())
 
 
 def any_of_warp(condition: Expr) -> Expr:
-    """Whether it holds in any lane."""
+    """Whether the condition holds in any lane of the warp."""
     return T.cuda.any_sync(T.uint32(_EVERY_LANE), T.cast(condition, "int32")) != 0
 
 
 def any_of_block(condition: Expr) -> Expr:
-    """Whether it holds in any thread of the block; a barrier of all its threads."""
+    """Whether the condition holds in any thread of the block; a barrier of all its threads."""
     return T.cuda.syncthreads_or(T.cast(condition, "int32")) != 0
 
 
 def ballot(condition: Expr) -> Expr:
-    """A bit for each lane: whether it holds there."""
+    """A word with a bit for each lane: whether the condition holds there."""
     return T.cuda.ballot_sync(T.uint32(_EVERY_LANE), T.cast(condition, "int32"))
 
 
@@ -152,12 +154,12 @@ def unpack(word: Expr, dtype: str) -> tuple[Expr, Expr]:
 
 
 def load_element(words: Expr, index: int, address: Expr, dtype: str) -> None:
-    """An element of global memory into words[index], its bits the lowest."""
+    """Loads an element of global memory into words[index], its bits the lowest."""
     T.evaluate(T.ptx[f"ld.global.{_AS_BITS[dtype]}"](words[index], address))
 
 
 def load_pair(words: Expr, index: int, address: Expr, dtype: str) -> None:
-    """Two neighbours, of which the first lies at a multiple of their size: into the halves of the lowest bits of
+    """Loads two neighbours, of which the first lies at a multiple of their size, into the halves of the lowest bits of
     words[index], or into two words."""
     if dtype == "float32":
         T.evaluate(T.ptx["ld.global.v2.b32"](words[index], words[index + 1], address))
@@ -166,14 +168,14 @@ def load_pair(words: Expr, index: int, address: Expr, dtype: str) -> None:
 
 
 def load(cells: Expr, index: int, count: int, address: Expr, space: str = "shared") -> None:
-    """`count` words, 1, 2 or 4, into cells[index ..]: of 32 bits, uint32 or float32."""
+    """Loads `count` words, 1, 2 or 4, into cells[index ..]: of 32 bits, uint32 or float32."""
     several = f".v{count}" if count > 1 else ""
     instruction = T.ptx[f"ld.{space}{several}.{_kind(cells[index])}"]
     T.evaluate(instruction(*(cells[index + i] for i in range(count)), address))
 
 
 def store(address: Expr, values: Sequence[Expr], space: str = "shared") -> None:
-    """One word, two, or four."""
+    """Stores one word, two, or four."""
     several = f".v{len(values)}" if len(values) > 1 else ""
     T.evaluate(T.ptx[f"st.{space}{several}.{_kind(values[0])}"](address, *values))
 
@@ -183,14 +185,14 @@ def _kind(value: Expr) -> str:
 
 
 def load_matrices(words: Expr, index: int, address: Expr, *, transposed: bool = False) -> None:
-    """Four 8 x 8 matrices into words[index ..]: lane i gives the address of row i % 8 of matrix i // 8."""
+    """Loads four 8 x 8 matrices into words[index ..]: lane i gives the address of row i % 8 of matrix i // 8."""
     turned = ".trans" if transposed else ""
     instruction = T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16"]
     T.evaluate(instruction(*(words[index + i] for i in range(4)), address))
 
 
 def transpose(words: Expr, index: int, word: Expr) -> None:
-    """words[index] = this lane's word of the transpose of an 8 x 8 matrix of which `word` is its."""
+    """words[index] = this lane's word of the transpose of an 8 x 8 matrix, of which `word` is the lane's own word."""
     T.evaluate(T.ptx["movmatrix.sync.aligned.m8n8.trans.b16"](words[index], word))
 
 
@@ -203,7 +205,7 @@ def multiply_add(c: Expr, at: int, a: Expr, a_at: int, b: Expr, b_at: int, dtype
 
 
 class ThreadIndex:
-    """Where a thread stands: its warp, and in it lane 4 g + q."""
+    """A thread's position: its warp, and in it lane 4 g + q."""
 
     def __init__(self, thread: Expr) -> None:
         self.thread = thread

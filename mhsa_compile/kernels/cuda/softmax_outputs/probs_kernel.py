@@ -107,7 +107,8 @@ def _number(of_rows: Expr | None, place: Expr, queries: Expr) -> Expr:
 def _write(
     y: Expr, scores: RowScores, sums: WarpRowStats, at: list[list[Expr]], written: list[Expr], exists: list[Expr]
 ) -> None:
-    """All keys, of which those that no row sees take zeros, as do rows of queries that there are not."""
+    """Writes the weights of all keys, of which those that no row sees take zeros, as do rows of queries that there are
+    not."""
     count, ends = materialize(T.cast(y.shape[3], "int32")), scores.groups()
     with T.serial(materialize(T.truncdiv(count + (WARP - 1), T.int32(WARP)))) as group:
         scores.at(group, ends)

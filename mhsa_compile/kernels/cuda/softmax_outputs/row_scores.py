@@ -84,7 +84,7 @@ class RowScores:
         self._key = head_view(call.inputs[op.key.buffer], op.key, op.head_dim, b, key_head)
         self._piece = piece_of(op.dtype, op.head_dim, *row_steps(op.query), *row_steps(op.key))
         self.bases = registers(len(self.rows))
-        """Of each row and this lane's key; -inf where it is hidden."""
+        """The base of the score of each row and this lane's key; -inf where it is hidden."""
 
     def _ends(self, right: int | None) -> list[Expr]:
         """The first key that each row does not see any more."""
@@ -139,7 +139,7 @@ class RowScores:
         ]
 
     def _any(self, words: list[Expr]) -> Expr:
-        """Whether a group has to be visited."""
+        """Whether a group has to be visited: where there is a static mask, only if bits of it are set for some row."""
         if not words:
             return T.bool(True)
         joined = words[0]
@@ -163,7 +163,7 @@ class RowScores:
             set_register(self.bases, r, T.Select(seen, base, T.float32(-math.inf)))
 
     def _multiply(self, key: Expr) -> None:
-        """The products of all rows with this lane's key."""
+        """Puts the products of all rows with this lane's key into the bases."""
         of_key, of_query = (Piece(self._piece, self.op.dtype) for _ in range(2))
         for r in range(len(self.rows)):
             set_register(self.bases, r, T.float32(0))
@@ -180,7 +180,7 @@ class RowScores:
         return T.tanh(score) * T.float32(self.op.softcap * LOG2_E) if self.op.softcap else score
 
     def _masked(self, base: Expr, row: Expr, key: Expr) -> Expr:
-        """With what the mask of the call adds to it."""
+        """A base with what the mask of the call adds to it."""
         if self._mask is None or self.op.mask is None:
             return base
         element, hidden = self._mask(row, key), T.float32(-math.inf)

@@ -48,7 +48,7 @@ class WarpRowStats:
         """1 / Z, and 0 where a row saw nothing; known from `join` on."""
 
     def clear(self) -> None:
-        """Rows have seen nothing; of a sink, which lies at a row's own place, the first lane knows."""
+        """Begins with rows that have seen nothing; of a sink, which lies at a row's own place, the first lane knows."""
         for r, place in enumerate(self.scores.places):
             sink: Expr = T.float32(_NOTHING)
             if self.scores.sink is not None:
@@ -66,7 +66,7 @@ class WarpRowStats:
         return distance + self.scores.slope * T.cast(key - other_key, "float32")
 
     def take(self, first_key: Expr) -> None:
-        """The bases that have just been made."""
+        """Adds the bases that have just been made to the sums."""
         key = materialize(first_key + self.scores.lane)
         for r in range(self.count):
             base = materialize(self.scores.bases[r], "float32")

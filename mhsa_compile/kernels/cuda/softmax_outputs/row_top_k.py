@@ -51,7 +51,7 @@ class Largest:
         warp_barrier()
 
     def take(self, first_key: Expr) -> None:
-        """The bases that have just been made."""
+        """Inserts into the lists the bases that have just been made, where they belong there."""
         for r in range(len(self.there)):
             key = materialize(first_key + self.scores.lane)
             base = materialize(self.scores.bases[r], "float32")
@@ -70,7 +70,8 @@ class Largest:
         return T.And(base > T.float32(-math.inf), more)
 
     def _insert(self, r: int, base: Expr, key: Expr) -> None:
-        """From where it is larger on, each entry moves down by one: 32 of them at a time, the last ones first."""
+        """Inserts a base and its key: from where it is larger on, each entry moves down by one, 32 of them at a time,
+        the last ones first."""
         turns = -(-self.k // WARP)
         with T.serial(T.int32(turns)) as turn:
             slot = materialize((turns - 1 - turn) * WARP + self.scores.lane)
@@ -93,7 +94,7 @@ class Largest:
         return T.Not(self.sums.beyond(base, key, *entry) > T.float32(0))
 
     def write(self) -> None:
-        """What is in the list becomes weights; to be called when the sums are joined."""
+        """Makes weights of what is in the lists; to be called when the sums are joined."""
 
         def entry(r: int, slot: Expr) -> None:
             base, key = self._base(r, slot), self._key(r, slot)

@@ -89,7 +89,7 @@ def _statistics(op: SoftmaxStatsOp) -> Expr:
 
 
 def _gather(scores: RowScores, sums: WarpRowStats, largest: Largest | None) -> None:
-    """One way over the keys."""
+    """Goes over the keys once, and gathers the sums and, where they are asked for, the largest."""
     sums.clear()
     if largest is not None:
         largest.clear()
