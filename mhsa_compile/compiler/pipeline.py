@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from mhsa_compile.spec.outputs import LayerWord
 
 
+WithoutAttention = Literal["warn", "accept", "refuse"]
+"""What becomes of a model that holds no attention: it is compiled and a warning says so, compiled, or a ModelError."""
 _REPORT = "If `onnx.checker` finds the model valid, this is a defect of ours: report it, with the model."
 
 
@@ -59,6 +61,7 @@ def compile(
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     outputs: Sequence[str] | None = None,
     weights: str | None = None,
+    without_attention: WithoutAttention = "warn",
     records: str | Path | Iterable[Record] | None = None,
     progress: Callable[[str], None] | None = None,
     dump: str | Path | None = None,
@@ -77,6 +80,8 @@ def compile(
                     one ("weights@3"), as `layer3_weights`; `artifact.manifest.attention` lists the layers
     weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
                     with activations of eight bits, a scale for each row; the artifact stores the weights as they are
+    without_attention  what becomes of a model that holds no attention, which other compilers are made for: "warn"
+                    compiles it and warns, "accept" compiles it, "refuse" is a ModelError
     records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
     progress        is told the name of each stage as it begins
     dump            a folder for what passes between the stages
@@ -93,6 +98,8 @@ def compile(
     """
     tell = progress or (lambda stage: None)
     _check_weights(weights)
+    if without_attention not in get_args(WithoutAttention):
+        raise InputError("without_attention", '"warn", "accept" or "refuse"', repr(without_attention))
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     if isinstance(profile, CudaProfile):
         cuda_compiler.compiler()  # a missing one is said before the work
@@ -109,8 +116,10 @@ def compile(
             return found
     read = read_source(source, dims, example_inputs, dynamic_shapes)
     if (found := before.of_model(read.model)) is not None:
+        if not found.manifest.attention and without_attention != "accept":
+            _canonical(read, added, without_attention)
         return found
-    read, canonical, imported = _imported(read, weights, tell, added)
+    read, canonical, imported = _imported(read, weights, tell, added, without_attention)
     tell("schedule")
     from mhsa_compile.compiler import lower, package
     from mhsa_compile.compiler.codegen import build
@@ -166,17 +175,35 @@ def _check_weights(weights: str | None) -> None:
 
 
 def _imported(
-    read: Source, weights: str | None, tell: Callable[[str], None], outputs: Sequence[LayerWord] = ()
+    read: Source,
+    weights: str | None,
+    tell: Callable[[str], None],
+    outputs: Sequence[LayerWord] = (),
+    without_attention: WithoutAttention = "warn",
 ) -> tuple[Source, Canonical, ImportedModule]:
-    """The other stages that know no target."""
+    """Runs the stages between reading a source and a target: those that know no target."""
     tell("import")
-    from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+    canonical = _canonical(read, outputs, without_attention)
     from mhsa_compile.frontend.relax import importer  # TVM takes a second to load
 
     with reading(ModelError, "model", "a graph that this library reads", _REPORT):
-        canonical = canonicalize(read.model, outputs)
         imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
     return Source(canonical.model, read.spec), canonical, imported
+
+
+def _canonical(read: Source, outputs: Sequence[LayerWord], without_attention: WithoutAttention) -> Canonical:
+    """Warns of a model that holds no attention, or raises ModelError, as is asked."""
+    from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+
+    with reading(ModelError, "model", "a graph that this library reads", _REPORT):
+        canonical = canonicalize(read.model, outputs)
+    if canonical.instead and without_attention == "refuse":
+        hint = "Attention is an Attention operator, or a Softmax between two products of activations."
+        raise ModelError("model", "at least one attention", canonical.instead, hint)
+    if canonical.instead and without_attention == "warn":
+        said = f"the model holds no attention ({canonical.instead}): linears get kernels, the rest is left to TVM"
+        warnings.warn(f"{said}, which other compilers are made for", stacklevel=5)
+    return canonical
 
 
 def _records(given: str | Path | Iterable[Record] | None, profile: TargetProfile) -> Iterable[Record]:
@@ -239,7 +266,7 @@ def _versions(profile: TargetProfile) -> dict[str, str]:
 
 
 def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:
-    """What passes between the stages, in order."""
+    """Writes what passes between the stages into a folder, in order."""
     import onnx
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -40,8 +40,8 @@ Run = Callable[..., Sequence[Any]]
 class BackendOptions:
     """`options` of torch.compile.
 
-    target     as of `compile`
-    threads    as of `load`
+    target     what to compile for, as `compile` takes it
+    threads    the threads of a call, as `load` takes them
     is_strict  whether a graph that would stay with PyTorch is an error. "strict" in the options
     """
 
@@ -109,7 +109,7 @@ class _Bound:
         return self.captured.outputs(results if isinstance(results, tuple) else (results,), inputs)
 
     def compiled(self, inputs: Sequence[Any]) -> CompiledAttention:
-        """For the weights and numbers among these inputs, once."""
+        """The compiled graph for the weights and numbers among these inputs; it is compiled once for each."""
         with self._lock:
             identity = self.captured.identity(inputs)
             if identity not in self._made:
@@ -125,12 +125,13 @@ class _Bound:
         with tracing(None), torch.inference_mode(False), torch.no_grad():
             # Copies: the exporter marks its examples, and Dynamo's guards would find that theirs are others.
             examples = {name: value.clone() for name, value in self.captured.arguments(inputs).items()}
-            artifact = compile(module, self.options.target, example_inputs=examples, dynamic_shapes=shapes)
+            given: dict[str, Any] = {"example_inputs": examples, "dynamic_shapes": shapes}
+            artifact = compile(module, self.options.target, without_attention="refuse", **given)
         return load(artifact, threads=self.options.threads)
 
 
 def _time_by_eager(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> float:
-    """The time of a call by PyTorch's, in turns."""
+    """The time of a call, divided by that of PyTorch's; both are measured in turns."""
     ours, theirs = list[float](), list[float]()
     order = [(run, ours), (graph.forward, theirs)]
     with torch.no_grad():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from mhsa_compile.errors import InputError, ModelError, OutputError, TargetError
 from mhsa_compile.nn.functional import to_numpy
 from mhsa_compile.nn.modules import weights
 from mhsa_compile.spec.semantics import BandMeaning
+from mhsa_compile.verification.verify import verify
 
 SPEC = mhsa.AttentionSpec(embed_dim=32, num_heads=4)
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
@@ -153,7 +155,8 @@ def test_a_file_made_elsewhere_compiles_without_a_spec(tmp_path):
 
 
 def test_a_window_made_elsewhere(tmp_path):
-    """Without causality, and over lengths that differ: neither a spec of ours nor opset 24 could say it."""
+    """The window is without causality, and over lengths that differ: neither a spec of ours nor opset 24 could say
+    it."""
     attributes = {"left_window_size": 5, "right_window_size": 2}
     artifact = mhsa.compile(attention_model(tmp_path / "core.onnx", opset=25, attributes=attributes))
     assert artifact.manifest.semantics[0].band == BandMeaning(5, 2, "top_left")
@@ -259,16 +262,28 @@ def test_code_for_other_machines_is_built_here(tmp_path):
         assert (artifact.path / "module.so").read_bytes()[:4] == b"\x7fELF"
 
 
+def test_a_model_without_attention_compiles_and_says_so() -> None:
+    nodes = [helper.make_node("Gemm", ["x", "weight"], ["z"]), helper.make_node("Relu", ["z"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["R", 24]) for name in "xy")
+    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((24, 24), np.float32), "weight")
+    model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], [weight]), ir_version=10)
+    for _ in range(2):  # the second one may come from the cache
+        with pytest.warns(UserWarning, match=r"holds no attention \(Gemm, Relu\)"):
+            artifact = mhsa.compile(model)
+    assert artifact.manifest.ops[0].kernel == "cpu.linear"
+    assert verify(artifact).ok
+    with warnings.catch_warnings(action="error"):
+        mhsa.compile(model, without_attention="accept")
+    with pytest.raises(ModelError, match="expected at least one attention, got Gemm, Relu"):
+        mhsa.compile(model, without_attention="refuse")
+    with pytest.raises(InputError, match='without_attention: expected "warn", "accept" or "refuse"'):
+        mhsa.compile(model, without_attention="no")
+
+
 class TestRefused:
     def refused(self, source, message, **arguments):
         with pytest.raises(ModelError, match=message):
             mhsa.compile(source, **arguments)
-
-    def test_a_model_without_attention(self, tmp_path):
-        x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in "xy")
-        model = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y]))
-        onnx.save(model, tmp_path / "m.onnx")
-        self.refused(tmp_path / "m.onnx", "at least one attention, got Relu")
 
     def test_an_operator_nobody_converts(self, tmp_path):
         self.refused(

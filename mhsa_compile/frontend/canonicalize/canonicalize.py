@@ -39,7 +39,7 @@ from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.spec.attention_spec import LIMITS_KEY, SPEC_KEY
 from mhsa_compile.spec.outputs import LayerWord
 
-_OTHERS = ("RotaryEmbedding", "TensorScatter")  # what a model without any attention may be made of
+_OTHERS = ("RotaryEmbedding", "TensorScatter")  # what attention is made of, too
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,20 @@ class Canonical:
     """A model whose attention is the standard operator, and what became of each attention it had, in the graph's order.
 
     `limits`: symbols and their largest size, that of a table (of positions, say) which the graph takes a part of, or
-    that up to which a module was exported.
+    that up to which a module was exported. `instead`: the operators of a model that holds no attention; else empty.
     """
 
     model: onnx.ModelProto
     blocks: tuple[AttentionCoverage, ...]
     limits: dict[str, int]
+    instead: str = ""
 
 
 def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> Canonical:
-    """`outputs` are added to the model's own.
+    """The model with its attentions as the standard operator; `outputs` are added to the model's own.
 
-    Raises ModelError where nothing in the model is attention, an operator of Microsoft's has no standard form, or an
-    output is asked for that there cannot be.
+    Raises ModelError where an operator of Microsoft's has no standard form, or an output is asked for that there cannot
+    be.
     """
     if any(entry.key == SPEC_KEY for entry in model.metadata_props):
         if outputs:
@@ -78,10 +79,9 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     small, theirs = microsoft.rewrite(small, tensors, limits)
     small, found = decomposed.rewrite(without_aliases(gather.rewrite(small)))
     blocks = (*standard, *theirs, *found)
+    instead = ""
     if not blocks and not any(node.op_type in _OTHERS for node in small.graph.node):
-        kinds = ", ".join(sorted({node.op_type for node in model.graph.node})) or "no node at all"
-        hint = "It must have an Attention operator, or a Softmax between two products of activations."
-        raise ModelError("model", "at least one attention", kinds, hint)
+        instead = ", ".join(sorted({node.op_type for node in model.graph.node}))
     layers = in_order(small, blocks)
     small = layer_outputs.with_outputs(small, layers, outputs)
     result = whole(sizes_as_tensors(small), tensors)
@@ -89,7 +89,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     if sizes:
         said = {entry.key: entry.value for entry in result.metadata_props}
         helper.set_model_props(result, said | {LIMITS_KEY: json.dumps(sizes)})
-    return Canonical(result, tuple(layer.block for layer in layers), limits)
+    return Canonical(result, tuple(layer.block for layer in layers), limits, instead)
 
 
 def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
@@ -100,7 +100,7 @@ def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _index_limits(model: onnx.ModelProto) -> dict[str, int]:
-    """For an input that picks rows of a table: how many rows that has."""
+    """Input -> the number of rows of the table that it picks from; of several tables, the smallest number."""
     tables = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
     inputs = {value.name for value in model.graph.input}
     limits: dict[str, int] = {}
