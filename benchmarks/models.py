@@ -9,6 +9,7 @@ PyTorch reads the same ONNX file. What a candidate returned is held against PyTo
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -32,8 +33,9 @@ from mhsa_compile.target import host
 from mhsa_compile.target.environment import installed_version
 
 OWN = "mhsa_compile"
-IN_PYTORCH = ("mhsa-attention", "mhsa-backend")
-"""Ours inside of PyTorch: `attn_implementation="mhsa"` of transformers, and `torch.compile(model, backend="mhsa")`."""
+IN_PYTORCH = ("mhsa-attention", "mhsa-in-place", "mhsa-backend")
+"""Ours inside of PyTorch: `attn_implementation="mhsa"` of transformers, `accelerate(model, linears=True)`, and
+`torch.compile(model, backend="mhsa")`."""
 PEERS = ("torch", "torch-sdpa", "inductor", "onnxruntime", "onnxruntime-fused", "openvino")
 MODEL, FIRST_RESULT = "model.onnx", "first.npy"
 SETS = 4
@@ -89,6 +91,10 @@ def _torch(model: str, folder: Path, sets: list[Any], threads: int, way: str = "
 
         transformers.register()
     module: Any = MODELS[model].build(way if way in ("eager", "mhsa") else "sdpa", None)
+    if way == "in-place":
+        import mhsa_compile as mhsa
+
+        mhsa.accelerate(module.eval(), linears=True)
     if way == "inductor":
         from torch._inductor import config
 
@@ -143,6 +149,7 @@ def _openvino(model: str, folder: Path, sets: list[Any], threads: int) -> list[C
 OPENERS: dict[str, Callable[..., list[Any]]] = {
     OWN: _ours,
     "mhsa-attention": lambda *given: _torch(*given, way="mhsa"),
+    "mhsa-in-place": lambda *given: _torch(*given, way="in-place"),
     "mhsa-backend": lambda *given: _torch(*given, way="backend"),
     "torch": _torch,
     "torch-sdpa": lambda *given: _torch(*given, way="sdpa"),
@@ -196,14 +203,16 @@ def measure(model: str, figures: Figures, candidates: Sequence[str], turns: int)
 def table(figures: Figures) -> Table:
     """Milliseconds of a call; the best peer's by ours, and SDPA's by ours inside of the same PyTorch."""
     names = list(dict.fromkeys(name for row in figures.seconds.values() for name in row))
-    shown = Table("model", *(f"{name}, ms" for name in names), "best peer / ours", "SDPA / mhsa-attention")
+    shown = Table(
+        "model", *(f"{name}, ms" for name in names), "best peer / ours", *(f"SDPA / {name}" for name in IN_PYTORCH)
+    )
     for model, row in figures.seconds.items():
         of = {name: median(seconds) * 1e3 for name, seconds in row.items()}
         best = min((name for name in of if name in PEERS), key=of.__getitem__, default=None)
-        inside = [of[name] for name in ("torch-sdpa", IN_PYTORCH[0]) if name in of]
+        sdpa = of.get("torch-sdpa", math.nan)
+        inside = [f"{sdpa / of[name]:.2f}" if name in of else "-" for name in IN_PYTORCH]
         ratio = f"{of[best] / of[OWN]:.2f} {best}" if best and OWN in of else "-"
-        in_place = f"{inside[0] / inside[1]:.2f}" if len(inside) == 2 else "-"
-        shown.add_row(model, *(f"{of[name]:.4g}" if name in of else "-" for name in names), ratio, in_place)
+        shown.add_row(model, *(f"{of[name]:.4g}" if name in of else "-" for name in names), ratio, *inside)
     return shown
 
 

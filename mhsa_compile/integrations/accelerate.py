@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -19,10 +19,11 @@ from torch import nn
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files.foreign_errors import first_line
-from mhsa_compile.integrations import torch_attention
+from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, Row
 from mhsa_compile.integrations.torch_attention import LayerForward
+from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
@@ -34,6 +35,8 @@ def accelerate(
     model: nn.Module,
     target: str | TargetProfile = "native",
     on_unsupported: Literal["keep", "raise"] = "keep",
+    *,
+    linears: bool = False,
 ) -> AccelerationReport:
     """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
 
@@ -44,6 +47,8 @@ def accelerate(
     target          as in `compile`
     on_unsupported  what becomes of attention that cannot be replaced: "keep" leaves it, and the report says why;
                     "raise" is a ModelError
+    linears         whether every other nn.Linear, and Conv1D of transformers, of float32 is replaced, too: faster for
+                    short inputs, and a second copy of its weights. `report.linears` has a row for each
 
     Raises InputError for a model in training mode or one that is accelerated, ModelError, TargetError; then the model
     is as it was.
@@ -65,6 +70,8 @@ def accelerate(
         _replace_in_transformers(model, profile, report)
         _replace_layers(model, profile, report)
         report.rows += _others(model, report)
+        if linears:
+            _replace_linears(model, profile, report)
         if on_unsupported == "raise" and report.kept:
             row = report.kept[0]
             raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
@@ -112,18 +119,29 @@ def _check(model: nn.Module, on_unsupported: str) -> None:
 
 
 class _Artifacts:
-    """Artifacts, one for each spec and target, whatever the number of layers and models; weights are bound at load."""
+    """The artifacts of this process: one for each spec or kind of linear and target, whatever the number of layers and
+    models; weights are bound at load."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[tuple[str, AttentionSpec], Artifact] = {}
+        self._found: dict[tuple[str, AttentionSpec | LinearKind], Artifact] = {}
 
-    def load(self, profile: TargetProfile, module: MultiHeadAttention, weights: Mapping[str, Any]) -> CompiledAttention:
-        key = (profile.to_toml(), module.spec)
+    def attention(
+        self, profile: TargetProfile, module: MultiHeadAttention, weights: Mapping[str, Any]
+    ) -> CompiledAttention:
+        """The layer that a module is, with these weights."""
+        return load(self._get(profile, module.spec, lambda: module), weights=weights)
+
+    def linear(self, profile: TargetProfile, kind: LinearKind, weights: Mapping[str, Any]) -> CompiledAttention:
+        """A linear of a kind, with these weights."""
+        return load(self._get(profile, kind, lambda: torch_linear.graph_of(kind)), weights=weights)
+
+    def _get(self, profile: TargetProfile, what: AttentionSpec | LinearKind, source: Callable[[], Any]) -> Artifact:
+        key = (profile.to_toml(), what)
         with self._lock:
             if key not in self._found:
-                self._found[key] = pipeline.compile(module, profile)
-        return load(self._found[key], weights=weights)
+                self._found[key] = pipeline.compile(source(), profile, without_attention="accept")
+            return self._found[key]
 
 
 _ARTIFACTS = _Artifacts()
@@ -140,7 +158,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         report.rows.append(Row(name, type(layer).__name__, why))
         if not why:
             replaced.add(layer)
-            forward = LayerForward(layer, partial(_ARTIFACTS.load, profile), report.count)
+            forward = LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count)
             vars(layer)["forward"] = forward
             report.undo.append(partial(_forget_forward, layer))
             report.on_refresh.append(forward.forget)
@@ -150,6 +168,21 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
             report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
             _set_nested(encoder, False)
+
+
+def _replace_linears(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
+    """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself."""
+    read = {part for layer in model.modules() if isinstance(layer, nn.MultiheadAttention) for part in layer.modules()}
+    for name, layer in model.named_modules():
+        if layer in read or not torch_linear.is_linear(layer):
+            continue
+        why = torch_linear.why_not(layer)
+        report.linears.append(Row(name, type(layer).__name__, why))
+        if not why:
+            forward = LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count)
+            vars(layer)["forward"] = forward
+            report.undo.append(partial(_forget_forward, layer))
+            report.on_refresh.append(forward.forget)
 
 
 def _forget_forward(layer: nn.Module) -> None:

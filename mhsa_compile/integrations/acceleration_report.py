@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ NAME = "_mhsa_acceleration"
 
 @dataclass(frozen=True)
 class Row:
-    """One attention: `name` in the model ("" is the model itself), the class, and why it was kept; "" if replaced."""
+    """One attention or linear: `name` in the model ("" is the model itself), the class, and why it was kept, "" if it
+    was replaced."""
 
     name: str
     kind: str
@@ -36,11 +38,13 @@ class Unsaved:
 class AccelerationReport(Unsaved):
     """The rows, in the order of the model's modules. Printed, it is a table.
 
-    `calls`: reason -> how many calls of replaced layers PyTorch computed itself for it.
+    `linears` has rows of its own, where linears were asked for. `calls`: reason -> how many calls of replaced layers
+    PyTorch computed itself for it.
     """
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.linears: list[Row] = []
         self.calls: dict[str, int] = {}
         self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
         self.on_refresh: list[Callable[[], None]] = []
@@ -72,5 +76,9 @@ class AccelerationReport(Unsaved):
         for row in self.rows:
             said = "replaced" if row.replaced else f"kept: {row.why_kept}"
             lines.append(f"  {row.name or '(the model)':{max(width, 11)}}  {row.kind}  {said}")
+        if self.linears:
+            lines.append(f"{sum(row.replaced for row in self.linears)} of {len(self.linears)} linears replaced")
+            reasons = Counter(row.why_kept for row in self.linears if not row.replaced)
+            lines += [f"  {number} kept: {why}" for why, number in reasons.items()]
         lines += [f"  {number} calls computed by PyTorch: {why}" for why, number in self.calls.items()]
         return "\n".join(lines)

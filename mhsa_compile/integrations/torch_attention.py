@@ -5,7 +5,6 @@ Notation: B batch, L query length, S key length, D embed, H heads.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.integrations.acceleration_report import Unsaved
 from mhsa_compile.integrations.attention_operator import no_gradient, wants_gradient
+from mhsa_compile.integrations.bound_weights import BoundWeights
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -81,13 +81,11 @@ class LayerForward(Unsaved):
 
     def __init__(self, layer: nn.MultiheadAttention, load: Load, left: Callable[[str], None]) -> None:
         self._layer, self._load, self._left = layer, load, left
-        self._lock = threading.Lock()
-        self._bound: tuple[tuple[object, ...], dict[CallKind, CompiledAttention]] = ((), {})
+        self._bound = BoundWeights[CallKind](layer.parameters, self._bind)
 
     def forget(self) -> None:
         """Lets go of the bound weights: the next call binds them again."""
-        with self._lock:
-            self._bound = ((), {})
+        self._bound.forget()
 
     def __call__(
         self,
@@ -104,7 +102,8 @@ class LayerForward(Unsaved):
         output projection, not NaN. Raises InputError in training and where a gradient is wanted."""
         layer = self._layer
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if torch.compiler.is_compiling():  # an artifact cannot be traced, and what PyTorch does is as right
+        # An artifact cannot be traced, and what PyTorch does is as right.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return nn.MultiheadAttention.forward(layer, *arguments)
         if layer.training:
             raise InputError("model", "eval mode: compiled attention is for inference", "training mode", "model.eval()")
@@ -167,7 +166,7 @@ class LayerForward(Unsaved):
         full = (inputs[0].shape[0], layer.num_heads, inputs[0].shape[1], keys.shape[1])
         mask = joined(None if causal else attn_mask, key_padding_mask, full, query.dtype)
         kind = None if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-        compiled = self._compiled(CallKind(len(inputs), kind, causal, need_weights))
+        compiled = self._bound.get(CallKind(len(inputs), kind, causal, need_weights))
         with torch.no_grad():
             results: Any = compiled(*inputs, *([] if mask is None else [mask]))
         y: Tensor = results.y if need_weights else results
@@ -178,21 +177,9 @@ class LayerForward(Unsaved):
             return y.squeeze(0), None if found is None else found.squeeze(0)
         return y if layer.batch_first else y.transpose(0, 1), found
 
-    def _compiled(self, kind: CallKind) -> CompiledAttention:
-        """The artifact of this kind with the weights as they are now."""
-        state = tuple(map(_state, self._layer.parameters()))
-        known, found = self._bound
-        if known == state and kind in found:
-            return found[kind]
-        with self._lock:
-            known, found = self._bound
-            if known != state:
-                found = {}
-            if kind not in found:
-                module = self._module(kind)
-                found = {**found, kind: self._load(module, weights(module))}
-                self._bound = (state, found)
-            return found[kind]
+    def _bind(self, kind: CallKind) -> CompiledAttention:
+        module = self._module(kind)
+        return self._load(module, weights(module))
 
     def _module(self, kind: CallKind) -> MultiHeadAttention:
         causal = "top_left" if kind.causal else None
@@ -203,9 +190,3 @@ class LayerForward(Unsaved):
         module = MultiHeadAttention(msgspec.structs.replace(plain.spec, outputs=("y", "weights"))).eval()
         module.load_state_dict(plain.state_dict())
         return module
-
-
-def _state(parameter: Tensor) -> tuple[object, ...]:
-    """What changes when somebody writes into a parameter, or puts another in its place."""
-    version = 0 if parameter.is_inference() else parameter._version
-    return id(parameter), parameter.data_ptr(), version, parameter.dtype

@@ -144,6 +144,16 @@ def test_edited_weights_are_noticed() -> None:
     assert error() < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_torchscript_traces_is_pytorchs() -> None:
+    model, x = layer(), rows()
+    mhsa.accelerate(model)
+    with torch.no_grad():
+        traced: Any = torch.jit.trace(model, (x, x, x))
+        expected = nn.MultiheadAttention.forward(model, 2 * x, 2 * x, 2 * x)
+        assert torch.allclose(traced(2 * x, 2 * x, 2 * x)[0], expected[0], atol=1e-6)
+
+
 def test_several_threads_get_what_one_gets() -> None:
     model, inputs = layer(), [rows(length) for length in (3, 8, 21)]
     mhsa.accelerate(model)

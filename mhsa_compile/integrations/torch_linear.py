@@ -1,0 +1,147 @@
+"""Linears of PyTorch on compiled artifacts: the layer stays, its forward is another.
+
+PyTorch's product arranges the weights anew in each call; a compiled linear has them packed once, when they are bound.
+
+Notation: R rows, which are all axes of x but the last; I, O features in and out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from mhsa_compile.errors import InputError
+from mhsa_compile.integrations.acceleration_report import Unsaved
+from mhsa_compile.integrations.attention_operator import no_gradient, wants_gradient
+from mhsa_compile.integrations.bound_weights import BoundWeights
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
+
+LEAST_WEIGHTS = 256 * 256
+"""What a layer must have for its product to take longer than what a call costs besides."""
+_OPSET = 24
+
+
+class LinearKind(NamedTuple):
+    """What is compiled once. `is_transposed`: the weight is (I, O), as transformers' Conv1D has it, not (O, I)."""
+
+    I: int
+    O: int
+    has_bias: bool
+    is_transposed: bool
+
+
+Load = Callable[[LinearKind, Mapping[str, Any]], CompiledAttention]
+"""The artifact for a kind of linear, with these weights."""
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is an nn.Linear or a Conv1D of transformers, or a subclass of one."""
+    return isinstance(layer, _kinds())
+
+
+def _kinds() -> tuple[type[nn.Module], ...]:
+    """nn.Linear, and Conv1D if transformers is in use at all."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return (nn.Linear,) if library is None else (nn.Linear, library.Conv1D)
+
+
+def why_not(layer: nn.Module) -> str:
+    """Why a linear cannot be replaced; "" if it can."""
+    if type(layer) not in _kinds():
+        return f"it is a {type(layer).__name__}, which may compute something else"
+    if "forward" in vars(layer):
+        return "it has a forward of its own"
+    parameters = {name: getattr(layer, name, None) for name in ("weight", "bias")}
+    for name, value in parameters.items():
+        if value is None and name == "bias":
+            continue
+        if type(value) is not nn.Parameter:
+            return f"{name} is a {type(value).__name__}"
+        if value.device.type != "cpu":
+            return f"{name} is on {value.device}"
+        if value.dtype != torch.float32:
+            return f"{name} is of {value.dtype}, not torch.float32"
+    weight: Any = parameters["weight"]
+    if weight.ndim != 2 or weight.numel() < LEAST_WEIGHTS:
+        return f"it has fewer than {LEAST_WEIGHTS} weights"
+    return ""
+
+
+def graph_of(kind: LinearKind) -> onnx.ModelProto:
+    """The ONNX graph x (R, I) -> y (R, O), whose weights are zeros until they are bound."""
+    shape = (kind.I, kind.O) if kind.is_transposed else (kind.O, kind.I)
+    constants = [numpy_helper.from_array(np.zeros(shape, np.float32), "weight")]
+    if kind.has_bias:
+        constants.append(numpy_helper.from_array(np.zeros(kind.O, np.float32), "bias"))
+    inputs = ["x", *(constant.name for constant in constants)]
+    node = helper.make_node("Gemm", inputs, ["y"], name="linear", transB=int(not kind.is_transposed))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ("R", kind.I))
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ("R", kind.O))
+    graph = helper.make_graph([node], "linear", [x], [y], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=11)
+
+
+class LinearForward(Unsaved):
+    """The forward of one linear. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
+
+    def __init__(self, layer: Any, load: Load, left: Callable[[str], None]) -> None:
+        self._layer, self._load, self._left = layer, load, left
+        self._bound = BoundWeights[LinearKind](lambda: (layer.weight, layer.bias), self._bind)
+
+    def forget(self) -> None:
+        """Lets go of the bound weights: the next call binds them again."""
+        self._bound.forget()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """x (..., I) -> y (..., O). Raises InputError in training and where a gradient is wanted."""
+        layer: Any = self._layer
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            return self._by_pytorch(input)
+        if layer.training:
+            raise InputError("model", "eval mode: compiled linears are for inference", "training mode", "model.eval()")
+        if wants_gradient(input, layer.weight, layer.bias):
+            raise no_gradient("input")
+        if why := self._why_not(input):
+            self._left(why)
+            return self._by_pytorch(input)
+        kind = self._kind()
+        rows = input.reshape(-1, kind.I)
+        if not len(rows):
+            return self._by_pytorch(input)
+        with torch.no_grad():
+            y: Tensor = self._bound.get(kind)(rows)
+        return y.view(*input.shape[:-1], kind.O)
+
+    def _by_pytorch(self, input: Tensor) -> Tensor:
+        y: Tensor = type(self._layer).forward(self._layer, input)
+        return y
+
+    def _why_not(self, input: Tensor) -> str:
+        weight = self._layer.weight
+        if type(input) not in (Tensor, nn.Parameter) or input.is_nested:
+            return f"inputs that are a {'nested tensor' if input.is_nested else type(input).__name__}"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast"
+        if input.dtype != torch.float32 or input.device.type != "cpu" or weight.dtype != torch.float32:
+            return "inputs or weights that are not torch.float32 in CPU memory"
+        if not input.ndim or input.shape[-1] != self._kind().I:
+            return "a shape that it refuses"
+        return ""
+
+    def _kind(self) -> LinearKind:
+        weight, bias = self._layer.weight, self._layer.bias
+        is_transposed = not isinstance(self._layer, nn.Linear)
+        inputs, outputs = weight.shape if is_transposed else reversed(weight.shape)
+        return LinearKind(inputs, outputs, bias is not None, is_transposed)
+
+    def _bind(self, kind: LinearKind) -> CompiledAttention:
+        layer = self._layer
+        weights = {"weight": layer.weight.detach()} | ({"bias": layer.bias.detach()} if kind.has_bias else {})
+        return self._load(kind, weights)
