@@ -6,7 +6,7 @@ import re
 
 from support.kernel_features import features
 
-from campaigns.choose_tests import CHOICE, ROOT, MeasuredTest, choose
+from campaigns.choose_tests import CHOICE, ROOT, SLOW, MeasuredTest, choose
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 
 
@@ -26,7 +26,7 @@ def test_what_adds_little_for_its_seconds_does_not() -> None:
 
 
 def test_a_function_that_is_not_slow_keeps_its_quickest_case() -> None:
-    tests = [made("a.py::f[1]", 2, 1), made("a.py::f[2]", 1, 1), made("a.py::g", 1.5, 1), made("a.py::slow", 9, 1)]
+    tests = [made("a.py::f[1]", 2, 1), made("a.py::f[2]", 1, 1), made("a.py::g", SLOW, 1), made("a.py::slow", 9, 1)]
     assert choose(tests) == {"a.py::f[1]", "a.py::slow"}
 
 
