@@ -119,7 +119,9 @@ def compile(
         if not found.manifest.attention and without_attention != "accept":
             _canonical(read, added, without_attention)
         return found
-    read, canonical, imported = _imported(read, weights, tell, added, without_attention)
+    tell("import")
+    canonical = _canonical(read, added, without_attention)
+    read, imported = _imported(read, canonical, weights)
     tell("schedule")
     from mhsa_compile.compiler import lower, package
     from mhsa_compile.compiler.codegen import build
@@ -166,7 +168,7 @@ def imported(
     _check_weights(weights)
     environment.check_tvm_pair()
     read = read_source(source, dims, example_inputs, dynamic_shapes)
-    return _imported(read, weights, lambda stage: None)[2]
+    return _imported(read, _canonical(read), weights)[1]
 
 
 def _check_weights(weights: str | None) -> None:
@@ -174,25 +176,19 @@ def _check_weights(weights: str | None) -> None:
         raise InputError("weights", 'None or "int8"', repr(weights))
 
 
-def _imported(
-    read: Source,
-    weights: str | None,
-    tell: Callable[[str], None],
-    outputs: Sequence[LayerWord] = (),
-    without_attention: WithoutAttention = "warn",
-) -> tuple[Source, Canonical, ImportedModule]:
-    """Runs the stages between reading a source and a target: those that know no target."""
-    tell("import")
-    canonical = _canonical(read, outputs, without_attention)
+def _imported(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
+    """The source as it became canonical, and what it asks for in Relax."""
     from mhsa_compile.frontend.relax import importer  # TVM takes a second to load
 
     with reading(ModelError, "model", "a graph that this library reads", _REPORT):
         imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
-    return Source(canonical.model, read.spec), canonical, imported
+    return Source(canonical.model, read.spec), imported
 
 
-def _canonical(read: Source, outputs: Sequence[LayerWord], without_attention: WithoutAttention) -> Canonical:
-    """Warns of a model that holds no attention, or raises ModelError, as is asked."""
+def _canonical(
+    read: Source, outputs: Sequence[LayerWord] = (), without_attention: WithoutAttention = "warn"
+) -> Canonical:
+    """The source's model with standard attention. Of one without any it warns, or raises ModelError, as is asked."""
     from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
 
     with reading(ModelError, "model", "a graph that this library reads", _REPORT):
@@ -202,7 +198,7 @@ def _canonical(read: Source, outputs: Sequence[LayerWord], without_attention: Wi
         raise ModelError("model", "at least one attention", canonical.instead, hint)
     if canonical.instead and without_attention == "warn":
         said = f"the model holds no attention ({canonical.instead}): linears get kernels, the rest is left to TVM"
-        warnings.warn(f"{said}, which other compilers are made for", stacklevel=5)
+        warnings.warn(f"{said}, which other compilers are made for", stacklevel=4)
     return canonical
 
 

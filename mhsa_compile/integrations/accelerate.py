@@ -158,10 +158,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         report.rows.append(Row(name, type(layer).__name__, why))
         if not why:
             replaced.add(layer)
-            forward = LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count)
-            vars(layer)["forward"] = forward
-            report.undo.append(partial(_forget_forward, layer))
-            report.on_refresh.append(forward.forget)
+            _put_forward(layer, LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count), report)
             # Where a hook is there, nn.TransformerEncoderLayer calls its parts instead of one operator for all of them.
             report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
     for encoder in model.modules():
@@ -179,10 +176,13 @@ def _replace_linears(model: nn.Module, profile: TargetProfile, report: Accelerat
         why = torch_linear.why_not(layer)
         report.linears.append(Row(name, type(layer).__name__, why))
         if not why:
-            forward = LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count)
-            vars(layer)["forward"] = forward
-            report.undo.append(partial(_forget_forward, layer))
-            report.on_refresh.append(forward.forget)
+            _put_forward(layer, LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count), report)
+
+
+def _put_forward(layer: nn.Module, forward: LayerForward | LinearForward, report: AccelerationReport) -> None:
+    vars(layer)["forward"] = forward
+    report.undo.append(partial(_forget_forward, layer))
+    report.on_refresh.append(forward.forget)
 
 
 def _forget_forward(layer: nn.Module) -> None:

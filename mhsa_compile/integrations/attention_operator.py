@@ -127,5 +127,17 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 def is_traced(q: Tensor) -> bool:
     """Whether somebody records the calls: then the operator is called, else `attend` directly."""
-    recorded = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # TorchScript would keep our result
-    return torch.compiler.is_compiling() or recorded or type(q) not in (Tensor, torch.nn.Parameter)
+    return is_recorded() or type(q) not in (Tensor, torch.nn.Parameter)
+
+
+def is_recorded() -> bool:
+    """Whether this thread's calls become a program: an artifact's would be missing in it, or its result a constant."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+
+
+def check_inference(layer: torch.nn.Module, argument: str, *tensors: Tensor | None) -> None:
+    """Raises InputError for a replaced layer in training mode, and where a gradient is wanted of one of `tensors`."""
+    if layer.training:
+        raise InputError("model", "eval mode: compiled attention is for inference", "training mode", "model.eval()")
+    if wants_gradient(*tensors):
+        raise no_gradient(argument)

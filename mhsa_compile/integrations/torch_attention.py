@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.conversion.from_torch import from_torch, joined
-from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.errors import ModelError
 from mhsa_compile.integrations.acceleration_report import Unsaved
-from mhsa_compile.integrations.attention_operator import no_gradient, wants_gradient
+from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.bound_weights import BoundWeights
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
@@ -102,13 +102,9 @@ class LayerForward(Unsaved):
         output projection, not NaN. Raises InputError in training and where a gradient is wanted."""
         layer = self._layer
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        # An artifact cannot be traced, and what PyTorch does is as right.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        if is_recorded():  # what PyTorch does is as right
             return nn.MultiheadAttention.forward(layer, *arguments)
-        if layer.training:
-            raise InputError("model", "eval mode: compiled attention is for inference", "training mode", "model.eval()")
-        if wants_gradient(query, key, value, *layer.parameters()):
-            raise no_gradient("query")
+        check_inference(layer, "query", query, key, value, *layer.parameters())
         if why := self._why_not(*arguments):
             self._left(why)
             return nn.MultiheadAttention.forward(layer, *arguments)

@@ -125,8 +125,13 @@ class _Bound:
         with tracing(None), torch.inference_mode(False), torch.no_grad():
             # Copies: the exporter marks its examples, and Dynamo's guards would find that theirs are others.
             examples = {name: value.clone() for name, value in self.captured.arguments(inputs).items()}
-            given: dict[str, Any] = {"example_inputs": examples, "dynamic_shapes": shapes}
-            artifact = compile(module, self.options.target, without_attention="refuse", **given)
+            artifact = compile(
+                module,
+                self.options.target,
+                example_inputs=examples,
+                dynamic_shapes=shapes,
+                without_attention="refuse",
+            )
         return load(artifact, threads=self.options.threads)
 
 

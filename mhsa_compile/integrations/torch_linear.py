@@ -17,9 +17,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from mhsa_compile.errors import InputError
 from mhsa_compile.integrations.acceleration_report import Unsaved
-from mhsa_compile.integrations.attention_operator import no_gradient, wants_gradient
+from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.bound_weights import BoundWeights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -101,17 +100,13 @@ class LinearForward(Unsaved):
 
     def __call__(self, input: Tensor) -> Tensor:
         """x (..., I) -> y (..., O). Raises InputError in training and where a gradient is wanted."""
-        layer: Any = self._layer
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        if is_recorded():  # what PyTorch does is as right
             return self._by_pytorch(input)
-        if layer.training:
-            raise InputError("model", "eval mode: compiled linears are for inference", "training mode", "model.eval()")
-        if wants_gradient(input, layer.weight, layer.bias):
-            raise no_gradient("input")
-        if why := self._why_not(input):
+        check_inference(self._layer, "input", input, self._layer.weight, self._layer.bias)
+        kind = self._kind()
+        if why := self._why_not(input, kind):
             self._left(why)
             return self._by_pytorch(input)
-        kind = self._kind()
         rows = input.reshape(-1, kind.I)
         if not len(rows):
             return self._by_pytorch(input)
@@ -123,7 +118,7 @@ class LinearForward(Unsaved):
         y: Tensor = type(self._layer).forward(self._layer, input)
         return y
 
-    def _why_not(self, input: Tensor) -> str:
+    def _why_not(self, input: Tensor, kind: LinearKind) -> str:
         weight = self._layer.weight
         if type(input) not in (Tensor, nn.Parameter) or input.is_nested:
             return f"inputs that are a {'nested tensor' if input.is_nested else type(input).__name__}"
@@ -131,7 +126,7 @@ class LinearForward(Unsaved):
             return "autocast"
         if input.dtype != torch.float32 or input.device.type != "cpu" or weight.dtype != torch.float32:
             return "inputs or weights that are not torch.float32 in CPU memory"
-        if not input.ndim or input.shape[-1] != self._kind().I:
+        if not input.ndim or input.shape[-1] != kind.I:
             return "a shape that it refuses"
         return ""
 
