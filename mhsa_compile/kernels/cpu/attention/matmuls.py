@@ -204,7 +204,7 @@ class Float32Products:
                 )
 
         for i, (first, end) in enumerate(parts(head_dim, len(keys) if between else 1, self.run)):
-            vectors.each_run(T.int64(first), T.int64(end), self.run, multiply)
+            vectors.each_run(T.int64(first), T.int64(end), self.run, multiply, at_once=self._runs_at_once(tile))
             if between:
                 between(i)
 
@@ -242,7 +242,10 @@ class Float32Products:
             for j in (first + i for i in range(keys)):
                 tile.outer_product(self._row_probs(j, base, tile.rows).__getitem__, lambda c: values(j, c))
 
-        vectors.each_run(block.first, block.end, self.run, multiply)
+        vectors.each_run(block.first, block.end, self.run, multiply, at_once=self._runs_at_once(tile))
+
+    def _runs_at_once(self, tile: RegisterTile) -> int:
+        return vectors.runs_at_once(tile.rows * len(tile.columns) * self.run)
 
     def _row_probs(self, j: Expr, base: Expr, rows: int) -> list[Expr]:
         """P of the block's key j for `rows` queries."""

@@ -53,6 +53,9 @@ class Product:
         tile.each(lambda _, column: splat(zero, tile.columns[column][1]))
         return tile
 
+    def runs_at_once(self, lines: int) -> int:
+        return vectors.runs_at_once(lines * len(self.columns) * self.format.run)
+
     def unzipped(self, sums: Expr) -> list[Expr]:
         """The sums of each row of a line by itself."""
         return self.format.dot.unzipped(sums) if self.format.dot else [sums]
@@ -123,8 +126,9 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
     """Tiles first .. end of x, and the half tile after them if there is one, times panel p."""
     rows, group, steps = config["rows"] // task.format.joined, config["group"], task.format.steps
     parts = -(-steps // config["depth"])
-    # Parts of one size, rounded up to whole runs.
-    depth = -(-steps // parts // task.format.run) * task.format.run
+    # Parts of one size, rounded up to whole turns of the inner loop.
+    turn = task.format.run * task.runs_at_once(rows)
+    depth = -(-steps // parts // turn) * turn
     shape = (group * rows + rows // 2, task.format.joined * task.format.panel)
     sums = _scratch(shape, task.format.accumulator) if parts > 1 else None
     widens = _widens(task, rows)
@@ -218,7 +222,7 @@ def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, pla
                 dot.accumulate if dot else None,
             )
 
-    vectors.each_run(part.first, part.end, task.format.run, multiply)
+    vectors.each_run(part.first, part.end, task.format.run, multiply, at_once=task.runs_at_once(lines))
     if part.sums is None:
         _finish(task, tile, p, at)
         return

@@ -43,16 +43,35 @@ def each_vector(width: int, lanes: int, body: Callable[[Expr, int], None]) -> No
         body(T.int64(whole * lanes + offset), size)
 
 
-def each_run(first: Expr, end: Expr, size: int, body: Callable[[Expr, int], None]) -> None:
-    """body(begin, size) for the numbers first .. end in runs of `size`, then body(number, 1) for each of the rest."""
+UNROLLED = 48
+"""About so many multiply-adds stand in the body of an inner loop. With twelve, as many as the registers of AVX2 hold
+sums, every eighth instruction was the loop's own."""
+
+
+def runs_at_once(multiply_adds: int) -> int:
+    """Runs of so many multiply-adds each that an inner loop makes in one turn."""
+    return max(1, UNROLLED // multiply_adds)
+
+
+def each_run(first: Expr, end: Expr, size: int, body: Callable[[Expr, int], None], *, at_once: int = 1) -> None:
+    """body(begin, size) for the numbers first .. end in runs of `size`, `at_once` of them in one turn of the loop, then
+    body(number, 1) for each of the rest."""
     rest = first
+    if at_once > 1:
+        rest = _each_turn(rest, end, size, body, at_once)
     if size > 1:
-        runs = materialize(T.truncdiv(end - first, T.int64(size)))
-        with T.serial(runs) as i:
-            body(materialize(first + i * size), size)
-        rest = materialize(first + runs * size)
+        rest = _each_turn(rest, end, size, body, 1)
     with T.serial(rest, end) as i:
         body(i, 1)
+
+
+def _each_turn(first: Expr, end: Expr, size: int, body: Callable[[Expr, int], None], runs: int) -> Expr:
+    """The runs of `size` numbers from `first` on, so many a turn; the first number that is left."""
+    turns = materialize(T.truncdiv(end - first, T.int64(runs * size)))
+    with T.serial(turns) as i:
+        for run in range(runs):
+            body(materialize(first + i * (runs * size) + run * size), size)
+    return materialize(first + turns * (runs * size))
 
 
 WORTH_SHARING = 1 << 14  # elements that one thread copies or turns in a few microseconds, as long as it takes to share
