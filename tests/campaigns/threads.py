@@ -3,8 +3,9 @@
     python -m campaigns.threads [--launches 1000000] [--calls 1000000] [--loads 1000]
 
 By itself (pool_stress.c): launches by 1 to 64 callers, every task once, some loops failing, some inside of others; then
-a tenth of them under ThreadSanitizer. In artifacts: calls by 64 threads, all of the same bits; and loads of one.
-What is left behind is counted: threads, open files, memory. Exit code 1 if anything is wrong.
+a tenth of them under ThreadSanitizer. In artifacts: calls by 64 threads, all of the same bits; and loads of one, in
+Python and in a C++ program (load_cycles.cpp). What is left behind is counted: threads, open files, memory. Exit code 1
+if anything is wrong.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,12 @@ from pathlib import Path
 import numpy as np
 
 import mhsa_compile as mhsa
+from mhsa_compile.runtime.standalone import templates
+from mhsa_compile.runtime.standalone.bundle import bundle
 from mhsa_compile.target import zig
 
-STRESS = Path(__file__).parents[1] / "support" / "pool_stress.c"
+SUPPORT = Path(__file__).parents[1] / "support"
+STRESS, CYCLES = SUPPORT / "pool_stress.c", SUPPORT / "load_cycles.cpp"
 SOURCES = Path(mhsa.__file__).parent / "runtime" / "threads"
 WAYS = ((1, 2, 0), (2, 2, 1), (8, 8, 1), (64, 3, 1))
 """(callers, threads of a call, whether some launches come after a sleep)"""
@@ -45,6 +50,7 @@ def main() -> int:
             *stressed(Path(place), "ThreadSanitizer", ("-fsanitize=thread",), given.launches // 10),
             calls(given.calls),
             loads(given.loads),
+            loads_in_cpp(Path(place), given.loads),
         ]
     return 0 if all(right) else 1
 
@@ -102,6 +108,20 @@ def loads(count: int) -> bool:
     after = left()
     print(f"{count} loads: {wrong} wrong, {time.monotonic() - begin:.1f} s; {grown(before, after)}")
     return wrong == 0 and after[0] <= before[0] and after[1] == before[1] and after[2] < before[2] + GROWTH
+
+
+def loads_in_cpp(folder: Path, count: int) -> bool:
+    """The same in a bundle's program, at a size whose loops run on several threads."""
+    artifact = mhsa.compile(mhsa.AttentionSpec(embed_dim=64, num_heads=2))
+    made, triple = bundle(artifact, folder / "bundle"), artifact.manifest.target.link.triple
+    shutil.copyfile(CYCLES, made.path / templates.MAIN)
+    words = templates.compiler_words(path.name for path in (made.path / "lib").glob("*.so*"))
+    zig.run("c++", triple, words, "a test of loading", folder=made.path)
+    begin = time.monotonic()
+    command = [made.path / templates.PROGRAM, made.path / "artifact", str(count), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    print(f"{count} loads in C++: {(done.stdout + done.stderr).strip()}, {time.monotonic() - begin:.1f} s")
+    return done.returncode == 0
 
 
 def grown(before: tuple[int, int, float], after: tuple[int, int, float]) -> str:

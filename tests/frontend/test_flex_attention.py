@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+)
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
@@ -117,6 +124,50 @@ def test_blocks_that_say_something_else_are_refused():
         mhsa.compile(Calling(block_mask=by_hand), example_inputs=heads(64), dynamic_shapes={name: {} for name in "qkv"})
 
 
+def _by_distance(score, b, h, q, k):
+    return score - 0.1 * (q - k).abs()
+
+
+class WithLse(nn.Module):
+    """Causal or not; the output, and the logarithm of the sum of each row's exponentials."""
+
+    def __init__(self, causal: bool, said: dict[str, Any]) -> None:
+        super().__init__()
+        self.causal, self.said = causal, said
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        mask = None
+        if self.causal:
+            lengths = q.shape[-2], k.shape[-2]
+            mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, *lengths, device="cpu")
+        y, more = flex_attention(q, k, v, block_mask=mask, **self.said)
+        return y, more.lse if isinstance(more, AuxOutput) else more
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "said", [{"return_lse": True}, {"return_aux": AuxRequest(lse=True), "score_mod": _by_distance}]
+)
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+def test_lse_beside_the_output(causal: bool, said: dict[str, Any]):
+    compiled = mhsa.load(mhsa.compile(WithLse(causal, said), example_inputs=heads()))
+    for L in (1, 33, 130):
+        q, k, v = heads(L).values()
+
+        def exact(dtype: torch.dtype, given: tuple[Tensor, ...] = (q, k, v)) -> tuple[Tensor, Tensor]:
+            wide_q, wide_k, wide_v = (x.to(dtype) for x in given)
+            i = torch.arange(wide_q.shape[-2])
+            scores = wide_q @ wide_k.mT / 4
+            if "score_mod" in said:
+                scores = scores - 0.1 * (i[:, None] - i).abs()
+            if causal:
+                scores = scores.masked_fill(i[:, None] < i, -torch.inf)
+            return scores.softmax(-1) @ wide_v, scores.logsumexp(-1)
+
+        for found, wide, narrow in zip(compiled(q, k, v), exact(torch.float64), exact(torch.float32), strict=True):
+            assert max_error(wide.numpy(), found.numpy()) <= budget(wide.numpy(), narrow.numpy(), "float32")
+
+
 def _branches(score, b, h, q, k):
     return score if q >= k else score * 2
 
@@ -126,6 +177,7 @@ def _branches(score, b, h, q, k):
     [
         ({"score_mod": _branches}, "Data-dependent branching"),
         ({"score_mod": lambda score, b, h, q, k: torch.sin(score)}, "the operator sin"),
+        ({"return_aux": AuxRequest(max_scores=True)}, "max scores is not supported"),
     ],
 )
 def test_what_cannot_be_compiled_is_one_message_and_the_module_as_it_was(said: dict[str, Any], named: str):

@@ -161,7 +161,34 @@ def test_what_looks_like_a_batch_or_a_length() -> None:
     assert symbols(x=(2, 7, 24), cos=(7, 6), y=(2, 9, 3), z=(2, 11, 3)) == {
         "x": ("B", "L", 24), "cos": ("L", 6), "y": ("B", "S", 3), "z": ("B", "z_1", 3),
     }  # fmt: skip
-    assert symbols(weights=(24, 24)) == {"weights": (24, 24)}
+    assert symbols(x=(7, 24), y=(7, 3), z=(5, 3), bias=(3,)) == {
+        "x": ("N", 24), "y": ("N", 3), "z": ("z_0", 3), "bias": (3,),
+    }  # fmt: skip
+    assert symbols(x=(7, 24), attn_bias=(7, 7)) == {"x": ("N", 24), "attn_bias": ("N", "N")}
+    assert symbols(ids=(7,)) == {"ids": ("N",)}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_rows_without_a_sequence_are_free(rows: int) -> None:
+    """A batch of vectors, and a sequence without a batch, at numbers of rows that nobody traced."""
+    module = nn.Sequential(nn.Linear(24, 7), nn.GELU(), nn.Linear(7, 5)).eval()
+    compiled = mhsa.load(mhsa.compile(module, example_inputs=(torch.randn(4, 24),), without_attention="accept"))
+    x = torch.randn(rows, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x))
+
+    class Unbatched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(24, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    attention = Unbatched().eval()
+    compiled = mhsa.load(mhsa.compile(attention, example_inputs=(torch.randn(4, 24),)))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), attention(x))
 
 
 class Tokens(nn.Module):

@@ -59,7 +59,7 @@ from mhsa_compile.spec.attention_spec import (
 )
 from mhsa_compile.spec.mask_patterns import BlockDiagonal
 from mhsa_compile.spec.masks import BoolArray
-from mhsa_compile.spec.outputs import inside_of
+from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 
 _LONGEST_CHECK = 512
 _SHORT = {"L": 11, "S": 13}
@@ -147,6 +147,9 @@ def _export_any(called: Called, program: Program) -> onnx.ModelProto:
     version = {"opset_version": opset(called.module), "custom_translation_table": TRANSLATIONS}
     model = with_own_names(_converted(program.exported, **names, **version))
     with_names(model, program.names)
+    for node in model.graph.node:
+        if node.domain == DOMAIN and len(node.output) > 1:  # of a flex_attention that was asked for it
+            mhsa_operator.put_in_place(node, SoftmaxOutputs(lse=True))
     _import_own_operators(model)
     onnx.checker.check_model(model)
     if freedom.most:

@@ -9,6 +9,7 @@ Source: torch.nn.attention.flex_attention (https://pytorch.org/docs/stable/nn.at
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn.attention import flex_attention as flex
-from torch.onnx.ops import symbolic
+from torch.onnx.ops import symbolic, symbolic_multi_out
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mhsa_compile.errors import ModelError, SpecError
@@ -151,13 +152,14 @@ def _operator(
     kernel_options: Mapping[str, Any],
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, nothing, nothing) of query (B, H, L, E), key (B, G, S, E) and value (B, G, S, F).
+    """(y, each row's log-sum-exp to base 2 or nothing, nothing) of query (B, H, L, E), key (B, G, S, E) and value
+    (B, G, S, F).
 
     Raises ModelError for what the operator has no words for.
     """
-    if kernel_options.get("OUTPUT_LOGSUMEXP") or kernel_options.get("OUTPUT_MAX"):
-        hint = 'A spec has them: outputs=("y", "lse").'
-        raise ModelError(_NAME, "a call for its output alone", "return_lse or return_aux", hint)
+    if kernel_options.get("OUTPUT_MAX"):  # PyTorch itself refuses it on CPUs, so far
+        hint = "AuxRequest(lse=True) is the largest score and what the others add to it."
+        raise ModelError(_NAME, "a call for its output, or for lse, too", "AuxRequest(max_scores=True)", hint)
     if query.shape[0] != key.shape[0]:
         raise ModelError(_NAME, "one batch size", f"{query.shape[0]} of queries and {key.shape[0]} of keys")
     functions: dict[str, ScoreFunction | None] = {"score_mod": None, "mask_mod": None}
@@ -171,7 +173,8 @@ def _operator(
             tensors += captured
     attributes: dict[str, Any] = {"scale": float(scale)}
     inputs: list[Tensor | None] = [query, key, value]
-    if functions["score_mod"] is None and functions["mask_mod"] is None:
+    wants_lse = bool(kernel_options.get("OUTPUT_LOGSUMEXP"))
+    if functions["score_mod"] is None and functions["mask_mod"] is None and not wants_lse:
         name, version = "Attention", 23
     else:
         name, version = f"{DOMAIN}::Attention", 1
@@ -179,9 +182,12 @@ def _operator(
         if tensors:
             inputs += [*[None] * (mhsa_operator.FIRST_TENSOR - len(inputs)), *tensors]
     shape = (*query.shape[:-1], value.shape[-1])
-    y = symbolic(name, inputs, attributes, dtype=query.dtype, shape=shape, version=version)
     nothing = query.new_zeros(0)
-    return y, nothing, nothing
+    if not wants_lse:
+        return symbolic(name, inputs, attributes, dtype=query.dtype, shape=shape, version=version), nothing, nothing
+    dtypes, shapes = [query.dtype, torch.float32], [shape, query.shape[:-1]]
+    y, lse = symbolic_multi_out(name, inputs, attributes, dtypes=dtypes, shapes=shapes, version=version)
+    return y, lse / math.log(2), nothing
 
 
 class _CapturingTracer(fx.Tracer):

@@ -76,12 +76,13 @@ def guessed(examples: Mapping[str, Tensor]) -> dict[Axis, str]:
     """Symbols of the axes that look like a batch or a length: B and L are those of the first sequence.
 
     A sequence is (B, L) of whole numbers, (B, L, ...) or (B, heads, L, ...). Another length is S, and a third one has a
-    name of its own. Masks and biases have lengths of sequences; what is 1 in them is fixed.
+    name of its own. Masks and biases have lengths of sequences; what is 1 in them is fixed. Where there is no sequence,
+    the rows of matrices are N: a batch of vectors, or a sequence without a batch.
     """
     masks = {name for name in examples if "mask" in name or "bias" in name}
     sequences = {name: value for name, value in examples.items() if name not in masks and _length_of(value) is not None}
     if not sequences:
-        return {}
+        return _rows(examples, masks)
     lengths: dict[int, str] = {}
     for name, value in sequences.items():
         axis = _length_of(value)
@@ -98,6 +99,21 @@ def guessed(examples: Mapping[str, Tensor]) -> dict[Axis, str]:
                 size != 1 and size in lengths and (name in masks or axis == 0) and not (axis == 1 and value.ndim == 4)
             ):
                 symbols[name, axis] = lengths[size]
+    return symbols
+
+
+def _rows(examples: Mapping[str, Tensor], masks: set[str]) -> dict[Axis, str]:
+    """N for the rows of the first matrix or list of whole numbers, a name of its own for each other number of rows. A
+    mask has the rows of others, along both axes."""
+    counts: dict[int, str] = {}
+    for name, value in examples.items():
+        if name not in masks and value.ndim == (2 if value.is_floating_point() else 1):
+            counts.setdefault(value.shape[0], f"{name}_0" if counts else "N")
+    symbols: dict[Axis, str] = {}
+    for name, value in examples.items():
+        for axis, size in enumerate(value.shape):
+            if size in counts and (axis == 0 or (name in masks and size != 1)):
+                symbols[name, axis] = counts[size]
     return symbols
 
 
