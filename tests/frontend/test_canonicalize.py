@@ -399,3 +399,23 @@ def test_a_zero_in_the_target_of_a_reshape_is_no_size() -> None:
     graph = helper.make_graph(nodes, "g", [x, same], [y], constants)
     settled = propagate_shapes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), {})
     assert all(0 not in (GraphView(settled).shape(name) or ()) for name in ("apart", "y"))
+
+
+class LastQuery(nn.Module):
+    """One query against nine keys, with the row of a causal mask that it needs: it hides nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("visible", torch.ones(9, 9).tril().bool()[None, None])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible[:, :, 8:])
+
+
+def test_a_constant_mask_that_hides_nothing_is_no_mask() -> None:
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    free = {"q": {}, "k": {}, "v": {}}
+    compiled = mhsa.load(mhsa.compile(LastQuery(), example_inputs=(q, k, v), dynamic_shapes=free))
+    assert compiled.manifest.semantics[0].static_mask is None
+    assert [op.kernel for op in compiled.manifest.ops] == ["cpu.decode"]
+    torch.testing.assert_close(compiled(q, k, v), LastQuery()(q, k, v))

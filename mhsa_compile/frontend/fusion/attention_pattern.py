@@ -36,6 +36,8 @@ class AttentionPattern:
             self.static_mask = evaluated if self.static_mask is None else self.static_mask & evaluated
             self.mask_mod, self.tensors = None, self._apart()[0]
         self.mask, self.key_mask = ("", False) if self.static_mask is not None else self._find_mask()
+        if self.static_mask is not None and self.static_mask.all():
+            self.static_mask = None  # what hides nothing is no mask: the one row of a causal one that a step needs
 
     @property
     def _is_ours(self) -> bool:

@@ -27,6 +27,9 @@ from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 PREFETCHED = 8
 """Cache lines of the next panel that a tile asks for in each part: the tiles of a full block ask for all of them. The
 first tile of the next task would wait for them otherwise."""
+AHEAD = 1024
+"""Bytes from the weights that a half tile multiplies to those that it asks for: where there are no more rows than that,
+all weights come from memory, once."""
 WORTH_WIDENING = 3
 """Tiles of a group from which on its weights, where they are too narrow to multiply, are widened once for all of them
 and not by each."""
@@ -54,7 +57,9 @@ class Product:
         return tile
 
     def runs_at_once(self, lines: int) -> int:
-        return vectors.runs_at_once(lines * len(self.columns) * self.format.run)
+        """Runs in a turn of a tile's inner loop: one where the sums of rows that are multiplied together fill the
+        registers."""
+        return 1 if self.format.joined > 1 else vectors.runs_at_once(lines * len(self.columns) * self.format.run)
 
     def unzipped(self, sums: Expr) -> list[Expr]:
         """The sums of each row of a line by itself."""
@@ -80,12 +85,26 @@ class Product:
     def prefetch(self, p: Expr, slot: Expr) -> None:
         """Asks for PREFETCHED cache lines of the panel after p, from line `slot` * PREFETCHED on; for the last ones,
         where that panel has no more."""
-        array, size = self.packed[0], self.format.steps * self.format.panel
-        flat = T.decl_buffer((T.int64(self.format.panels * size),), array.dtype, data=array.data)
-        line = CACHE_LINE // DTYPE_BYTES[self.format.weight]
-        first = materialize((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)))
-        for i in range(PREFETCHED):
-            vectors.prefetch(flat, [first + i * line])
+        size, line = self.format.steps * self.format.panel, self._line
+        self._ask((p + 1) * size + T.min(slot * (PREFETCHED * line), T.int64(size - PREFETCHED * line)), PREFETCHED)
+
+    def prefetch_ahead(self, p: Expr, step: Expr, steps: int) -> None:
+        """Asks for as many lines as `steps` steps from `step` on take, AHEAD of them: panels lie one behind the
+        other."""
+        lines = -(-steps * self.format.panel // self._line)
+        ahead = AHEAD // DTYPE_BYTES[self.format.weight]
+        self._ask((p * self.format.steps + step) * self.format.panel + ahead, lines)
+
+    @property
+    def _line(self) -> int:
+        """Elements of the packed weights in a cache line."""
+        return CACHE_LINE // DTYPE_BYTES[self.format.weight]
+
+    def _ask(self, first: Expr, lines: int) -> None:
+        array, size = self.packed[0], self.format.panels * self.format.steps * self.format.panel
+        flat, start = T.decl_buffer((T.int64(size),), array.dtype, data=array.data), materialize(first)
+        for i in range(lines):
+            vectors.prefetch(flat, [start + i * self._line])
 
     def result(self, value: Expr, row: Expr, p: Expr, column: int) -> Expr:
         """y of a sum. The bias comes last: sums that begin with it are rounded at its magnitude at every step."""
@@ -144,11 +163,11 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
                 with T.serial(full) as i:
                     # A tile asks for lines of its own, so that together they ask for the panel once.
                     task.prefetch(p, materialize((begin - first) * parts + number * full + i))
-                    _tile(task, part, p, materialize((begin + i) * rows), rows, materialize(i * rows))
+                    _tile(task, part, p, materialize((begin + i) * rows), rows, materialize(i * rows), ahead=rows == 1)
                 if rows > 1:
                     # Only behind the last group of tiles.
                     with T.If(T.And(half > 0, begin + full == end)), T.Then():
-                        _tile(task, part, p, materialize(end * rows), rows // 2, materialize(full * rows))
+                        _tile(task, part, p, materialize(end * rows), rows // 2, materialize(full * rows), ahead=True)
 
             def widened() -> None:
                 task.widen(p, part, wide)
@@ -198,10 +217,11 @@ class _Part:
     wide: Expr | None = None
 
 
-def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, place: Expr) -> None:
+def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, place: Expr, *, ahead: bool) -> None:
     """y[first_line ..., panel p] = x[first_line ..., :] W^T + b, one part of the sum at a time.
 
-    A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up.
+    A float32 sum of K terms drifts with sqrt(K): it runs in parts, and the parts are added up. `ahead` is whether it
+    asks for the weights that come next.
     """
     at = [materialize(T.min(first_line + r, task.lines - 1)) for r in range(lines)]
     tile = task.tile(lines)
@@ -214,6 +234,8 @@ def _tile(task: Product, part: _Part, p: Expr, first_line: Expr, lines: int, pla
         return load(part.wide, [step - part.first, T.int64(offset)], lanes)
 
     def multiply(first: Expr, steps: int) -> None:
+        if ahead:
+            task.prefetch_ahead(p, first, steps)
         factors = [task.rows.steps(line, first, steps) for line in at]
         for i in range(steps):
             tile.outer_product(

@@ -49,8 +49,8 @@ sums, every eighth instruction was the loop's own."""
 
 
 def runs_at_once(multiply_adds: int) -> int:
-    """Runs of so many multiply-adds each that an inner loop makes in one turn."""
-    return max(1, UNROLLED // multiply_adds)
+    """How many runs of so many multiply-adds each an inner loop makes in one turn: a power of two."""
+    return 1 << max(1, UNROLLED // multiply_adds).bit_length() - 1
 
 
 def each_run(first: Expr, end: Expr, size: int, body: Callable[[Expr, int], None], *, at_once: int = 1) -> None:
