@@ -55,9 +55,8 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     if packed or passed:
         _add_bind_function(builder, others[MAIN], imported, choices, packed, passed)
     reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
-    aligned = _read_by_tvm(written["main"], imported.ops)
     bound = sum(map(len, packed.values())) + len(passed)
-    return LoweredModule(builder.get(), list(imported.weights.values()), bound, reports, aligned)
+    return LoweredModule(builder.get(), list(imported.weights.values()), bound, reports)
 
 
 def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:
@@ -104,27 +103,6 @@ def _written_out(module: Any, plain: dict[str, Op]) -> Any:
     rewrite = PlainCalls(module)
     rewrite.builder_.update_func(module.get_global_var(MAIN), rewrite.visit_expr(module[MAIN]))
     return rewrite.builder_.get()
-
-
-def _read_by_tvm(main: Any, ops: dict[str, Op]) -> list[int]:
-    """The parameters of `main` that a call writes into and TVM's own code reads, which takes its operands to begin with
-    a cache line. Our kernels take any address."""
-    params, found = list(main.params), set()
-    memory: dict[Any, int] = {}  # what is one of them, or a view of it
-    for binding in (binding for block in main.body.blocks for binding in block.bindings):
-        value = binding.value
-        read = {memory[variable] for variable in relax.analysis.free_vars(value) if variable in memory}
-        called = value.op if isinstance(value, relax.Call) else None
-        if called == tvm.ir.Op.get("relax.call_dps_packed"):
-            op = ops[str(value.args[0].global_symbol)]
-            if isinstance(op, KvScatterOp) and op.in_place:
-                memory[binding.var] = params.index(value.args[1].fields[0])
-        elif called == tvm.ir.Op.get("relax.reshape") or isinstance(value, relax.Var):
-            for i in read:
-                memory[binding.var] = i
-        elif not isinstance(value, relax.Tuple):
-            found |= read
-    return sorted(found)
 
 
 def _rewrite_main(

@@ -232,7 +232,6 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
     from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
 
     inputs, outputs = signature(read.model, imported)
-    inputs = tuple(msgspec.structs.replace(info, aligned=i in scheduled.aligned) for i, info in enumerate(inputs))
     semantics = [op.semantics(name) for name, op in imported.ops.items() if isinstance(op, AttentionOp)]
     return Manifest(
         format_version=FORMAT_VERSION,

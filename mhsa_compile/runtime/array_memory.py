@@ -16,7 +16,7 @@ import numpy as np
 from mhsa_compile.runtime import tvm_runtime
 
 ALIGNMENT = 64
-"""The alignment, in bytes, that TVM's own code takes for granted; our kernels take any address."""
+"""A cache line, in bytes: where TVM's own code took arrays to begin, in artifacts of formats before 5."""
 
 
 def is_torch(value: object) -> bool:

@@ -101,7 +101,7 @@ def load(
         signature = Signature(
             manifest.inputs,
             manifest.outputs,
-            aligned=manifest.has_fallbacks,
+            aligned=manifest.wants_cache_lines,
             in_place=manifest.in_place,
             limits=manifest.limits,
         )
@@ -149,7 +149,7 @@ class CompiledAttention:
     def __call__(self, /, *inputs: Any, cache: Any = None, stream: Any = None, **by_name: Any) -> Any:
         """The output, or a named tuple of them: torch tensors if any input is one, else NumPy arrays.
 
-        Inputs are read in place unless they are strided or unaligned. A mask that broadcasts may leave out leading axes
+        Inputs are read in place unless they are strided. A mask that broadcasts may leave out leading axes
         and have axes of 1. What the manifest has as `in_place` is written into, and is itself the output. Raises
         InputError; rows that would overrun a cache are refused before any of them is written.
 

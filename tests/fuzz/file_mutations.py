@@ -119,7 +119,7 @@ def _calls(rng: random.Random, artifact: Artifact, folder: Path) -> Case:
     signature = Signature(
         manifest.inputs,
         manifest.outputs,
-        aligned=manifest.has_fallbacks,
+        aligned=manifest.wants_cache_lines,
         in_place=manifest.in_place,
         limits=manifest.limits,
     )

@@ -17,4 +17,3 @@ class LoweredModule:
     weights: list[str]
     packed: int
     reports: list[OpReport]
-    aligned: list[int]  # inputs that a call writes into, and TVM's own code reads

@@ -20,6 +20,7 @@ from tvm import relax, s_tir, te, tirx
 from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile.compiler.fallback import elementwise, traces
+from mhsa_compile.compiler.fallback.any_address import at_any_address
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
@@ -46,7 +47,7 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
             tuned = _tuned(str(variable.name_hint), function, shelf)
             reports += [tuned[1]] if tuned else []
             made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
-            lowered.update_func(variable, made)
+            lowered.update_func(variable, at_any_address(made))
     return Lowered(lowered, reports)
 
 

@@ -17,9 +17,11 @@ from mhsa_compile.spec.checks import LARGEST
 from mhsa_compile.spec.semantics import Semantics
 from mhsa_compile.target.profile import TargetProfile
 
-FORMAT_VERSION = 4
-_READ = (3, FORMAT_VERSION)
+FORMAT_VERSION = 5
+_READ = (3, 4, FORMAT_VERSION)
 """Formats that are read. Of 3 `load_checks` refuses some: threads disturbed each other in their code."""
+_ANY_ADDRESS = 5
+"""The first format in which TVM's own code, too, reads arrays at any address."""
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
 _COPY_AGAIN = "The artifact is damaged: copy it again, or compile it again."
 _UNSEALED = "0" * 64
@@ -38,8 +40,8 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     `broadcast`, on a mask, is the full size of each axis: a call may bring that or 1. ("B", 8, "L", "S"), for instance,
     beside the dims ("mask_B", "mask_H", "mask_L", "mask_S"). `pads` says that the last axis may also be shorter, which
-    hides the rest. `most`, on numbers of keys, is the largest that they may be. `aligned` says that an input which a
-    call writes into, and which is therefore never copied, must begin with a cache line.
+    hides the rest. `most`, on numbers of keys, is the largest that they may be. `aligned`, in formats before 5, says that
+    an input which a call writes into, and which is therefore never copied, must begin with a cache line.
     """
 
     name: str
@@ -117,6 +119,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def has_fallbacks(self) -> bool:
         """Whether TVM's own code runs some of the operations."""
         return any(op.source == "fallback" for op in self.ops)
+
+    @property
+    def wants_cache_lines(self) -> bool:
+        """Whether some of the code takes arrays to begin with a cache line, and reads copies of those that do not."""
+        return self.format_version < _ANY_ADDRESS and self.has_fallbacks
 
 
 def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:

@@ -27,7 +27,7 @@ from mhsa_compile.kernels.interface.kernel import CACHE_LINE, Config
 PREFETCHED = 8
 """Cache lines of the next panel that a tile asks for in each part: the tiles of a full block ask for all of them. The
 first tile of the next task would wait for them otherwise."""
-AHEAD = 1024
+AHEAD = 192
 """Bytes from the weights that a half tile multiplies to those that it asks for: where there are no more rows than that,
 all weights come from memory, once."""
 WORTH_WIDENING = 3

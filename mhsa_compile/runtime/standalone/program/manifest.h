@@ -19,14 +19,13 @@ namespace mhsa {
 
 // An input, an output or a weight. A dim is a size or, in letters, a symbol: the same symbol is the same size in a call.
 // `broadcast`, of a mask, is the full size of each axis, of which a call brings all or 1; with `pads` the last may also be
-// shorter. `most`, of whole numbers, is the largest that they may be. `aligned` says that an input which a call writes
-// into must begin with a cache line.
+// shorter. `most`, of whole numbers, is the largest that they may be.
 struct TensorInfo {
   std::string name, dtype;
   std::vector<std::string> dims;
   std::optional<std::vector<std::string>> broadcast;
   std::optional<std::string> most;
-  bool pads = false, aligned = false;
+  bool pads = false;
 
   explicit TensorInfo(const Json& entry)
       : name(entry["name"].text()), dtype(entry["dtype"].text()), dims(dims_of(entry["dims"])) {
@@ -39,7 +38,6 @@ struct TensorInfo {
     if (most && ((dtype != "int64" && dtype != "int32") || broadcast))
       entry["most"].refuse("int64 or int32 that it bounds", dtype);
     if (given("pads")) pads = entry["pads"].truth();
-    if (given("aligned")) aligned = entry["aligned"].truth();
   }
 
  private:
@@ -59,7 +57,7 @@ struct TensorInfo {
 };
 
 struct Manifest {
-  static constexpr int64_t kFormat = 4;
+  static constexpr int64_t kFormat = 5;
 
   std::vector<TensorInfo> inputs, outputs, weights;
   std::map<std::string, std::string> in_place;  // output -> the input that a call turns into it

@@ -37,11 +37,9 @@ class Argument {
     if (info_.broadcast) tensor = at_full_rank(tensor, sizes);
     if (!fits(tensor, sizes)) wrong(*given, sizes);
     if (info_.most) check_values(tensor, sizes);
-    const bool even = reinterpret_cast<uintptr_t>(data_of(tensor)) % kAlignment == 0;
-    if (written_ && info_.aligned && !even)
-      throw Error(label_, "memory that begins at a multiple of " + std::to_string(kAlignment) + " bytes",
-                  "memory that does not", "The call writes into it: allocate it by mhsa::new_tensor.");
-    return written_ || (even && !tensor.byte_offset()) ? tensor : copy(tensor);
+    // Compiled code takes no offsets, and elements at any multiple of their size.
+    const bool is_readable = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % find_dtype(info_.dtype)->bytes == 0;
+    return written_ || (is_readable && !tensor.byte_offset()) ? tensor : copy(tensor);
   }
 
   // Axes that symbols make, "P + S", once all symbols are known.

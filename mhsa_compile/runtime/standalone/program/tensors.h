@@ -25,7 +25,7 @@ namespace mhsa {
 using Shape = std::vector<int64_t>;
 using Tensors = std::map<std::string, ffi::Tensor>;
 
-constexpr size_t kAlignment = 64;  // a cache line, as compiled code may ask for
+constexpr size_t kAlignment = 64;  // a cache line
 
 struct Dtype {
   const char *name, *in_safetensors;
