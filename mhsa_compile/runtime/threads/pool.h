@@ -26,6 +26,8 @@ enum {
   kJobs = 64,                 /* loops at once; who finds no place runs alone */
   kSearchNanoseconds = 200000, /* from the end of a loop to a worker's sleep: bridges what is serial in a call */
   kPolitelyAfter = 20000,     /* from then on a worker that searches lets others have the CPU */
+  kLongAway = 500000,         /* nanoseconds: whoever got the CPU keeps it to the end of a time slice */
+  kKeeps = 1000,              /* searches in which a worker keeps its CPU, once letting go of it has cost a loop */
   kPausesAtEnd = 200,         /* a caller's wait for the last tasks: pauses (5 us), then yields, then sleep */
   kYieldsAtEnd = 40,
   kKnown = 256,
@@ -133,14 +135,27 @@ static Job *joinable(void) {
   return NULL;
 }
 
+/* Lets others have this CPU, if any wants it. Whether it came back late, and loops were begun meanwhile: somebody of low
+   priority, which a call need not wait for, keeps a CPU for a whole time slice. (Whoever calls takes the first job if it
+   is free.) */
+static bool yielding_was_dear(void) {
+  _Atomic uint64_t *const claims = &pool->jobs[0].claims;
+  const uint32_t before = GENERATION(atomic_load_explicit(claims, memory_order_relaxed));
+  const int64_t begin = nanoseconds();
+  sched_yield();
+  return nanoseconds() - begin > kLongAway && GENERATION(atomic_load_explicit(claims, memory_order_relaxed)) != before;
+}
+
 /* The next job to help with, searched for a while; NULL if there is none. */
 static Job *searched(void) {
+  static _Thread_local int keeps; /* searches in which this thread lets nobody have its CPU */
   Job *found = joinable();
   if (found) return found;
   atomic_fetch_add(&pool->searching, 1);
+  if (keeps > 0) --keeps;
   const int64_t begin = nanoseconds();
   for (int64_t waited = 0; found == NULL && waited < kSearchNanoseconds; waited = nanoseconds() - begin) {
-    if (waited > kPolitelyAfter) sched_yield();
+    if (waited > kPolitelyAfter && keeps == 0 && yielding_was_dear()) keeps = kKeeps;
     for (int i = 0; i < 16 && (found = joinable()) == NULL; ++i) pause_cpu();
   }
   atomic_fetch_sub(&pool->searching, 1);

@@ -221,26 +221,21 @@ def test_two_caches_are_not_one_memory(dtype: str) -> None:
     assert np.array_equal(cache, other) and cache.sum() == update.sum()
 
 
-def test_what_tvm_s_own_code_reads_begins_with_a_cache_line() -> None:
-    """A reader that is no kernel of ours takes that for granted; here it reads the cache through a view."""
+def test_tvm_s_own_code_reads_a_cache_at_any_address() -> None:
+    """Here it reads the cache, which is never copied, through a view."""
     source = with_reader("seen", "Neg")
     source.graph.initializer.append(numpy_helper.from_array(np.array([0, 3, -1, 10]), "sizes"))
     source.graph.node.insert(1, helper.make_node("Reshape", ["present", "sizes"], ["seen"]))
-    assert not mhsa.compile(two_caches(TensorProto.FLOAT)).manifest.inputs[0].aligned
     write = mhsa.load(mhsa.compile(source))
-    assert [info.aligned for info in write.inputs] == [True, False, False]
+    assert write.manifest.has_fallbacks
     memory = np.zeros(3 * 11 * 10 + 32, np.float32)
     first = -memory.__array_interface__["data"][0] // 4 % 16
     update, at = np.ones((1, 3, 4, 10), np.float32), np.array([7])
     for offset in (0, 1, 8):
         cache = memory[first + offset :][: 3 * 11 * 10].reshape(1, 3, 11, 10)
         for array in (cache, torch.from_numpy(cache)):
-            if offset:
-                with pytest.raises(InputError, match=f"multiple of 64 bytes: .*, got memory {offset * 4} bytes behind"):
-                    write(array, update, at)
-            else:
-                present, negative = write(array, update, at)
-                assert present is array and np.array_equal(np.asarray(negative), -cache)
+            present, negative = write(array, update, at)
+            assert present is array and np.array_equal(np.asarray(negative), -cache)
 
 
 def with_reader(name: str, op_type: str) -> onnx.ModelProto:
