@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import msgspec
-
 from mhsa_compile.compiler.cache import kept_artifacts
 from mhsa_compile.compiler.cache.cache_key import Asked
 from mhsa_compile.compiler.cache.compiled_before import CompiledBefore

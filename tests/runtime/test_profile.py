@@ -191,6 +191,38 @@ def test_shares_of_the_limit() -> None:
     assert [op.share_of_limit for op in slow.ops] == [0.5, 0.75, None, None, 0.75]
 
 
+def test_a_large_call_has_its_weights_from_memory_and_its_other_arrays_from_caches() -> None:
+    def row(size: int, first: int | None) -> OpProfile:
+        return OpProfile("op", "fallback", "k", {}, 1, 10.0, 1.0, None, size, first)
+
+    rows = (row(1800, 900), row(1800, 1800), row(900, 0), row(900, None))
+    large = CallProfile(rows, 60.0, 55.0, 0.0, 1, 5, ()).against({}, 0.36, 1000)
+    assert [op.share_of_limit for op in large.ops] == [0.25, 0.5, 0.0, None]
+    small = CallProfile(rows[:1], 60.0, 55.0, 0.0, 1, 5, ()).against({}, 0.36, 1000)
+    assert [op.share_of_limit for op in small.ops] == [None]
+
+
+class OfATable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.linear = nn.Embedding(5000, 24), nn.Linear(24, 24)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        q = self.linear(self.rows(ids)).view(ids.shape[0], ids.shape[1], 2, 12).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def test_nobody_counts_the_rows_that_are_picked_from_a_table() -> None:
+    attention = mhsa.load(mhsa.compile(OfATable().eval(), example_inputs=[torch.zeros(2, 5, dtype=torch.int64)]))
+    found = attention.profile(np.ones((2, 5), np.int64), seconds=0.01)
+    picks = [op for op in found.ops if "take" in op.name]
+    assert len(picks) == 1
+    assert (picks[0].bytes, picks[0].first_bytes, picks[0].gbs) == (None, None, None)
+    linear = next(op for op in found.ops if op.kind == "linear")
+    assert linear.bytes is not None and linear.first_bytes is not None
+    assert linear.first_bytes == linear.bytes - 2 * 5 * 24 * 4  # all but x, which the table's rows were written to
+
+
 MASKED = {
     "additive": AttentionSpec(embed_dim=24, num_heads=2, mask="additive"),
     "cross, additive": AttentionSpec(embed_dim=24, num_heads=2, kv_embed_dim=10, mask="additive"),

@@ -15,8 +15,8 @@ _BUFFER = "tirx.BufferType"
 
 
 def at_any_address(function: Any) -> Any:
-    """A PrimFunc, with every buffer aligned to one element. What a buffer is aligned to is part of its type, which stands
-    wherever the buffer does: TVM's own form of a function as text is where each is found once."""
+    """A PrimFunc, with every buffer aligned to one element. That is part of a buffer's type, which stands wherever the
+    buffer does: in TVM's own form of a function as text each stands once."""
     graph = json.loads(tvm.ir.save_json(function))
     nodes = graph["nodes"]
     for node in nodes:

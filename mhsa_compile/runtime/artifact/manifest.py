@@ -40,8 +40,8 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     `broadcast`, on a mask, is the full size of each axis: a call may bring that or 1. ("B", 8, "L", "S"), for instance,
     beside the dims ("mask_B", "mask_H", "mask_L", "mask_S"). `pads` says that the last axis may also be shorter, which
-    hides the rest. `most`, on numbers of keys, is the largest that they may be. `aligned`, in formats before 5, says that
-    an input which a call writes into, and which is therefore never copied, must begin with a cache line.
+    hides the rest. `most`, on numbers of keys, is the largest that they may be. `aligned`, in formats before 5: what a
+    call writes into, and is therefore never copied, must begin with a cache line.
     """
 
     name: str

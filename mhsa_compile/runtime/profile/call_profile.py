@@ -11,7 +11,8 @@ from typing import Any
 from mhsa_compile.files.atomic_write import written
 
 OFTEN_KEPT = 2
-"""Bytes come from memory where an operation touches so many times the last-level cache; else caches bring them."""
+"""Bytes come from memory where an operation touches so many times the last-level cache; those that nothing in a call
+touched before also where the call has so many of them. Else caches bring them."""
 
 DISTURBED = 0.1
 """A spread above this: times of a quiet machine differ by a few hundredths."""
@@ -27,6 +28,7 @@ class OpProfile:
     us              microseconds of a call, the mean of the middle half of the rounds
     cpus            that the process kept busy meanwhile, on average: workers of pools that wait awake count, too
     flops, bytes    of a call; None where nobody counted them
+    first_bytes     of these bytes, those of arrays that no operation before it touches: weights and inputs, mostly
     share_of_limit  of what the machine can do at best; None unless it was measured (`CallProfile.against`)
     """
 
@@ -39,6 +41,7 @@ class OpProfile:
     cpus: float
     flops: int | None
     bytes: int | None
+    first_bytes: int | None = None
     share_of_limit: float | None = None
 
     @property
@@ -63,6 +66,7 @@ class OpProfile:
             cpus=cpus,
             flops=_sum(self.flops, other.flops),
             bytes=_sum(self.bytes, other.bytes),
+            first_bytes=_sum(self.first_bytes, other.first_bytes),
         )
 
 
@@ -136,7 +140,9 @@ class CallProfile:
     def against(self, gflops: dict[str, float], bandwidth_gbs: float, cache_bytes: int) -> CallProfile:
         """The profile with the share of what the machine can do: for each kind of operation in `gflops` multiply-adds
         at that rate, or bytes where they cannot stay in a cache of `cache_bytes`, whichever takes longer."""
-        return replace(self, ops=tuple(_against(op, gflops, bandwidth_gbs, cache_bytes) for op in self.ops))
+        kept = OFTEN_KEPT * cache_bytes
+        is_large = sum(op.first_bytes or 0 for op in self.ops) > kept
+        return replace(self, ops=tuple(_against(op, gflops, bandwidth_gbs, kept, is_large) for op in self.ops))
 
     def chrome_trace(self) -> dict[str, Any]:
         """One call in the trace event format that chrome://tracing and Perfetto read, times in microseconds.
@@ -160,10 +166,12 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-def _against(op: OpProfile, gflops: dict[str, float], bandwidth_gbs: float, cache_bytes: int) -> OpProfile:
+def _against(op: OpProfile, gflops: dict[str, float], bandwidth_gbs: float, kept: int, is_large: bool) -> OpProfile:
     needed = [op.flops / gflops[op.kind] / 1e3] if op.flops is not None and op.kind in gflops else []
-    if op.bytes is not None and op.bytes / op.runs > OFTEN_KEPT * cache_bytes:
+    if op.bytes is not None and op.bytes / op.runs > kept:
         needed.append(op.bytes / bandwidth_gbs / 1e3)
+    elif op.first_bytes is not None and is_large:
+        needed.append(op.first_bytes / bandwidth_gbs / 1e3)
     return replace(op, share_of_limit=max(needed) / op.us) if needed and op.us > 0 else op
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
 from mhsa_compile.spec.semantics import Semantics
 
+_PICKS = re.compile(r"(^|_)(take|gather)")
+"""In the name of a function of TVM's own: it reads rows of a table, and shapes do not say how many."""
 _LINEAR = re.compile(r"(\d+) -> (\d+(?: \+ \d+)*)")
 """The note of a linear in a manifest, its in-features and the widths of its weights: 512 -> 512 + 512 + 512."""
 
@@ -31,11 +33,13 @@ class Work:
 
 
 def work_of(
-    manifest: Manifest, op: OpReport | None, arrays: Sequence[Any], counts: Sequence[Sequence[int]] = ()
+    manifest: Manifest, op: OpReport | None, symbol: str, arrays: Sequence[Any], counts: Sequence[Sequence[int]] = ()
 ) -> Work:
     """The work of one run of a kernel on these arrays (TVM's tensors), its inputs before its outputs; `counts` are what
-    those of them hold that are lists of integers. `op` is None for code of TVM's own."""
-    size = sum({(array.data_ptr(), _bytes(array)): _bytes(array) for array in arrays}.values())
+    those of them hold that are lists of integers. `op` is None for code of TVM's own, which has its name, `symbol`."""
+    if op is None and _PICKS.search(symbol):
+        return Work()
+    size = sum({(array.data_ptr(), array_bytes(array)): array_bytes(array) for array in arrays}.values())
     if op is not None and op.op == "linear":
         return Work(linear_flops(op, math.prod(arrays[0].shape[:-1])), size)
     if op is not None and op.op == "scatter":
@@ -106,7 +110,7 @@ def _visible_pairs(meaning: Semantics, L: int, S: int) -> int:
     return int(np.maximum(last - first, 0).sum())
 
 
-def _bytes(array: Any) -> int:
+def array_bytes(array: Any) -> int:
     elements: int = math.prod(array.shape)
     return elements * _itemsize(array)
 

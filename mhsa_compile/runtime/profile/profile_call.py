@@ -2,14 +2,16 @@
 
 Each round makes the call as it is, then runs its kernels one after another and reads the clock between them. Two things
 that a call does not have are taken off: reading the clock, and calling a function of TVM's from Python with so many
-arrays, which is measured with a function that does nothing. A second pass of each round reads the process's CPU time.
+arrays, which is measured with a function that does nothing. A second pass of each round also reads the CPU time of the
+process's threads.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -20,7 +22,7 @@ import numpy as np
 from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
 from mhsa_compile.runtime.profile.call_profile import CallProfile, OpProfile, TraceEvent
 from mhsa_compile.runtime.profile.captured_call import KernelRun
-from mhsa_compile.runtime.profile.op_work import Work, work_of
+from mhsa_compile.runtime.profile.op_work import Work, array_bytes, work_of
 from mhsa_compile.runtime.tvm_runtime import Runtime
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 3000
@@ -41,7 +43,8 @@ class Turns:
 
 @dataclass(frozen=True)
 class _Times:
-    """Nanoseconds: for each round the call and the function, and for each kernel the wall clock and the CPUs' time."""
+    """Nanoseconds: for each round the call and the function, and for each kernel the wall clock; in `cpus`, of another
+    pass, the threads' time and the wall clock."""
 
     call: list[int]
     function: list[int]
@@ -60,13 +63,14 @@ def profile_call(
     wall = np.maximum(times.kernels - nothing, 0.0) / 1e3
     arrays = [[held for held in kernel.arguments if isinstance(held, runtime.ffi.Tensor)] for kernel in kernels]
     usual = _usual_rounds(wall)
-    us = wall[usual].mean(axis=0)
+    us, first = wall[usual].mean(axis=0), _first_bytes(arrays)
     rows: dict[str, OpProfile] = {}
     names = []
     for i, (kernel, op) in enumerate(zip(kernels, _operations(manifest, kernels), strict=True)):
-        busy = float(times.cpus[:, i].sum() / max(1, times.kernels[:, i].sum()))
-        work = work_of(manifest, op, arrays[i], kernel.counts)
-        row = _row(kernel, op, float(us[i]), busy, work)
+        threads_time, elapsed = times.cpus[:, i].sum(axis=0)
+        busy = float(threads_time / max(1, elapsed))
+        work = work_of(manifest, op, kernel.symbol, arrays[i], kernel.counts)
+        row = _row(kernel, op, float(us[i]), busy, work, first[i])
         rows[row.name] = rows[row.name].joined(row) if row.name in rows else row
         names.append(row.name)
     events = _events(names, rows, [_shapes(held) for held in arrays], wall[usual[len(usual) // 2]])
@@ -95,7 +99,8 @@ def _measured(kernels: Sequence[KernelRun], turns: Turns, seconds: float) -> _Ti
     calls: list[int] = []
     functions: list[int] = []
     wall: list[list[int]] = []
-    cpus: list[list[int]] = []
+    cpus: list[list[Any]] = []
+    both_clocks = _both_clocks()
     end = time.perf_counter() + seconds
     while len(calls) < LEAST_ROUNDS or (len(calls) < MOST_ROUNDS and time.perf_counter() < end):
         calls.append(_timed(turns.call))
@@ -104,9 +109,24 @@ def _measured(kernels: Sequence[KernelRun], turns: Turns, seconds: float) -> _Ti
         with turns.alone():
             functions.append(_timed(turns.function))
         with turns.alone():
-            cpus.append(_run(kernels, time.process_time_ns))
+            cpus.append(_run(kernels, both_clocks))
     shape = len(calls), len(kernels)
-    return _Times(calls, functions, np.array(wall).reshape(shape), np.array(cpus).reshape(shape))
+    return _Times(calls, functions, np.array(wall).reshape(shape), np.array(cpus).reshape(*shape, 2))
+
+
+def _both_clocks() -> Callable[[], Any]:
+    """A clock of the CPU time that the threads which this process has now have had, and of the wall. The process's own
+    clock counts what a thread does on another CPU at each tick of the kernel only, milliseconds apart."""
+    clocks = [~int(thread) << 3 | 6 for thread in os.listdir("/proc/self/task")]  # CPUCLOCK_SCHED of one thread
+
+    def read() -> Any:
+        total = 0
+        for clock in clocks:
+            with suppress(OSError):  # a thread that has ended
+                total += time.clock_gettime_ns(clock)
+        return np.array((total, time.perf_counter_ns()))
+
+    return read
 
 
 def _timed(call: Callable[[], Any]) -> int:
@@ -127,7 +147,7 @@ def _spread(times: Sequence[int]) -> float:
     return float((high - low) / middle)
 
 
-def _run(kernels: Sequence[KernelRun], clock: Callable[[], int]) -> list[int]:
+def _run(kernels: Sequence[KernelRun], clock: Callable[[], Any]) -> list[Any]:
     """Runs the kernels, and returns the nanoseconds of each by `clock`."""
     ticks = [clock()]
     for kernel in kernels:
@@ -139,13 +159,26 @@ def _run(kernels: Sequence[KernelRun], clock: Callable[[], int]) -> list[int]:
 def _of_nothing(runtime: Runtime, arguments: tuple[Any, ...]) -> float:
     """Nanoseconds that running a kernel takes here beside the kernel."""
     kernel = KernelRun("", runtime.nothing, arguments)
-    return median(_run([kernel], time.perf_counter_ns)[0] for _ in range(_NOTHINGS))
+    return float(median(_run([kernel], time.perf_counter_ns)[0] for _ in range(_NOTHINGS)))
 
 
-def _row(kernel: KernelRun, op: OpReport | None, us: float, cpus: float, work: Work) -> OpProfile:
-    if op is None:
-        return OpProfile(kernel.symbol, "fallback", "tvm", {}, 1, us, cpus, work.flops, work.bytes)
-    return OpProfile(op.name, op.op, op.kernel, op.config, 1, us, cpus, work.flops, work.bytes)
+def _first_bytes(arrays: Sequence[Sequence[Any]]) -> list[int]:
+    """For each kernel, the bytes of those of its arrays that none before it touched."""
+    seen: set[int] = set()
+    found = []
+    for held in arrays:
+        new = {array.data_ptr(): array_bytes(array) for array in held if array.data_ptr() not in seen}
+        seen |= new.keys()
+        found.append(sum(new.values()))
+    return found
+
+
+def _row(kernel: KernelRun, op: OpReport | None, us: float, cpus: float, work: Work, first_bytes: int) -> OpProfile:
+    name, kind, code, config = (
+        (kernel.symbol, "fallback", "tvm", {}) if op is None else (op.name, op.op, op.kernel, op.config)
+    )
+    first = None if work.bytes is None else min(first_bytes, work.bytes)
+    return OpProfile(name, kind, code, config, 1, us, cpus, work.flops, work.bytes, first)
 
 
 def _operations(manifest: Manifest, kernels: Sequence[KernelRun]) -> list[OpReport | None]:
