@@ -47,6 +47,7 @@ class Function(nn.Module):
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
+        self.sinks = nn.Parameter(torch.linspace(-1.0, 2.0, H))
         self.register_buffer("triangle", torch.ones(16, 16, dtype=torch.bool).tril().view(1, 1, 16, 16))
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -156,6 +157,33 @@ def capped(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
     return torch.softmax(torch.tanh(q @ k.transpose(-1, -2) / 3.0) * 3.0 + added, -1) @ v
 
 
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | float = 0.0, buffers: Any = None, *, shifted: bool = True
+) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * E**-0.5
+    scores = scores.masked_fill(~mask, -math.inf) if getattr(mask, "dtype", None) == torch.bool else scores + mask
+    sinks = buffers.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    both = torch.cat((scores, sinks), -1)
+    if shifted:
+        both = both - both.max(-1, keepdim=True).values
+    return torch.softmax(both, -1)[..., :-1] @ v
+
+
+def sinks_of_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, buffers: Any = None) -> Tensor:
+    return with_sinks(q, k, v, keys[:, None, None, :], buffers)
+
+
+def sinks_kept(q: Tensor, k: Tensor, v: Tensor, buffers: Any = None) -> Tensor:
+    scores = q @ k.transpose(-1, -2)
+    both = torch.cat((scores, buffers.sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)), -1)
+    return torch.softmax(both, -1) @ torch.cat((v, v[:, :, :1]), 2)
+
+
+def sinks_of_queries(q: Tensor, k: Tensor, v: Tensor, buffers: Any = None) -> Tensor:
+    both = torch.cat((q @ k.transpose(-1, -2), buffers.sinks.view(1, -1, 1, 1) * q[..., :1]), -1)
+    return torch.softmax(both, -1)[..., :-1] @ v
+
+
 WINDOWS = ("q_windows", "k_windows", "v_windows", "windows")
 CORE, SELF = ("q", "k", "v"), ("q", "k_self", "v_self")
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], dict[str, Any]]] = {
@@ -190,6 +218,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], dict[str, Any]]] 
     "repeated keys": (repeated, ("q", "k_group", "v_group"), {}),
     "windows": (windowed, (*WINDOWS, "bias"), {}),
     "soft cap": (capped, (*CORE, "added"), {"softcap": 3.0}),
+    "sinks": (with_sinks, CORE, {}),
+    "sinks and a mask": (with_sinks, (*CORE, "added"), {}),
+    "sinks and keys": (sinks_of_keys, (*CORE, "keys"), {}),
     "softmax in float64": (lambda q, k, v: torch.softmax((q @ k.transpose(-1, -2)).double(), -1).float() @ v, CORE, {}),
 }
 OPSETS = {"heads apart and together": (11, 13, 17), "added mask": (11, 14, 17), "repeated keys": (11, 17)}
@@ -297,6 +328,8 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
         CORE,
         "Add '.*' joins several products of activations",
     ),
+    "a sink that is read": (sinks_kept, CORE, "Concat '.*' joins scores and a sink, whose weight is not cut off"),
+    "a sink of each query": (sinks_of_queries, CORE, "Concat '.*' joins scores and what is no sink of each head"),
     "weights that are dropped": (
         lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2), -1).square() @ v,
         CORE,

@@ -16,16 +16,12 @@ import onnx
 from onnx import TensorProto, helper
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.definitions import Definitions, has_ours
 from mhsa_compile.frontend.canonicalize.layers import Layer
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.spec.attention_spec import DOMAIN
 from mhsa_compile.spec.outputs import LayerWord, SoftmaxOutputs, array_names, inside_of
 
-_OPSET = 24
-"""The first whose Attention defines the operator of ours that has more outputs. All that 23 says, it says alike, so a
-model is raised by its number, and keeps every shape that is known of it: what is fused does not hang on outputs."""
-_OVERLOADS = 10  # the first version of the file format in which functions of one name may differ
 _LISTED = 16  # layers, in a message
 
 
@@ -113,8 +109,7 @@ class _Change:
     def __init__(self, graph: GraphView, model: onnx.ModelProto) -> None:
         self.graph, self.model = graph, model
         self._taken = {name for node in graph.nodes for name in node.output} | {*graph.inputs, *graph.initializers}
-        self._had_ours = any(node.domain == DOMAIN for node in graph.nodes)
-        self._overloads: dict[bytes, str] = {}  # a definition -> what sets it apart from others of its name
+        self._definitions = Definitions(graph.opset, had_ours=has_ours(graph.nodes))
 
     def add(self, layer: Layer, words: Sequence[str], node: onnx.NodeProto) -> None:
         """Adds what `words` ask of a layer, whose node is `node`. Raises ModelError."""
@@ -139,15 +134,7 @@ class _Change:
 
     def finished(self) -> onnx.ModelProto:
         """The model as it is now."""
-        if not self._overloads:
-            return self.model
-        versions = self.model.opset_import
-        for entry in versions:
-            if entry.domain in ("", "ai.onnx"):
-                entry.version = max(entry.version, _OPSET)
-        if all(entry.domain != DOMAIN for entry in versions):
-            versions.append(helper.make_opsetid(DOMAIN, 1))
-        self.model.ir_version = max(self.model.ir_version, helper.find_min_ir_version_for(versions, True))
+        self._definitions.put_into(self.model)
         return self.model
 
     def _look_inside(
@@ -158,14 +145,14 @@ class _Change:
             got = f"{layer.asked_for}, which gives {', '.join(already)} already"
             raise ModelError("outputs", "layers that do not say yet what they do inside", got)
         self._state_types(node)
-        node.domain = DOMAIN
         node.output.extend([""] * (mhsa_operator.FIRST - len(node.output)))
         node.output.extend(values[name].name if name in wanted.names else "" for name in mhsa_operator.NAMES)
         while not node.output[-1]:
             node.output.pop()
         for name, value in mhsa_operator.attributes_of(wanted).items():
             node.attribute.append(helper.make_attribute(name, value))
-        self._define(node)
+        bool_mask = len(node.input) > 3 and self.graph.dtype(node.input[3]) == "bool"
+        self._definitions.define(node, bool_mask=bool_mask)
 
     def _state_types(self, node: onnx.NodeProto) -> None:
         """States the dims and dtypes of the node's outputs, which everybody could infer of the standard operator."""
@@ -174,21 +161,6 @@ class _Change:
             shape, dtype = self.graph.shape(name), self.graph.elem_type(name)
             if name not in known and shape is not None and dtype:
                 self.model.graph.value_info.append(helper.make_tensor_value_info(name, dtype, list(shape)))
-
-    def _define(self, node: onnx.NodeProto) -> None:
-        """Gives the node its definition; nodes that are alike share one. One with functions of scores has none."""
-        if any(attribute.name in mhsa_operator.FUNCTIONS for attribute in node.attribute):
-            return
-        bool_mask = len(node.input) > 3 and self.graph.dtype(node.input[3]) == "bool"
-        function = mhsa_operator.attention_function(node, max(self.graph.opset, _OPSET), bool_mask=bool_mask)
-        text = function.SerializeToString(deterministic=True)
-        if text not in self._overloads:
-            alone = not self._overloads and not self._had_ours  # most tools know no overloads
-            self._overloads[text] = function.overload = "" if alone else f"outputs_{len(self._overloads)}"
-            self.model.functions.append(function)
-            if not alone:
-                self.model.ir_version = max(self.model.ir_version, _OVERLOADS)
-        node.overload = self._overloads[text]
 
     def _give_heads(self, sizes: _Sizes, y: str, name: str) -> None:
         """Writes Y by heads, (B, H, L, F), as the value `name`."""

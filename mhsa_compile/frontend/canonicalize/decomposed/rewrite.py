@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+from onnx import helper
 
 from mhsa_compile.frontend.canonicalize.decomposed import masks as masking
+from mhsa_compile.frontend.canonicalize.decomposed import sinks as sinking
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands, operands
 from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     MatchedProbs,
@@ -20,6 +22,7 @@ from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     scores_before,
     weights_after,
 )
+from mhsa_compile.frontend.canonicalize.definitions import Definitions, has_ours
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView
@@ -33,24 +36,28 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
     """The model with its decomposed attentions as Attention, and one entry for each, rewritten or not."""
     rewriter = Rewriter(model)
     known = Known(rewriter.graph)
+    definitions = Definitions(rewriter.graph.opset, had_ours=has_ours(rewriter.graph.nodes))
     blocks = []
     for node in rewriter.graph.nodes:
         if node.op_type != "Softmax" or not is_attention(rewriter.graph, node):
             continue
         name = node.name or node.output[0]
         try:
-            notes = _rewrite_one(rewriter, known, node)
+            notes = _rewrite_one(rewriter, known, node, definitions)
             blocks.append(AttentionCoverage(name, FORM, True, "; ".join(notes)))
         except NotRecognised as reason:
             rewriter.drop()
             blocks.append(AttentionCoverage(name, FORM, False, str(reason)))
-    return rewriter.finished(), blocks
+    result = rewriter.finished()
+    definitions.put_into(result)
+    return result, blocks
 
 
-def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> list[str]:
-    weights = weights_after(rewriter.graph, softmax)
+def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto, definitions: Definitions) -> list[str]:
+    beside = sinking.beside_scores(rewriter.graph, known, softmax)
+    weights = weights_after(rewriter.graph, softmax, beside.cut)
     product = weights.product
-    scores = scores_before(rewriter.graph, known, softmax.input[0])
+    scores = scores_before(rewriter.graph, known, beside.scores)
     found = operands(rewriter, known, scores.product, product.input[1], scores.apart)
     last, output = _result(rewriter.graph, product, scores.apart)
     masks = masking.collect(rewriter, known, scores.masks, found)
@@ -64,12 +71,18 @@ def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto) -> l
         said["is_causal"] = 1
     mask = _fitted(rewriter, masks, found)
     inputs = [found.query, found.key, found.value, *([mask] if mask else [])]
+    if beside.sinks:
+        sinks = sinking.of_heads(rewriter, beside.sinks, found, weights.read)
+        inputs += [*[""] * (sinking.PLACE - len(inputs)), sinks]
     read = _read(rewriter.graph, weights, found)
     if read:
         said["qk_matmul_output_mode"] = _WEIGHTS
     results = [output, *([read] if read else [])]
     made = results if found.rank == 4 else [rewriter.fresh(name) for name in results]
-    rewriter.nodes("Attention", tuple(inputs), [made[0], *(["", "", made[1]] if read else [])], **said)
+    node = helper.make_node("Attention", inputs, [made[0], *(["", "", made[1]] if read else [])], **said)
+    if beside.sinks:
+        definitions.define(node, bool_mask=bool(mask) and not masks.added)
+    rewriter.append(node)
     if found.rank == 3:
         axis = rewriter.constant([1], "int64")
         for name, result in zip(made, results, strict=True):

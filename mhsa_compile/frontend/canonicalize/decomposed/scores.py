@@ -186,12 +186,13 @@ class MatchedProbs:
     read: str = ""
 
 
-def weights_after(graph: GraphView, softmax: onnx.NodeProto) -> MatchedProbs:
-    """The MatMul(weights, values) that the result of a Softmax goes into, and the weights as others see them.
+def weights_after(graph: GraphView, softmax: onnx.NodeProto, cut: onnx.NodeProto | None = None) -> MatchedProbs:
+    """The MatMul(weights, values) that the result of a Softmax goes into, and the weights as others see them. `cut` is
+    a Slice behind it that leaves out the weight of a sink.
 
     Raises NotRecognised.
     """
-    value, read = softmax.output[0], ""
+    value, read = softmax.output[0] if cut is None else cut.output[0], ""
     for _ in range(_FAR):
         readers = graph.consumers(value)
         products = [node for node in readers if node.op_type == "MatMul" and node.input[0] == value]

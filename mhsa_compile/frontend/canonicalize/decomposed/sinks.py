@@ -1,0 +1,110 @@
+"""A sink for each head, one more term of its softmax's sum, as eager code writes it (gpt-oss).
+
+together = Concat(scores (B, H, L, S), sinks (B, H, L, 1));  weights = Softmax(together - max(together))[..., :-1]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+
+from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands
+from mhsa_compile.frontend.canonicalize.decomposed.scores import NotRecognised
+from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
+from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+
+PLACE = 7
+"""Of the sinks (H,) among the inputs of our Attention."""
+_SAME = ("Cast", "Identity", "Dropout")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a Softmax is of: the scores, and beside them perhaps `sinks`, one for each head, whose weight `cut` leaves
+    out."""
+
+    scores: str
+    sinks: str = ""
+    cut: onnx.NodeProto | None = None
+
+
+def beside_scores(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> Beside:
+    """The scores before a Softmax, and its sinks where it has them. Raises NotRecognised."""
+    value = _unshifted(graph, known, softmax.input[0])
+    both = graph.producer(value, "Concat")
+    if both is None or len(both.input) != 2 or not _is_last(graph, value, attributes(both)["axis"]):
+        return Beside(value)
+    sinks, cut = _each_head(graph, both.input[1]), _cut(graph, known, softmax)
+    if not sinks or cut is None:
+        what = "what is no sink of each head" if not sinks else "a sink, whose weight is not cut off behind the Softmax"
+        raise NotRecognised(f"Concat {both.name or value!r} joins scores and {what}")
+    return Beside(both.input[0], sinks, cut)
+
+
+def of_heads(rewriter: Rewriter, sinks: str, found: AttentionOperands, read: str) -> str:
+    """The sinks (H,) of an attention. `read` is what others see of its weights. Raises NotRecognised."""
+    graph = rewriter.graph
+    if found.rank != 4 or (graph.shape(sinks) or ())[-3:] not in ((found.scores[1], 1, 1), (found.scores[1],)):
+        raise NotRecognised(
+            f"the sinks {sinks!r} are {graph.shape(sinks)}, not one for each of {found.scores[1]} heads"
+        )
+    if graph.dtype(sinks) != found.dtype:
+        raise NotRecognised(f"the sinks {sinks!r} are {graph.dtype(sinks)}, the values are {found.dtype}")
+    if read:
+        raise NotRecognised(f"{read!r}, weights beside a sink, are read by others")
+    if graph.shape(sinks) == (found.scores[1],):
+        return sinks
+    return rewriter.node("Reshape", sinks, rewriter.constant([found.scores[1]], "int64"))
+
+
+def _unshifted(graph: GraphView, known: Known, value: str) -> str:
+    """The value before its largest was taken off, which a softmax does not see."""
+    node = graph.producer(value)
+    while node is not None and node.op_type in _SAME:
+        node = graph.producer(node.input[0])
+    if node is None or node.op_type != "Sub":
+        return value
+    top = graph.producer(node.input[1], "ReduceMax")
+    if top is None or top.input[0] != node.input[0] or attributes(top).get("keepdims", 1) != 1:
+        return value
+    axes = known.array(top.input[1]) if len(top.input) > 1 else None
+    along = axes is not None and axes.size == 1 and _is_last(graph, node.input[0], int(axes.flat[0]))
+    return str(node.input[0]) if along else value
+
+
+def _each_head(graph: GraphView, value: str) -> str:
+    """What `value` (B, H, L, 1) has one number of for each head: an array (H,), or (1, H, 1, 1). Else an empty name."""
+    dims = graph.shape(value) or ()
+    if len(dims) != 4 or dims[-1] != 1:
+        return ""
+    expand = graph.producer(value, "Expand")
+    name = value if expand is None else str(expand.input[0])
+    if graph.shape(name) not in ((1, dims[1], 1, 1), (dims[1], 1, 1)):
+        return ""
+    first = name
+    while (node := graph.producer(first)) is not None and node.op_type in ("Reshape", "Unsqueeze", *_SAME):
+        first = str(node.input[0])
+        if graph.shape(first) == (dims[1],) and graph.dtype(first) == graph.dtype(name):
+            return first
+    return name
+
+
+def _cut(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> onnx.NodeProto | None:
+    """The only node behind a Softmax, if it is a Slice that leaves out the last weight of each row."""
+    value = softmax.output[0]
+    while len(readers := graph.consumers(value)) == 1 and readers[0].op_type in _SAME and value not in graph.outputs:
+        value = readers[0].output[0]
+    if value in graph.outputs or len(readers) != 1 or readers[0].op_type != "Slice":
+        return None
+    cut = readers[0]
+    given = [known.array(name) if name else None for name in [*cut.input[1:], "", ""][:4]]
+    if any(one is None or one.size != 1 for one in given[:3]) or (given[3] is not None and given[3].flat[0] != 1):
+        return None
+    start, end, axis = (int(one.flat[0]) for one in given[:3] if one is not None)
+    return cut if start == 0 and end == -1 and _is_last(graph, value, axis) else None
+
+
+def _is_last(graph: GraphView, value: str, axis: int) -> bool:
+    return axis == -1 or axis == len(graph.shape(value) or ()) - 1
