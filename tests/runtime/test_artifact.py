@@ -377,3 +377,11 @@ def test_code_in_which_threads_may_disturb_each_other_is_not_run(fields: dict[st
         return check_loops(aged, Path("old.mhsa"))
     with pytest.raises(ArtifactError, match=r"Compile it again: mhsa compile old.mhsa/model.onnx --target here -o NEW"):
         check_loops(aged, Path("old.mhsa"))
+
+
+@pytest.mark.parametrize(("fields", "wants"), [({"format_version": 4}, True), ({}, False)])
+def test_code_of_tvms_own_from_before_format_5_gets_arrays_on_cache_lines(
+    fields: dict[str, object], wants: bool
+) -> None:
+    assert manifest(ops=(BY_TVM,), **fields).wants_cache_lines is wants
+    assert not manifest(ops=(), **fields).wants_cache_lines
