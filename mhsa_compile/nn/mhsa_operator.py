@@ -34,7 +34,7 @@ FUNCTIONS = ("mask_mod", "score_mod")
 that of score_mod first."""
 FIRST_TENSOR = 10
 ATTRIBUTES = ("top_k", "weights_heads", "weights_rows")
-_INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
 _BIASED_SCORES = 2  # the standard's qk_matmul_output_mode that comes just before the softmax
 
 
@@ -92,7 +92,7 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
     opset       the standard's, at least 24 for sinks and for more outputs than Y
     bool_mask   whether attn_mask, where there is one, is boolean
     """
-    given = {name for name, value in zip(_INPUTS, node.input, strict=False) if value}
+    given = {name for name, value in zip(INPUTS, node.input, strict=False) if value}
     rows = any(attribute.name == "q_num_heads" for attribute in node.attribute)
     lines = _slopes_in_mask(given, 1 if rows else 2, bool_mask) if "slopes" in given else []
     wanted = wanted_of(node)
@@ -109,7 +109,7 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
     outputs = ("Y", "present_key", "present_value", "stage" if asked else "scores", *NAMES)[: len(node.output)]
     head = (
         f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]> '
-        f"Attention ({', '.join(_INPUTS[: len(node.input)])}) => ({', '.join(outputs)})"
+        f"Attention ({', '.join(INPUTS[: len(node.input)])}) => ({', '.join(outputs)})"
     )
     function = parser.parse_function("\n".join((head, "{", *lines, "}")))
     *before, call = (inner for inner in function.node if inner.op_type == "Attention")
@@ -118,7 +118,7 @@ def attention_function(node: NodeProto, opset: int, *, bool_mask: bool) -> Funct
     for inner in (*before, call):
         if "nonpad_kv_seqlen" in given and len(inner.output) > 1:
             inner.output[1:3] = ["", ""]
-        _pass_on(node, inner, [mask, *(name if name in given else "" for name in _INPUTS[4:7])])
+        _pass_on(node, inner, [mask, *(name if name in given else "" for name in INPUTS[4:7])])
     if with_scores:
         for attribute in [said for said in call.attribute if said.name == "qk_matmul_output_mode"]:
             call.attribute.remove(attribute)

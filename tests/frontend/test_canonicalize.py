@@ -28,6 +28,7 @@ from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.frontend.relax.importer import import_onnx
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
+from mhsa_compile.spec.outputs import layer_words
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import eager, oracle
 
@@ -170,7 +171,7 @@ def with_sinks(
 
 
 def sinks_of_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, buffers: Any = None) -> Tensor:
-    return with_sinks(q, k, v, keys[:, None, None, :], buffers)
+    return with_sinks(q, k, v, keys[:, None, None, :], buffers, shifted=False)
 
 
 def sinks_kept(q: Tensor, k: Tensor, v: Tensor, buffers: Any = None) -> Tensor:
@@ -250,6 +251,24 @@ def test_means_the_same(case: str, opset: int) -> None:
     assert seen.any()
     assert max_error(before[seen], after[seen]) <= budget(before[seen], yardstick[seen], "float32")
     assert (after[~seen] == 0).all()
+
+
+def test_sinks_of_several_forms_have_definitions_of_their_own_and_so_have_outputs() -> None:
+    def twice(q: Tensor, k: Tensor, v: Tensor, added: Tensor, buffers: Any = None) -> Tensor:
+        return with_sinks(q, k, v, buffers=buffers) + with_sinks(q, k, v, added, buffers)
+
+    names = (*CORE, "added")
+    model = exported(Function(twice), names)
+    found = canonicalize(model, layer_words(["entropy"]))
+    assert [block.fused for block in found.blocks] == [True, True], found.blocks
+    overloads = [function.overload for function in found.model.functions]
+    assert len(set(overloads)) == len(overloads) == 4
+    feeds = {name: drawn()[name].numpy() for name in names}
+    (before,), (yardstick,) = oracle(model, feeds), eager(model, feeds)
+    after, *entropies = oracle(found.model, feeds)
+    assert max_error(before, after) <= budget(before, yardstick, "float32")
+    assert [entropy.shape for entropy in entropies] == [(B, H, L), (B, H, L)]
+    assert not np.allclose(*entropies)
 
 
 def test_grouped_keys_are_not_repeated() -> None:

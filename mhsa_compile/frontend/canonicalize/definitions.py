@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx
 from onnx import helper
 
+from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.nn import mhsa_operator
 from mhsa_compile.spec.attention_spec import DOMAIN
 
@@ -17,10 +16,12 @@ _OVERLOADS = 10  # the first version of the file format in which functions of on
 
 
 class Definitions:
-    """Definitions for nodes of a model whose standard is `opset`; `had_ours`: it has nodes of our domain already."""
+    """Definitions for nodes that a model gets; `graph` is the model as it was."""
 
-    def __init__(self, opset: int, *, had_ours: bool) -> None:
-        self._opset, self._had_ours = max(opset, OPSET), had_ours
+    def __init__(self, graph: GraphView) -> None:
+        self._opset = max(graph.opset, OPSET)
+        self._had_ours = any(node.domain == DOMAIN for node in graph.nodes)
+        self._taken = {function.overload for function in graph.model.functions if function.domain == DOMAIN}
         self._overloads: dict[bytes, str] = {}  # a definition -> what sets it apart from others of its name
         self._functions: list[onnx.FunctionProto] = []
 
@@ -33,7 +34,7 @@ class Definitions:
         text = function.SerializeToString(deterministic=True)
         if text not in self._overloads:
             alone = not self._overloads and not self._had_ours  # most tools know no overloads
-            self._overloads[text] = function.overload = "" if alone else f"outputs_{len(self._overloads)}"
+            self._overloads[text] = function.overload = "" if alone else self._free_overload()
             self._functions.append(function)
         node.overload = self._overloads[text]
 
@@ -52,7 +53,9 @@ class Definitions:
         overloaded = _OVERLOADS if any(function.overload for function in self._functions) else 0
         model.ir_version = max(model.ir_version, least, overloaded)
 
-
-def has_ours(nodes: Sequence[onnx.NodeProto]) -> bool:
-    """Whether one of the nodes is of our domain."""
-    return any(node.domain == DOMAIN for node in nodes)
+    def _free_overload(self) -> str:
+        count = len(self._overloads)
+        while (name := f"outputs_{count}") in self._taken:
+            count += 1
+        self._taken.add(name)
+        return name

@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.canonicalize.definitions import Definitions, has_ours
+from mhsa_compile.frontend.canonicalize.definitions import Definitions
 from mhsa_compile.frontend.canonicalize.layers import Layer
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
@@ -109,7 +109,7 @@ class _Change:
     def __init__(self, graph: GraphView, model: onnx.ModelProto) -> None:
         self.graph, self.model = graph, model
         self._taken = {name for node in graph.nodes for name in node.output} | {*graph.inputs, *graph.initializers}
-        self._definitions = Definitions(graph.opset, had_ours=has_ours(graph.nodes))
+        self._definitions = Definitions(graph)
 
     def add(self, layer: Layer, words: Sequence[str], node: onnx.NodeProto) -> None:
         """Adds what `words` ask of a layer, whose node is `node`. Raises ModelError."""

@@ -20,7 +20,7 @@ from mhsa_compile.spec.checks import DTYPES
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 
-INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "slopes")
+INPUTS = mhsa_operator.INPUTS
 OUTPUTS = ("y", "present_key", "present_value", "scores", *mhsa_operator.NAMES)
 """The outputs of an Attention in their order, as INPUTS are its inputs. The last of both are those of our own operator
 of this name; see `operators`."""

@@ -22,7 +22,7 @@ from mhsa_compile.frontend.canonicalize.decomposed.scores import (
     scores_before,
     weights_after,
 )
-from mhsa_compile.frontend.canonicalize.definitions import Definitions, has_ours
+from mhsa_compile.frontend.canonicalize.definitions import Definitions
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView
@@ -36,7 +36,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
     """The model with its decomposed attentions as Attention, and one entry for each, rewritten or not."""
     rewriter = Rewriter(model)
     known = Known(rewriter.graph)
-    definitions = Definitions(rewriter.graph.opset, had_ours=has_ours(rewriter.graph.nodes))
+    definitions = Definitions(rewriter.graph)
     blocks = []
     for node in rewriter.graph.nodes:
         if node.op_type != "Softmax" or not is_attention(rewriter.graph, node):
@@ -55,7 +55,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[AttentionCove
 
 def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto, definitions: Definitions) -> list[str]:
     beside = sinking.beside_scores(rewriter.graph, known, softmax)
-    weights = weights_after(rewriter.graph, softmax, beside.cut)
+    weights = weights_after(rewriter.graph, beside.weights)
     product = weights.product
     scores = scores_before(rewriter.graph, known, beside.scores)
     found = operands(rewriter, known, scores.product, product.input[1], scores.apart)

@@ -18,6 +18,8 @@ _THROUGH = frozenset(
     ("Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity", "Dropout", "Tanh", "Reshape", "Transpose", "Squeeze",
      "Unsqueeze", "Slice", "Concat", "Expand", "Max", "Min", "Clip", "Neg", "IsNaN")
 )  # fmt: skip
+SAME = ("Cast", "Identity", "Dropout")
+"""Operators whose result is their operand, as a graph of inference has it."""
 _FAR = 24  # nodes between a product and its softmax, at most
 
 
@@ -79,7 +81,7 @@ def scores_before(graph: GraphView, known: Known, value: str) -> MatchedScores:
         if node.op_type == "Reshape" and (count := _windows(graph, node, apart=bool(windows))):
             value, windows = node.input[0], 0 if windows else count
             continue
-        if node.op_type in ("Cast", "Identity", "Dropout"):
+        if node.op_type in SAME:
             value = node.input[0]
         elif node.op_type in ("Mul", "Div"):
             value, multiplier = scalar_factor(known, node)
@@ -186,13 +188,12 @@ class MatchedProbs:
     read: str = ""
 
 
-def weights_after(graph: GraphView, softmax: onnx.NodeProto, cut: onnx.NodeProto | None = None) -> MatchedProbs:
-    """The MatMul(weights, values) that the result of a Softmax goes into, and the weights as others see them. `cut` is
-    a Slice behind it that leaves out the weight of a sink.
+def weights_after(graph: GraphView, value: str) -> MatchedProbs:
+    """The MatMul(weights, values) that `value`, weights of a Softmax, goes into, and the weights as others see them.
 
     Raises NotRecognised.
     """
-    value, read = softmax.output[0] if cut is None else cut.output[0], ""
+    read = ""
     for _ in range(_FAR):
         readers = graph.consumers(value)
         products = [node for node in readers if node.op_type == "MatMul" and node.input[0] == value]
@@ -212,7 +213,7 @@ def weights_after(graph: GraphView, softmax: onnx.NodeProto, cut: onnx.NodeProto
 
 def _leaves_weights(graph: GraphView, node: onnx.NodeProto, value: str) -> bool:
     """Whether what `node` makes of weights are the same weights. A row without a visible key has no NaN here."""
-    if node.op_type in ("Cast", "Identity", "Dropout") or _joins_heads(graph, node):
+    if node.op_type in SAME or _joins_heads(graph, node):
         return True
     replaces_nan = node.op_type == "Where" and graph.producer(node.input[0], "IsNaN") is not None
     return replaces_nan and node.input[2] == value
@@ -257,7 +258,7 @@ def _meets_product(graph: GraphView, value: str) -> bool:
         for node in graph.consumers(reached.pop(0)):
             if node.op_type in PRODUCTS:
                 return True
-            if node.op_type in ("Cast", "Identity", "Dropout", "Where", "Reshape", "Transpose", "Mul", "Slice"):
+            if node.op_type in (*SAME, "Where", "Reshape", "Transpose", "Mul", "Slice"):
                 reached += node.output[:1]
     return False
 

@@ -10,24 +10,24 @@ from dataclasses import dataclass
 import onnx
 
 from mhsa_compile.frontend.canonicalize.decomposed.operands import AttentionOperands
-from mhsa_compile.frontend.canonicalize.decomposed.scores import NotRecognised
+from mhsa_compile.frontend.canonicalize.decomposed.scores import SAME, NotRecognised
 from mhsa_compile.frontend.canonicalize.rewriting.constant_values import Known
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+from mhsa_compile.nn import mhsa_operator
 
-PLACE = 7
+PLACE = mhsa_operator.INPUTS.index("sinks")
 """Of the sinks (H,) among the inputs of our Attention."""
-_SAME = ("Cast", "Identity", "Dropout")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a Softmax is of: the scores, and beside them perhaps `sinks`, one for each head, whose weight `cut` leaves
-    out."""
+    """What a Softmax is of: the scores, and beside them perhaps `sinks`, one for each head. `weights` are those of the
+    scores."""
 
     scores: str
+    weights: str
     sinks: str = ""
-    cut: onnx.NodeProto | None = None
 
 
 def beside_scores(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> Beside:
@@ -35,12 +35,12 @@ def beside_scores(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> Be
     value = _unshifted(graph, known, softmax.input[0])
     both = graph.producer(value, "Concat")
     if both is None or len(both.input) != 2 or not _is_last(graph, value, attributes(both)["axis"]):
-        return Beside(value)
-    sinks, cut = _each_head(graph, both.input[1]), _cut(graph, known, softmax)
-    if not sinks or cut is None:
+        return Beside(value, softmax.output[0])
+    sinks, weights = _each_head(graph, both.input[1]), _cut(graph, known, softmax)
+    if not sinks or not weights:
         what = "what is no sink of each head" if not sinks else "a sink, whose weight is not cut off behind the Softmax"
         raise NotRecognised(f"Concat {both.name or value!r} joins scores and {what}")
-    return Beside(both.input[0], sinks, cut)
+    return Beside(both.input[0], weights, sinks)
 
 
 def of_heads(rewriter: Rewriter, sinks: str, found: AttentionOperands, read: str) -> str:
@@ -62,7 +62,7 @@ def of_heads(rewriter: Rewriter, sinks: str, found: AttentionOperands, read: str
 def _unshifted(graph: GraphView, known: Known, value: str) -> str:
     """The value before its largest was taken off, which a softmax does not see."""
     node = graph.producer(value)
-    while node is not None and node.op_type in _SAME:
+    while node is not None and node.op_type in SAME:
         node = graph.producer(node.input[0])
     if node is None or node.op_type != "Sub":
         return value
@@ -84,26 +84,26 @@ def _each_head(graph: GraphView, value: str) -> str:
     if graph.shape(name) not in ((1, dims[1], 1, 1), (dims[1], 1, 1)):
         return ""
     first = name
-    while (node := graph.producer(first)) is not None and node.op_type in ("Reshape", "Unsqueeze", *_SAME):
+    while (node := graph.producer(first)) is not None and node.op_type in ("Reshape", "Unsqueeze", *SAME):
         first = str(node.input[0])
         if graph.shape(first) == (dims[1],) and graph.dtype(first) == graph.dtype(name):
             return first
     return name
 
 
-def _cut(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> onnx.NodeProto | None:
-    """The only node behind a Softmax, if it is a Slice that leaves out the last weight of each row."""
+def _cut(graph: GraphView, known: Known, softmax: onnx.NodeProto) -> str:
+    """The weights without the last of each row, if nothing else is made of a Softmax. Else an empty name."""
     value = softmax.output[0]
-    while len(readers := graph.consumers(value)) == 1 and readers[0].op_type in _SAME and value not in graph.outputs:
+    while len(readers := graph.consumers(value)) == 1 and readers[0].op_type in SAME and value not in graph.outputs:
         value = readers[0].output[0]
     if value in graph.outputs or len(readers) != 1 or readers[0].op_type != "Slice":
-        return None
+        return ""
     cut = readers[0]
     given = [known.array(name) if name else None for name in [*cut.input[1:], "", ""][:4]]
     if any(one is None or one.size != 1 for one in given[:3]) or (given[3] is not None and given[3].flat[0] != 1):
-        return None
+        return ""
     start, end, axis = (int(one.flat[0]) for one in given[:3] if one is not None)
-    return cut if start == 0 and end == -1 and _is_last(graph, value, axis) else None
+    return str(cut.output[0]) if start == 0 and end == -1 and _is_last(graph, value, axis) else ""
 
 
 def _is_last(graph: GraphView, value: str, axis: int) -> bool:
