@@ -258,6 +258,43 @@ assert np.array_equal(attention(x), y)
     )
 
 
+@pytest.mark.skipif(host.allowed_cpus() < 2, reason="needs two CPUs: there are no workers on one")
+@pytest.mark.parametrize(("length", "wakes"), [(1024, True), (4, False)])
+def test_a_call_after_a_rest_wakes_the_workers_as_it_begins(artifact: Artifact, length: int, wakes: bool) -> None:
+    """Unless its last loops were shorter than a worker's way. Of a worker that is called and finds no loop the time on a
+    CPU grows: it looks for one for 0.2 ms."""
+    fresh(
+        """
+import os, sys, time
+import numpy as np
+from mhsa_compile import load
+
+x = np.ones((2, int(sys.argv[2]), 96), np.float32)
+load(sys.argv[1], threads=1, pool="own")(x)  # whatever threads there are beside workers are there already
+before = set(os.listdir("/proc/self/task"))
+attention = load(sys.argv[1], threads=2, pool="own")
+attention(x)
+(worker,) = set(os.listdir("/proc/self/task")) - before
+clock = ~int(worker) << 3 | 6  # of one thread: CPUCLOCK_SCHED
+spent = []
+for _ in range(20):
+    time.sleep(0.02)
+    attention(x)
+    time.sleep(0.02)
+    begin = time.clock_gettime_ns(clock)
+    attention._thread._prepare(attention._thread._sizes)
+    time.sleep(0.05)  # a busy machine lets it wait
+    spent.append(time.clock_gettime_ns(clock) - begin)
+woken = sum(nanoseconds > 50_000 for nanoseconds in spent)
+# Where others want the CPUs a worker may be late for half of the rounds, and a short loop be interrupted.
+assert woken > 3 if sys.argv[3] == "True" else woken < 15, spent
+""",
+        artifact.path,
+        length,
+        wakes,
+    )
+
+
 def test_other_words_for_a_pool(artifact: Artifact) -> None:
     with pytest.raises(InputError, match=r'pool: expected "auto" or "own" or "openmp", got \'tbb\''):
         load(artifact, pool="tbb")

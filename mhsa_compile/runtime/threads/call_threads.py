@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any, Literal, get_args
 
 from mhsa_compile.errors import InputError
@@ -17,6 +18,8 @@ Pool = Literal["auto", "own", "openmp"]
 POOLS = get_args(Pool)
 _CHOICES = {"auto": 0, "own": 1, "openmp": 2}
 _OPENMP = 2
+_RESTED = 500_000
+"""Nanoseconds from one call's begin to the next one's after which workers may sleep: more than they look for work."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,20 @@ class CallThreads:
 
     def __init__(self, tell: Callable[..., Any], settings: ThreadSettings) -> None:
         address = int(tell(settings.word))
+        self._tell, self._said = tell, monotonic_ns()
         self._told = ctypes.c_int64.from_address(address)
         self._ran_on = ctypes.c_int32.from_address(address + ctypes.sizeof(ctypes.c_int64))
         self._word = settings.word
 
     def say(self) -> None:
-        """Tells the code this thread's settings; to be called before each call."""
-        self._told.value = self._word
+        """Tells the code this thread's settings; to be called before each call. After a rest the code itself hears them,
+        and wakes the workers."""
+        now = monotonic_ns()
+        if now - self._said > _RESTED:
+            self._tell(self._word)
+        else:
+            self._told.value = self._word
+        self._said = now
 
     @property
     def ran_on(self) -> str:

@@ -40,7 +40,7 @@ typedef struct {
   int32_t team;     /* a member of this thread's team: its number in the kernel; 0: not known */
   int32_t patience; /* calls until the next look for a team */
   int32_t patience_grown;
-  int64_t ended; /* the last loop, in nanoseconds */
+  int64_t began, ended; /* in nanoseconds: the first and the last loop of those with short pauses between them */
   struct {
     Lambda lambda;
     int64_t nanoseconds; /* that it took the last time */

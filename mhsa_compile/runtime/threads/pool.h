@@ -28,8 +28,9 @@ enum {
   kPolitelyAfter = 20000,     /* from then on a worker that searches lets others have the CPU */
   kLongAway = 500000,         /* nanoseconds: whoever got the CPU keeps it to the end of a time slice */
   kKeeps = 1000,              /* searches in which a worker keeps its CPU, once letting go of it has cost a loop */
-  kPausesAtEnd = 200,         /* a caller's wait for the last tasks: pauses (5 us), then yields, then sleep */
-  kYieldsAtEnd = 40,
+  kShortestWait = 5000,       /* at the end of a loop its caller waits awake, for nanoseconds between these, */
+  kLongestWait = 1000000,
+  kYieldsAtEnd = 40,          /* then lets others have the CPU so often, then sleeps */
   kKnown = 256,
   kNumbered = 8,
 };
@@ -113,6 +114,15 @@ static void keep_workers_off_this_cpu(void) {
     const int32_t worker = atomic_load_explicit(&pool->numbers[i], memory_order_relaxed);
     if (worker) sched_setaffinity(worker, sizeof allowed, &allowed);
   }
+}
+
+/* As many as are missing where so many are wanted. */
+static void wake_workers(int wanted) {
+  const int missing = wanted - atomic_load(&pool->searching);
+  if (missing <= 0 || atomic_load(&pool->asleep) == 0) return;
+  keep_workers_off_this_cpu();
+  atomic_fetch_add(&pool->rings, 1);
+  wake(&pool->rings, missing);
 }
 
 /* As a helper of a job: all tasks that this thread gets. */
@@ -229,13 +239,17 @@ static int run_serially(Lambda lambda, void *closure) {
   return result;
 }
 
-/* Until every task has run: those that are left are in the hands of workers. */
-static void await_helpers(Job *job) {
+/* Until every task has run: those that are left are in the hands of workers, who have begun the last of them by now and
+   take about `nanoseconds_of_task` for it. So long the caller stays awake, twice: who sleeps is woken late, by 0.2 ms in
+   a virtual machine whose CPU was halted. */
+static void await_helpers(Job *job, int64_t nanoseconds_of_task) {
+  const int64_t twice = 2 * nanoseconds_of_task, least = twice < kShortestWait ? kShortestWait : twice;
+  const int64_t wait = least < kLongestWait ? least : kLongestWait, begin = nanoseconds();
   int32_t done;
-  for (int i = 0; (done = atomic_load_explicit(&job->done, memory_order_acquire)) < job->tasks; ++i) {
-    if (i < kPausesAtEnd) {
-      pause_cpu();
-    } else if (i < kPausesAtEnd + kYieldsAtEnd) {
+  for (int yields = 0; (done = atomic_load_explicit(&job->done, memory_order_acquire)) < job->tasks;) {
+    if (nanoseconds() - begin < wait) {
+      for (int i = 0; i < 8; ++i) pause_cpu();
+    } else if (yields++ < kYieldsAtEnd) {
       sched_yield(); /* the last worker may have been put on this very CPU */
     } else {
       atomic_store_explicit(&job->awaited, 1, memory_order_seq_cst);
@@ -245,12 +259,16 @@ static void await_helpers(Job *job) {
   }
 }
 
-/* On at most `limit` threads, this one among them; on fewer where others call, too, so that nobody waits for a CPU. */
-static int run_on_pool(Lambda lambda, void *closure, int limit, int per_thread) {
-  const int callers = 1 + atomic_fetch_add(&pool->callers, 1);
+/* Workers for a loop on at most `limit` threads; fewer where others call, too, so that nobody waits for a CPU. */
+static int helpers_of(int callers, int limit) {
   const int cpus = atomic_load_explicit(&pool->cpus, memory_order_relaxed);
   const int idle = (cpus > limit ? cpus : limit) - callers; /* more than there are CPUs only where so many are asked for */
-  const int helpers = limit - 1 < idle ? limit - 1 : idle;
+  return limit - 1 < idle ? limit - 1 : idle;
+}
+
+/* On at most `limit` threads, this one among them. */
+static int run_on_pool(Lambda lambda, void *closure, int limit, int per_thread) {
+  const int helpers = helpers_of(1 + atomic_fetch_add(&pool->callers, 1), limit);
   Job *job = helpers > 0 ? take_job() : NULL;
   int result;
   if (job == NULL) {
@@ -261,19 +279,17 @@ static int run_on_pool(Lambda lambda, void *closure, int limit, int per_thread) 
     if (atomic_load_explicit(&pool->workers, memory_order_relaxed) < helpers) make_workers(helpers);
     open_job(job, lambda, closure, tasks, helpers);
     atomic_fetch_or(&pool->open, bit);
-    const int missing = helpers - atomic_load(&pool->searching);
-    if (missing > 0 && atomic_load(&pool->asleep) > 0) {
-      keep_workers_off_this_cpu();
-      atomic_fetch_add(&pool->rings, 1);
-      wake(&pool->rings, missing);
-    }
+    wake_workers(helpers);
     ++inside_of_tasks;
     int ran = 0;
+    const int64_t begin = nanoseconds();
     for (int task; (task = claim_front(job)) >= 0; ++ran) run_task(job, task);
     --inside_of_tasks;
+    const bool has_cpus = limit <= atomic_load_explicit(&pool->cpus, memory_order_relaxed);
+    const int64_t of_task = ran && has_cpus ? (nanoseconds() - begin) / ran : 0;
     atomic_fetch_and(&pool->open, ~bit);
     atomic_fetch_add_explicit(&job->done, ran, memory_order_acq_rel);
-    await_helpers(job);
+    await_helpers(job, of_task);
     result = outcome(job);
     atomic_fetch_and_explicit(&pool->taken, ~bit, memory_order_release);
   }

@@ -8,6 +8,8 @@
 #include "openmp.h"
 #include "pool.h"
 
+enum { kWorthCalling = 100000 /* nanoseconds of loops one after another */ };
+
 static _Thread_local Caller caller;
 
 /* At most 0 if nobody has said: what the environment tells TVM, else all CPUs. */
@@ -35,6 +37,7 @@ static int launch(Lambda lambda, void *closure, int wanted) {
     if (atomic_load(&pool->cpus) == 0) prepare_pool();
   }
   const int64_t begin = nanoseconds();
+  if (begin - own->ended > kSearchNanoseconds) own->began = begin;
   /* A fork has none of its parent's team, and would wait for it for ever. */
   const bool goes_there = may_be_openmp && own->choice != kOwn && !atomic_load_explicit(&pool->is_forked, memory_order_relaxed) &&
                           (own->choice == kOpenMP || team_is_awake(own, begin));
@@ -59,8 +62,18 @@ typedef struct {
   };
 } Any;
 
+/* Where a call is about to begin: a worker that sleeps on a CPU at rest takes 0.1 ms to come, and so does a caller's way
+   from here to its first loop, whose code has left the caches meanwhile. Not where the last loops took no longer than
+   that, nor where they will run on a team that is awake. */
+static void call_workers(const Caller *own) {
+  if (own->limit < 2 || own->choice == kOpenMP || atomic_load(&pool->asleep) == 0 || own->ended - own->began < kWorthCalling)
+    return;
+  if (own->choice == kAuto && own->team != 0 && runs_now(own->team)) return;
+  wake_workers(helpers_of(1 + atomic_load(&pool->callers), own->limit));
+}
+
 /* mhsa_threads(word) -> the address of what it has set: the first 8 bytes of a Caller, for the calls of this thread from
-   now on. Counts the CPUs that this thread may use. */
+   now on. Counts the CPUs that this thread may use. Before a call that comes after a rest it wakes the workers, too. */
 __attribute__((visibility("default"))) int __tvm_ffi_mhsa_threads(void *self, const Any *arguments, int32_t count,
                                                                   Any *result) {
   if (count != 1) return TVMFFIErrorSetRaisedFromCStr("TypeError", "mhsa_threads takes one number"), -1;
@@ -68,6 +81,7 @@ __attribute__((visibility("default"))) int __tvm_ffi_mhsa_threads(void *self, co
   caller.choice = (int16_t)(arguments[0].number >> 32);
   caller.bounded = (int16_t)(arguments[0].number >> 48);
   prepare_pool();
+  call_workers(&caller);
   result->type = 1 /* kTVMFFIInt */, result->padding = 0, result->number = (int64_t)(intptr_t)&caller;
   return 0;
 }

@@ -15,6 +15,7 @@
 #include <tvm/ffi/extra/module.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <string>
@@ -56,7 +57,7 @@ class Attention {
     arguments.insert(arguments.end(), packed_.begin(), packed_.end());
     ffi::Any result;
     refusing(sizes, [&] {
-      if (told_) *told_ = threads;  // others of the same code may have said another number
+      if (told_) tell();
       if (sizes != sizes_) call(global("vm.builtin.memory_manager.clear"));  // the pool keeps buffers by their exact size
       sizes_ = sizes;
       result = call_all(main_, arguments);
@@ -77,6 +78,7 @@ class Attention {
   static constexpr int kPooled = 2;         // the VM's kind of memory allocator
   static constexpr int kShareAllCpus = -3;  // each worker may run on every CPU listed
   static constexpr int kMostThreads = 1024;
+  static constexpr std::chrono::microseconds kRested{500};  // from call to call: more than workers look for work
   static constexpr const char* kCompileAgain = "Correct the inputs, or compile the artifact again.";
 
   static std::string label(const std::string& folder, const char* name) {
@@ -164,7 +166,8 @@ class Attention {
     threads = wanted > 0 ? wanted : own > 0 ? own : 1;
     const ffi::Any say = call(global("ffi.ModuleGetFunction"), library, ffi::String("mhsa_threads"), true);
     if (say != nullptr) {
-      told_ = reinterpret_cast<int64_t*>(call(say.cast<ffi::Function>(), int64_t{threads}).cast<int64_t>());
+      say_ = say.cast<ffi::Function>();
+      told_ = reinterpret_cast<int64_t*>(call(say_, int64_t{threads}).cast<int64_t>());
       return;
     }
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "1000", 0);
@@ -173,6 +176,15 @@ class Attention {
       if (CPU_ISSET(cpu, &allowed)) cpus.push_back(ffi::String(std::to_string(cpu)));
     for (int i = 0; own > 0 && static_cast<int>(cpus.size()) < threads; ++i) cpus.push_back(cpus[i % own]);
     call(global("runtime.config_threadpool"), kShareAllCpus, threads, cpus);
+  }
+
+  // Others of the same code may have said another number. After a rest its workers may sleep: then it is called, and
+  // wakes them.
+  void tell() {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - said_ > kRested) call(say_, int64_t{threads});
+    else *told_ = threads;
+    said_ = now;
   }
 
   void bind(const Tensors& given) {
@@ -233,7 +245,9 @@ class Attention {
   Manifest manifest_;
   Signature signature_;
   Sizes sizes_;
+  ffi::Function say_{nullptr};
   int64_t* told_ = nullptr;  // threads of the calling thread's next call
+  std::chrono::steady_clock::time_point said_{};
   ffi::Any machine_;
   ffi::Function main_{nullptr};
   std::vector<ffi::Any> packed_;
