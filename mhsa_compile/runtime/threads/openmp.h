@@ -15,7 +15,7 @@
 #include "pool.h"
 
 enum {
-  kLoops = 32,
+  kLoops = 256, /* whose times are known, at least the last 8 of any that are: whole models have dozens */
   kLooks = 64,                  /* calls, at most, from one look for the team of a thread to the next */
   kTeamSpinsNanoseconds = 200000, /* for longer than this after a loop (libgomp for 7.6 ms, others for 200) */
   kSameMomentNanoseconds = 10000,
@@ -27,6 +27,11 @@ typedef struct {
   int (*team)(void), (*member)(void), (*most)(void); /* omp_get_num_threads, _thread_num, _max_threads */
   char path[512];
 } OpenMP;
+
+typedef struct {
+  Lambda lambda;
+  int64_t nanoseconds; /* that it took the last time; 0: not known */
+} Loop;
 
 /* What a thread that calls knows. Whoever loads the code writes the first three as one word before each call, and reads
    the fourth. */
@@ -41,10 +46,7 @@ typedef struct {
   int32_t patience; /* calls until the next look for a team */
   int32_t patience_grown;
   int64_t began, ended; /* in nanoseconds: the first and the last loop of those with short pauses between them */
-  struct {
-    Lambda lambda;
-    int64_t nanoseconds; /* that it took the last time */
-  } loops[kLoops];       /* by a hash of the lambda */
+  Loop loops[kLoops]; /* each near the place that its lambda's hash says */
 } Caller;
 
 enum { kAuto = 0, kOwn = 1, kOpenMP = 2 };

@@ -8,7 +8,10 @@
 #include "openmp.h"
 #include "pool.h"
 
-enum { kWorthCalling = 100000 /* nanoseconds of loops one after another */ };
+enum {
+  kWorthCalling = 100000, /* nanoseconds of loops one after another */
+  kNear = 8,              /* places from that of its hash in which a loop may be kept */
+};
 
 static _Thread_local Caller caller;
 
@@ -19,6 +22,19 @@ static int threads_of_call(Caller *caller) {
   const int number = told ? atoi(told) : 0;
   caller->limit = number > 0 ? number : cpus_of_this_thread();
   return caller->limit;
+}
+
+/* Where the loop's time is kept: a loop whose time is not known is cut too coarsely, so no two may share a place. */
+static Loop *loop_of(Caller *caller, Lambda lambda) {
+  const uint64_t hash = (uint64_t)(uintptr_t)lambda * 0x9e3779b97f4a7c15 >> 32;
+  Loop *loop = NULL;
+  for (unsigned i = 0; i < kNear; ++i) {
+    loop = &caller->loops[(hash + i) % kLoops];
+    if (loop->lambda == lambda) return loop;
+    if (loop->lambda == NULL) break;
+  }
+  *loop = (Loop){lambda, 0};
+  return loop;
 }
 
 static int launch(Lambda lambda, void *closure, int wanted) {
@@ -41,13 +57,13 @@ static int launch(Lambda lambda, void *closure, int wanted) {
   /* A fork has none of its parent's team, and would wait for it for ever. */
   const bool goes_there = may_be_openmp && own->choice != kOwn && !atomic_load_explicit(&pool->is_forked, memory_order_relaxed) &&
                           (own->choice == kOpenMP || team_is_awake(own, begin));
-  const unsigned place = (unsigned)((uintptr_t)lambda >> 4) % kLoops;
-  const int per_thread = tasks_per_thread(own->loops[place].lambda == lambda ? own->loops[place].nanoseconds : 0);
+  Loop *const loop = loop_of(own, lambda);
+  const int per_thread = tasks_per_thread(loop->nanoseconds);
   own->ran_on = goes_there ? kOpenMP : kOwn;
   const int result = goes_there ? run_on_openmp(own, lambda, closure, limit, per_thread)
                                 : run_on_pool(lambda, closure, limit, per_thread);
   own->ended = nanoseconds();
-  own->loops[place].lambda = lambda, own->loops[place].nanoseconds = own->ended - begin;
+  loop->nanoseconds = own->ended - begin;
   return result;
 }
 
