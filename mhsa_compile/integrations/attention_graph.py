@@ -8,8 +8,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnx
@@ -23,8 +22,7 @@ _OPSET = 24
 _TYPES = {"float32": TensorProto.FLOAT, "bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16}
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What is compiled once: all that a call fixes but the batch and the lengths.
 
     H, G, E, F      heads, key/value heads, head dim, value head dim
@@ -51,7 +49,7 @@ class AttentionCall:
     @property
     def of_one_query(self) -> AttentionCall:
         """The same call for a single query, which sees every key."""
-        return replace(self, causal=False)
+        return self._replace(causal=False)
 
 
 def graph_of(call: AttentionCall, *, one_query: bool = False) -> onnx.ModelProto:

@@ -9,7 +9,6 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,10 +60,11 @@ def attend(
         mask=kind,
         sinks=sinks is not None,
     )
-    by_rows = TABLE.layout(call, k, v) == "rows"
+    k_rows, v_rows = k.transpose(1, 2), v.transpose(1, 2)
+    by_rows = TABLE.layout(call, k_rows, v_rows) == "rows"
     if by_rows:
-        call = replace(call, kv_layout="rows")
-        k, v = (x.transpose(1, 2).flatten(2) for x in (k, v))
+        call = call._replace(kv_layout="rows")
+        k, v = k_rows.flatten(2), v_rows.flatten(2)
     compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
     inputs = [q.transpose(1, 2).reshape(q.shape[0], q.shape[2], H * q.shape[3]), k, v]
     if mask is not None:

@@ -6,7 +6,6 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -52,13 +51,13 @@ class CallTable:
             return found
 
     def layout(self, call: AttentionCall, k: Tensor, v: Tensor) -> Layout:
-        """How to read k (B, G, S, E) and v: as they lie, and where they may be read either way, as was compiled for."""
-        by_rows = k.transpose(1, 2).is_contiguous() and v.transpose(1, 2).is_contiguous()
-        if not by_rows:
-            return "heads"
+        """How to read k (B, S, G, E) and v, which are seen by rows: as they lie, and where they may be read either way, as
+        was compiled for."""
         if not (k.is_contiguous() and v.is_contiguous()):
+            return "heads"
+        if not (k.transpose(1, 2).is_contiguous() and v.transpose(1, 2).is_contiguous()):
             return "rows"
-        known = {kind.kv_layout for kind, _ in self._loaded if replace(kind, kv_layout=call.kv_layout) == call}
+        known = {kind.kv_layout for kind, _ in self._loaded if kind._replace(kv_layout=call.kv_layout) == call}
         return "rows" if known == {"rows"} else "heads"
 
 
@@ -73,12 +72,12 @@ def siblings(call: AttentionCall, *, causal: bool, windowed: bool) -> list[Atten
     if causal or windowed:
         bias = call.mask == "additive"
         if not bias:
-            kinds.append(replace(call, causal=causal, mask=None))
+            kinds.append(call._replace(causal=causal, mask=None))
         if not bias or call.causal:
-            kinds.append(replace(call, causal=False, mask="additive" if bias else "bool"))
+            kinds.append(call._replace(causal=False, mask="additive" if bias else "bool"))
     if windowed:
         layouts: tuple[Layout, Layout] = ("rows", "heads")
-        kinds += [replace(kind, kv_layout=layout) for kind in kinds for layout in layouts]
+        kinds += [kind._replace(kv_layout=layout) for kind in kinds for layout in layouts]
     return list(dict.fromkeys(kinds))
 
 

@@ -94,10 +94,12 @@ def attention_forward(
     """
     s_aux = others.pop("sinks", None) if s_aux is None else s_aux
     _check_keywords(others, dropout)
-    if not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
+    traced = attention_operator.is_traced(query)
+    if traced and not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
         hint = 'Let each process have its own heads as plain tensors, or set attn_implementation="sdpa".'
         raise InputError("query", "a tensor in this process's memory", f"a {type(query).__name__}, sharded", hint)
-    if not torch.compiler.is_exporting() and attention_operator.wants_gradient(query, key, value, s_aux, position_bias):
+    exported = traced and torch.compiler.is_exporting()
+    if not exported and attention_operator.wants_gradient(query, key, value, s_aux, position_bias):
         raise attention_operator.no_gradient("query")
     said = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if attention_mask is None:
@@ -107,7 +109,7 @@ def attention_forward(
     sinks = None if s_aux is None else s_aux.detach().reshape(-1).to(query.dtype)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     windowed = sliding_window is not None
-    call = torch.ops.mhsa.attention if attention_operator.is_traced(query) else attention_operator.attend
+    call = torch.ops.mhsa.attention if traced else attention_operator.attend
     return call(query, key, value, mask, sinks, scale, float(softcap or 0.0), causal, bool(said), windowed), None
 
 

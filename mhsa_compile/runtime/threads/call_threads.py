@@ -18,8 +18,9 @@ Pool = Literal["auto", "own", "openmp"]
 POOLS = get_args(Pool)
 _CHOICES = {"auto": 0, "own": 1, "openmp": 2}
 _OPENMP = 2
-_RESTED = 500_000
-"""Nanoseconds from one call's begin to the next one's after which workers may sleep: more than they look for work."""
+_RESTED, _TEAM_RESTED = 500_000, 10_000_000
+"""Nanoseconds from one call's begin to the next one's after which workers sleep, who look for work for less, and the
+members of PyTorch's OpenMP team, who spin for longer."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class CallThreads:
         """Tells the code this thread's settings; to be called before each call. After a rest the code itself hears them,
         and wakes the workers."""
         now = monotonic_ns()
-        if now - self._said > _RESTED:
+        rest = now - self._said
+        if rest > _RESTED and (rest > _TEAM_RESTED or self._ran_on.value != _OPENMP):
             self._tell(self._word)
         else:
             self._told.value = self._word
