@@ -24,7 +24,9 @@
 
 enum {
   kJobs = 64,                 /* loops at once; who finds no place runs alone */
-  kSearchNanoseconds = 200000, /* from the end of a loop to a worker's sleep: bridges what is serial in a call */
+  kSearchNanoseconds = 200000, /* from the end of a loop to a worker's sleep, at most: bridges what is serial in a call */
+  kShortestSearch = 20000,
+  kFirstPause = 10000,        /* between two loops, of which nothing is known yet */
   kPolitelyAfter = 20000,     /* from then on a worker that searches lets others have the CPU */
   kLongAway = 500000,         /* nanoseconds: whoever got the CPU keeps it to the end of a time slice */
   kKeeps = 1000,              /* searches in which a worker keeps its CPU, once letting go of it has cost a loop */
@@ -46,6 +48,7 @@ typedef struct {
   _Atomic uint32_t known_count;
   _Atomic int32_t numbers[kNumbered]; /* in the kernel, of the first workers */
   _Atomic int32_t kept_off;           /* the CPU that they are kept off, and 1 */
+  _Atomic int64_t expected;           /* until when a call that has begun may come to its first loop */
 } Pool;
 
 /* `mhsa_pool_1` is unique in the process, whatever number of libraries bring it and however they are loaded: so says the
@@ -156,15 +159,29 @@ static bool yielding_was_dear(void) {
   return nanoseconds() - begin > kLongAway && GENERATION(atomic_load_explicit(claims, memory_order_relaxed)) != before;
 }
 
-/* The next job to help with, searched for a while; NULL if there is none. */
-static Job *searched(void) {
+/* How long a worker's searches have to be: four times the longest pause after which there was a loop, as far as pauses
+   can be bridged, and those of some hundred searches ago count less and less. A program that calls between other
+   libraries' loops, which want the CPUs at once, has nothing to bridge. */
+static int64_t worthwhile(int64_t longest) {
+  return 4 * longest < kShortestSearch ? kShortestSearch : 4 * longest < kSearchNanoseconds ? 4 * longest : kSearchNanoseconds;
+}
+
+static int64_t longer(int64_t longest, int64_t pause) {
+  const int64_t less = longest - longest / 256;
+  return pause < kSearchNanoseconds && pause > less ? pause : less;
+}
+
+/* The next job to help with, searched for a while; NULL if there is none. `pause` is how long there was none. */
+static Job *searched(int64_t longest, int64_t *pause) {
   static _Thread_local int keeps; /* searches in which this thread lets nobody have its CPU */
   Job *found = joinable();
+  *pause = 0;
   if (found) return found;
   atomic_fetch_add(&pool->searching, 1);
   if (keeps > 0) --keeps;
-  const int64_t begin = nanoseconds();
-  for (int64_t waited = 0; found == NULL && waited < kSearchNanoseconds; waited = nanoseconds() - begin) {
+  const int64_t begin = nanoseconds(), limit = worthwhile(longest);
+  const int64_t expected = atomic_load(&pool->expected) - begin, most = expected > limit ? expected : limit;
+  for (int64_t waited = 0; found == NULL && waited < most; *pause = waited = nanoseconds() - begin) {
     if (waited > kPolitelyAfter && keeps == 0 && yielding_was_dear()) keeps = kKeeps;
     for (int i = 0; i < 16 && (found = joinable()) == NULL; ++i) pause_cpu();
   }
@@ -179,12 +196,14 @@ static void *worker(void *place) {
     atomic_store(&pool->kept_off, 0); /* it is kept off nothing yet */
   }
   make_known();
-  for (;;) {
-    for (Job *job; (job = searched()) != NULL;) help(job);
+  for (int64_t longest = kFirstPause, pause;;) {
+    for (Job *job; (job = searched(longest, &pause)) != NULL; help(job)) longest = longer(longest, pause);
+    const int64_t begin = nanoseconds() - pause;
     const int32_t rings = atomic_load(&pool->rings);
     atomic_fetch_add(&pool->asleep, 1);
     if (joinable() == NULL) sleep_unless(&pool->rings, rings);
     atomic_fetch_sub(&pool->asleep, 1);
+    longest = longer(longest, nanoseconds() - begin); /* it gave up too early, perhaps */
   }
 }
 
@@ -239,23 +258,21 @@ static int run_serially(Lambda lambda, void *closure) {
   return result;
 }
 
+static bool is_done(Job *job) { return atomic_load_explicit(&job->done, memory_order_acquire) == job->tasks; }
+
 /* Until every task has run: those that are left are in the hands of workers, who have begun the last of them by now and
    take about `nanoseconds_of_task` for it. So long the caller stays awake, twice: who sleeps is woken late, by 0.2 ms in
    a virtual machine whose CPU was halted. */
 static void await_helpers(Job *job, int64_t nanoseconds_of_task) {
   const int64_t twice = 2 * nanoseconds_of_task, least = twice < kShortestWait ? kShortestWait : twice;
   const int64_t wait = least < kLongestWait ? least : kLongestWait, begin = nanoseconds();
-  int32_t done;
-  for (int yields = 0; (done = atomic_load_explicit(&job->done, memory_order_acquire)) < job->tasks;) {
-    if (nanoseconds() - begin < wait) {
-      for (int i = 0; i < 8; ++i) pause_cpu();
-    } else if (yields++ < kYieldsAtEnd) {
-      sched_yield(); /* the last worker may have been put on this very CPU */
-    } else {
-      atomic_store_explicit(&job->awaited, 1, memory_order_seq_cst);
-      done = atomic_load_explicit(&job->done, memory_order_seq_cst);
-      if (done < job->tasks) sleep_unless(&job->done, done);
-    }
+  while (!is_done(job) && nanoseconds() - begin < wait)
+    for (int i = 0; i < 16 && !is_done(job); ++i) pause_cpu();
+  for (int i = 0; i < kYieldsAtEnd && !is_done(job); ++i) sched_yield(); /* a worker may have been put on this very CPU */
+  while (!is_done(job)) {
+    atomic_store_explicit(&job->awaited, 1, memory_order_seq_cst);
+    const int32_t done = atomic_load_explicit(&job->done, memory_order_seq_cst);
+    if (done < job->tasks) sleep_unless(&job->done, done);
   }
 }
 

@@ -85,6 +85,7 @@ static void call_workers(const Caller *own) {
   if (own->limit < 2 || own->choice == kOpenMP || atomic_load(&pool->asleep) == 0 || own->ended - own->began < kWorthCalling)
     return;
   if (own->choice == kAuto && own->team != 0 && runs_now(own->team)) return;
+  atomic_store(&pool->expected, nanoseconds() + kSearchNanoseconds);
   wake_workers(helpers_of(1 + atomic_load(&pool->callers), own->limit));
 }
 
