@@ -166,6 +166,7 @@ static int64_t worthwhile(int64_t longest) {
   return 4 * longest < kShortestSearch ? kShortestSearch : 4 * longest < kSearchNanoseconds ? 4 * longest : kSearchNanoseconds;
 }
 
+/* The longest pause as it is remembered after one more. */
 static int64_t longer(int64_t longest, int64_t pause) {
   const int64_t less = longest - longest / 256;
   return pause < kSearchNanoseconds && pause > less ? pause : less;

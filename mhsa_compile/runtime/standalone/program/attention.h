@@ -153,7 +153,7 @@ class Attention {
     Manifest::check_features(reinterpret_cast<const char*>(call(say.cast<ffi::Function>()).cast<int64_t>()));
   }
 
-  // Of the pool that the code brings: workers sleep after 0.2 ms. Artifacts from before it run on TVM's, whose pool of
+  // Of the pool that the code brings: workers sleep after 0.2 ms at most. Artifacts from before it run on TVM's, whose pool of
   // the calling thread gets its size when it is first touched.
   void use_threads(const ffi::Any& library, int wanted) {
     if (wanted < 0 || wanted > kMostThreads)
