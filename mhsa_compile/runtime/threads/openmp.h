@@ -17,6 +17,7 @@
 enum {
   kLoops = 256, /* whose times are known, at least the last 8 of any that are: whole models have dozens */
   kLooks = 64,                  /* calls, at most, from one look for the team of a thread to the next */
+  kLooksAfterRests = 8,         /* the same, of calls before which the thread did something else */
   kTeamSpinsNanoseconds = 200000, /* for longer than this after a loop (libgomp for 7.6 ms, others for 200) */
   kSameMomentNanoseconds = 10000,
   kThreadsLookedAt = 256,
@@ -148,7 +149,8 @@ static bool somebody_else_runs(void) {
 
 /* Finds the team of this thread, if it seems to have one: a loop on OpenMP where there is none would make one, which
    spins, and whose being there makes the teams of other threads spin less. So not before somebody runs. */
-static void look_for_team(Caller *caller) {
+static void look_for_team(Caller *caller, int most) {
+  if (caller->patience > most) caller->patience = most;
   if (caller->patience-- > 0) return;
   caller->patience_grown = caller->patience_grown ? 2 * caller->patience_grown : 1;
   if (caller->patience_grown > kLooks) caller->patience_grown = kLooks;
@@ -162,7 +164,7 @@ static bool team_is_awake(Caller *caller, int64_t now) {
   const int64_t since = now - caller->ended;
   const bool stays = caller->ran_on == kOpenMP && !caller->is_slow;
   if (since < (stays ? kTeamSpinsNanoseconds : kSameMomentNanoseconds)) return stays;
-  if (caller->team == 0) look_for_team(caller);
+  if (caller->team == 0 && now >= atomic_load(&pool->expected)) look_for_team(caller, kLooks);
   if (caller->team == 0) return false;
   if (running_time(caller->team) < 0) caller->team = 0; /* it has ended */
   return caller->team != 0 && runs_now(caller->team);

@@ -78,13 +78,17 @@ typedef struct {
   };
 } Any;
 
-/* Where a call is about to begin: a worker that sleeps on a CPU at rest takes 0.1 ms to come, and so does a caller's way
-   from here to its first loop, whose code has left the caches meanwhile. Not where the last loops took no longer than
-   that, nor where they will run on a team that is awake. */
-static void call_workers(const Caller *own) {
-  if (own->limit < 2 || own->choice == kOpenMP || atomic_load(&pool->asleep) == 0 || own->ended - own->began < kWorthCalling)
-    return;
-  if (own->choice == kAuto && own->team != 0 && runs_now(own->team)) return;
+/* Where a call is about to begin after a rest. A worker that sleeps on a CPU at rest takes 0.1 ms to come, and so does a
+   caller's way from here to its first loop, whose code has left the caches meanwhile. Not where the last loops took no
+   longer than that, nor where they will run on a team that is awake, which is looked for first: a worker that is called
+   takes a CPU, and hides it. */
+static void call_workers(Caller *own) {
+  if (own->limit < 2 || own->choice == kOpenMP) return;
+  if (own->choice == kAuto && atomic_load_explicit(&openmp_is_found, memory_order_acquire)) {
+    if (own->team == 0) look_for_team(own, kLooksAfterRests);
+    if (own->team != 0 && runs_now(own->team)) return;
+  }
+  if (atomic_load(&pool->asleep) == 0 || own->ended - own->began < kWorthCalling) return;
   atomic_store(&pool->expected, nanoseconds() + kSearchNanoseconds);
   wake_workers(helpers_of(1 + atomic_load(&pool->callers), own->limit));
 }
