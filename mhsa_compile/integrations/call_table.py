@@ -51,8 +51,8 @@ class CallTable:
             return found
 
     def layout(self, call: AttentionCall, k: Tensor, v: Tensor) -> Layout:
-        """How to read k (B, S, G, E) and v, which are seen by rows: as they lie, and where they may be read either way, as
-        was compiled for."""
+        """How to read k (B, S, G, E) and v, which are seen by rows: as they lie, and where they may be read either way,
+        as was compiled for."""
         if not (k.is_contiguous() and v.is_contiguous()):
             return "heads"
         if not (k.transpose(1, 2).is_contiguous() and v.transpose(1, 2).is_contiguous()):

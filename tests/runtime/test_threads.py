@@ -261,8 +261,8 @@ assert np.array_equal(attention(x), y)
 @pytest.mark.skipif(host.allowed_cpus() < 2, reason="needs two CPUs: there are no workers on one")
 @pytest.mark.parametrize(("length", "wakes"), [(1024, True), (4, False)])
 def test_a_call_after_a_rest_wakes_the_workers_as_it_begins(artifact: Artifact, length: int, wakes: bool) -> None:
-    """Unless its last loops were shorter than a worker's way. Of a worker that is called and finds no loop the time on a
-    CPU grows: it looks for one for 0.2 ms."""
+    """Unless its last loops were shorter than a worker's way. Of a worker that is called and finds no loop the time on
+    a CPU grows: it looks for one for 0.2 ms."""
     fresh(
         """
 import os, sys, time

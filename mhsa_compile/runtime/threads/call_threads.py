@@ -54,8 +54,8 @@ class CallThreads:
         self._word = settings.word
 
     def say(self) -> None:
-        """Tells the code this thread's settings; to be called before each call. After a rest the code itself hears them,
-        and wakes the workers."""
+        """Tells the code this thread's settings; to be called before each call. After a rest the code itself hears
+        them, and wakes the workers."""
         now = monotonic_ns()
         rest = now - self._said
         if rest > _RESTED and (rest > _TEAM_RESTED or self._ran_on.value != _OPENMP):
