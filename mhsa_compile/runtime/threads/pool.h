@@ -71,6 +71,10 @@ static int64_t nanoseconds(void) {
   return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+static int64_t within(int64_t least, int64_t value, int64_t most) {
+  return value < least ? least : value < most ? value : most;
+}
+
 static inline void pause_cpu(void) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -162,9 +166,7 @@ static bool yielding_was_dear(void) {
 /* How long a worker's searches have to be: four times the longest pause after which there was a loop, as far as pauses
    can be bridged, and those of some hundred searches ago count less and less. A program that calls between other
    libraries' loops, which want the CPUs at once, has nothing to bridge. */
-static int64_t worthwhile(int64_t longest) {
-  return 4 * longest < kShortestSearch ? kShortestSearch : 4 * longest < kSearchNanoseconds ? 4 * longest : kSearchNanoseconds;
-}
+static int64_t worthwhile(int64_t longest) { return within(kShortestSearch, 4 * longest, kSearchNanoseconds); }
 
 /* The longest pause as it is remembered after one more. */
 static int64_t longer(int64_t longest, int64_t pause) {
@@ -265,8 +267,7 @@ static bool is_done(Job *job) { return atomic_load_explicit(&job->done, memory_o
    take about `nanoseconds_of_task` for it. So long the caller stays awake, twice: who sleeps is woken late, by 0.2 ms in
    a virtual machine whose CPU was halted. */
 static void await_helpers(Job *job, int64_t nanoseconds_of_task) {
-  const int64_t twice = 2 * nanoseconds_of_task, least = twice < kShortestWait ? kShortestWait : twice;
-  const int64_t wait = least < kLongestWait ? least : kLongestWait, begin = nanoseconds();
+  const int64_t wait = within(kShortestWait, 2 * nanoseconds_of_task, kLongestWait), begin = nanoseconds();
   while (!is_done(job) && nanoseconds() - begin < wait)
     for (int i = 0; i < 16 && !is_done(job); ++i) pause_cpu();
   for (int i = 0; i < kYieldsAtEnd && !is_done(job); ++i) sched_yield(); /* a worker may have been put on this very CPU */
