@@ -7,7 +7,7 @@ as `fallback`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import tvm
@@ -15,13 +15,14 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
+from mhsa_compile.compiler.epilogues import with_epilogues
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import KvScatterOp, Op
+from mhsa_compile.kernels.interface.ops import KvScatterOp, LinearOp, Op
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
@@ -42,6 +43,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
 
     Raises ModelError where an operation of ours has no kernel on this target.
     """
+    imported = prepared(imported, profile)
     chosen = {name: _choose(name, op, profile, shelf) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Chosen)}
     plain = {name: op for name, op in imported.ops.items() if name not in choices}
@@ -57,6 +59,13 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
     bound = sum(map(len, packed.values())) + len(passed)
     return LoweredModule(builder.get(), list(imported.weights.values()), bound, reports)
+
+
+def prepared(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
+    """The module with everything computed once (each layer of a model makes its mask anew), and with what linears can
+    do as they write their results in them."""
+    module = relax.transform.EliminateCommonSubexpr()(imported.module)
+    return with_epilogues(replace(imported, module=module), lambda op: bool(kernels_for(op, profile)[0]))
 
 
 def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:
@@ -126,8 +135,8 @@ def _rewrite_main(
                 return super().visit_call_(call)
             name = str(call.args[0].global_symbol)
             inputs = list(call.args[1].fields)
-            if name in packed:  # the first input is the activations, the others the weights
-                inputs = [inputs[0], *packed[name]]
+            if name in packed:
+                inputs = [*inputs[:1], *packed[name], *_operands(choices[name].op, inputs)]
             inputs += [relax.const(array) for array in choices[name].emitted.constants]
             inputs = [self.visit_expr(value) for value in inputs]
             op = choices[name].op
@@ -157,7 +166,7 @@ def _add_bind_function(
 ) -> None:
     """Adds bind_weights: weights -> everything that `main` takes after its inputs. `main` is as it was before."""
     params = {p.name: relax.Var(p.name, p.ty) for p in main.params if p.name in imported.weights}
-    weights_of, parts = _weights_of(main), _Parts(builder, main, params)
+    weights_of, parts = _weights_of(main, choices), _Parts(builder, main, params)
     with builder.function(BIND, list(params.values())):
         with builder.dataflow():
             results = []
@@ -192,6 +201,12 @@ class _Parts(PyExprMutator):  # type: ignore[misc]
         return self._made[variable]
 
 
+def _operands(op: Op, inputs: list[Any]) -> list[Any]:
+    """Of the inputs of an operation (activations, weights, operands of its epilogue) the last."""
+    count = op.epilogue.operands if isinstance(op, LinearOp) and op.epilogue is not None else 0
+    return inputs[len(inputs) - count :]
+
+
 def _without_unused(params: Any, body: Any) -> Any:
     """The body without what was computed for nobody but `bind_weights`."""
     free = [variable for variable in relax.analysis.free_vars(body) if variable not in set(params)]
@@ -209,17 +224,20 @@ def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:
     return found
 
 
-def _weights_of(main: Any) -> dict[str, list[Any]]:
-    """For each operation of ours, what it takes behind its first input: of a linear, its weights and biases."""
+def _weights_of(main: Any, choices: dict[str, _Chosen]) -> dict[str, list[Any]]:
+    """For each operation with a kernel, what it takes behind its first input: of a linear, its weights and biases."""
     dps = tvm.ir.Op.get("relax.call_dps_packed")
-    calls = [call for call, _ in _calls(main.body) if call.op == dps]
-    return {str(call.args[0].global_symbol): list(call.args[1].fields[1:]) for call in calls}
+    found = {}
+    for call in (call for call, _ in _calls(main.body) if call.op == dps):
+        name, inputs = str(call.args[0].global_symbol), list(call.args[1].fields)
+        found[name] = inputs[1 : len(inputs) - len(_operands(choices[name].op, inputs))]
+    return found
 
 
 def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
     """The operators that TVM's own lowering will run, and what `masks` adds; not those that make a weight to pack."""
     ours = {"relax.call_dps_packed", "relax.reshape"}
-    bound = _only_packed(main, {name for name, choice in choices.items() if choice.emitted.pack is not None})
+    bound = _only_packed(main, {name: choice.op for name, choice in choices.items() if choice.emitted.pack is not None})
     calls = [(call, nested) for call, nested in _calls(main.body) if call not in bound]
     found = [(c, nested) for c, nested in calls if isinstance(c.op, tvm.ir.Op) and c.op.name not in ours]
     names = [str(c.args[0].name_hint if c.op.name == "relax.call_tir" else c.op.name) for c, _ in found]
@@ -230,16 +248,16 @@ def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
     ]
 
 
-def _only_packed(main: Any, packing: set[str]) -> set[Any]:
-    """The values of `main` that are needed for nothing but weights of the operations named: `bind_weights` has them."""
+def _only_packed(main: Any, packing: dict[str, Op]) -> set[Any]:
+    """The values of `main` that are needed for nothing but weights of these operations: `bind_weights` has them."""
     needed, found = set(relax.analysis.free_vars(main.body.body)), set()
     for binding in (binding for block in reversed(main.body.blocks) for binding in reversed(block.bindings)):
         value = binding.value
         if binding.var not in needed:
             found.add(value)
         elif isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_dps_packed"):
-            inputs = list(value.args[1].fields)
-            inputs = inputs[:1] if str(value.args[0].global_symbol) in packing else inputs
+            inputs, op = list(value.args[1].fields), packing.get(str(value.args[0].global_symbol))
+            inputs = inputs if op is None else [*inputs[:1], *_operands(op, inputs)]
             needed |= {variable for given in inputs for variable in relax.analysis.free_vars(given)}
         else:
             needed |= set(relax.analysis.free_vars(value))

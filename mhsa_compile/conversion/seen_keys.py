@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.spec.attention_spec import AttentionSpec
-
-_HIDES = -2.3e38
-"""What is added to a score and is below this hides the key, as in any mask of this library."""
+from mhsa_compile.spec.masks import HIDES
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def bool_where_it_hides(mask: Tensor | None) -> Tensor | None:
     """A mask that is added, as bool if it does nothing but hide."""
     if mask is None or mask.dtype == torch.bool:
         return mask
-    hidden = mask <= max(_HIDES, torch.finfo(mask.dtype).min)
+    hidden = mask <= max(HIDES, torch.finfo(mask.dtype).min)
     return ~hidden if bool((hidden | (mask == 0)).all()) else mask.detach()
 
 

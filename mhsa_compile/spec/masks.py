@@ -26,6 +26,7 @@ from mhsa_compile.spec.mask_patterns import (
 )
 
 __all__ = [
+    "HIDES",
     "ArrayMask",
     "BigBird",
     "BlockDiagonal",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 BoolArray = NDArray[np.bool_]
+HIDES = -2.3e38
+"""What is added to a score and is below this hides the key: in units of log2, in which kernels add, it is -inf."""
 
 
 def causal(L: int, S: int, alignment: str) -> BoolArray:

@@ -18,6 +18,7 @@ from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
 L, S, H = 5, 7, 2
+LOWEST = float(np.finfo(np.float32).min)
 KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
@@ -107,21 +108,44 @@ def test_a_short_constant_mask_hides_the_rest_from_opset_24_on() -> None:
         import_onnx(model(mask=mask, opset=23))
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-def test_a_constant_additive_mask_that_only_hides(dtype: str) -> None:
-    shown = drawn(L, S)
-    mask = np.where(shown, 0.0, -np.inf).astype(dtype)
+@pytest.mark.parametrize(("dtype", "fill"), [*((dtype, -np.inf) for dtype in KINDS), ("float32", LOWEST)])
+def test_a_constant_additive_mask_that_only_hides(dtype: str, fill: float) -> None:
+    shown = drawn(L, S) | np.eye(L, S, dtype=np.bool_)
+    mask = np.where(shown, 0.0, fill).astype(dtype)
     op = attention(model(mask=mask, dtypes=(dtype,) * 3))
     assert op.static_mask is not None
     assert np.array_equal(op.static_mask.visible[0], shown)
 
 
+@pytest.mark.parametrize("fill", [-np.inf, LOWEST])
+@pytest.mark.parametrize("heads", [1, H])
+def test_a_constant_mask_that_is_causal(heads: int, fill: float) -> None:
+    """Only where it is a triangle from the first key on, and says all that is known."""
+    shown = np.tri(L, S, dtype=np.bool_)
+    mask = np.where(np.broadcast_to(shown, (1, heads, L, S)), 0, fill).astype(np.float32)
+    op = attention(model(mask=mask))
+    assert op.static_mask is None
+    assert op.band is not None and (op.band.left, op.band.right, op.band.alignment) == (None, 0, "top_left")
+    others = {
+        "to the last key": (np.tri(L, S, S - L, dtype=np.bool_), {}),
+        "of one head": (np.stack([shown, np.ones_like(shown)]), {}),
+        "with a window": (shown, {"left_window_size": 2}),
+    }
+    for other, attributes in others.values():
+        op = attention(model(attributes, mask=other))
+        assert op.static_mask is not None
+        assert np.array_equal(op.static_mask.visible, other.reshape(-1, L, S))
+
+
 def test_constant_masks_that_are_not_static() -> None:
-    """A bias, a finite stand-in for -inf, and one whose lengths are free: kept as they are."""
-    shown = drawn(L, S)
+    """A bias, a number for -inf that is too small or all that a row has, and one whose lengths are free: kept as they
+    are."""
+    shown = drawn(L, S) | np.eye(L, S, dtype=np.bool_)
+    hidden = shown & (np.arange(L)[:, None] != 2)
     others = {
         "bias": (np.where(shown, 0.5, -np.inf), (L, S)),
-        "finite": (np.where(shown, 0.0, np.finfo(np.float32).min), (L, S)),
+        "small": (np.where(shown, 0.0, -1e38), (L, S)),
+        "nothing else in a row": (np.where(hidden, 0.0, LOWEST), (L, S)),
         "free": (np.where(shown, 0.0, -np.inf)[:1, :1], ("L", "S")),
     }
     for mask, lengths in others.values():

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+from torch.nn import functional
 from tvm import relax
 
 import mhsa_compile as mhsa
@@ -53,6 +56,22 @@ def test_slices_and_expand() -> None:
     for name, part, (_, index) in zip(SLICES, parts, SLICES.values(), strict=True):
         assert np.array_equal(part, x[index]), name
     assert np.array_equal(expanded, np.broadcast_to(x, (5, 2, 3, 7, 10)))
+
+
+def test_the_first_and_the_last_of_any_number_broadcast() -> None:
+    """As a token that stands for all is added to all."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            heads = x[:, None]
+            y = functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+            return y[:, :1] + x, x[:, -1:] * y
+
+    attention = mhsa.load(mhsa.compile(Model(), example_inputs=(torch.randn(2, 7, 24),)))
+    for L in (1, 2, 53):
+        x = torch.randn(3, L, 24)
+        for got, expected in zip(attention(x), Model()(x), strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.fixture(scope="module")

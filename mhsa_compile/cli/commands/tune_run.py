@@ -93,7 +93,7 @@ def operations(case: Case) -> dict[str, Op]:
 
 def search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> Outcome:
     """Records from a session; `peers` are shown beside what it finds."""
-    from mhsa_compile.compiler import pipeline
+    from mhsa_compile.compiler import lower, pipeline
     from mhsa_compile.target.profile import CpuProfile
     from mhsa_compile.tuning import fallback_jobs, metaschedule
     from mhsa_compile.tuning.tuner import tune
@@ -103,7 +103,7 @@ def search(case: Case, settings: Settings, session: Session, peers: dict[str, fl
     if not isinstance(profile, CpuProfile):  # for GPUs what no kernel claims has its schedules by rules
         with tune_view.live(case.name, settings.seconds, peers) as watch:
             return Outcome(tune(imported.ops, profile, session, request, watch=watch), None, peers)
-    left = fallback_jobs.fallback_tasks(imported.module, profile)
+    left = fallback_jobs.fallback_tasks(lower.prepared(imported, profile).module, profile)
     for_rest = REST_SHARE * settings.seconds if any(not task.reason for task in left) else 0.0
     request = replace(request, seconds=settings.seconds - for_rest)
     with tune_view.live(case.name, settings.seconds - for_rest, peers) as watch:

@@ -2,7 +2,7 @@
 
 TVM alone writes every operator of a fused function as loops of their own over memory, on one thread. Here what is
 computed element by element becomes one loop nest, rows are shared among threads where there is enough to do, and erf,
-tanh and sigmoid are arithmetic (`elementwise`), of which LLVM makes vectors. Lengths may be symbols.
+tanh and sigmoid are arithmetic (`scalar_math`), of which LLVM makes vectors. Lengths may be symbols.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import tvm
 from tvm import relax, s_tir, te, tirx
 from tvm.s_tir.schedule import ScheduleError
 
-from mhsa_compile.compiler.fallback import elementwise, traces
+from mhsa_compile.compiler.fallback import traces
 from mhsa_compile.compiler.fallback.any_address import at_any_address
+from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
@@ -127,21 +128,17 @@ def _power(builder: Any, call: Any) -> Any:
     return builder.call_te(_computed(_PRODUCTS[float(stated)]), value, primfunc_name_hint="power")
 
 
-_PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: lambda x: x * x, 3.0: lambda x: x * x * x}
-
-
-def _gelu(x: Expr) -> Expr:
-    half = tirx.const(0.5, "float32")
-    return x * (half + elementwise.erf(x * tirx.const(0.5**0.5, "float32")) * half)
+_PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: scalar_math.square, 3.0: scalar_math.cube}
 
 
 _LEGALIZED = {
-    "relax.erf": _elementwise(elementwise.erf),
-    "relax.nn.gelu": _elementwise(_gelu),
-    "relax.nn.silu": _elementwise(lambda x: x * elementwise.sigmoid(x)),
+    "relax.erf": _elementwise(scalar_math.erf),
+    "relax.nn.gelu": _elementwise(scalar_math.gelu),
+    "relax.nn.gelu_tanh": _elementwise(scalar_math.gelu_tanh),
+    "relax.nn.silu": _elementwise(scalar_math.silu),
     "relax.power": _power,
-    "relax.sigmoid": _elementwise(elementwise.sigmoid),
-    "relax.tanh": _elementwise(elementwise.tanh),
+    "relax.sigmoid": _elementwise(scalar_math.sigmoid),
+    "relax.tanh": _elementwise(scalar_math.tanh),
 }
 
 

@@ -26,7 +26,7 @@ class _PlainForm:
 
 
 _PLAIN_FORMS: dict[type[Op], _PlainForm] = {
-    LinearOp: _PlainForm(linear.emit, takes=lambda op: not op.int8_weights),
+    LinearOp: _PlainForm(linear.emit, takes=lambda op: not op.int8_weights and op.epilogue is None),
     AttentionOp: _PlainForm(attention.emit),
     ScoresOp: _PlainForm(attention.emit),
     AttentionProbsOp: _PlainForm(attention.emit, takes=lambda op: op.whole),

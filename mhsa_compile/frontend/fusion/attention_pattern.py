@@ -15,6 +15,9 @@ from mhsa_compile.frontend.fusion.fused_nodes import FusedAttention
 from mhsa_compile.frontend.fusion.head_layout import Operand, keeps_rows, split_rows
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.spec.attention_spec import SPEC_KEY
+from mhsa_compile.spec.masks import HIDES, causal
+
+LOWEST = float(np.finfo(np.float32).min)
 
 
 class AttentionPattern:
@@ -38,6 +41,9 @@ class AttentionPattern:
         self.mask, self.key_mask = ("", False) if self.static_mask is not None else self._find_mask()
         if self.static_mask is not None and self.static_mask.all():
             self.static_mask = None  # what hides nothing is no mask: the one row of a causal one that a step needs
+        self.right = asked.right
+        if self._is_causal():
+            self.static_mask, self.right = None, 0
 
     @property
     def _is_ours(self) -> bool:
@@ -99,14 +105,18 @@ class AttentionPattern:
         return "", "bottom_right"
 
     def _find_static_mask(self) -> np.ndarray[Any, Any] | None:
-        """A constant attn_mask that only hides or shows, as bool (1 or H, L, S); None for any other."""
+        """A constant attn_mask that only hides or shows, as bool (1 or H, L, S); None for any other.
+
+        What stands for -inf does so where every query sees a key; in a row of nothing else it is a number.
+        """
         mask = self.graph.constant(self.asked.mask) if self.asked.mask else None
         L, S = self.asked.query_length, self.asked.keys
         if mask is None or mask.ndim > 4 or not isinstance(L, int) or not isinstance(S, int):
             return None
         if mask.dtype != np.bool_:
             shows = mask == 0
-            if not (shows | (mask == -np.inf)).all():
+            hides = mask.astype(np.float32) < (HIDES if shows.any(-1).all() else LOWEST)
+            if not (shows | hides).all():
                 return None
             mask = shows
         if mask.ndim == 4 and len(mask) > 1:
@@ -140,6 +150,14 @@ class AttentionPattern:
 
         offset = S - L if self.alignment == "bottom_right" else 0
         return fixed_mask(asked.mask_mod, known, heads=self.operands[0].heads, L=L, S=S, offset=offset)
+
+    def _is_causal(self) -> bool:
+        """Whether the constant mask says no more than is_causal would."""
+        asked, mask = self.asked, self.static_mask
+        if mask is None or asked.past or asked.lengths or (asked.left, asked.right) != (-1, -1):
+            return False
+        _, L, S = mask.shape
+        return bool((mask == causal(L, S, self.alignment)).all())
 
     def _find_mask(self) -> tuple[str, bool]:
         """(the mask's tensor, whether it is (B, S): one flag a key). Unsqueezed axes are looked through."""
@@ -188,7 +206,7 @@ class AttentionPattern:
             gives=tuple(outputs),
             wanted=asked.wanted,
             left=asked.left,
-            right=asked.right,
+            right=self.right,
             alignment=self.alignment,
             softcap=asked.softcap,
             softmax=asked.softmax,

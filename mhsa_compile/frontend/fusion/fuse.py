@@ -1,6 +1,7 @@
 """ONNX -> ONNX: finds what our kernels compute and writes it as one node each, of the domain `mhsa`.
 
 - A convolution over all channels becomes patches and a MatMul with a constant weight.
+- A product between reshapes takes the rows as they lie; one whose result is cut into parts is one for each part.
 - A MatMul with a constant weight, and the Add of its bias, become a linear; so does a Gemm, which has both. Linears of
   one input whose outputs only the nodes below read become one, side by side.
 - An Attention, a RotaryEmbedding (also one that is spelt out) or a TensorScatter takes its heads from where they lie:
@@ -23,6 +24,7 @@ from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
 from mhsa_compile.frontend.fusion.head_layout import NodePattern
 from mhsa_compile.frontend.fusion.linear_pattern import find_linears, linear_node, merge
 from mhsa_compile.frontend.fusion.rotary_pattern import RotaryPattern
+from mhsa_compile.frontend.fusion.row_products import as_row_products
 from mhsa_compile.frontend.fusion.scatter_pattern import ScatterPattern, in_place
 from mhsa_compile.frontend.onnx_graph import (
     GraphView,
@@ -41,7 +43,7 @@ SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
 
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes. Raises ModelError."""
-    model = as_products(model)
+    model = as_row_products(as_products(model))
     graph = GraphView(model)
     in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
     standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]

@@ -129,7 +129,8 @@ def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any])
 def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Slice of a tensor by constants. TVM's reads them as 32 bits: 2**63 - 1, as files say "to the end", is then -1.
 
-    Nor does it know an axis counted from the end where a dim is symbolic.
+    Nor does it know an axis counted from the end where a dim is symbolic. The first element, or the last, of so many is
+    an axis of one, which broadcasts: a call without any is held to that.
     """
     data, starts, ends, axes, steps = (*inputs, None, None)[:5]
     bounds = [bound for bound in (starts, ends, axes, steps) if bound is not None]
@@ -137,7 +138,17 @@ def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
         return None
     begin, end = _numbers(starts), _numbers(ends)
     along = list(range(len(begin))) if axes is None else [axis % data.ty.ndim for axis in _numbers(axes)]
-    return bb.normalize(relax.op.strided_slice(data, along, begin, end, None if steps is None else _numbers(steps)))
+    part = bb.normalize(relax.op.strided_slice(data, along, begin, end, None if steps is None else _numbers(steps)))
+    ends_of_an_axis = [(0, 1), *((-1, last) for last in end if last >= _TO_THE_END)]
+    ones = {axis for axis, bounds in zip(along, zip(begin, end, strict=True), strict=True) if bounds in ends_of_an_axis}
+    if (steps is not None and {*_numbers(steps)} != {1}) or not isinstance(part.ty.shape, relax.ShapeExpr):
+        return part
+    dims = [1 if axis in ones else size for axis, size in enumerate(part.ty.shape.values)]
+    known = all(tvm.sym.Analyzer().can_prove_equal(*sizes) for sizes in zip(dims, part.ty.shape.values, strict=True))
+    return part if known else bb.match_cast(part, relax.TensorType(dims, part.ty.dtype))
+
+
+_TO_THE_END = 2**31 - 1
 
 
 def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ one, and so are those behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tvm.tirx.script import builder as T
 
@@ -37,6 +37,12 @@ def weight_arguments(op: LinearOp) -> tuple[list[Expr], list[Expr | None]]:
 def packed_arguments(packed: Iterable[tuple[tuple[int, ...], str]]) -> list[Expr]:
     """Arguments of the shapes and dtypes that `Emitted.packed` has."""
     return [argument(f"packed{i}", [T.int64(n) for n in shape], dtype) for i, (shape, dtype) in enumerate(packed)]
+
+
+def epilogue_arguments(op: LinearOp, rows: Sequence[Expr]) -> list[Expr]:
+    """The operands of the epilogue, of y's shape; `rows` are all axes of it but the last."""
+    count = 0 if op.epilogue is None else op.epilogue.operands
+    return [argument(f"operand{i}", [*rows, T.int64(op.pitch)], op.dtype) for i in range(count)]
 
 
 # Rotary embeddings.

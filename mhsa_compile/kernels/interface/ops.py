@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from mhsa_compile.kernels.interface.epilogue import Epilogue
 from mhsa_compile.spec.score_functions import ScoreFunction
 from mhsa_compile.spec.semantics import BandMeaning, Semantics
 
@@ -27,7 +28,7 @@ class LinearOp:
     `widths` are the out-features of each W; `transposed[i]` says that weight i is stored (K, N), not PyTorch's (N, K).
     x, the weights, the biases and y are of `dtype`; sums are float32. `int8_weights` asks for weights that are rounded
     to eight bits, with a scale for each out-feature, when they are packed. Rows of y end with `padding` elements that
-    nobody writes or reads.
+    nobody writes or reads. `epilogue` is what y becomes before it is written; its operands come behind the biases.
     """
 
     kind: ClassVar[str] = "linear"
@@ -40,6 +41,7 @@ class LinearOp:
     dtype: DType = "float32"
     int8_weights: bool = False
     padding: int = 0
+    epilogue: Epilogue | None = None
 
     @property
     def pitch(self) -> int:
@@ -51,7 +53,8 @@ class LinearOp:
         return sum(self.widths)
 
     def summary(self) -> str:
-        return f"{self.in_features} -> {' + '.join(map(str, self.widths))}"
+        then = "" if self.epilogue is None else f", then {self.epilogue.summary()}"
+        return f"{self.in_features} -> {' + '.join(map(str, self.widths))}{then}"
 
 
 @dataclass(frozen=True)

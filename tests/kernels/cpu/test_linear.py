@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import tvm
 from support import this_cpu
 from support.kernel_runs import (
     assembly,
+    call,
     compiled,
     inner_loops,
     stack_stores,
@@ -18,7 +20,8 @@ from support.kernel_runs import (
 )
 
 from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, CpuLinearKernel
-from mhsa_compile.kernels.interface.kernel import Emitted
+from mhsa_compile.kernels.interface.epilogue import Epilogue, Step
+from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.target import host
 from mhsa_compile.target.profile import TargetProfile, load_profile
@@ -99,8 +102,8 @@ def quantised(rows: np.ndarray) -> np.ndarray:
     return np.rint(rows * factor.astype(np.float64)) * (largest / np.float32(127)).astype(np.float64)
 
 
-def random_linear(op: LinearOp, profile: TargetProfile) -> Linear:
-    emitted = KERNEL.emit(op, profile, KERNEL.default_config(op, profile))
+def random_linear(op: LinearOp, profile: TargetProfile, config: Config | None = None) -> Linear:
+    emitted = KERNEL.emit(op, profile, config or KERNEL.default_config(op, profile))
     library = compiled(emitted, profile)
     rng, dtype = np.random.default_rng(0), DTYPES[op.dtype]
     weights = [rng.standard_normal((n, op.in_features), np.float32).astype(dtype) for n in op.widths]
@@ -159,6 +162,29 @@ def test_many_parts_blocks_and_groups(name, dtype):
         packed = empty_packed(emitted)
         library["pack"](tvm.runtime.tensor(weight), tvm.runtime.tensor(bias), *packed)
         Linear(op, [weight], [bias], packed, library["run"]).check(rows(op, 1, L))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])
+def test_an_epilogue_comes_once_to_each_element(name, widths, in_features, int8):
+    """Also to the rows that two tiles compute, and to the columns of a panel that is not full."""
+    profile = machine(name)
+    op = side_by_side(widths, in_features, int8_weights=int8)
+    steps = ("mul", (0, 0.5)), ("erf", (3,)), ("mul", (4, 1)), ("sigmoid", (2,)), ("sub", (5, 6)), ("add", (7, 0))
+    with_one = replace(op, epilogue=Epilogue(2, tuple(Step(*step) for step in steps)))
+    config = KERNEL.default_config(op, profile) | {"block": 3, "group": 2}
+    plain = random_linear(op, profile, config)
+    run = compiled(KERNEL.emit(with_one, profile, config), profile)["run"]
+    for B, L in [(1, 1), (1, 2), (1, 7), (3, 7), (1, 53)]:
+        x = rows(op, B, L)
+        y = plain(x)
+        factor, gate = (np.random.default_rng(seed).standard_normal(y.shape, np.float32) for seed in (1, 2))
+        result = np.full_like(y, np.nan)
+        result = call(run, x, *(packed.numpy() for packed in plain.packed), factor, gate, result)
+        y = torch.from_numpy(y.astype(np.float64))
+        expected = torch.erf(y / 2) * torch.from_numpy(factor) - torch.sigmoid(torch.from_numpy(gate)) + y
+        assert np.abs(result - expected.numpy()).max() <= 4 * np.finfo(np.float32).eps * float(expected.abs().max())
 
 
 def test_the_padding_of_rows_is_left_alone():

@@ -3,7 +3,7 @@
 The weights are packed once, at load, into panels of `columns` vectors of output features, side by side for all
 projections (`pack_weights`). A task is one panel against one block of rows of x. Its inner loop keeps a tile of
 rows x columns in registers over a part of K; a group of tiles passes over that part while it lies in the first-level
-cache, and their sums wait in a scratch for the next part.
+cache, and their sums wait in a scratch for the next part. An epilogue follows where a group has written its rows.
 Source: panels and register tile, Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
 """
 
@@ -16,7 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
-from mhsa_compile.kernels.common.op_args import packed_arguments
+from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
 from mhsa_compile.kernels.cpu.linear.activations import prepared
 from mhsa_compile.kernels.cpu.linear.microkernel import Product, tasks
 from mhsa_compile.kernels.cpu.linear.pack_weights import pack
@@ -134,6 +134,7 @@ def _linear(format: PackedLayout, cores: int, config: Config) -> Expr:
             T.func_attr({"tirx.noalias": True})
             x = argument("x", [*leading, T.int64(op.in_features)], op.dtype)
             packed = packed_arguments(format.packed)
+            operands = epilogue_arguments(op, leading)
             y = argument("y", [*leading, T.int64(op.pitch)], op.dtype)
             size = prod(leading[1:], start=leading[0])
             count = materialize(size)
@@ -141,7 +142,9 @@ def _linear(format: PackedLayout, cores: int, config: Config) -> Expr:
                 rows = prepared(format, _flat(x, count, op.in_features), count, size)
                 columns = vectors.chunks(format.panel, format.lanes)
                 lines = materialize(ceil_div(count, format.joined)) if format.joined > 1 else count
-                tasks(Product(format, rows, packed, _flat(y, count, op.pitch), columns, count, lines), cores, config)
+                matrices = [_flat(tensor, count, op.pitch) for tensor in (y, *operands)]
+                product = Product(format, rows, packed, matrices[0], columns, count, lines, matrices[1:])
+                tasks(product, cores, config)
     return builder.get()
 
 

@@ -9,6 +9,7 @@ from math import gcd, prod
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES, ceil_div
+from mhsa_compile.kernels.cpu.linear import epilogue
 from mhsa_compile.kernels.cpu.linear.activations import PackedRows
 from mhsa_compile.kernels.cpu.linear.packed_layout import PackedLayout
 from mhsa_compile.kernels.cpu.simd import vectors
@@ -37,8 +38,8 @@ and not by each."""
 
 @dataclass(frozen=True)
 class Product:
-    """The buffers of the product, x and y seen as matrices, and the packed weights. `lines` are rows of x, or the pairs
-    of them that are multiplied together: tiles are made of these."""
+    """The buffers of the product, x, y and the epilogue's operands seen as matrices, and the packed weights. `lines`
+    are rows of x, or the pairs of them that are multiplied together: tiles are made of these."""
 
     format: PackedLayout
     rows: PackedRows
@@ -47,6 +48,7 @@ class Product:
     columns: list[vectors.Chunk]
     count: Expr
     lines: Expr
+    operands: list[Expr]
 
     def tile(self, lines: int) -> RegisterTile:
         """A register tile of sums, all zero."""
@@ -116,6 +118,26 @@ class Product:
             value = value * (more[0] * splat(self.rows.scales[row], lanes))
         return value + bias
 
+    def apply_epilogue(self, p: Expr, first: Expr, end: Expr) -> None:
+        """Turns panel p of y, whose lines first .. end are written, into what the epilogue makes of it."""
+        steps, panel, joined = self.format.op.epilogue, self.format.panel, self.format.joined
+        if steps is None:
+            return
+        rows = materialize(first * joined), materialize(T.min(end * joined, self.count))
+        whole, rest = divmod(self.format.op.out_features, panel)
+
+        def columns(width: int) -> None:
+            epilogue.apply(steps, self.y, self.operands, rows, (p * panel, width), self.format.lanes)
+
+        if rest == 0:
+            columns(panel)
+            return
+        with T.If(p < whole):
+            with T.Then():
+                columns(panel)
+            with T.Else():
+                columns(rest)
+
 
 def tasks(task: Product, cores: int, config: Config) -> None:
     """Deals panels and blocks of tiles to the threads: equal blocks, and as many that the cores share them evenly.
@@ -183,6 +205,8 @@ def _task(task: Product, config: Config, p: Expr, first: Expr, end: Expr, half: 
                 widened()
             else:
                 tiles(part)
+        behind = T.Select(T.And(half > 0, begin + full == end), T.int64(rows // 2), T.int64(0))
+        task.apply_epilogue(p, begin * rows, (begin + full) * rows + behind)
 
 
 def _widens(task: Product, rows: int) -> bool | None:

@@ -106,6 +106,8 @@ class _LinearOnGpu:
             return "weights of the inputs' dtype, not of eight bits"
         if op.dtype not in self.dtypes:
             return f"of {' or '.join(self.dtypes)}, not {op.dtype}"
+        if op.epilogue is not None:
+            return "a result that is written as it is"
         return self.why_not_operation(op)
 
     def why_not_operation(self, op: LinearOp) -> str | None:

@@ -1,4 +1,4 @@
-"""erf, sigmoid and tanh of float32 as arithmetic, in TVM's expressions.
+"""erf, sigmoid, tanh and what activations make of them, of float32, as arithmetic in TVM's expressions.
 
 TVM leaves them to the C library, one element at a time: 13 ns for an erf. As arithmetic LLVM computes as many at once
 as a vector holds, 0.3 ns each. No calls, no branches; NaN stays NaN. docs/performance.md has the figures.
@@ -60,7 +60,7 @@ def sigmoid(x: Expr) -> Expr:
 
 
 def tanh(x: Expr) -> Expr:
-    """tanh x with an error below 4 ulp, of small x too; how: `kernels.cpu.functions.tanh`."""
+    """tanh x with an error below 4 ulp, of small x too; how: `vector_math.tanh`."""
 
     def of(x: Expr) -> Expr:
         y = tirx.abs(x) * _f32(2 / math.log(2))
@@ -73,8 +73,30 @@ def tanh(x: Expr) -> Expr:
     return _let(x, of)
 
 
+def gelu(x: Expr) -> Expr:
+    return x * (_f32(0.5) + erf(x * _f32(0.5**0.5)) * _f32(0.5))
+
+
+def gelu_tanh(x: Expr) -> Expr:
+    """GELU by tanh, as GPT-2 has it."""
+    inner = (x + cube(x) * _f32(0.044715)) * _f32((2 / math.pi) ** 0.5)
+    return x * _f32(0.5) * (_f32(1) + tanh(inner))
+
+
+def silu(x: Expr) -> Expr:
+    return x * sigmoid(x)
+
+
+def square(x: Expr) -> Expr:
+    return x * x
+
+
+def cube(x: Expr) -> Expr:
+    return x * x * x
+
+
 def _exp2(y: Expr) -> Expr:
-    """2^y for y <= 128, infinity included; 0 below -127. How: `kernels.cpu.functions.exp2`."""
+    """2^y for y <= 128, infinity included; 0 below -127. How: `vector_math.exp2`."""
     floor = _f32(-127)
     return _let(
         tirx.Select(y < floor, floor, y),
