@@ -13,8 +13,9 @@ from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
+from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, has_functions, hides_values
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
+from mhsa_compile.kernels.cuda.attention.score_functions import BlockScoreFunctions
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
@@ -133,7 +134,10 @@ def attention(
                     op, first_row, shape.queries, q_length=q_length, kv_length=kv_length, visits=visits
                 )
                 visibility = ScoreMask(key_range, cells, numbers, reader)
-                scores = RowScoreMods(op, visibility, extras.sink(h), extras.slope(h))
+                functions = None
+                if has_functions(op):
+                    functions = BlockScoreFunctions(op, given.tensors, b, h, key_range)
+                scores = RowScoreMods(op, visibility, extras.sink(h), extras.slope(h), functions)
                 # 3. The block.
                 operands = (
                     elements(inputs[op.query.buffer], op.query, op.head_dim, b, h),

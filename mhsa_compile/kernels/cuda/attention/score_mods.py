@@ -1,5 +1,5 @@
-"""What the scores of a block are besides products: scaled, capped, less for keys further away; and the sinks, scores of
-no key.
+"""What the scores of a block are besides products: scaled, capped, what functions make of them, less for keys further
+away; and the sinks, scores of no key.
 
 Plain products become probs in one multiply-add, 2^(factor s - m). Where something is added to the scores or bends
 them, they are brought to units of log2 first, and the factor is 1.
@@ -17,6 +17,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
+from mhsa_compile.kernels.cuda.attention.score_functions import BlockScoreFunctions
 from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
@@ -36,11 +37,18 @@ bits does."""
 class RowScoreMods:
     """Scale, softcap, ALiBi and sinks of the rows of a thread."""
 
-    def __init__(self, op: AttentionOp, visibility: ScoreMask, sink: OfRows[Expr], slope: OfRows[Expr]) -> None:
-        self.op, self.visibility, self.sink, self.slope = op, visibility, sink, slope
+    def __init__(
+        self,
+        op: AttentionOp,
+        visibility: ScoreMask,
+        sink: OfRows[Expr],
+        slope: OfRows[Expr],
+        functions: BlockScoreFunctions | None = None,
+    ) -> None:
+        self.op, self.visibility, self.sink, self.slope, self.functions = op, visibility, sink, slope, functions
         adds = op.mask is not None and op.mask.dtype != "bool"
         # A maximum of products is one of scores only if the factor is positive.
-        self.is_plain = not (op.softcap or op.slopes or adds) and op.scale > 0
+        self.is_plain = not (op.softcap or op.slopes or adds or functions) and op.scale > 0
         self.factor = op.scale * LOG2_E if self.is_plain else 1.0
         self._origins = [self._origin(row) for row in range(len(visibility.numbers))] if slope is not None else []
 
@@ -67,17 +75,21 @@ class RowScoreMods:
         set_register(row_sum, row, T.Select(counts, T.float32(1), T.float32(0)))
 
     def convert(self, scores: Expr, tiles: int, first_key: Expr) -> None:
-        """Products become scores in units of log2, with what the distance adds; nothing to do for plain ones."""
+        """Products become scores in units of log2, by functions where there are any, with what the distance adds;
+        nothing to do for plain ones."""
         if self.is_plain:
             return
         cells = self.visibility.cells
-        for row in range(len(self.visibility.numbers)):
+        for row, number in enumerate(self.visibility.numbers):
+            functions = None if self.functions is None else self.functions.of_row(number)
             slope, bias = of_row(self.slope, row), None
             if slope is not None:
                 bias = materialize(T.cast(first_key + cells.first - self._origins[row], "float32"), "float32")
             for i, offset in enumerate(cells.offsets(tiles)):
                 at = cells.at(row, tiles, i)
                 score = self._capped(scores, at) if self.op.softcap else scores[at] * T.float32(self.op.scale * LOG2_E)
+                if functions is not None and self.functions is not None:
+                    score = functions.score(score, self.functions.key(first_key + cells.first + offset))
                 if bias is not None:
                     score = score + slope * (bias + T.float32(offset))
                 set_register(scores, at, score)

@@ -38,6 +38,8 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     dtypes: tuple[str, ...]
     dtypes_in_words: str
     knobs: tuple[str, ...]
+    functions = True
+    """Whether it computes mask_mod and score_mod."""
 
     @abstractmethod
     def shape(self, op: AttentionOp, config: Config) -> Shape:
@@ -60,7 +62,7 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
             return f"of {self.dtypes_in_words}, not {op.dtype}"
         if op.static_mask is not None and op.mask is not None:
             return "a static mask or one that the call brings, not both"
-        return why_not_widths(op) or why_not_scores(op)
+        return why_not_widths(op) or why_not_scores(op, functions=self.functions)
 
     def why_not_config(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, self.knobs) or self.why_not_knobs(config):

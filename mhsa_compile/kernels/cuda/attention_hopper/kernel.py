@@ -37,6 +37,7 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
     """FlashAttention-3 for 16-bit types."""
 
     name = "cuda.attention_hopper"
+    functions = False
     dtypes, dtypes_in_words = ("bfloat16", "float16"), "16-bit types"
     knobs = KNOBS
 
