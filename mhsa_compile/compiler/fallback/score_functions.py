@@ -49,12 +49,9 @@ class PlainFunctions:
     """The functions of an attention; `tensors` are all that they capture."""
 
     def __init__(self, op: AttentionOp, tensors: Sequence[te.Tensor]) -> None:
-        count = 0 if op.score_mod is None else len(op.score_mod.tensors)
-        parts = {"score_mod": slice(0, count), "mask_mod": slice(count, len(tensors))}
         self.emissions = {
             name: ScoreEmission(op, getattr(op, name), op.tensors[part], _Exact(tensors[part]))
-            for name, part in parts.items()
-            if getattr(op, name) is not None
+            for name, part in op.captured.items()
         }
 
     def _of(self, name: str, places: Mapping[str, Expr], score: Expr | None) -> tuple[Expr, Expr]:

@@ -32,8 +32,7 @@ class CapturedTensors:
 
     def of(self, name: str) -> tuple[ScoreFunction | None, Sequence[Expr], slice]:
         """(a function, its buffers, their places among all)."""
-        count = 0 if self.op.score_mod is None else len(self.op.score_mod.tensors)
-        part = slice(0, count) if name == "score_mod" else slice(count, len(self.buffers))
+        part = self.op.captured[name]
         return getattr(self.op, name), self.buffers[part], part
 
 

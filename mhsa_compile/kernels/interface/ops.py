@@ -160,6 +160,17 @@ class AttentionOp:
     score_mod: ScoreFunction | None = None
     tensors: tuple[TensorInput, ...] = ()
 
+    @property
+    def captured(self) -> dict[str, slice]:
+        """Which of `tensors` each function captures, by the functions that there are."""
+        found, first = dict[str, slice](), 0
+        for name in ("score_mod", "mask_mod"):
+            function: ScoreFunction | None = getattr(self, name)
+            if function is not None:
+                found[name] = slice(first, first + len(function.tensors))
+                first += len(function.tensors)
+        return found
+
     def summary(self) -> str:
         grouped = "" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}"
         words = {

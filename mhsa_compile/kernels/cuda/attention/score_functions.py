@@ -59,13 +59,10 @@ class BlockScoreFunctions:
     def __init__(self, op: AttentionOp, tensors: Sequence[Expr], b: Expr, h: Expr, key_range: BlockKeyRange) -> None:
         self.op, self.key_range = op, key_range
         self._head = {"b": _place(b), "h": _place(h)}
-        count = 0 if op.score_mod is None else len(op.score_mod.tensors)
-        parts = {"score_mod": slice(0, count), "mask_mod": slice(count, len(tensors))}
-        self._emissions = {
-            name: ScoreEmission(op, getattr(op, name), op.tensors[part], _CudaArithmetic(tensors[part]))
-            for name, part in parts.items()
-            if getattr(op, name) is not None
-        }
+        self._emissions = {}
+        for name, part in op.captured.items():
+            arithmetic = _CudaArithmetic(tensors[part])
+            self._emissions[name] = ScoreEmission(op, getattr(op, name), op.tensors[part], arithmetic)
 
     def of_row(self, number: Expr) -> RowScoreFunctions:
         """The functions for the query of this number among all."""
