@@ -141,9 +141,23 @@ def _why_not(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> str:
         return f"it has tensors on {', '.join(devices)}"
     if kinds := sorted({type(tensor).__name__ for tensor in tensors if type(tensor) not in (Tensor, nn.Parameter)}):
         return f"it has tensors of type {', '.join(kinds)}"
-    if names := sorted({str(node.target) for node in graph.graph.nodes if _writes(node)}):
+    if names := sorted({str(node.target) for node in graph.graph.nodes if _writes(node) and _into_inputs(node)}):
         return f"it writes into tensors ({', '.join(names)})"
     return ""
+
+
+def _into_inputs(node: fx.Node) -> bool:
+    """Whether what a node writes into may lie in the memory of the graph's inputs or weights, which are not its own."""
+    targets: list[fx.Node] = []
+    fx.map_arg(node.kwargs.get("out") or node.args[:1], targets.append)
+    given = [other for other in node.graph.nodes if other.op in ("placeholder", "get_attr")]
+    memory = {_memory(other) for other in given if _is_tensor(other)}
+    return any(not _is_tensor(target) or _memory(target) in memory for target in targets)
+
+
+def _memory(node: fx.Node) -> int:
+    """What all views of one tensor share."""
+    return int(node.meta["example_value"].untyped_storage()._cdata)
 
 
 def _writes(node: fx.Node) -> bool:

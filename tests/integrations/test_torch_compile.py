@@ -150,6 +150,46 @@ class Writes(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q)
 
 
+class WritesIntoAView(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        q[:, :1] += 1.0
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+class WritesIntoAWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, q: Tensor) -> Tensor:
+        self.calls.fill_(1.0)
+        return nn.functional.scaled_dot_product_attention(q, q, q) * self.calls
+
+
+class WritesIntoItsOwn(nn.Module):
+    """As T5 does with the buckets of its distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums: Any = 0
+        sums += x * 2.0
+        sums.add_(1.0)
+        y: Tensor = self.layer(sums, x, x)[0]
+        return y
+
+
+def test_what_a_graph_made_itself_it_may_write_into() -> None:
+    module, x = WritesIntoItsOwn().eval(), torch.randn(2, 19, 32)
+    given = x.clone()
+    with torch.inference_mode():
+        found = compiled(module)(given)
+        torch.testing.assert_close(found, module(x))
+    assert torch.equal(given, x)
+
+
 class Plain(nn.Module):
     def forward(self, q: Tensor) -> Tensor:
         return torch.tanh(q) * 2.0
@@ -159,9 +199,11 @@ class Plain(nn.Module):
     ("module", "why"),
     [
         (Writes(), r"it writes into tensors \(add_\)"),
+        (WritesIntoAView(), r"it writes into tensors \(<built-in function iadd>, <built-in function setitem>\)"),
+        (WritesIntoAWeight(), r"it writes into tensors \(fill_\)"),
         (Plain(), "model: expected at least one attention, got Constant, Mul, Tanh"),
     ],
-    ids=["writes", "no attention"],
+    ids=["writes", "writes into a view", "writes into a weight", "no attention"],
 )
 def test_what_stays_with_pytorch_is_said(module: nn.Module, why: str) -> None:
     x = torch.randn(1, 2, 5, 8)
