@@ -17,7 +17,7 @@ import tvm
 from tvm import relax
 
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
-from mhsa_compile.kernels.interface.epilogue import Epilogue, Step
+from mhsa_compile.kernels.interface.epilogue import Epilogue, EpilogueStep
 from mhsa_compile.kernels.interface.ops import LinearOp, Op
 
 Expr = Any  # TVM has no type stubs
@@ -155,7 +155,7 @@ class _Chain:
                 return 0
             return argument if isinstance(argument, float) else first[argument[0]] + argument[1]
 
-        steps = (Step(op, tuple(map(numbered, arguments))) for op, arguments in self._steps)
+        steps = (EpilogueStep(op, tuple(map(numbered, arguments))) for op, arguments in self._steps)
         return Epilogue(len(self.operands), tuple(steps))
 
 

@@ -202,7 +202,7 @@ class _Parts(PyExprMutator):  # type: ignore[misc]
 
 
 def _operands(op: Op, inputs: list[Any]) -> list[Any]:
-    """Of the inputs of an operation (activations, weights, operands of its epilogue) the last."""
+    """What an operation takes behind its activations and weights: the operands of its epilogue."""
     count = op.epilogue.operands if isinstance(op, LinearOp) and op.epilogue is not None else 0
     return inputs[len(inputs) - count :]
 

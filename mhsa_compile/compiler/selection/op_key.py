@@ -37,7 +37,7 @@ def bucket(dim: Dim) -> Bucket:
 def key_of(op: Op) -> dict[str, Any] | None:
     """The key of an operation, or None where its kernels have nothing to tune."""
     tunable = _TUNABLE.get(type(op))
-    of_functions = isinstance(op, AttentionOp) and (op.mask_mod is not None or op.score_mod is not None)
+    of_functions = isinstance(op, AttentionOp) and op.captured
     return None if tunable is None or of_functions else tunable.key(op)  # nobody draws what functions capture
 
 

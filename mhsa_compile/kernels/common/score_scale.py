@@ -16,7 +16,7 @@ def why_not_scores(op: AttentionOp, *, functions: bool = False) -> str | None:
 
     `functions`: whether the kernel computes mask_mod and score_mod.
     """
-    if not functions and (op.mask_mod is not None or op.score_mod is not None):
+    if not functions and op.captured:
         return "no functions of scores, mask_mod and score_mod"
     if op.softmax != "float32":
         return f"its softmax is float32, not {op.softmax}"

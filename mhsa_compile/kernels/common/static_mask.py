@@ -17,7 +17,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 def divided_band(op: AttentionOp) -> tuple[WindowSpec | None, WindowSpec | None]:
     """(what a plan holds of the band, what is left to the kernel): a band counted from lengths is known when called
     only, and distances and places are counted from its edge."""
-    counts = op.slopes or op.score_mod is not None or op.mask_mod is not None
+    counts = op.slopes or op.captured
     late = op.lengths and op.band is not None and op.band.alignment == "bottom_right"
     return None if late else op.band, op.band if late or counts else None
 

@@ -15,7 +15,7 @@ UNARY = ("cube", "erf", "gelu", "gelu_tanh", "sigmoid", "silu", "square", "tanh"
 
 
 @dataclass(frozen=True)
-class Step:
+class EpilogueStep:
     """One of BINARY or UNARY, of values by their numbers and of constants, which are floats."""
 
     op: str
@@ -31,7 +31,7 @@ class Epilogue:
     """
 
     operands: int
-    steps: tuple[Step, ...]
+    steps: tuple[EpilogueStep, ...]
 
     def value(
         self, first: Sequence[Value], constant: Callable[[float], Value], ops: Mapping[str, Callable[..., Value]]

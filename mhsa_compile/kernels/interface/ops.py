@@ -162,7 +162,7 @@ class AttentionOp:
 
     @property
     def captured(self) -> dict[str, slice]:
-        """Which of `tensors` each function captures, by the functions that there are."""
+        """By function, of those that there are: which of `tensors` it captures."""
         found, first = dict[str, slice](), 0
         for name in ("score_mod", "mask_mod"):
             function: ScoreFunction | None = getattr(self, name)

@@ -20,7 +20,7 @@ from support.kernel_runs import (
 )
 
 from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, CpuLinearKernel
-from mhsa_compile.kernels.interface.epilogue import Epilogue, Step
+from mhsa_compile.kernels.interface.epilogue import Epilogue, EpilogueStep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.target import host
@@ -172,7 +172,7 @@ def test_an_epilogue_comes_once_to_each_element(name, widths, in_features, int8)
     profile = machine(name)
     op = side_by_side(widths, in_features, int8_weights=int8)
     steps = ("mul", (0, 0.5)), ("erf", (3,)), ("mul", (4, 1)), ("sigmoid", (2,)), ("sub", (5, 6)), ("add", (7, 0))
-    with_one = replace(op, epilogue=Epilogue(2, tuple(Step(*step) for step in steps)))
+    with_one = replace(op, epilogue=Epilogue(2, tuple(EpilogueStep(*step) for step in steps)))
     config = KERNEL.default_config(op, profile) | {"block": 3, "group": 2}
     plain = random_linear(op, profile, config)
     run = compiled(KERNEL.emit(with_one, profile, config), profile)["run"]

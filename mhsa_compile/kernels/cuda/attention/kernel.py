@@ -10,7 +10,6 @@ import math
 
 from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
-from mhsa_compile.kernels.cuda.attention.kv_tiles import has_functions
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, attention
 from mhsa_compile.kernels.cuda.attention.score_mods import QUICK_SOFTCAP
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
@@ -68,7 +67,7 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
         self, op: AttentionOp, shape: MmaBlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
         together = None
-        if not has_functions(op):  # which take whatever there is
+        if not op.captured:  # which take whatever there is
             together = occupancy_hint(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
         return attention(op, shape, planned, MmaAttentionBlock, together)
 
@@ -76,7 +75,7 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
 def _registers(op: AttentionOp, shape: MmaBlockShape) -> int:
     """The registers that a thread needs so that nothing spills."""
     needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
-    if has_functions(op):
+    if op.captured:
         needed += shape.row_tiles * shape.keys + 32
     if op.mask is not None and op.mask.dtype != "bool":
         return needed + shape.row_tiles * (shape.keys // 2 + 16)

@@ -38,10 +38,6 @@ class KeyTiles:
         return bits_row, materialize(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
 
 
-def has_functions(op: AttentionOp) -> bool:
-    return op.mask_mod is not None or op.score_mod is not None
-
-
 def functions_hide(op: AttentionOp) -> bool:
     """Whether a mask_mod hides keys, or a score_mod may, by a score of -inf."""
     return op.mask_mod is not None or (op.score_mod is not None and op.score_mod.may_be_infinite)

@@ -13,7 +13,7 @@ from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, plan_arguments, visits_of
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, has_functions, hides_values
+from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_functions import BlockScoreFunctions
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
@@ -135,7 +135,7 @@ def attention(
                 )
                 visibility = ScoreMask(key_range, cells, numbers, reader)
                 functions = None
-                if has_functions(op):
+                if op.captured:
                     functions = BlockScoreFunctions(op, given.tensors, b, h, key_range)
                 scores = RowScoreMods(op, visibility, extras.sink(h), extras.slope(h), functions)
                 # 3. The block.

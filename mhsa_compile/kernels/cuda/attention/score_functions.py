@@ -68,17 +68,16 @@ class BlockScoreFunctions:
         """The functions for the query of this number among all."""
         last = self.key_range.q_length - 1
         place = materialize(T.min(number, last) + self.key_range.shift)
-        return RowScoreFunctions(self._emissions, {**self._head, "q_idx": Value(place, "int32")})
-
-    def key(self, number: Expr) -> Value:
-        return Value(materialize(T.min(number, self.key_range.kv_length - 1)), "int32")
+        places = {**self._head, "q_idx": Value(place, "int32")}
+        return RowScoreFunctions(self._emissions, places, self.key_range.kv_length - 1)
 
 
 class RowScoreFunctions:
     """The functions for one query, with what they need to know of it computed here and now."""
 
-    def __init__(self, emissions: dict[str, ScoreEmission], places: dict[str, Value]) -> None:
-        self._emissions, self._known, self._flags = emissions, dict[str, dict[int, Value]](), dict[str, list[Value]]()
+    def __init__(self, emissions: dict[str, ScoreEmission], places: dict[str, Value], last_key: Expr) -> None:
+        self._emissions, self._last_key = emissions, last_key
+        self._known, self._flags = dict[str, dict[int, Value]](), dict[str, list[Value]]()
         for name, emission in emissions.items():
             early = [n for n, leaves in enumerate(emission.dependences) if not leaves & {"score", "kv_idx"}]
             known: dict[int, Value] = {}
@@ -90,9 +89,10 @@ class RowScoreFunctions:
             }
             self._flags[name] = [emission.arithmetic.kept(flag) for flag in flags]
 
-    def score(self, score: Expr, key: Value) -> Expr:
-        """What becomes of the score of this query and a key, in units of log2 before and after: -inf where the key is
-        hidden, NaN where a function has no value."""
+    def score(self, score: Expr, number: Expr) -> Expr:
+        """What becomes of the score of this query and the key of this number, in units of log2 before and after: -inf
+        where the key is hidden, NaN where a function has no value."""
+        key = Value(materialize(T.min(number, self._last_key)), "int32")
         if (emission := self._emissions.get("score_mod")) is not None:
             score = materialize(score, "float32")
             natural = Value(score * T.float32(math.log(2)), "float32")

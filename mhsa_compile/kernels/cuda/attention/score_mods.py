@@ -88,8 +88,8 @@ class RowScoreMods:
             for i, offset in enumerate(cells.offsets(tiles)):
                 at = cells.at(row, tiles, i)
                 score = self._capped(scores, at) if self.op.softcap else scores[at] * T.float32(self.op.scale * LOG2_E)
-                if functions is not None and self.functions is not None:
-                    score = functions.score(score, self.functions.key(first_key + cells.first + offset))
+                if functions is not None:
+                    score = functions.score(score, first_key + cells.first + offset)
                 if bias is not None:
                     score = score + slope * (bias + T.float32(offset))
                 set_register(scores, at, score)
