@@ -68,8 +68,6 @@ NEVER = {
 KNOW_TARGET_NAMES = {"target", "cli"}
 OPEN_LAZILY = {"analysis"}
 """Folders that users import names from. As the package's own, their `__init__` loads a name's file when it is asked."""
-LONGEST_FILE = 400
-"""Lines; past this a file holds two ideas."""
 
 
 def module_of(path: Path) -> str:
@@ -206,11 +204,6 @@ def test_a_class_name_is_one_class() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module_of(path))
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
-
-
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_files_stay_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
 
 
 def loaded_after(code: str) -> tuple[set[str], str]:
