@@ -7,6 +7,7 @@ as `fallback`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,7 +33,6 @@ MAIN, BIND = "main", "bind_weights"
 
 @dataclass
 class _Chosen:
-    name: str
     op: Op
     choice: KernelChoice
     emitted: Emitted
@@ -44,7 +44,8 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     Raises ModelError where an operation of ours has no kernel on this target.
     """
     imported = prepared(imported, profile)
-    chosen = {name: _choose(name, op, profile, shelf) for name, op in imported.ops.items()}
+    choose = functools.cache(lambda op: _choose(op, profile, shelf))  # layers of a model are alike
+    chosen = {name: choose(op) for name, op in imported.ops.items()}
     choices = {name: choice for name, choice in chosen.items() if isinstance(choice, _Chosen)}
     plain = {name: op for name, op in imported.ops.items() if name not in choices}
     fallbacks = _fallbacks(imported.module["main"], choices)
@@ -76,15 +77,15 @@ def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any
     return lowered.module, lowered.reports
 
 
-def _choose(name: str, op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
+def _choose(op: Op, profile: TargetProfile, shelf: RecordSet) -> _Chosen | str:
     """A kernel and its config, or why no kernel takes what can be written out in TVM's operators instead."""
     willing, reasons = kernels_for(op, profile)
     if willing:
         choice = select_kernel(op, profile, willing, shelf)
-        return _Chosen(name, op, choice, choice.kernel.emit(op, profile, choice.config))
+        return _Chosen(op, choice, choice.kernel.emit(op, profile, choice.config))
     if plain_form(op) is not None:
         return "; ".join(reasons) or "no kernel is made for it"
-    raise ModelError(f"operation {name}", f"a {op.kind} that a kernel can do", "; ".join(reasons) or "no kernel")
+    raise ModelError(op.summary(), f"a {op.kind} that a kernel can do", "; ".join(reasons) or "no kernel")
 
 
 def _report(name: str, op: Op, chosen: _Chosen | str) -> OpReport:

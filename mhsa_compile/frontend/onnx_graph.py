@@ -10,6 +10,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from mhsa_compile.frontend.detach_weights import without_contents
+
 Dim = int | str | None  # a size, the name of a symbolic one, unknown
 
 
@@ -17,7 +19,7 @@ class GraphView:
     """A read-only view of `model.graph`. Raises onnx.shape_inference.InferenceError on contradictory shapes."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True, strict_mode=False)
+        inferred = onnx.shape_inference.infer_shapes(without_contents(model), data_prop=True, strict_mode=False)
         graph = inferred.graph
         self.model = model
         self.nodes = list(model.graph.node)

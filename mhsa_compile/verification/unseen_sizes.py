@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mhsa_compile.errors import ModelError
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.verification.error_budget import budget, max_error
-from mhsa_compile.verification.oracle.evaluate import Array, Arrays, eager, oracle
+from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
 from mhsa_compile.verification.random_inputs import largest_sizes, random_inputs
 
 Forward = Callable[[nn.Module, dict[str, Tensor]], Any]
@@ -35,6 +35,7 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
     """
     names = sorted(symbols)
     wide, most = copy.deepcopy(module).double(), largest_sizes(model)
+    graph = Reference(model, wide=_weights_of(wide))
     for seed, unseen in enumerate(UNSEEN if names else UNSEEN[:1]):
         sizes = _unseen_sizes(module, names, unseen)
         sizes = {symbol: min(size, most.get(symbol, size)) for symbol, size in sizes.items()}
@@ -46,7 +47,7 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
             said = next(iter(str(error).splitlines()), type(error).__name__)
             hint = "Fix in dims what has one size only, or leave it out of dynamic_shapes."
             raise ModelError("module", f"a forward that takes {at or 'its examples'}", said, hint) from error
-        expected = oracle(model, inputs)
+        expected = graph.oracle(inputs)
         try:
             exact = _outputs(wide, {name: _widened(array) for name, array in inputs.items()}, forward)
         except RuntimeError:
@@ -54,11 +55,16 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
         if len(exact) == len(actual) and all(map(_equally_finite, exact, actual)):
             pairs = zip(exact, expected, actual, strict=True)
         else:  # a forward that says float32 itself: its result is held against the graph's at that dtype
-            pairs = zip(expected, actual, eager(model, inputs), strict=True)
+            pairs = zip(expected, actual, graph.eager(inputs), strict=True)
         for truth, claim, yardstick in pairs:
             allowed = budget(truth, yardstick, str(yardstick.dtype))
             if not (off := max_error(truth, claim)) <= allowed:
                 raise ModelError("module", f"the exported graph to agree within {allowed:.1e} at {at}", f"{off:.1e}")
+
+
+def _weights_of(module: nn.Module) -> dict[str, Array]:
+    """A module's weights by the names that its export gives them: without that of what only wraps it."""
+    return {name.removeprefix("module."): to_numpy(tensor) for name, tensor in module.state_dict().items()}
 
 
 def _outputs(module: nn.Module, inputs: Arrays, forward: Forward) -> list[Array]:

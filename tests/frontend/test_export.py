@@ -198,7 +198,8 @@ def test_an_operator_of_our_own_comes_with_its_definition(fields: dict[str, obje
     sizes = {"B": 2, "L": 11, "S": 7 if "kv_embed_dim" in fields else 11, "C": 13, "mask_H": 4}
     inputs = random_inputs(model, sizes | fixed, seed=3)
     wide = {name: array.astype(np.float64) if array.dtype == np.float32 else array for name, array in inputs.items()}
-    outputs = ReferenceEvaluator(promoted(model)).run(None, wide)
+    graph, weights = promoted(model, {})
+    outputs = ReferenceEvaluator(graph).run(None, weights | wide)
     for expected, actual in zip(oracle(model, inputs), outputs, strict=True):
         assert max_error(expected, actual) < 1e-12
 

@@ -33,8 +33,8 @@ from mhsa_compile.frontend.canonicalize.passes import (
 )
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.passes.size_tensors import sizes_as_tensors
-from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import light, whole
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
+from mhsa_compile.frontend.detach_weights import light, whole
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.spec.attention_spec import LIMITS_KEY, SPEC_KEY
 from mhsa_compile.spec.outputs import LayerWord

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.frontend.detach_weights import contents_as_inputs
 from mhsa_compile.frontend.export.check import (
     STATIC_MASK,
     Shape,
@@ -151,7 +152,7 @@ def _export_any(called: Called, program: Program) -> onnx.ModelProto:
         if node.domain == DOMAIN and len(node.output) > 1:  # of a flex_attention that was asked for it
             mhsa_operator.put_in_place(node, SoftmaxOutputs(lse=True))
     _import_own_operators(model)
-    onnx.checker.check_model(model)
+    onnx.checker.check_model(contents_as_inputs(model))
     if freedom.most:
         onnx.helper.set_model_props(model, {LIMITS_KEY: json.dumps(dict(freedom.most))})
     check_symbols(model, called, _shapes(freedom.signature))
@@ -174,7 +175,7 @@ def _export_own(module: MultiHeadAttention | ScaledDotProductAttention, dims: di
     if module.spec.kv_cache:
         said[IN_PLACE_KEY] = json.dumps(IN_PLACE)
     onnx.helper.set_model_props(model, said)
-    onnx.checker.check_model(model)
+    onnx.checker.check_model(contents_as_inputs(model))
     check_declared(model, _shapes(signature))
     long = {name: size for name, size in dims.items() if name in _SHORT and size is not None and size > _LONGEST_CHECK}
     if not long:

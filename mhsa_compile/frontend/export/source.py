@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import onnx
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements, without_contents
 from mhsa_compile.frontend.export.input_dims import (
     check_dims,
     dims_of,
@@ -121,7 +123,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
         onnx.load_external_data_for_model(model, str(path.parent))
     _check(name, model)
     with reading(ModelError, name, "a valid ONNX model"):
-        onnx.shape_inference.infer_shapes(model, strict_mode=True)
+        onnx.shape_inference.infer_shapes(without_contents(model), strict_mode=True)
     return model
 
 
@@ -132,7 +134,11 @@ def _check(name: str, model: onnx.ModelProto) -> None:
         hint = "Load it with its data, onnx.load(path), or compile its path."
         raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
     with reading(ModelError, name, "a valid ONNX model"):
-        onnx.checker.check_model(_with_ranks(model), full_check=False)
+        onnx.checker.check_model(_with_ranks(contents_as_inputs(model)), full_check=False)
+    for tensor in model.graph.initializer:
+        if is_large(tensor) and (elements := stored_elements(tensor)) != math.prod(tensor.dims):
+            expected = f"{math.prod(tensor.dims)} numbers in weight {tensor.name!r}"
+            raise ModelError(name, expected, str(elements), "The file is damaged or cut off: write it again.")
 
 
 def _with_ranks(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -52,11 +52,12 @@ def eager(model: onnx.ModelProto, inputs: Arrays, *, int8_weights: bool = False)
 class Reference:
     """Both evaluations of one graph, each made ready once: of a model of a hundred MB that takes longer than a run.
 
-    Results of the last inputs are kept: a check asks again for what another has asked for.
+    Results of the last inputs are kept: a check asks again for what another has asked for. `wide` are arrays in float64
+    that some weights may equal: of those that do, no other copy is made.
     """
 
-    def __init__(self, model: onnx.ModelProto, *, int8_weights: bool = False) -> None:
-        self.model, self._int8_weights = model, int8_weights
+    def __init__(self, model: onnx.ModelProto, *, int8_weights: bool = False, wide: Arrays | None = None) -> None:
+        self.model, self._int8_weights, self._wide = model, int8_weights, wide or {}
         self._kept: dict[tuple[str, str], list[Array]] = {}
         self._filled = False  # whether the last run of the oracle met rows that a finite fill hides whole
         self._with_filled: set[str] = set()
@@ -79,7 +80,7 @@ class Reference:
         if _digest(inputs) not in self._with_filled:
             return None
         with np.errstate(all="ignore"):
-            return [~np.isfinite(np.asarray(output)) for output in self._spoiled.run(None, _widened(inputs))]
+            return [~np.isfinite(np.asarray(output)) for output in self._spoiled.run(None, self._widened(inputs))]
 
     def _evaluated(self, which: str, inputs: Arrays) -> list[Array]:
         digest = _digest(inputs)
@@ -88,7 +89,7 @@ class Reference:
             self._filled = False
             with np.errstate(all="ignore"):  # NaN and Inf may come, and are carried as IEEE says
                 if which == "oracle":
-                    outputs = self._exact.run(None, _widened(inputs))
+                    outputs = self._exact.run(None, self._widened(inputs))
                 else:
                     outputs = self._rounded.run(None, dict(inputs))
             found = [np.asarray(output) for output in outputs]
@@ -100,8 +101,12 @@ class Reference:
         return list(found)
 
     @cached_property
-    def _promoted(self) -> onnx.ModelProto:
-        return promoted(self.model)
+    def _promoted(self) -> tuple[onnx.ModelProto, dict[str, Array]]:
+        return promoted(self.model, self._wide)
+
+    def _widened(self, inputs: Arrays) -> dict[str, Array]:
+        """All that the float64 graph is fed with: its weights, and the inputs."""
+        return {**self._promoted[1], **{name: _wide(array) for name, array in inputs.items()}}
 
     @cached_property
     def _exact(self) -> ReferenceEvaluator:
@@ -110,7 +115,7 @@ class Reference:
             return attend_exactly(q, k, v, scoring)
 
         operators = [_GatherElements, _Erf, _WideMatMul, *attention_operators(Arithmetic(attend, look_exactly))]
-        return ReferenceEvaluator(self._promoted, new_ops=operators)
+        return ReferenceEvaluator(self._promoted[0], new_ops=operators)
 
     @cached_property
     def _spoiled(self) -> ReferenceEvaluator:
@@ -121,7 +126,7 @@ class Reference:
             return y if rows is None else np.where(rows, np.nan, y)
 
         operators = [_GatherElements, _Erf, _WideMatMul, *attention_operators(Arithmetic(attend, look_exactly))]
-        return ReferenceEvaluator(self._promoted, new_ops=operators)
+        return ReferenceEvaluator(self._promoted[0], new_ops=operators)
 
     @cached_property
     def _rounded(self) -> ReferenceEvaluator:
@@ -135,8 +140,8 @@ class Reference:
         return ReferenceEvaluator(self.model, new_ops=operators)
 
 
-def _widened(inputs: Arrays) -> dict[str, Array]:
-    return {name: array if array.dtype.kind in "biu" else array.astype(np.float64) for name, array in inputs.items()}
+def _wide(array: Array) -> Array:
+    return array if array.dtype.kind in "biu" else array.astype(np.float64)
 
 
 def _digest(inputs: Arrays) -> str:
@@ -147,13 +152,25 @@ def _digest(inputs: Arrays) -> str:
     return digest.hexdigest()
 
 
-def promoted(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose floating constants and casts are float64."""
+def promoted(model: onnx.ModelProto, known: Arrays) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """(a copy whose floating constants and casts are float64, its floating weights in float64).
+
+    The copy has no floating weights of its own: it is fed with them. As tensors of the file they would be written out
+    as bytes and read again, which takes longer than a run. `known` has some of them, by name.
+    """
     wide = onnx.ModelProto()
     wide.CopyFrom(model)
+    weights = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_type in FLOATS:
+            array, other = numpy_helper.to_array(tensor), known.get(tensor.name)
+            weights[tensor.name] = other if other is not None and np.array_equal(array, other) else _wide(array)
+    for i in reversed(range(len(wide.graph.initializer))):
+        if wide.graph.initializer[i].name in weights:
+            del wide.graph.initializer[i]
     for graph in (wide.graph, *wide.functions):
         _promote(graph)
-    return wide
+    return wide, weights
 
 
 def _promote(graph: Any) -> None:

@@ -9,8 +9,8 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import Tensors
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array, Rewriter
+from mhsa_compile.frontend.detach_weights import Tensors
 from mhsa_compile.frontend.onnx_graph import Dim, attributes
 
 

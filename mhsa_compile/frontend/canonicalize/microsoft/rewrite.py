@@ -11,9 +11,9 @@ import onnx
 
 from mhsa_compile.frontend.canonicalize.microsoft import attention, group_query_attention, layers
 from mhsa_compile.frontend.canonicalize.microsoft.node import NotYet, Theirs
-from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import Tensors
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
+from mhsa_compile.frontend.detach_weights import Tensors
 from mhsa_compile.frontend.onnx_graph import attributes
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx
 
-from mhsa_compile.frontend.canonicalize.rewriting.detach_weights import FLOATS
+from mhsa_compile.frontend.detach_weights import FLOATS
 from mhsa_compile.frontend.onnx_graph import attributes
 
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
