@@ -128,6 +128,23 @@ def _power(builder: Any, call: Any) -> Any:
     return builder.call_te(_computed(_PRODUCTS[float(stated)]), value, primfunc_name_hint="power")
 
 
+def _reshape(builder: Any, call: Any) -> Any:
+    """A reshape of computed lengths as a view: as loops, each element's place is found by divisions by these lengths,
+    from which LLVM makes code for a minute."""
+    value, shape = call.args
+    of_an_input = builder.lookup_binding(value) is None  # whose memory no output may be
+    if of_an_input or all(map(_is_plain, (*value.ty.shape.values, *shape.values))):
+        return call.op.get_attr("FLegalize")(builder, call)
+    return call
+
+
+def _is_plain(size: Expr) -> bool:
+    """Whether a size is a number, a dim, or a product of these."""
+    return isinstance(size, tvm.ir.Var | tirx.IntImm) or (
+        isinstance(size, tirx.Mul) and _is_plain(size.a) and _is_plain(size.b)
+    )
+
+
 _PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: scalar_math.square, 3.0: scalar_math.cube}
 
 
@@ -137,6 +154,7 @@ _LEGALIZED = {
     "relax.nn.gelu_tanh": _elementwise(scalar_math.gelu_tanh),
     "relax.nn.silu": _elementwise(scalar_math.silu),
     "relax.power": _power,
+    "relax.reshape": _reshape,
     "relax.sigmoid": _elementwise(scalar_math.sigmoid),
     "relax.tanh": _elementwise(scalar_math.tanh),
 }
