@@ -35,14 +35,14 @@ class GraphView:
                 self._consumers[name].append(node)
 
     def producer(self, name: str, op_type: str | None = None) -> onnx.NodeProto | None:
-        """The node that makes `name`, if it is of `op_type`."""
+        """The node that makes `name`, if it is the standard's `op_type`."""
         node = self._producers.get(name)
-        return node if node is not None and op_type in (None, node.op_type) else None
+        return node if node is not None and (op_type is None or is_standard(node, op_type)) else None
 
     def only_consumer(self, name: str, op_type: str) -> onnx.NodeProto | None:
-        """The one node that reads `name`, if there is just one, of `op_type`, and nobody outside sees the value."""
+        """The one node that reads `name`, if just one does, the standard's `op_type`, and nobody outside sees it."""
         readers = self._consumers[name]
-        alone = len(readers) == 1 and name not in self.outputs and readers[0].op_type == op_type
+        alone = len(readers) == 1 and name not in self.outputs and is_standard(readers[0], op_type)
         return readers[0] if alone else None
 
     def consumers(self, name: str) -> list[onnx.NodeProto]:
@@ -84,6 +84,11 @@ class GraphView:
         return constant_value(node)
 
 
+def is_standard(node: onnx.NodeProto, *operators: str) -> bool:
+    """Whether a node is one of these operators of ONNX's own: a domain is part of an operator's name."""
+    return node.op_type in operators and node.domain in ("", "ai.onnx")
+
+
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     """The attributes of a node as Python values (strings decoded)."""
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
@@ -116,6 +121,13 @@ def inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         for inner in graph.node:
             yield inner
             yield from inner_nodes(inner)
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph, and behind each those of the graphs in it."""
+    for node in graph.node:
+        yield node
+        yield from inner_nodes(node)
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:

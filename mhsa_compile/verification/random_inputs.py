@@ -16,7 +16,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.symbolic_dims import is_expression, size_of
-from mhsa_compile.spec.attention_spec import LIMITS_KEY, SPEC_KEY, AttentionSpec
+from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, SPEC_KEY, AttentionSpec
 
 Array = np.ndarray
 
@@ -109,6 +109,7 @@ def _numbers_of_keys(source: Any) -> dict[str, int | str]:
         return {info.name: info.most for info in source.inputs if info.most is not None}
     shapes = {name: dims for name, _, dims in _signature(source)}
     nodes = [node for node in source.graph.node if node.op_type == "Attention" and len(node.input) > 6]
+    nodes = [node for node in nodes if node.domain in ("", "ai.onnx", DOMAIN)]  # Microsoft's has another input there
     return {
         node.input[6]: shapes[node.input[1]][-2] for node in nodes if {node.input[1], node.input[6]} <= shapes.keys()
     }

@@ -20,6 +20,8 @@ from mhsa_compile.frontend.export.input_dims import (
     named,
     settled,
 )
+from mhsa_compile.frontend.reading.check import check_domains, check_file
+from mhsa_compile.frontend.reading.functions import inlined
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import LayerWord, layer_words
 
@@ -45,14 +47,21 @@ def read_source(
         hint = "The symbols of an ONNX model are free as they are; dims fixes them."
         raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
     if isinstance(source, str | Path):
-        model = settled(fix_dims(named(read_onnx(Path(source))), dims))
+        model = settled(fix_dims(named(_understood(read_onnx(Path(source)))), dims))
     elif isinstance(source, onnx.ModelProto):
         _check("model", source)
-        model = settled(fix_dims(named(source), dims))
+        model = settled(fix_dims(named(_understood(source)), dims))
     else:
         model = _exported(source, dims, example_inputs, dynamic_shapes)
     said = {entry.key: entry.value for entry in model.metadata_props}
     return Source(model, AttentionSpec.from_json(said[SPEC_KEY]) if SPEC_KEY in said else None)
+
+
+def _understood(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A checked model without functions of its own. Raises ModelError for an operator that nobody here knows."""
+    model = inlined(model)
+    check_file(model)
+    return model
 
 
 def _exported(
@@ -133,6 +142,7 @@ def _check(name: str, model: onnx.ModelProto) -> None:
     if away:
         hint = "Load it with its data, onnx.load(path), or compile its path."
         raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
+    check_domains(model)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.checker.check_model(_with_ranks(contents_as_inputs(model)), full_check=False)
     for tensor in model.graph.initializer:

@@ -98,7 +98,8 @@ class AttentionPattern:
         one_axis = isinstance(start, int) and end == start + 1 and start < len(measured)
         if not one_axis or measured[start] != self.asked.keys:
             return name, "bottom_right"
-        if self.graph.only_consumer(name, "Attention") is not None:
+        readers = self.graph.consumers(name)
+        if len(readers) == 1 and readers[0] is self.node and name not in self.graph.outputs:
             alone = [source for source in expand.input if self.graph.only_consumer(source, "Expand") is not None]
             shapes = [self.graph.producer(source, "Shape") for source in alone]
             self.absorbed += [expand, *(node for node in shapes if node is not None)]

@@ -16,7 +16,7 @@ import onnx
 import tvm
 from onnx import numpy_helper
 from tvm import relax
-from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.fusion.fuse import fuse
@@ -29,6 +29,8 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
 )
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
 from mhsa_compile.frontend.onnx_graph import inner_nodes, reads
+from mhsa_compile.frontend.reading.check import check_graph, title
+from mhsa_compile.frontend.reading.standard import STANDARD
 from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.import_context import ImportContext
 from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
@@ -44,6 +46,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
 
     Raises ModelError: no attention, an operator nobody here can convert, shapes that contradict each other.
     """
+    check_graph(model)
     fused = fuse(model)
     importer = _Importer(int8_weights)
     opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
@@ -96,14 +99,19 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 self._nodes[tensor.name] = _constant(array)
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
-        convertible = {*_get_convert_map(), "If", "Constant"} - {"Attention"}  # TVM's means something else
-        unknown = {node.op_type for node in graph.node} - convertible - self._ours.keys()
-        if unknown:
-            raise ModelError("model", "operators that can be compiled", ", ".join(sorted(unknown)))
-        inner = {inside.op_type for node in graph.node for inside in inner_nodes(node)}
-        if unknown := inner - (convertible - {"RotaryEmbedding"}):
-            expected = "operators that can be compiled in the branches of an If"
-            raise ModelError("model", expected, ", ".join(sorted(unknown)), "Attention is compiled outside of them.")
+        unknown = [node for node in graph.node if node.op_type not in STANDARD.keys() | self._ours.keys()]
+        inner = [inside for node in graph.node for inside in inner_nodes(node) if inside.op_type not in STANDARD]
+        for nodes, expected, hint in (
+            (unknown, "operators that can be compiled", "Write what it does in operators that are understood."),
+            (
+                inner,
+                "operators that can be compiled in the branches of an If",
+                "Attention is compiled outside of them.",
+            ),
+        ):
+            if nodes:
+                others = ", ".join(sorted({node.op_type for node in nodes}))
+                raise ModelError(title(nodes[0]), expected, others, hint)
 
     def _convert_subgraph(self, bb: Any, graph: onnx.GraphProto) -> Any:
         """A branch of an If as a block of its own: what it holds runs only where it is taken."""
@@ -134,9 +142,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 for i, value in enumerate(inputs):
                     inputs[i] = size_as_tensor(self.bb, value) if tvm.ir.is_prim_expr(value) else value
             return super()._convert_operator(op_name, inputs, attrs, opset)
+        except ModelError:
+            raise
         except Exception as error:  # whatever TVM's converter trips over
             what = f"{op_name} node {_name(attrs)!r}"
-            raise ModelError(what, "a form that TVM converts", f"{type(error).__name__}: {error}") from error
+            got = "; ".join(map(_described, inputs)) or "one without inputs"
+            hint = "Fix free sizes with dims, or write what it does in other operators."
+            raise ModelError(what, "inputs and attributes of a form that can be compiled", got, hint) from error
 
     def _bound(self, value: Any) -> Any:
         """A value that was computed, as a variable."""
@@ -209,6 +221,20 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 def _name(attrs: dict[str, Any]) -> str:
     """The name of a node, which TVM puts beside its attributes."""
     return str(attrs["tvm_custom"]["name"])
+
+
+def _described(value: Any) -> str:
+    """A node's input in a message: its kind and its dims."""
+    if value is None:
+        return "none"
+    kind = value.ty
+    if isinstance(kind, relax.ShapeType):
+        return f"sizes [{', '.join(map(str, kind.values or ()))}]"
+    if not isinstance(kind, relax.TensorType):
+        return "a size" if tvm.ir.is_prim_expr(value) else "a list of tensors"
+    sizes = f"({', '.join(map(str, kind.shape.values))})" if isinstance(kind.shape, relax.ShapeExpr) else "any shape"
+    constant = "a constant of " if isinstance(value, tvm.ir.GenericConst) else ""
+    return f"{constant}{kind.dtype} {sizes}"
 
 
 def _constant(array: Any) -> Any:

@@ -10,6 +10,8 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices, get_type
 
+from mhsa_compile.errors import ModelError
+
 
 def range_up_to_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Range from a constant to a symbolic size: as long as that says. TVM's has a length that nobody knows."""
@@ -155,6 +157,11 @@ def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     """Expand of a tensor, some dims of it symbolic, to constant sizes. TVM's knows constant dims only."""
     data, wanted = inputs
     sizes = data.ty.shape if isinstance(data.ty, relax.TensorType) else None
+    if isinstance(wanted.ty, relax.TensorType) and not isinstance(wanted, tvm.ir.GenericConst):
+        ones = sizes is not None and all(isinstance(size, tirx.IntImm) and size.value == 1 for size in sizes.values)
+        if not ones:  # TVM's takes the shape for the result's, which it is not where it says 1
+            raise _of_computed_sizes("Expand", attributes)
+        return None
     if not isinstance(sizes, relax.ShapeExpr) or not isinstance(wanted, tvm.ir.GenericConst):
         return None
     dims, target = list(sizes.values), _numbers(wanted)
@@ -163,6 +170,18 @@ def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
         return None
     result = [size if to == 1 else to for size, to in zip(dims, target, strict=True)]
     return bb.normalize(relax.op.broadcast_to(data, relax.ShapeExpr(result)))
+
+
+def constant_of_known_shape(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """ConstantOfShape leaves shapes that the graph knows to TVM, and refuses others: TVM makes no code of them."""
+    if isinstance(inputs[0].ty, relax.TensorType) and not isinstance(inputs[0], tvm.ir.GenericConst):
+        raise _of_computed_sizes("ConstantOfShape", attributes)
+
+
+def _of_computed_sizes(operator: str, attributes: dict[str, Any]) -> ModelError:
+    hint = "Fix free sizes with dims, or give the model what it computes from them."
+    name = attributes["tvm_custom"]["name"]
+    return ModelError(f"{operator} node {name!r}", "a shape that the graph knows", "one that a call computes", hint)
 
 
 def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -194,6 +213,7 @@ CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "Add": of_sizes(lambda one, other: one + other),
     "Cast": cast_of_a_size,
     "Concat": concat_of_dims_that_must_agree,
+    "ConstantOfShape": constant_of_known_shape,
     "Div": of_sizes(tirx.truncdiv),
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,

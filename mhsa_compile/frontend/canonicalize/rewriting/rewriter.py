@@ -13,6 +13,7 @@ from mhsa_compile.frontend.onnx_graph import (
     Dim,
     GraphView,
     in_order,
+    is_standard,
     live_nodes,
     reads,
 )
@@ -70,9 +71,10 @@ class Rewriter:
         self._written.append(node)
 
     def producer(self, name: str, op_type: str) -> onnx.NodeProto | None:
-        """The node that makes `name`, in the graph as it was or written since, if it is of `op_type`."""
+        """The node that makes `name`, in the graph as it was or written since, if it is the standard's
+        `op_type`."""
         made = next((node for node in self._written if name in node.output), None) or self.graph.producer(name)
-        return made if made is not None and made.op_type == op_type else None
+        return made if made is not None and is_standard(made, op_type) else None
 
     def place(self, node: onnx.NodeProto, attention: str = "") -> None:
         """Puts what was written since the last call where `node` stood; an Attention in it is called `attention`."""

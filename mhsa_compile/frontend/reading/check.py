@@ -1,0 +1,144 @@
+"""Refuses what a file says and nobody here understands: `TABLE` is the whole of what is understood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import onnx
+from onnx import defs
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, reads
+from mhsa_compile.frontend.reading import microsoft
+from mhsa_compile.frontend.reading.microsoft import MICROSOFT
+from mhsa_compile.frontend.reading.row import ANY, Row
+from mhsa_compile.frontend.reading.standard import LAST, STANDARD
+from mhsa_compile.spec.attention_spec import DOMAIN
+
+TABLE: dict[tuple[str, str], Row] = {
+    **{("", operator): row for operator, row in STANDARD.items()},
+    **{(microsoft.DOMAIN, operator): row for operator, row in MICROSOFT.items()},
+}
+"""(domain, operator) -> what is understood of it. A domain is part of a name: a vendor's "Softmax" is not ONNX's."""
+
+_DOMAINS = ("", microsoft.DOMAIN, DOMAIN)
+_WAY_OUT = "Export the model without it, or write what it does in operators that are understood."
+_VENDOR = (
+    "Only its author knows what it computes: put its meaning into the file as a model-local function, or write it in "
+    "ONNX's own operators."
+)
+
+
+def check_domains(model: onnx.ModelProto) -> None:
+    """Refuses operators of domains that nobody here knows, unless the file says by a function what they compute.
+
+    Raises ModelError.
+    """
+    functions = {(function.domain, function.name) for function in model.functions}
+    for node in all_nodes(model.graph):
+        known = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type == "Attention")
+        if not known and (node.domain, node.op_type) not in functions:
+            expected = "an operator of ONNX's or ONNX Runtime's"
+            raise ModelError(title(node), expected, f"one of the domain {node.domain!r}", _VENDOR)
+
+
+def check_file(model: onnx.ModelProto) -> None:
+    """Refuses what the operators of a file without functions say beyond their rows, as far as they are Microsoft's.
+
+    The standard's may be rewritten before TVM gets them: `check_graph` sees those that are left. Raises ModelError.
+    """
+    check_domains(model)
+    for node in all_nodes(model.graph):
+        if node.domain == microsoft.DOMAIN:
+            if node.op_type not in MICROSOFT:
+                expected = f"an operator of com.microsoft among {', '.join(MICROSOFT)}"
+                raise ModelError(title(node), expected, node.op_type, _WAY_OUT)
+            _Reading(model, model.graph, node, MICROSOFT[node.op_type], {}).check()
+
+
+def check_graph(model: onnx.ModelProto) -> None:
+    """Refuses what a graph, as TVM's importer is about to get it, says beyond the rows of `STANDARD`.
+
+    Nodes of this library's own are left out. Raises ModelError.
+    """
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    for node in all_nodes(model.graph):
+        if node.domain == DOMAIN or (row := STANDARD.get(node.op_type)) is None:
+            continue  # the importer says which operators it knows
+        schema = defs.get_schema(node.op_type, opset, "")
+        if schema.since_version > LAST:
+            expected = f"{node.op_type} as opset {LAST} has it"
+            raise ModelError(title(node), expected, f"that of opset {schema.since_version}", _older(LAST))
+        defaults = {
+            name: _value(attribute.default_value)
+            for name, attribute in schema.attributes.items()
+            if attribute.default_value.name
+        }
+        _Reading(model, model.graph, node, row, defaults).check()
+
+
+def _older(opset: int) -> str:
+    return f"Export the model with opset {opset}, or an older one."
+
+
+class _Reading:
+    """One node beside its row."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        graph: onnx.GraphProto,
+        node: onnx.NodeProto,
+        row: Row,
+        defaults: Mapping[str, Any],
+    ) -> None:
+        self.model, self.graph, self.node, self.row, self.defaults = model, graph, node, row, defaults
+
+    def check(self) -> None:
+        row, node = self.row, self.node
+        for name, value in attributes(node).items():
+            understood = row.attributes.get(name, (self.defaults[name],) if name in self.defaults else ())
+            if understood != ANY and not any(_same(value, one) for one in understood):
+                expected = " or ".join(f"{name}={one!r}" for one in understood) or f"no attribute {name!r}"
+                raise self._refused(expected, f"{name}={value!r}")
+        for place, name in enumerate(node.input):
+            if name and (place >= row.inputs or place in row.unread):
+                what = row.unread.get(place, f"input {place}") if row.unread else f"input {place}"
+                raise self._refused(f"no {what}, which is not understood", repr(name))
+        if any(name and self._is_read(name) for name in node.output[row.outputs :]):
+            raise self._refused(f"readers of its first {row.outputs} outputs alone", "one of a later output")
+        if row.condition is not None and (mismatch := row.condition(self._view, node)) is not None:
+            raise self._refused(*mismatch)
+        if row.dtypes is not None:
+            for name in (*node.input, *node.output):
+                kind = self._view.dtype(name) if name else None
+                if kind is not None and kind not in row.dtypes:
+                    raise self._refused(f"values of {', '.join(sorted(row.dtypes))}", f"{name!r} of {kind}")
+
+    def _refused(self, expected: str, got: str) -> ModelError:
+        return ModelError(title(self.node), expected, got, self.row.hint or _WAY_OUT)
+
+    def _is_read(self, name: str) -> bool:
+        graph = self.graph
+        return any(value.name == name for value in graph.output) or any(name in reads(node) for node in graph.node)
+
+    @cached_property
+    def _view(self) -> GraphView:
+        return GraphView(self.model)
+
+
+def title(node: onnx.NodeProto) -> str:
+    """A node as errors name it."""
+    operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    return f"{operator} node {node.name or ', '.join(node.output)!r}"
+
+
+def _value(attribute: onnx.AttributeProto) -> Any:
+    value = onnx.helper.get_attribute_value(attribute)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _same(value: Any, other: Any) -> bool:
+    return bool(value == other)

@@ -1,0 +1,41 @@
+"""What is understood of the operators of ONNX Runtime (com.microsoft), as `canonicalize.microsoft` rewrites them.
+
+No schema of theirs is at hand: an attribute that stands in no row is refused, whatever its value.
+"""
+
+from __future__ import annotations
+
+from mhsa_compile.frontend.reading.row import Row, row
+
+DOMAIN = "com.microsoft"
+
+MICROSOFT: dict[str, Row] = {
+    "Attention": row(
+        "mask_filter_value", "num_heads", "qkv_hidden_sizes", "scale",
+        unidirectional=(0, 1), do_rotary=(0,), past_present_share_buffer=(0,), rotary_embedding_dim=(0,),
+        inputs=6, outputs=2,
+    ),
+    "BiasGelu": row(inputs=2),
+    "EmbedLayerNormalization": row("epsilon", mask_index_type=(0,), inputs=9, outputs=3),
+    "FastGelu": row(inputs=2),
+    "FusedMatMul": row("alpha", transA=(0, 1), transB=(0, 1), transBatchA=(0,), transBatchB=(0,), inputs=2),
+    "Gelu": row(),
+    "GroupQueryAttention": row(
+        "kv_num_heads", "local_window_size", "num_heads", "scale", "softcap",
+        causal=(1,), do_rotary=(0, 1), k_quant_type=("NONE",), kv_cache_bit_width=(0,), qk_output=(0,),
+        rotary_interleaved=(0, 1), smooth_softmax=(0,), v_quant_type=("NONE",),
+        inputs=11, outputs=3,
+        unread={11: "head_sink", 12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight"},
+    ),
+    "MultiHeadAttention": row(
+        "mask_filter_value", "num_heads", "scale", unidirectional=(0, 1), inputs=8, outputs=3,
+        unread={8: "past_sequence_length", 9: "cache_indirection"},
+    ),
+    "QuickGelu": row("alpha"),
+    "RotaryEmbedding": row(
+        "num_heads", "rotary_embedding_dim", interleaved=(0, 1), is_packed_batching=(0,), scale=(1.0,), inputs=4
+    ),
+    "SimplifiedLayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=2),
+    "SkipLayerNormalization": row("epsilon", inputs=5, outputs=4),
+    "SkipSimplifiedLayerNormalization": row("epsilon", inputs=4, outputs=4),
+}  # fmt: skip

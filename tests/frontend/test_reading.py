@@ -1,0 +1,155 @@
+"""What of a file is understood: vendors' domains, functions of standard names, attributes and outputs that nobody
+reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, defs, helper
+from onnx.reference import ReferenceEvaluator
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.export.source import read_source
+from mhsa_compile.frontend.onnx_graph import all_nodes
+from mhsa_compile.frontend.reading.check import TABLE, check_graph
+from mhsa_compile.frontend.reading.microsoft import MICROSOFT
+from mhsa_compile.frontend.reading.row import ANY, MANY
+from mhsa_compile.frontend.reading.standard import LAST, STANDARD
+
+N = helper.make_node
+OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("own", 1), helper.make_opsetid("com.microsoft", 1)]
+
+
+def model(*nodes: onnx.NodeProto, functions: Any = (), outputs: Any = ("y",), opset: int = 21) -> onnx.ModelProto:
+    """x (2, 3, 4) -> the outputs, float32."""
+    value = helper.make_tensor_value_info
+    x = value("x", TensorProto.FLOAT, [2, 3, 4])
+    graph = helper.make_graph(list(nodes), "g", [x], [value(name, TensorProto.FLOAT, None) for name in outputs])
+    opsets = [helper.make_opsetid("", opset), *OPSETS[1:]]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=list(functions))
+
+
+def function(name: str, body: list[onnx.NodeProto], domain: str = "own", **more: Any) -> onnx.FunctionProto:
+    return helper.make_function(domain, name, ["a"], ["b"], body, OPSETS[:2], **more)
+
+
+@pytest.mark.parametrize("domain", ["vendor.nn", "trt.plugins", "ai.onnx.ml", "mhsa"])
+@pytest.mark.parametrize("operator", ["Softmax", "Gelu", "Identity", "LayerNormalization", "MhsaLinear"])
+def test_a_vendors_operator_is_refused_by_name(domain: str, operator: str) -> None:
+    odd = model(N("Relu", ["x"], ["r"]), N(operator, ["r"], ["y"], name="odd", domain=domain))
+    odd.opset_import.append(helper.make_opsetid(domain, 1))
+    with pytest.raises(ModelError, match=rf"{domain}.{operator} node 'odd': .*{domain}") as caught:
+        read_source(odd, None, None)
+    assert caught.value.next_step
+
+
+def test_inside_of_branches_too() -> None:
+    value = helper.make_tensor_value_info("z", TensorProto.FLOAT, None)
+    branches = {
+        name: helper.make_graph([N(operator, ["x"], ["z"], name="odd", domain=domain)], name, [], [value])
+        for name, operator, domain in (("then_branch", "Relu", ""), ("else_branch", "Relu", "vendor.nn"))
+    }
+    odd = model(
+        N("ReduceSum", ["x"], ["total"], keepdims=0),
+        N("Cast", ["total"], ["c"], to=9),
+        N("If", ["c"], ["y"], **branches),
+    )
+    odd.opset_import.append(helper.make_opsetid("vendor.nn", 1))
+    with pytest.raises(ModelError, match=r"vendor.nn.Relu node 'odd'"):
+        read_source(odd, None, None)
+
+
+def test_a_function_is_what_its_body_says() -> None:
+    """Of a standard name, called by another function, with an attribute that has a default."""
+    square = function("Softmax", [N("Relu", ["a"], ["r"]), N("Mul", ["r", "r"], ["b"])])
+    leaky = N("LeakyRelu", ["a"], ["l"])
+    leaky.attribute.add(name="alpha", type=onnx.AttributeProto.FLOAT, ref_attr_name="slope")
+    outer = function(
+        "Tanh",
+        [leaky, N("Softmax", ["l"], ["b"], domain="own")],
+        attribute_protos=[helper.make_attribute("slope", 0.5)],
+    )
+    nodes = [N("Tanh", ["x"], ["t"], domain="own"), N("Tanh", ["t"], ["u"], domain="own", slope=-2.0)]
+    file = model(*nodes, N("Softmax", ["u"], ["y"], axis=1), functions=[square, outer])
+    inlined = read_source(file, None, None).model
+    assert not inlined.functions and {node.domain for node in all_nodes(inlined.graph)} == {""}
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype("f4")
+    expected = x
+    for slope in (0.5, -2.0):  # onnx.reference knows no defaults of functions
+        expected = np.maximum(np.where(expected < 0, slope * expected, expected), 0) ** 2
+    powers = np.exp(expected - expected.max(1, keepdims=True))
+    expected = powers / powers.sum(1, keepdims=True)
+    (got,) = ReferenceEvaluator(inlined).run(None, {"x": x})
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("operator", sorted(MICROSOFT))
+def test_what_no_row_of_microsofts_says_is_refused(operator: str) -> None:
+    said: dict[str, Any] = {"num_heads": 2} if "num_heads" in MICROSOFT[operator].attributes else {}
+    said |= {"score_power": 2.0}
+    odd = model(N(operator, ["x"] * 2, ["y"], name="odd", domain="com.microsoft", **said))
+    with pytest.raises(ModelError, match=r"com.microsoft.\w+ node 'odd': expected no attribute 'score_power'"):
+        read_source(odd, None, None)
+    late = ["x", *[""] * (MICROSOFT[operator].inputs - 1), "x"]
+    odd = model(N(operator, late, ["y"], name="odd", domain="com.microsoft"))
+    with pytest.raises(ModelError, match=r"com.microsoft.\w+ node 'odd': expected no .*, which is not understood"):
+        read_source(odd, None, None)
+
+
+def test_rows_are_of_attributes_that_there_are() -> None:
+    for (domain, operator), row in TABLE.items():
+        if domain == "":
+            schema = defs.get_schema(operator, min(LAST, defs.onnx_opset_version()), "")
+            assert set(row.attributes) <= set(schema.attributes), operator
+            assert row.inputs <= schema.max_input or row.inputs == MANY, operator
+            for name, values in row.attributes.items():
+                assert values == ANY or name in schema.attributes
+
+
+def test_every_row_has_its_converter() -> None:
+    from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
+
+    from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
+
+    assert STANDARD.keys() <= {*_get_convert_map(), *CONVERSIONS, "If"}
+
+
+def test_names_that_microsoft_shares_with_onnx() -> None:
+    """Passes ask for an operator by its type before Microsoft's are rewritten; these ask for its domain as well."""
+    standard = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
+    assert standard & set(MICROSOFT) == {"Attention", "Gelu", "RotaryEmbedding"}
+
+
+def lost() -> Any:
+    """Attributes, inputs and outputs of standard operators that a converter of TVM's drops."""
+    yield N("LayerNormalization", ["x", "x"], ["y", "mean", ""]), ("y", "mean"), "a later output"
+    yield N("IsInf", ["x"], ["y"], detect_negative=0), ("y",), "detect_negative=0"
+    yield N("Resize", ["x", "", "", "x"], ["y"], antialias=1), ("y",), "antialias=1"
+    yield N("Resize", ["x", "", "", "x"], ["y"], axes=[1, 2]), ("y",), r"axes=\[1, 2\]"
+    yield N("Dropout", ["x"], ["y", "mask"]), ("y", "mask"), "a later output"
+    yield N("Mod", ["x", "x"], ["y"]), ("y",), "float32"
+    yield N("ConvTranspose", ["x", "x"], ["y"], output_shape=[9]), ("y",), "output_shape"
+    yield N("BatchNormalization", ["x"] * 5, ["y", "m", "v"], training_mode=1), ("y",), "training_mode=1"
+    yield N("MaxPool", ["x"], ["y", "at"], kernel_shape=[2]), ("y", "at"), "a later output"
+
+
+@pytest.mark.parametrize(("node", "outputs", "got"), list(lost()), ids=lambda part: getattr(part, "op_type", ""))
+def test_what_a_converter_drops_is_refused(node: onnx.NodeProto, outputs: tuple[str, ...], got: str) -> None:
+    node.name = "odd"
+    with pytest.raises(ModelError, match=rf"{node.op_type} node 'odd': expected .*, got .*{got}") as caught:
+        check_graph(model(node, outputs=outputs))
+    assert caught.value.next_step
+    for attribute in node.attribute:
+        if attribute.name in ("antialias", "detect_negative"):
+            attribute.i = 1 - attribute.i
+            check_graph(model(node, outputs=outputs))  # the default's value is no news
+
+
+def test_an_opset_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mhsa_compile.frontend.reading.check.LAST", 9)
+    with pytest.raises(ModelError, match=r"Relu node 'odd': expected Relu as opset 9 has it, got that of opset 14"):
+        check_graph(model(N("Relu", ["x"], ["y"], name="odd")))
+    assert "Relu" in STANDARD
