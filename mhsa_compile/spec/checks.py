@@ -10,6 +10,12 @@ from mhsa_compile.errors import SpecError
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST = 2**31 - 1
 """The largest size allowed: one more would not be a 32-bit number, in which ONNX Runtime and C programs keep some."""
+LONGEST = 2**30
+"""No length is larger: places are numbers of 32 bits, and so are their differences. A window of as many keys or more
+has no end."""
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Between these, numbers are whole in float32, in which kernels compute: none becomes 0 or infinite."""
+_LONGEST_TEXT = 200
 ALIGNMENTS = ("top_left", "bottom_right")
 
 
@@ -39,34 +45,34 @@ def resolve_cached_causal(causal: object) -> str:
     if causal is True or causal == "bottom_right":
         return "bottom_right"
     hint = "What the cache holds behind its length is hidden by causality alone, and queries stand at its end."
-    raise SpecError("causal", 'True or "bottom_right" with kv_cache (--causal true)', repr(causal), hint)
+    raise SpecError("causal", 'True or "bottom_right" with kv_cache (--causal true)', value_text(causal), hint)
 
 
 def check_positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(name, "a positive integer", repr(value))
+        raise SpecError(name, "a positive integer", value_text(value))
     if value > LARGEST:
-        raise SpecError(name, f"at most {LARGEST}", str(value))
+        raise SpecError(name, f"at most {LARGEST}", value_text(value))
 
 
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise SpecError(name, "true or false", repr(value))
+        raise SpecError(name, "true or false", value_text(value))
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value is None or value in choices:
         return
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    near = difflib.get_close_matches(value_text(value).strip("'"), choices, n=1)
     expected = ", ".join(f'"{choice}"' for choice in choices)
-    raise SpecError(name, f"None, {expected}", repr(value), f'Did you mean "{near[0]}"?' if near else "")
+    raise SpecError(name, f"None, {expected}", value_text(value), f'Did you mean "{near[0]}"?' if near else "")
 
 
 def check_dtype(dtype: object) -> None:
     if dtype not in DTYPES:
-        near = difflib.get_close_matches(str(dtype), DTYPES, n=1)
+        near = difflib.get_close_matches(value_text(dtype).strip("'"), DTYPES, n=1)
         hint = f'Did you mean "{near[0]}"?' if near else ""
-        raise SpecError("dtype", " or ".join(f'"{name}"' for name in DTYPES), repr(dtype), hint)
+        raise SpecError("dtype", " or ".join(f'"{name}"' for name in DTYPES), value_text(dtype), hint)
 
 
 def checked_window(window: object) -> tuple[int, int] | None:
@@ -76,14 +82,26 @@ def checked_window(window: object) -> tuple[int, int] | None:
     sizes = tuple(window) if isinstance(window, list | tuple) else ()
     if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or not -1 <= n <= LARGEST for n in sizes):
         expected = "(left, right): numbers of keys on each side of a query, -1 for unbounded"
-        raise SpecError("window", expected, repr(window), "(256, 0) sees itself and 256 keys before it.")
+        raise SpecError("window", expected, value_text(window), "(256, 0) sees itself and 256 keys before it.")
     return None if sizes == (-1, -1) else (sizes[0], sizes[1])
 
 
 def checked_positive_float(name: str, value: object, otherwise: str = "") -> float:
-    """The value as a float, if it is finite and above 0. Raises SpecError, which says by `otherwise` what None would
-    mean, where it may stand."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and math.isfinite(value) and value > 0:  # type: ignore[arg-type, operator]
-        return float(value)  # type: ignore[arg-type]
-    raise SpecError(name, f"a positive finite number{otherwise and f', or None for {otherwise}'}", repr(value))
+    """The value as a float, if it is above 0 and neither 0 nor infinite in float32. Raises SpecError, which says
+    by `otherwise` what None would mean, where it may stand."""
+    or_none = otherwise and f", or None for {otherwise}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise SpecError(name, f"a positive finite number{or_none}", value_text(value))
+    if not SMALLEST_FLOAT <= value <= LARGEST_FLOAT:
+        expected = f"a positive number that float32 holds, from {SMALLEST_FLOAT:.3g} to {LARGEST_FLOAT:.3g}{or_none}"
+        raise SpecError(name, expected, value_text(value))
+    return float(value)
+
+
+def value_text(value: object) -> str:
+    """A value of anybody's, in so many words as a message has room for: Python writes no number of 5,000 digits."""
+    try:
+        text = repr(value)
+    except Exception as error:  # whatever it does when it is asked
+        return f"a {type(value).__name__} that cannot be written ({type(error).__name__})"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

@@ -15,6 +15,7 @@ import msgspec
 
 from mhsa_compile.errors import InputError, SpecError
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.spec.checks import LARGEST, value_text
 
 if TYPE_CHECKING:  # what only reads a spec does not load NumPy
     import numpy as np
@@ -308,5 +309,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def _check(owner: Pattern, field: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(f"{type(owner).__name__.lower()}.{field}", f"an integer of at least {least}", repr(value))
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        too_large = isinstance(value, int) and value > LARGEST
+        expected = f"at most {LARGEST}" if too_large else f"an integer of at least {least}"
+        raise SpecError(f"{type(owner).__name__.lower()}.{field}", expected, value_text(value))

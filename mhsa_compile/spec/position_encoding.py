@@ -18,6 +18,7 @@ from mhsa_compile.spec.checks import (
     check_flag,
     check_positive_int,
     checked_positive_float,
+    value_text,
 )
 
 if TYPE_CHECKING:  # what only reads a spec does not load NumPy
@@ -180,7 +181,7 @@ def checked_rope(value: object) -> Rope | None:
                 raise SpecError("rope", f"fields among {', '.join(known)}", f"the unknown {name!r}", hint)
         return Rope(**value)
     if not isinstance(value, Rope):
-        raise SpecError("rope", "a Rope, or true for its defaults", repr(value))
+        raise SpecError("rope", "a Rope, or true for its defaults", value_text(value))
     return value
 
 

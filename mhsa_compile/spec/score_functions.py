@@ -15,6 +15,7 @@ import msgspec
 
 from mhsa_compile.errors import SpecError
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.spec.checks import value_text
 
 Kind = Literal["bool", "int", "float"]
 PLACES = ("b", "h", "q_idx", "kv_idx")
@@ -134,7 +135,7 @@ def checked_function(name: str, value: object) -> object:
         with reading(SpecError, name, "the steps of a traced function"):
             return msgspec.convert(value, ScoreFunction)
     arguments = ", ".join(LEAVES if name == "score_mod" else PLACES)
-    raise SpecError(name, f"None, or a function of ({arguments})", repr(value))
+    raise SpecError(name, f"None, or a function of ({arguments})", value_text(value))
 
 
 def constant_value(step: Step) -> bool | int | float:

@@ -6,6 +6,7 @@ Source: ONNX Attention-23, -24 and -25 (onnx.ai/onnx/operators/onnx__Attention.h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from onnx import TensorProto
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.onnx_graph import Dim, GraphView, attributes
 from mhsa_compile.nn import mhsa_operator
-from mhsa_compile.spec.checks import DTYPES
+from mhsa_compile.spec.checks import DTYPES, LONGEST
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.spec.score_functions import ScoreFunction
 
@@ -105,7 +106,7 @@ def read(graph: GraphView, node: onnx.NodeProto) -> AttentionNode:
         slopes=names["slopes"],
         outputs={role: name for role, name in zip(OUTPUTS, node.output, strict=False) if name},
         heads=heads,
-        scale=said.get("scale"),
+        scale=_scale(node, said),
         softcap=_number(node, said, "softcap", 0.0),
         left=left,
         right=right,
@@ -264,7 +265,15 @@ def _window(node: onnx.NodeProto, said: dict[str, Any]) -> tuple[int, int]:
             raise refusal(node, f"{name} of -1 or more", str(sizes[-1]))
     if said.get("is_causal", 0) not in (0, 1):
         raise refusal(node, "is_causal of 0 or 1", str(said["is_causal"]))
-    return sizes[0], 0 if said.get("is_causal") else sizes[1]
+    left, right = (-1 if size >= LONGEST else size for size in sizes)  # no key lies so far away
+    return left, 0 if said.get("is_causal") else right
+
+
+def _scale(node: onnx.NodeProto, said: dict[str, Any]) -> float | None:
+    scale: float | None = said.get("scale")
+    if scale is not None and not math.isfinite(scale):
+        raise refusal(node, "a scale that is a finite number, or none for 1 / sqrt(head size)", str(scale))
+    return scale
 
 
 def _number(node: onnx.NodeProto, said: dict[str, Any], name: str, default: float) -> float:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim
+from mhsa_compile.spec.checks import LONGEST
 from mhsa_compile.spec.score_functions import ScoreFunction, Step, constant_value
 
-LONGEST = 1 << 30
-"""No length is larger: places are numbers of 32 bits, and so are their differences."""
 Bounds = tuple[int, int]
 INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
 INT64: Bounds = (-(1 << 63), (1 << 63) - 1)
