@@ -89,6 +89,12 @@ def is_standard(node: onnx.NodeProto, *operators: str) -> bool:
     return node.op_type in operators and node.domain in ("", "ai.onnx")
 
 
+def title(node: onnx.NodeProto) -> str:
+    """A node as errors name it."""
+    operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    return f"{operator} node {node.name or ', '.join(node.output)!r}"
+
+
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     """The attributes of a node as Python values (strings decoded)."""
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}

@@ -12,6 +12,7 @@ from onnx import TensorProto, defs, helper
 from onnx.reference import ReferenceEvaluator
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
 from mhsa_compile.frontend.export.source import read_source
 from mhsa_compile.frontend.onnx_graph import all_nodes
 from mhsa_compile.frontend.reading.check import TABLE, check_graph
@@ -86,6 +87,94 @@ def test_a_function_is_what_its_body_says() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+def read(file: onnx.ModelProto) -> onnx.ModelProto:
+    return read_source(file, None, None).model
+
+
+def negated(name: str, opset: int = 21, operator: str = "Neg", **more: Any) -> onnx.FunctionProto:
+    opsets = [helper.make_opsetid("", opset)]
+    return helper.make_function("own", name, ["a"], ["b"], [N(operator, ["a"], ["b"], **more)], opsets)
+
+
+def test_inlined_nodes_are_named_for_their_call() -> None:
+    body = [N("Neg", ["a"], ["n"], name="inner"), N("Abs", ["n"], ["b"])]
+    nodes = [N("Odd", ["x"], ["t"], name="first", domain="own"), N("Odd", ["t"], ["y"], domain="own")]
+    names = [node.name for node in read(model(*nodes, functions=[function("Odd", body)])).graph.node]
+    assert names == ["first/inner", "first/Abs", "y/inner", "y/Abs"]
+
+
+def test_functions_that_mean_two_things_are_refused() -> None:
+    call = N("Odd", ["x"], ["y"], name="odd", domain="own")
+    passing = helper.make_function("own", "Odd", ["a"], ["a"], [N("Neg", ["a"], ["b"])], OPSETS[:1])
+    loop = function("Odd", [N("Odd", ["a"], ["b"], domain="own")])
+    for file, got in (
+        (model(call, functions=[negated("Odd", 11, "Softmax", axis=0)]), "Softmax of opset 11, which differs from"),
+        (model(call, functions=[passing]), "its input 'a'"),
+        (
+            model(N("Relu", ["x"], ["y"], name="odd"), functions=[function("Relu", [N("Neg", ["a"], ["b"])], "")]),
+            "Relu",
+        ),
+    ):
+        with pytest.raises(ModelError, match=f"node 'odd', a function of the file: expected .*, got .*{got}"):
+            read(file)
+    with pytest.raises(ModelError, match="recursive"):
+        read(model(call, functions=[loop]))
+    assert read(model(call, functions=[negated("Odd", 14)])).graph.node[0].op_type == "Neg"  # alike since opset 13
+    unused = function("Relu", [N("Neg", ["a"], ["b"])], "")
+    assert read(model(N("Exp", ["x"], ["y"]), functions=[unused])).functions == []
+
+
+def test_one_dialect() -> None:
+    """The long name of the standard's domain, operators that ONNX Runtime has in it, a domain that is not imported, a
+    weight among the inputs."""
+    weight = helper.make_tensor("g", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
+    nodes = [
+        N("SimplifiedLayerNormalization", ["x", "g"], ["a"], epsilon=1e-5),
+        N("Gelu", ["a"], ["b"], domain="com.microsoft"),
+        N("Relu", ["b"], ["y"], domain="ai.onnx"),
+    ]
+    file = model(*nodes)
+    file.graph.initializer.append(weight)
+    file.graph.input.append(helper.make_tensor_value_info("g", TensorProto.FLOAT, [4]))
+    del file.opset_import[:]
+    file.opset_import.append(helper.make_opsetid("ai.onnx", 21))
+    one = read(file)
+    assert [(n.domain, n.op_type) for n in one.graph.node] == [
+        ("com.microsoft", "SimplifiedLayerNormalization"),
+        ("com.microsoft", "Gelu"),
+        ("", "Relu"),
+    ]
+    assert {entry.domain: entry.version for entry in one.opset_import} == {"": 21, "com.microsoft": 1}
+    assert [value.name for value in one.graph.input] == ["x"] and [t.name for t in one.graph.initializer] == ["g"]
+    assert len(file.graph.input) == 2  # the caller's model is as it was
+    file.opset_import.append(helper.make_opsetid("", 20))
+    with pytest.raises(ModelError, match=r"opsets 20 and 21, one as 'ai.onnx'"):
+        read(file)
+
+
+def test_layer_normalization_of_old_opsets_is_onnx_runtimes() -> None:
+    file = model(N("LayerNormalization", ["x", "g"], ["y"], epsilon=1e-3), opset=12)
+    file.graph.initializer.append(helper.make_tensor("g", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0]))
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype("f4")
+    (got,) = ReferenceEvaluator(canonicalize(read(file)).model).run(None, {"x": x})
+    wide = x - x.mean(-1, keepdims=True)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * np.arange(1, 5)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_dense_tensor_is_refused() -> None:
+    file = model(N("SequenceConstruct", ["x"], ["y"]))
+    file.graph.output[0].CopyFrom(helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None))
+    with pytest.raises(ModelError, match="output 'y': expected a tensor, got a sequence"):
+        read(file)
+    file = model(N("MatMul", ["x", "w"], ["y"]))
+    values = helper.make_tensor("w", TensorProto.FLOAT, [1], [2.0])
+    places = helper.make_tensor("at", TensorProto.INT64, [1], [3])
+    file.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [4, 4]))
+    with pytest.raises(ModelError, match="'w' as a sparse one"):
+        read(file)
+
+
 @pytest.mark.parametrize("operator", sorted(MICROSOFT))
 def test_what_no_row_of_microsofts_says_is_refused(operator: str) -> None:
     said: dict[str, Any] = {"num_heads": 2} if "num_heads" in MICROSOFT[operator].attributes else {}
@@ -120,7 +209,7 @@ def test_every_row_has_its_converter() -> None:
 def test_names_that_microsoft_shares_with_onnx() -> None:
     """Passes ask for an operator by its type before Microsoft's are rewritten; these ask for its domain as well."""
     standard = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
-    assert standard & set(MICROSOFT) == {"Attention", "Gelu", "RotaryEmbedding"}
+    assert standard & set(MICROSOFT) == {"Attention", "Gelu", "LayerNormalization", "RotaryEmbedding"}
 
 
 def lost() -> Any:

@@ -21,7 +21,8 @@ from mhsa_compile.frontend.export.input_dims import (
     settled,
 )
 from mhsa_compile.frontend.reading.check import check_domains, check_file
-from mhsa_compile.frontend.reading.functions import inlined
+from mhsa_compile.frontend.reading.dialect import in_one_dialect
+from mhsa_compile.frontend.reading.functions import check_functions, inlined
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import LayerWord, layer_words
 
@@ -49,6 +50,7 @@ def read_source(
     if isinstance(source, str | Path):
         model = settled(fix_dims(named(_understood(read_onnx(Path(source)))), dims))
     elif isinstance(source, onnx.ModelProto):
+        source = in_one_dialect(source)
         _check("model", source)
         model = settled(fix_dims(named(_understood(source)), dims))
     else:
@@ -130,6 +132,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
                 _check_inside(name, path.parent, entry.value)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.load_external_data_for_model(model, str(path.parent))
+    model = in_one_dialect(model)
     _check(name, model)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.shape_inference.infer_shapes(without_contents(model), strict_mode=True)
@@ -142,7 +145,16 @@ def _check(name: str, model: onnx.ModelProto) -> None:
     if away:
         hint = "Load it with its data, onnx.load(path), or compile its path."
         raise ModelError(name, "a model with its weights in it", f"{away[0]!r} in a file beside it", hint)
+    for role, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in values:
+            if (kind := value.type.WhichOneof("value")) not in ("tensor_type", None):
+                hint = "Take it apart into tensors in the graph."
+                raise ModelError(f"{role} {value.name!r}", "a tensor", f"a {kind.removesuffix('_type')}", hint)
+    if model.graph.sparse_initializer:
+        tensor = model.graph.sparse_initializer[0].values.name
+        raise ModelError(name, "weights as dense tensors", f"{tensor!r} as a sparse one", "Write it as a dense one.")
     check_domains(model)
+    check_functions(model)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.checker.check_model(_with_ranks(contents_as_inputs(model)), full_check=False)
     for tensor in model.graph.initializer:

@@ -10,7 +10,7 @@ import onnx
 from onnx import defs
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, reads
+from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, reads, title
 from mhsa_compile.frontend.reading import microsoft
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.frontend.reading.row import ANY, Row
@@ -127,12 +127,6 @@ class _Reading:
     @cached_property
     def _view(self) -> GraphView:
         return GraphView(self.model)
-
-
-def title(node: onnx.NodeProto) -> str:
-    """A node as errors name it."""
-    operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-    return f"{operator} node {node.name or ', '.join(node.output)!r}"
 
 
 def _value(attribute: onnx.AttributeProto) -> Any:

@@ -41,5 +41,13 @@ def an_axis_left(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     return "an axis before those it is of", f"axis={axis}, of {len(dims)} axes"
 
 
+def not_in_training(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """Dropout: at inference, where it passes its input on."""
+    training = graph.constant(node.input[2]) if len(node.input) > 2 and node.input[2] else False
+    if training is None:
+        return "training_mode as a constant", "one that is computed or comes by the call"
+    return ("training_mode=false", "true") if bool(training) else None
+
+
 def _floating(kind: str) -> bool:
     return kind.startswith(("float", "bfloat"))

@@ -21,12 +21,13 @@ MICROSOFT: dict[str, Row] = {
     "FusedMatMul": row("alpha", transA=(0, 1), transB=(0, 1), transBatchA=(0,), transBatchB=(0,), inputs=2),
     "Gelu": row(),
     "GroupQueryAttention": row(
-        "kv_num_heads", "local_window_size", "num_heads", "scale", "softcap",
+        "kv_num_heads", "local_window_size", "num_heads", "qk_norm_epsilon", "scale", "softcap",
         causal=(1,), do_rotary=(0, 1), k_quant_type=("NONE",), kv_cache_bit_width=(0,), qk_output=(0,),
-        rotary_interleaved=(0, 1), smooth_softmax=(0,), v_quant_type=("NONE",),
+        rotary_interleaved=(0, 1), sliding_window_cache=(0,), smooth_softmax=(-1, 0), v_quant_type=("NONE",),
         inputs=11, outputs=3,
         unread={11: "head_sink", 12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight"},
     ),
+    "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),
     "MultiHeadAttention": row(
         "mask_filter_value", "num_heads", "scale", unidirectional=(0, 1), inputs=8, outputs=3,
         unread={8: "past_sequence_length", 9: "cache_indirection"},

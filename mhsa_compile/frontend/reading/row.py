@@ -26,6 +26,7 @@ class Row:
     outputs     how many outputs, from the first on, have the operator's values; later ones may be there, but unread
     attributes  name -> the values that are understood, or ANY. One that is not here may only say its default
     dtypes      NumPy's names of the element types that inputs and outputs may have; None is all
+    constants   places among the inputs whose values the converter needs: floats there are no weights to bind at load
     unread      places among the inputs that must be empty -> their names
     condition   asked last: None, or what is expected and what came, of a node that is not understood
     hint        what a user can do instead, where the general advice does not fit
@@ -35,6 +36,7 @@ class Row:
     outputs: int = 1
     attributes: Mapping[str, Any] = ()  # type: ignore[assignment]
     dtypes: frozenset[str] | None = None
+    constants: tuple[int, ...] = ()
     unread: Mapping[int, str] = ()  # type: ignore[assignment]
     condition: Condition | None = None
     hint: str = ""
@@ -45,6 +47,7 @@ def row(
     inputs: int = 1,
     outputs: int = 1,
     dtypes: frozenset[str] | None = None,
+    constants: tuple[int, ...] = (),
     unread: Mapping[int, str] | None = None,
     condition: Condition | None = None,
     hint: str = "",
@@ -52,4 +55,4 @@ def row(
 ) -> Row:
     """A Row: attributes of any value by their names, those of some values as name=(value, ...)."""
     attributes = dict.fromkeys(names, ANY) | values
-    return Row(inputs, outputs, attributes, dtypes, unread or {}, condition, hint)
+    return Row(inputs, outputs, attributes, dtypes, constants, unread or {}, condition, hint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedScatter,
 )
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
-from mhsa_compile.frontend.onnx_graph import inner_nodes, reads
-from mhsa_compile.frontend.reading.check import check_graph, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, inner_nodes, reads, title
+from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import STANDARD
 from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.import_context import ImportContext
@@ -38,6 +39,7 @@ from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, is_sum_with_a_size, size_as_tensor
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
+from mhsa_compile.spec.attention_spec import DOMAIN
 
 
 def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> ImportedModule:
@@ -85,11 +87,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         used = {name for node in graph.node for name in reads(node)}
+        needed = {name for node in all_nodes(graph) for name in _needed(node)}
         for tensor in graph.initializer:
             if tensor.name not in used:
                 continue
             array = numpy_helper.to_array(tensor)
-            if (array.dtype.kind == "f" or str(array.dtype) == "bfloat16") and array.ndim:
+            if (array.dtype.kind == "f" or str(array.dtype) == "bfloat16") and array.ndim and tensor.name not in needed:
                 parameter = f"weight_{len(self.context.result.weights)}"
                 variable = self._new_var(parameter, shape=array.shape, dtype=str(array.dtype))
                 self._nodes[tensor.name] = variable
@@ -216,6 +219,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             update_name=fused.update_name,
         )
         return self.context.call(op, inputs, cache)
+
+
+def _needed(node: onnx.NodeProto) -> Iterator[str]:
+    """The inputs of a node whose values its converter needs."""
+    row = STANDARD.get(node.op_type) if node.domain != DOMAIN else None
+    yield from (name for place, name in enumerate(node.input) if row is not None and place in row.constants)
 
 
 def _name(attrs: dict[str, Any]) -> str:

@@ -109,7 +109,7 @@ def layer_normalization_in_float32(bb: Any, inputs: list[Any], attributes: dict[
 
 def _number(value: Any) -> int | None:
     constant = isinstance(value, tvm.ir.GenericConst) and str(value.ty.dtype).startswith("int")
-    return int(value.value.numpy().item()) if constant else None
+    return int(value.value.numpy().item()) if constant and value.value.numpy().size == 1 else None
 
 
 def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:

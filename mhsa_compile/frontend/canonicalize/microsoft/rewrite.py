@@ -15,9 +15,9 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.detach_weights import Tensors
 from mhsa_compile.frontend.onnx_graph import attributes
+from mhsa_compile.frontend.reading.microsoft import DOMAIN
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 
-DOMAIN = "com.microsoft"
 _ATTENTIONS: dict[str, Callable[[Theirs], None]] = {
     "Attention": attention.attention,
     "MultiHeadAttention": attention.multi_head_attention,
@@ -30,6 +30,7 @@ OPERATORS: dict[str, Callable[[Theirs], None]] = {
     "FastGelu": layers.gelu,
     "FusedMatMul": layers.fused_matmul,
     "Gelu": layers.gelu,
+    "LayerNormalization": layers.skip_layer_normalization,
     "QuickGelu": layers.quick_gelu,
     "RotaryEmbedding": group_query_attention.rotary_embedding,
     "SimplifiedLayerNormalization": layers.skip_layer_normalization,
@@ -77,5 +78,4 @@ def rewrite(
 
 
 def _theirs(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """The nodes of Microsoft's operators; ONNX Runtime has one in the standard's domain, which does not have it."""
-    return [n for n in model.graph.node if n.domain == DOMAIN or n.op_type == "SimplifiedLayerNormalization"]
+    return [node for node in model.graph.node if node.domain == DOMAIN]

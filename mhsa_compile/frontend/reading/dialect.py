@@ -1,0 +1,84 @@
+"""Spellings that runtimes take and ONNX's checker does not, or that say one thing in two ways: here they become one.
+
+- The standard's domain is "", where a file spells it "ai.onnx".
+- ONNX Runtime's domain counts as imported where an operator of it is used.
+- Operators that ONNX Runtime has in the standard's domain, and ONNX not (yet), are ONNX Runtime's.
+- An initializer that is also listed among the inputs is a weight. Before version 4 of the format they all were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+from onnx import helper
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.detach_weights import light, whole
+from mhsa_compile.frontend.onnx_graph import inner_nodes
+from mhsa_compile.frontend.reading.microsoft import DOMAIN
+
+_LONG = "ai.onnx"
+_RUNTIMES_OWN = {"SimplifiedLayerNormalization": 1 << 30, "LayerNormalization": 17}
+"""Operators that ONNX Runtime has in the standard's domain -> the opset from which on they are the standard's."""
+
+
+def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model in the spelling that every later stage reads; itself where it is so already. Raises ModelError."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    listed = any(value.name in weights for value in model.graph.input)
+    imports = {entry.domain for entry in model.opset_import}
+    renamed = {id(node): domain for node in _nodes(model) if (domain := _domain(node, _opset(model))) != node.domain}
+    long = any(entry.domain == _LONG for entry in _imports(model))
+    runtimes = any(_domain(node, _opset(model)) == DOMAIN for node in _nodes(model))
+    if not (listed or long or renamed or (runtimes and DOMAIN not in imports)):
+        return model
+    result, tensors = light(model)
+    opset = _opset(model)
+    for node in _nodes(result):
+        node.domain = _domain(node, opset)
+    for owner in (result, *result.functions):
+        _shorten(owner)
+    if runtimes and DOMAIN not in imports:
+        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    kept = [value for value in result.graph.input if value.name not in weights]
+    del result.graph.input[:]
+    result.graph.input.extend(kept)
+    result.ir_version = max(result.ir_version, 4)  # before, initializers must be inputs
+    return whole(result, tensors)
+
+
+def _domain(node: onnx.NodeProto, opset: int) -> str:
+    if node.domain not in ("", _LONG):
+        return str(node.domain)
+    return DOMAIN if opset < _RUNTIMES_OWN.get(node.op_type, 0) else ""
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    return max((entry.version for entry in model.opset_import if entry.domain in ("", _LONG)), default=0)
+
+
+def _imports(model: onnx.ModelProto) -> Iterator[onnx.OperatorSetIdProto]:
+    yield from model.opset_import
+    for function in model.functions:
+        yield from function.opset_import
+
+
+def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for owner in (model.graph, *model.functions):
+        for node in owner.node:
+            yield node
+            yield from inner_nodes(node)
+
+
+def _shorten(owner: onnx.ModelProto | onnx.FunctionProto) -> None:
+    """Spells the standard's domain "" in what a model or a function imports. Raises ModelError where it is there twice,
+    with two versions."""
+    versions = {entry.version for entry in owner.opset_import if entry.domain in ("", _LONG)}
+    if len(versions) > 1:
+        got = f"opsets {' and '.join(map(str, sorted(versions)))}, one as {_LONG!r}"
+        raise ModelError("model", "one version of ONNX's own operators", got, "Leave one of the imports out.")
+    others = [entry for entry in owner.opset_import if entry.domain not in ("", _LONG)]
+    entries = [helper.make_opsetid("", version) for version in versions] + others
+    del owner.opset_import[:]
+    owner.opset_import.extend(entries)
