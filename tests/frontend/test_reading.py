@@ -219,7 +219,6 @@ def lost() -> Any:
     yield N("Resize", ["x", "", "", "x"], ["y"], antialias=1), ("y",), "antialias=1"
     yield N("Resize", ["x", "", "", "x"], ["y"], axes=[1, 2]), ("y",), r"axes=\[1, 2\]"
     yield N("Dropout", ["x"], ["y", "mask"]), ("y", "mask"), "a later output"
-    yield N("Mod", ["x", "x"], ["y"]), ("y",), "float32"
     yield N("ConvTranspose", ["x", "x"], ["y"], output_shape=[9]), ("y",), "output_shape"
     yield N("BatchNormalization", ["x"] * 5, ["y", "m", "v"], training_mode=1), ("y",), "training_mode=1"
     yield N("MaxPool", ["x"], ["y", "at"], kernel_shape=[2]), ("y", "at"), "a later output"
@@ -235,6 +234,23 @@ def test_what_a_converter_drops_is_refused(node: onnx.NodeProto, outputs: tuple[
         if attribute.name in ("antialias", "detect_negative"):
             attribute.i = 1 - attribute.i
             check_graph(model(node, outputs=outputs))  # the default's value is no news
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_scales_that_are_no_numbers_are_refused(number: float) -> None:
+    for odd in (
+        N("Attention", ["x"] * 3, ["y"], name="odd", scale=number),
+        N("LayerNormalization", ["x", "x"], ["y"], name="odd", epsilon=number),
+        N("Attention", ["x"] * 3, ["y"], name="odd", domain="com.microsoft", num_heads=2, scale=number),
+        N("LeakyRelu", ["x"], ["y"], name="odd", alpha=number),
+    ):
+        with pytest.raises(ModelError, match=rf"node 'odd': expected \w+ as a finite number, got \w+={number}"):
+            read(model(odd, opset=23))
+    file = model(N("QuantizeLinear", ["x", "s"], ["q"], name="odd"), N("DequantizeLinear", ["q", "s"], ["y"]))
+    file.graph.initializer.append(helper.make_tensor("s", TensorProto.FLOAT, [4], [1.0, 2.0, number, 1.0]))
+    with pytest.raises(ModelError, match=rf"'odd': expected scales that are finite and above 0, got 's' with {number}"):
+        check_graph(file)
+    read(model(N("Constant", [], ["y"], value_float=float(number)), N("Relu", ["x"], ["z"])))
 
 
 def test_an_opset_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,8 @@ TABLE: dict[tuple[str, str], Row] = {
 """(domain, operator) -> what is understood of it. A domain is part of a name: a vendor's "Softmax" is not ONNX's."""
 
 _DOMAINS = ("", microsoft.DOMAIN, DOMAIN)
+_VALUES = ("extrapolation_value", "mask_filter_value", "max", "min", "value", "value_float", "value_floats")
+"""Attributes that are values of tensors, or bounds of them: those may be infinite."""
 _WAY_OUT = "Export the model without it, or write what it does in operators that are understood."
 _VENDOR = (
     "Only its author knows what it computes: put its meaning into the file as a model-local function, or write it in "
@@ -45,12 +48,14 @@ def check_domains(model: onnx.ModelProto) -> None:
 
 
 def check_file(model: onnx.ModelProto) -> None:
-    """Refuses what the operators of a file without functions say beyond their rows, as far as they are Microsoft's.
+    """Refuses what the operators of a file without functions say beyond their rows, as far as they are Microsoft's, and
+    attributes that are no numbers.
 
     The standard's may be rewritten before TVM gets them: `check_graph` sees those that are left. Raises ModelError.
     """
     check_domains(model)
     for node in all_nodes(model.graph):
+        _check_finite(node)
         if node.domain == microsoft.DOMAIN:
             if node.op_type not in MICROSOFT:
                 expected = f"an operator of com.microsoft among {', '.join(MICROSOFT)}"
@@ -77,6 +82,15 @@ def check_graph(model: onnx.ModelProto) -> None:
             if attribute.default_value.name
         }
         _Reading(model, model.graph, node, row, defaults).check()
+
+
+def _check_finite(node: onnx.NodeProto) -> None:
+    """Refuses NaN and infinities where a node states a number to compute with: a scale, an epsilon."""
+    for name, value in attributes(node).items():
+        numbers = value if isinstance(value, list) else [value]
+        if name not in _VALUES and any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            hint = "The file is damaged, or its exporter computed it wrongly: write it again."
+            raise ModelError(title(node), f"{name} as a finite number", f"{name}={value}", hint)
 
 
 def _older(opset: int) -> str:

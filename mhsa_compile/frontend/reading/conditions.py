@@ -6,19 +6,12 @@ held against a node here: the converter sees it.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 Mismatch = tuple[str, str] | None
-
-
-def whole_number_remainder(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """Mod without fmod: of whole numbers alone, as the sign of a zero is the divisor's for others."""
-    kind = graph.dtype(node.input[0])
-    if attributes(node).get("fmod", 0) or kind is None or not _floating(kind):
-        return None
-    return "whole numbers, or fmod=1", kind
 
 
 def floating_base(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -27,10 +20,54 @@ def floating_base(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     return None if kind is None or _floating(kind) else ("a floating base", kind)
 
 
-def unsigned_operands(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """BitShift: of numbers without a sign."""
+def some_numbers(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """Sums and extremes: of one number or more. ReduceMean, of floats: the mean of whole numbers is rounded."""
+    for name in filter(None, node.input):
+        if 0 in (dims := graph.shape(name) or ()):
+            return "axes of 1 or more", f"{name!r} of {dims}"
     kind = graph.dtype(node.input[0])
-    return None if kind is None or kind.startswith("uint") else ("whole numbers without a sign", kind)
+    whole = node.op_type == "ReduceMean" and kind is not None and not _floating(kind)
+    return ("floating numbers", str(kind)) if whole else None
+
+
+def parts_of_some_length(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """Split: into parts of 1 or more."""
+    sizes = graph.constant(node.input[1]) if len(node.input) > 1 and node.input[1] else None
+    return None if sizes is None or (sizes > 0).all() else ("parts of 1 or more", str(sizes.tolist()))
+
+
+def no_wrap_inwards(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """Pad: by what is wrapped around, outwards only."""
+    pads = graph.constant(node.input[1]) if attributes(node).get("mode") == "wrap" else None
+    return None if pads is None or (pads >= 0).all() else ("pads of 0 or more to wrap by", str(pads.tolist()))
+
+
+def resized_by_ratio(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """Resize: of the axes behind the first two, by scales that are the ratio of the sizes."""
+    _, _, scales, sizes = [*node.input, "", "", ""][:4]
+    dims = graph.shape(node.input[0])
+    if dims is None:
+        return None  # the converter wants a rank, too
+    factors = graph.constant(scales) if scales else None
+    wanted = graph.constant(sizes) if sizes else None
+    if factors is not None and factors.size == len(dims):
+        if any(factor != 1 for factor in factors[:2]):
+            return "scales of 1 for batch and channels", str(factors.tolist())
+        for factor, size in zip(factors[2:], dims[2:], strict=True):
+            whole = float(factor) if not isinstance(size, int) else float(factor) * size
+            if not whole.is_integer():
+                of = "a free size" if not isinstance(size, int) else str(size)
+                return "scales that make whole sizes", f"{factor} of {of}"
+        wanted = np.array(
+            [size * factor if isinstance(size, int) else 2 for factor, size in zip(factors, dims, strict=True)]
+        )
+    if wanted is not None and wanted.size == len(dims):
+        if any(isinstance(size, int) and size != to for size, to in zip(dims[:2], wanted[:2], strict=True)):
+            return "batch and channels of the size that they have", str(wanted.tolist())
+        mode = attributes(node).get("coordinate_transformation_mode", "half_pixel")
+        if mode in ("align_corners", "tf_crop_and_resize") and any(to == 1 for to in wanted[2:]):
+            return f"sizes of 2 or more, by {mode}", str(wanted.tolist())
+    return None
 
 
 def an_axis_left(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
@@ -47,6 +84,15 @@ def not_in_training(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     if training is None:
         return "training_mode as a constant", "one that is computed or comes by the call"
     return ("training_mode=false", "true") if bool(training) else None
+
+
+def finite_scales(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """QuantizeLinear, DequantizeLinear: scales that are finite, and above 0."""
+    scales = graph.constant(node.input[1])
+    if scales is None:
+        return None
+    wrong = scales.astype(np.float64)[~(np.isfinite(scales) & (scales > 0))]
+    return ("scales that are finite and above 0", f"{node.input[1]!r} with {wrong[0]}") if wrong.size else None
 
 
 def _floating(kind: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import tvm
 from onnx import numpy_helper
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from mhsa_compile.errors import ModelError
@@ -238,12 +238,16 @@ def _described(value: Any) -> str:
         return "none"
     kind = value.ty
     if isinstance(kind, relax.ShapeType):
-        return f"sizes [{', '.join(map(str, kind.values or ()))}]"
+        return f"sizes [{_listed(kind.values or ())}]"
     if not isinstance(kind, relax.TensorType):
         return "a size" if tvm.ir.is_prim_expr(value) else "a list of tensors"
-    sizes = f"({', '.join(map(str, kind.shape.values))})" if isinstance(kind.shape, relax.ShapeExpr) else "any shape"
+    sizes = f"({_listed(kind.shape.values)})" if isinstance(kind.shape, relax.ShapeExpr) else "any shape"
     constant = "a constant of " if isinstance(value, tvm.ir.GenericConst) else ""
     return f"{constant}{kind.dtype} {sizes}"
+
+
+def _listed(dims: Any) -> str:
+    return ", ".join(str(dim.value) if isinstance(dim, tirx.IntImm) else str(dim) for dim in dims)
 
 
 def _constant(array: Any) -> Any:

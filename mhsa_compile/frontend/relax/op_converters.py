@@ -11,6 +11,7 @@ from tvm import relax, te, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices, get_type
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.relax.edge_converters import EDGES
 
 
 def range_up_to_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -140,14 +141,35 @@ def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
         return None
     begin, end = _numbers(starts), _numbers(ends)
     along = list(range(len(begin))) if axes is None else [axis % data.ty.ndim for axis in _numbers(axes)]
-    part = bb.normalize(relax.op.strided_slice(data, along, begin, end, None if steps is None else _numbers(steps)))
+    by = [1] * len(begin) if steps is None else _numbers(steps)
+    for place, (axis, first, last, step) in enumerate(zip(along, begin, end, by, strict=True)):
+        size = data.ty.shape.values[axis] if isinstance(data.ty.shape, relax.ShapeExpr) else None
+        if isinstance(size, tirx.IntImm) and (step < 0 or not _elements(first, last, step, size.value)):
+            begin[place], end[place], by[place] = _bounds(first, last, step, size.value)
+    part = bb.normalize(relax.op.strided_slice(data, along, begin, end, None if steps is None else by))
     ends_of_an_axis = [(0, 1), *((-1, last) for last in end if last >= _TO_THE_END)]
     ones = {axis for axis, bounds in zip(along, zip(begin, end, strict=True), strict=True) if bounds in ends_of_an_axis}
-    if (steps is not None and {*_numbers(steps)} != {1}) or not isinstance(part.ty.shape, relax.ShapeExpr):
+    if {*by} != {1} or not isinstance(part.ty.shape, relax.ShapeExpr):
         return part
     dims = [1 if axis in ones else size for axis, size in enumerate(part.ty.shape.values)]
     known = all(tvm.sym.Analyzer().can_prove_equal(*sizes) for sizes in zip(dims, part.ty.shape.values, strict=True))
     return part if known else bb.match_cast(part, relax.TensorType(dims, part.ty.dtype))
+
+
+def _elements(first: int, last: int, step: int, size: int) -> range:
+    """The places that a Slice takes of an axis of this size, as ONNX clamps its bounds."""
+    first, last = (bound + size if bound < 0 else bound for bound in (first, last))
+    if step > 0:
+        return range(min(max(first, 0), size), min(max(last, 0), size), step)
+    return range(min(max(first, 0), size - 1), min(max(last, -1), size - 1), step)
+
+
+def _bounds(first: int, last: int, step: int, size: int) -> tuple[int, int, int]:
+    """The same places in bounds that TVM takes: none are an empty part from 0 on, an end before 0 is below -size."""
+    places = _elements(first, last, step, size)
+    if not places:
+        return 0, 0, 1
+    return places.start, places.stop if places.stop >= 0 else -size - 1, step
 
 
 _TO_THE_END = 2**31 - 1
@@ -210,6 +232,7 @@ READ_SIZES = frozenset(("Gather", "Identity", "Range", "Reshape", "Slice", "Unsq
 """Operators of TVM's that take one symbolic size as it is. Others are given a tensor (`size_as_tensor`)."""
 
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
+    **EDGES,
     "Add": of_sizes(lambda one, other: one + other),
     "Cast": cast_of_a_size,
     "Concat": concat_of_dims_that_must_agree,

@@ -7,13 +7,15 @@ Of what `auto_pad` says nothing depends on the sizes where the steps are 1: it i
 
 from __future__ import annotations
 
+import math
+
 import onnx
 
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.spec.checks import DTYPES
 
-_PADDED = ("Conv", "MaxPool", "AveragePool")
+_PADDED = ("Conv", "MaxPool", "AveragePool", "LpPool")
 
 
 def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -24,6 +26,7 @@ def rewrite(model: onnx.ModelProto) -> onnx.ModelProto:
             _as_linear(rewriter, node)
         elif node.op_type in _PADDED and (pads := _pads(rewriter.graph, node)) is not None:
             said = {name: value for name, value in attributes(node).items() if name != "auto_pad"}
+            said.pop("ceil_mode", None)  # of SAME, the sizes are those of the input, divided
             rewriter.nodes(node.op_type, tuple(node.input), list(node.output), **said | {"pads": pads})
             rewriter.place(node)
     return rewriter.finished()
@@ -62,12 +65,17 @@ def _pads(graph: GraphView, node: onnx.NodeProto) -> list[int] | None:
     said = attributes(node)
     kind, dims = said.get("auto_pad", "NOTSET"), graph.shape(node.input[1]) if node.op_type == "Conv" else ()
     kernel = said.get("kernel_shape", list(dims or ())[2:])
-    if not kind.startswith("SAME") or any(step != 1 for step in said.get("strides", ())):
+    sizes = (graph.shape(node.input[0]) or ())[2:] or [None] * len(kernel)
+    steps, spread = (said.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
+    if not kind.startswith("SAME") or not kernel or not all(isinstance(size, int) for size in kernel):
         return None
-    if not kernel or not all(isinstance(size, int) for size in kernel):
-        return None
-    whole = [
-        (size - 1) * dilation for size, dilation in zip(kernel, said.get("dilations", [1] * len(kernel)), strict=True)
-    ]
+    whole = []
+    for size, reach, step in zip(sizes, [(k - 1) * d for k, d in zip(kernel, spread, strict=True)], steps, strict=True):
+        if step == 1:
+            whole.append(reach)
+        elif isinstance(size, int):
+            whole.append(max((math.ceil(size / step) - 1) * step + reach + 1 - size, 0))
+        else:
+            return None
     less, more = [pad // 2 for pad in whole], [pad - pad // 2 for pad in whole]
     return [*less, *more] if kind == "SAME_UPPER" else [*more, *less]

@@ -1,0 +1,157 @@
+"""Operators that TVM's importer converts rightly but for an edge: a dtype, a shift, a row of zeros. Each may decline
+with None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import DynamicQuantizeLinear, OneHot
+
+Converter = Callable[[Any, list[Any], dict[str, Any]], Any]
+
+_NARROW = ("float16", "bfloat16")
+
+
+def in_float32(function: Callable[[Any], Any]) -> Converter:
+    """A function of one argument: of narrow floats in float32, as LLVM has none of them."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        (x,) = inputs
+        kind = _dtype(x)
+        if kind not in _NARROW:
+            return None
+        y = bb.normalize(function(bb.normalize(relax.op.astype(x, "float32"))))
+        return y if _dtype(y) == "bool" else bb.normalize(relax.op.astype(y, kind))
+
+    return convert
+
+
+def equal_flags(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Equal of bool, as numbers: TVM's compares single bits as floats."""
+    if any(_dtype(value) != "bool" for value in inputs):
+        return None
+    return bb.normalize(relax.op.equal(*(bb.normalize(relax.op.astype(value, "uint8")) for value in inputs)))
+
+
+def shift_of_any_length(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """BitShift: by as many bits as the number has, or more, or fewer than 0, what the sign's extension leaves."""
+    x, amount = inputs
+    kind = _dtype(x)
+    if kind is None or not kind.lstrip("u").startswith("int") or _dtype(amount) != kind:
+        return None
+    bits, right = int(kind.lstrip("uint")), attributes["direction"] in (b"RIGHT", "RIGHT")
+
+    def emit(value: Any) -> Any:
+        return bb.normalize(value)
+
+    within = emit(relax.op.less(amount, relax.const(bits, kind)))
+    if not kind.startswith("u"):
+        within = emit(relax.op.logical_and(within, emit(relax.op.greater_equal(amount, relax.const(0, kind)))))
+    last, none = relax.const(bits - 1, kind), relax.const(0, kind)
+    by = emit(relax.op.where(within, amount, last if right and not kind.startswith("u") else none))
+    shifted = emit((relax.op.right_shift if right else relax.op.left_shift)(x, by))
+    if right and not kind.startswith("u"):
+        return shifted  # by all bits but one, the sign is left
+    return emit(relax.op.where(within, shifted, none))
+
+
+def remainder_of_its_divisors_sign(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Mod of floats without fmod: where nothing is left, a zero of the divisor's sign; by an infinity, the number
+    itself, or that infinity where the signs differ."""
+    x, divisor = inputs
+    kind = _dtype(x)
+    if kind is None or not kind.startswith(("float", "bfloat")) or attributes.get("fmod", 0):
+        return None
+
+    def emit(value: Any) -> Any:
+        return bb.normalize(value)
+
+    below, negative = (emit(relax.op.less(value, relax.const(0, kind))) for value in (x, divisor))
+    apart = emit(relax.op.logical_xor(below, negative))
+    endless = emit(relax.op.logical_and(emit(relax.op.isinf(divisor)), emit(relax.op.isfinite(x))))
+    left = emit(relax.op.floor_mod(x, divisor))
+    left = emit(relax.op.where(endless, emit(relax.op.where(apart, divisor, x)), left))
+    zero = emit(relax.op.where(negative, relax.const(-0.0, kind), relax.const(0.0, kind)))
+    none = emit(relax.op.equal(left, relax.const(0, kind)))
+    none = emit(relax.op.logical_or(none, emit(relax.op.equal(x, relax.const(0, kind)))))
+    known = emit(relax.op.logical_and(none, emit(relax.op.logical_not(emit(relax.op.isnan(left))))))
+    return emit(relax.op.where(known, zero, left))
+
+
+def one_hot_of_its_dtype(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """OneHot, of the dtype of its values: TVM's has that of Python's numbers. Its depth may be a list of one."""
+    if isinstance(inputs[1], tvm.ir.GenericConst):
+        inputs[1] = relax.const(inputs[1].value.numpy().reshape(()), _dtype(inputs[1]))
+    result = bb.normalize(OneHot._impl_v11(bb, inputs, attributes, ({}, {})))
+    kind = _dtype(inputs[2])
+    return result if _dtype(result) == kind else bb.normalize(relax.op.astype(result, kind))
+
+
+def quantised_zeros(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """DynamicQuantizeLinear: where all numbers are 0, a scale of 1, by which they stay 0."""
+    y, scale, zero_point = (
+        bb.normalize(value) for value in DynamicQuantizeLinear._impl_v11(bb, inputs, attributes, ({}, {}))
+    )
+    nothing = bb.normalize(relax.op.equal(scale, relax.const(0, _dtype(scale))))
+    zero = relax.const(0, "uint8")
+    return relax.Tuple(
+        [
+            bb.normalize(relax.op.where(nothing, zero, y)),
+            bb.normalize(relax.op.where(nothing, relax.const(1, _dtype(scale)), scale)),
+            bb.normalize(relax.op.where(nothing, zero, zero_point)),
+        ]
+    )
+
+
+def reduction_of_nothing(function: Callable[[Any], Any]) -> Converter:
+    """A reduction over no axes, noop_with_empty_axes: what it does to each number, which TVM's leaves out."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        axes = inputs[1] if len(inputs) > 1 else None
+        empty = axes is None or (isinstance(axes, tvm.ir.GenericConst) and not axes.value.numpy().size)
+        return bb.normalize(function(inputs[0])) if empty and attributes.get("noop_with_empty_axes", 0) else None
+
+    return convert
+
+
+def extreme_flags(operator: Callable[..., Any]) -> Converter:
+    """The largest or the smallest of flags, as numbers: TVM knows no bounds of bool."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        axes = inputs[1] if len(inputs) > 1 else None
+        if _dtype(inputs[0]) != "bool" or not (axes is None or isinstance(axes, tvm.ir.GenericConst)):
+            return None
+        over = None if axes is None or not axes.value.numpy().size else axes.value.numpy().tolist()
+        if over is None and attributes.get("noop_with_empty_axes", 0):
+            return inputs[0]
+        numbers = bb.normalize(relax.op.astype(inputs[0], "uint8"))
+        extreme = bb.normalize(operator(numbers, over, bool(attributes.get("keepdims", 1))))
+        return bb.normalize(relax.op.astype(extreme, "bool"))
+
+    return convert
+
+
+def _dtype(value: Any) -> str | None:
+    return str(value.ty.dtype) if value is not None and isinstance(value.ty, relax.TensorType) else None
+
+
+EDGES: dict[str, Converter] = {
+    **{
+        name: in_float32(getattr(relax.op, name.lower()))
+        for name in ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "IsNaN", "Sinh", "Tan")
+    },
+    "BitShift": shift_of_any_length,
+    "DynamicQuantizeLinear": quantised_zeros,
+    "Equal": equal_flags,
+    "Mod": remainder_of_its_divisors_sign,
+    "OneHot": one_hot_of_its_dtype,
+    "ReduceL1": reduction_of_nothing(relax.op.abs),
+    "ReduceL2": reduction_of_nothing(relax.op.abs),
+    "ReduceLogSum": reduction_of_nothing(relax.op.log),
+    "ReduceMax": extreme_flags(relax.op.max),
+    "ReduceMin": extreme_flags(relax.op.min),
+    "ReduceSumSquare": reduction_of_nothing(relax.op.square),
+}
