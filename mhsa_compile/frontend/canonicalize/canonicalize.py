@@ -69,6 +69,8 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         return Canonical(model, _standard(model), _stated_limits(model))
     limits = _stated_limits(model)
     small, tensors = light(weight_constants.rewrite(model))
+    if opset.opset_of(small) < opset.BOUNDS_AS_INPUTS:
+        small = opset.raised(small, opset.SOFTMAX_OF_ONE_AXIS - 1)
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = propagate_shapes(small, limits)
     small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import onnx
-from onnx import version_converter
+from onnx import numpy_helper, version_converter
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, is_standard, title
 
 LEAST = 23  # Attention, RotaryEmbedding, RMSNormalization
 SOFTMAX_OF_ONE_AXIS = 13  # before, it runs over all axes from one on
+BOUNDS_AS_INPUTS = 10  # before, those of a Slice are attributes, which the steps after this one do not read
+_COORDINATES = 11  # from here on Resize says how it counts pixels
+_SCALES_OF_CHANNELS = 21
 
 
 def raised(model: onnx.ModelProto, least: int = LEAST) -> onnx.ModelProto:
@@ -16,6 +20,7 @@ def raised(model: onnx.ModelProto, least: int = LEAST) -> onnx.ModelProto:
     now = opset_of(model)
     if now >= least:
         return model
+    _refuse_what_changes(model, now, least)
     try:  # with shapes: only where it knows a Softmax of opset 11 to be one of the last axis, it leaves it one node
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
         converted = version_converter.convert_version(inferred, least)
@@ -25,9 +30,49 @@ def raised(model: onnx.ModelProto, least: int = LEAST) -> onnx.ModelProto:
         got = f"opset {now}, which onnx cannot convert: {str(error).strip().splitlines()[0][:200]}"
         raise ModelError("model", f"opset {least}, or one that can be raised to it", got, hint) from error
     del converted.graph.value_info[:]
+    if now < _COORDINATES <= least:
+        _state_coordinates(converted)
     converted.ir_version = max(converted.ir_version, onnx.helper.find_min_ir_version_for(converted.opset_import, True))
     converted.metadata_props.extend(model.metadata_props)
     return converted
+
+
+def _refuse_what_changes(model: onnx.ModelProto, now: int, least: int) -> None:
+    """Refuses operators that onnx's converter takes over as they are, though they mean something else from an opset
+    on. Raises ModelError."""
+    hint = "Export the model again with a newer opset."
+    for node in all_nodes(model.graph):
+        if is_standard(node, "Hardmax") and now < SOFTMAX_OF_ONE_AXIS <= least:
+            shapes = {
+                value.name: value.type.tensor_type.shape for value in (*model.graph.input, *model.graph.value_info)
+            }
+            rank, axis = (
+                len(shapes[node.input[0]].dim) if node.input[0] in shapes else 0,
+                attributes(node).get("axis", 1),
+            )
+            if axis not in (-1, rank - 1):
+                got = f"axis={axis} of opset {now}, which stands for all axes from there on"
+                raise ModelError(title(node), "a Hardmax of the last axis, or of opset 13", got, hint)
+        nearest = is_standard(node, "Resize") and attributes(node).get("mode", "nearest") == "nearest"
+        if nearest and now < _COORDINATES <= least:
+            scales = next((t for t in model.graph.initializer if t.name == node.input[1]), None)
+            if scales is None or (numpy_helper.to_array(scales) < 1).any():
+                got = f"a Resize of opset {now}, which leaves open which of several pixels is the nearest"
+                raise ModelError(title(node), "constant scales of 1 or more, or an opset of 11 or later", got, hint)
+        if is_standard(node, "GroupNormalization") and now < _SCALES_OF_CHANNELS <= least:
+            expected = f"a GroupNormalization of opset {_SCALES_OF_CHANNELS}, whose scales are those of channels"
+            raise ModelError(title(node), expected, f"one of opset {now}, whose scales are those of groups", hint)
+
+
+def _state_coordinates(model: onnx.ModelProto) -> None:
+    """Says how Upsample and the first Resize counted pixels: from the corner, rounded down. The converter does not."""
+    for node in all_nodes(model.graph):
+        if is_standard(node, "Resize"):
+            kept = [attribute for attribute in node.attribute if attribute.name == "mode"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+            node.attribute.append(onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
+            node.attribute.append(onnx.helper.make_attribute("nearest_mode", "floor"))
 
 
 def opset_of(model: onnx.ModelProto) -> int:

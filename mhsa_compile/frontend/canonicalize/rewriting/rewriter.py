@@ -77,7 +77,11 @@ class Rewriter:
         return made if made is not None and is_standard(made, op_type) else None
 
     def place(self, node: onnx.NodeProto, attention: str = "") -> None:
-        """Puts what was written since the last call where `node` stood; an Attention in it is called `attention`."""
+        """Puts what was written since the last call where `node` stood; an Attention in it is called `attention`.
+
+        One node in the place of another of its type has its name."""
+        if len(self._written) == 1 and node.name and self._written[0].op_type == node.op_type:
+            self._written[0].name = node.name
         for written in self._written:
             if attention and written.op_type == "Attention":
                 written.name = attention
