@@ -22,6 +22,9 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.kernels.interface.ops import Dim
 from mhsa_compile.runtime.artifact.manifest import DType, TensorInfo
 
+_LEAST_INSIDE, _SHARE_INSIDE = 1 << 20, 16
+"""Of its own weights a source may bring a MB, or a sixteenth of what the artifact keeps."""
+
 
 def write(model: onnx.ModelProto, names: Sequence[str], weights: Path, onnx_file: Path) -> None:
     """Writes the initializers `names` to `weights`, and the model, pointing there, to `onnx_file` beside it."""
@@ -36,6 +39,38 @@ def write(model: onnx.ModelProto, names: Sequence[str], weights: Path, onnx_file
         if tensor.name in tensors:
             _point(tensor, weights.name, begin + offsets[tensor.name][0], tensors[tensor.name].nbytes)
     onnx_file.write_bytes(slim.SerializeToString(deterministic=True))
+
+
+def write_source(original: onnx.ModelProto, model: onnx.ModelProto, weights: Path, file: Path) -> bool:
+    """Writes the file that was compiled, its weights those of `weights` beside it; `model` is what became of it.
+
+    Returns False, and writes nothing, where much of its weights became others (folded, say): they would be kept twice.
+    """
+    begin, offsets = _layout(weights)
+    kept = {t.name: t for t in model.graph.initializer if t.name in offsets}
+    slim = onnx.ModelProto()
+    slim.CopyFrom(original)
+    inside = 0
+    for tensor in slim.graph.initializer:
+        other = kept.get(tensor.name)
+        if other is not None and _equal(tensor, other):
+            first, end = offsets[tensor.name]
+            _point(tensor, weights.name, begin + first, end - first)
+        else:
+            inside += tensor.ByteSize()
+    if inside > max(_LEAST_INSIDE, weights.stat().st_size // _SHARE_INSIDE):
+        return False
+    file.write_bytes(slim.SerializeToString(deterministic=True))
+    return True
+
+
+def _equal(one: onnx.TensorProto, other: onnx.TensorProto) -> bool:
+    if one.data_type != other.data_type or list(one.dims) != list(other.dims):
+        return False
+    if one.HasField("raw_data") and other.HasField("raw_data"):
+        return bytes(one.raw_data) == bytes(other.raw_data)
+    ours, theirs = numpy_helper.to_array(one), numpy_helper.to_array(other)
+    return bytes(ours.tobytes()) == bytes(theirs.tobytes())
 
 
 def _layout(weights: Path) -> tuple[int, dict[str, tuple[int, int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -26,6 +27,7 @@ from mhsa_compile.runtime.artifact.manifest import (
     FORMAT_VERSION,
     MODEL,
     MODULE,
+    SOURCE,
     WEIGHTS,
     Manifest,
 )
@@ -113,7 +115,7 @@ def compile(
         if (found := before.of_module(source, dims)) is not None:
             return found
     read = read_source(source, dims, example_inputs, dynamic_shapes)
-    if (found := before.of_model(read.model)) is not None:
+    if (found := before.of_model(read.original, dims)) is not None:
         if not found.manifest.attention and without_attention != "accept":
             _canonical(read, added, without_attention)
         return found
@@ -133,6 +135,8 @@ def compile(
         folder = owner.path
         tell("weights")
         package.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
+        if read.spec is None and not added:
+            package.write_source(read.original, read.model, folder / WEIGHTS, folder / SOURCE)
         tell("build")
         with reading(BuildError, "model", "code for this target", _REPORT):
             build.build(scheduled, profile, folder / MODULE)
@@ -180,7 +184,7 @@ def _imported(read: Source, canonical: Canonical, weights: str | None) -> tuple[
 
     with reading(ModelError, "model", "a graph that this library reads", _REPORT):
         imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
-    return Source(canonical.model, read.spec), imported
+    return replace(read, model=canonical.model), imported
 
 
 def _canonical(

@@ -5,18 +5,20 @@ Notation: B batch, L query length, S key length, H heads, C capacity of a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import onnx
 
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.symbolic_dims import is_expression, size_of
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, SPEC_KEY, AttentionSpec
+
+if TYPE_CHECKING:  # what an artifact is called with is drawn where no compiler is installed, too
+    import onnx
 
 Array = np.ndarray
 
@@ -83,9 +85,9 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
         if len(sizes) < len(shape):
             unknown = shape[shapes[name].index(None)]
             raise InputError("dims", f"a size for {unknown!r}, an axis of {name!r}", str(dict(dims)))
-        inputs[name] = _random_array(rng, name, dtype, sizes, below.get(name))
+        inputs[name] = random_array(rng, name, dtype, sizes, below.get(name))
     for name, size in most.items():
-        inputs[name] = rng.integers(0, 1 + size, inputs[name].shape)
+        inputs[name] = np.asarray(rng.integers(0, 1 + size, inputs[name].shape))
     if {"x", "past_key", "length"} <= inputs.keys():
         room = inputs["past_key"].shape[2] - inputs["x"].shape[1]
         inputs["length"] = rng.integers(0, room + 1, inputs["length"].shape)
@@ -105,7 +107,7 @@ def whole_masks(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _numbers_of_keys(source: Any) -> dict[str, int | str]:
     """Returns the dim of the keys for each input that an Attention takes as nonpad_kv_seqlen."""
-    if not isinstance(source, onnx.ModelProto):
+    if isinstance(source, Manifest):
         return {info.name: info.most for info in source.inputs if info.most is not None}
     shapes = {name: dims for name, _, dims in _signature(source)}
     nodes = [node for node in source.graph.node if node.op_type == "Attention" and len(node.input) > 6]
@@ -115,15 +117,22 @@ def _numbers_of_keys(source: Any) -> dict[str, int | str]:
     }
 
 
-def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[int], below: int | None = None) -> Array:
-    """A random array for one input; `below` is how many rows there are to pick from, for an input of indices."""
-    if np.dtype(dtype).kind in "iu" and below is not None:
-        return rng.integers(0, below, sizes).astype(dtype)
+def random_array(
+    rng: np.random.Generator, name: str, dtype: str, sizes: Sequence[int], below: int | None = None
+) -> Array:
+    """A random array for one input; `below` is how many rows there are to pick from, for an input of indices.
+
+    An input of rank 0 is a switch, a scale or a count.
+    """
     if np.dtype(dtype).kind in "iu" and "mask" in name:
-        return (rng.random(sizes) < 0.8).astype(dtype)
+        return np.asarray(rng.random(sizes) < 0.8).astype(dtype)
     if np.dtype(dtype).kind in "iu":
-        return rng.integers(1, 1 + min(sizes, default=1), sizes).astype(dtype)
-    array = rng.random(sizes) < 0.8 if dtype == "bool" else rng.standard_normal(sizes).astype("f4").astype(dtype)
+        low, high = (1, 1 + min(sizes, default=1)) if below is None else (0, below)
+        return np.asarray(rng.integers(low, high, sizes)).astype(dtype)
+    if dtype == "bool":
+        array = np.asarray(rng.random(sizes) < 0.8)
+    else:
+        array = np.asarray(rng.standard_normal(sizes)).astype("f4").astype(dtype)
     if "mask" not in name or not sizes:
         return array
     if dtype != "bool":
@@ -134,9 +143,11 @@ def _random_array(rng: np.random.Generator, name: str, dtype: str, sizes: list[i
 
 def _signature(source: Any) -> Iterator[tuple[str, str, tuple[int | str, ...]]]:
     """(name, dtype, dims) of the inputs of an onnx.ModelProto or a Manifest."""
-    if not isinstance(source, onnx.ModelProto):
+    if isinstance(source, Manifest):
         yield from ((info.name, info.dtype, tuple(info.dims)) for info in source.inputs)
         return
+    import onnx
+
     constants = {initializer.name for initializer in source.graph.initializer}
     for value in source.graph.input:
         if value.name not in constants:

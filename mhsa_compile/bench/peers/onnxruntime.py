@@ -10,14 +10,15 @@ from mhsa_compile.bench.peers import onnx_graph
 from mhsa_compile.bench.peers.peer import Opened, Problem
 from mhsa_compile.bench.peers.rewritten_graph import Feed, RewrittenGraph
 from mhsa_compile.errors import ModelError
-from mhsa_compile.runtime.artifact.manifest import MODEL
+from mhsa_compile.runtime.artifact.manifest import MODEL, SOURCE
 from mhsa_compile.target import environment
 
 _ROWS_OF_A_MASK = "inconsistent q_sequence_length (between attn_mask and Q)"
 
 
 class OnnxRuntimeOwnGraph:
-    """The artifact's model.onnx, all graph optimisations on."""
+    """The file that was compiled, where the artifact has it, else the artifact's model.onnx; all graph optimisations
+    on."""
 
     name = "onnxruntime"
 
@@ -25,7 +26,8 @@ class OnnxRuntimeOwnGraph:
     def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
         if problem.artifact.manifest.spec is not None:
             problem.check_scores_fit()
-        opened = _session(str(problem.artifact.path / MODEL), threads, problem, lambda arrays, names: dict(arrays))
+        own = SOURCE if SOURCE in problem.artifact.manifest.files else MODEL
+        opened = _session(str(problem.artifact.path / own), threads, problem, lambda arrays, names: dict(arrays))
         try:
             opened.calls[0]()
         except Exception as error:  # the class is not public

@@ -15,12 +15,15 @@ from mhsa_compile.files import input_files
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.free_memory import require_memory
+from mhsa_compile.verification.random_inputs import random_array
 
 if TYPE_CHECKING:
     from mhsa_compile.runtime.artifact.manifest import TensorInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _DRAWN_BYTES = 8  # of an element that NumPy draws, before it gets its dtype; once more for what comes of it
+_ROWS = 2
+"""Whole numbers may be indices: every table has as many rows, that of BERT's token types no more."""
 _DEFAULT_SIZES = {"B": 1, "L": 128}  # S is L unless given, C twice L
 
 
@@ -43,7 +46,10 @@ def complete(
     missing = [info for info in inputs if info.name not in given]
     shapes = [tuple(_size(info.name, dim, sizes) for dim in info.dims) for info in missing]
     require_memory("inputs", sum(2 * _DRAWN_BYTES * math.prod(shape) for shape in shapes))
-    drawn = {info.name: _random(info, shape, rng) for info, shape in zip(missing, shapes, strict=True)}
+    drawn = {
+        info.name: random_array(rng, info.name, info.dtype, shape, _ROWS)
+        for info, shape in zip(missing, shapes, strict=True)
+    }
     return {**given, **drawn}
 
 
@@ -80,16 +86,6 @@ def _load(name: str, path: Path) -> Array:
     if not isinstance(array, np.ndarray):
         raise InputError(argument, "one array in an .npy file", f"{path}, an archive of several")
     return array
-
-
-def _random(info: TensorInfo, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    if info.dtype == "bool":
-        array = rng.random(shape) < 0.9
-        array[..., 0] = True
-        return array
-    if np.issubdtype(np.dtype(info.dtype), np.integer):
-        return rng.integers(0, 2, shape).astype(info.dtype)
-    return rng.standard_normal(shape).astype(info.dtype)
 
 
 def _size(name: str, dim: int | str, sizes: Mapping[str, int]) -> int:

@@ -4,7 +4,7 @@ Of every source: the sources of this package, the versions of what exports, gene
 profile, the tuned records at hand, whether weights have eight bits, and which outputs a graph gets beside its own. And
 then
 
-- of an ONNX model, or of any nn.Module as it was exported: the model's bytes, weights among them, with its dims fixed
+- of an ONNX model, or of any nn.Module as it was exported: the model's bytes, weights among them, and the dims to fix
 - of a module of ours whose state is as its class makes it: its class, its spec and the dims. Nothing but the file of
   weights hangs on the values of its parameters, so layers of one spec share an entry (`module_state`)
 """
@@ -52,9 +52,9 @@ class Asked:
             digest.update(hashlib.sha256(part).digest())
         return digest.hexdigest()
 
-    def key_of_model(self, model: onnx.ModelProto) -> str:
-        """The key of a model whose dims are fixed already."""
-        return self.key(b"model", model.SerializeToString(deterministic=True))
+    def key_of_model(self, model: onnx.ModelProto, dims: Mapping[str, int] | None) -> str:
+        """The key of a model as its file has it, and of the dims to be fixed."""
+        return self.key(b"model", model.SerializeToString(deterministic=True), _encoded(sorted((dims or {}).items())))
 
     def key_of_module(self, module: Any, state: State, dims: Mapping[str, int] | None) -> str:
         """The key of a module of ours with this state. Its tables are no parameters, and so part of the key."""

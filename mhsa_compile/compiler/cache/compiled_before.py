@@ -43,11 +43,11 @@ class CompiledBefore:
         self._key = self._asked.key_of_module(source, self._state, dims)
         return kept_artifacts.find(self._key, partial(_write_weights, self._state))
 
-    def of_model(self, model: onnx.ModelProto) -> Artifact | None:
+    def of_model(self, model: onnx.ModelProto, dims: Mapping[str, int] | None) -> Artifact | None:
         """What a model gave, unless it is of a module that `of_module` was asked for."""
         if self._asked is None or self._key is not None:
             return None
-        self._key = self._asked.key_of_model(model)
+        self._key = self._asked.key_of_model(model, dims)
         return kept_artifacts.find(self._key)
 
     def keep(self, artifact: Artifact) -> None:

@@ -29,10 +29,12 @@ from mhsa_compile.spec.outputs import LayerWord, layer_words
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and the spec it was exported from if it is one of ours."""
+    """A model, the spec it was exported from if it is one of ours, and what it was read from: a file as its author
+    wrote it, or an exported graph."""
 
     model: onnx.ModelProto
     spec: AttentionSpec | None
+    original: onnx.ModelProto
 
 
 def read_source(
@@ -48,15 +50,17 @@ def read_source(
         hint = "The symbols of an ONNX model are free as they are; dims fixes them."
         raise InputError("dynamic_shapes", "it with an nn.Module and example_inputs", "it with an ONNX model", hint)
     if isinstance(source, str | Path):
-        model = settled(fix_dims(named(_understood(read_onnx(Path(source)))), dims))
+        original = _loaded(Path(source))
+        model = settled(fix_dims(named(_understood(_checked_file(Path(source), original))), dims))
     elif isinstance(source, onnx.ModelProto):
+        original = source
         source = in_one_dialect(source)
         _check("model", source)
         model = settled(fix_dims(named(_understood(source)), dims))
     else:
-        model = _exported(source, dims, example_inputs, dynamic_shapes)
+        original = model = _exported(source, dims, example_inputs, dynamic_shapes)
     said = {entry.key: entry.value for entry in model.metadata_props}
-    return Source(model, AttentionSpec.from_json(said[SPEC_KEY]) if SPEC_KEY in said else None)
+    return Source(model, AttentionSpec.from_json(said[SPEC_KEY]) if SPEC_KEY in said else None, original)
 
 
 def _understood(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -117,7 +121,12 @@ def with_outputs(source: Any, words: Any) -> tuple[Any, tuple[LayerWord, ...]]:
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """An .onnx file, checked, with its external data, which must lie in the file's own folder."""
+    """An .onnx file, checked and in one dialect, with its external data, which must lie in the file's own folder."""
+    return _checked_file(path, _loaded(path))
+
+
+def _loaded(path: Path) -> onnx.ModelProto:
+    """An .onnx file as it is, with its external data."""
     name = f"model {str(path)!r}"
     with input_files.opened(path, ModelError, name, "a readable .onnx file") as file:
         try:
@@ -132,7 +141,11 @@ def read_onnx(path: Path) -> onnx.ModelProto:
                 _check_inside(name, path.parent, entry.value)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.load_external_data_for_model(model, str(path.parent))
-    model = in_one_dialect(model)
+    return model
+
+
+def _checked_file(path: Path, original: onnx.ModelProto) -> onnx.ModelProto:
+    name, model = f"model {str(path)!r}", in_one_dialect(original)
     _check(name, model)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.shape_inference.infer_shapes(without_contents(model), strict_mode=True)

@@ -23,6 +23,9 @@ _READ = (3, 4, FORMAT_VERSION)
 _ANY_ADDRESS = 5
 """The first format in which TVM's own code, too, reads arrays at any address."""
 MANIFEST, MODULE, WEIGHTS, MODEL = "manifest.json", "module.so", "weights.safetensors", "model.onnx"
+SOURCE = "source.onnx"
+"""The file that was compiled, as its author wrote it: an artifact of a foreign .onnx has it, where it shares the
+weights."""
 _COPY_AGAIN = "The artifact is damaged: copy it again, or compile it again."
 _UNSEALED = "0" * 64
 
