@@ -35,7 +35,7 @@ def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
     spec = AttentionSpec.from_json(said) if said else None
     heads = spec.num_heads if spec else 1
     longest, most = _longest(model, spec), largest_sizes(model)
-    new = next((dims[1] for name, _, dims in _signature(model) if name == "x"), "L")  # positions of a call
+    new = positions_of_a_call(model)
     cases = []
     for i, (L, S) in enumerate(LENGTHS):
         full = {"B": 3 if i % 2 else 1, "H": heads}
@@ -46,6 +46,11 @@ def default_cases(model: onnx.ModelProto) -> list[dict[str, int]]:
         case = {symbol: min(full[symbol], most.get(symbol, full[symbol])) for symbol in symbols if symbol in full}
         cases += [case] if case not in cases else []
     return cases
+
+
+def positions_of_a_call(model: onnx.ModelProto) -> int | str:
+    """How many new positions a call of a module of this library's brings, or the symbol of that."""
+    return next((dims[1] for name, _, dims in _signature(model) if name == "x" and len(dims) > 1), "L")
 
 
 def _longest(model: onnx.ModelProto, spec: AttentionSpec | None) -> int:
@@ -90,6 +95,9 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
         inputs[name] = np.asarray(rng.integers(0, 1 + size, inputs[name].shape))
     if {"x", "past_key", "length"} <= inputs.keys():
         room = inputs["past_key"].shape[2] - inputs["x"].shape[1]
+        if room < 0:
+            new, capacity = inputs["x"].shape[1], inputs["past_key"].shape[2]
+            raise InputError("dims", f"a cache (C) of at least the {new} positions of a call", str(capacity))
         inputs["length"] = rng.integers(0, room + 1, inputs["length"].shape)
     return inputs
 

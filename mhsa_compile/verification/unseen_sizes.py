@@ -18,7 +18,7 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
-from mhsa_compile.verification.random_inputs import largest_sizes, random_inputs
+from mhsa_compile.verification.random_inputs import largest_sizes, positions_of_a_call, random_inputs
 
 Forward = Callable[[nn.Module, dict[str, Tensor]], Any]
 """Calls a module with tensors by the names of a graph's inputs."""
@@ -39,6 +39,9 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
     for seed, unseen in enumerate(UNSEEN if names else UNSEEN[:1]):
         sizes = _unseen_sizes(module, names, unseen)
         sizes = {symbol: min(size, most.get(symbol, size)) for symbol, size in sizes.items()}
+        new = positions_of_a_call(model)
+        if "C" in sizes and isinstance(new, int):  # as much room behind them as where L is free
+            sizes["C"] = new + unseen["C"] - unseen["L"]
         inputs = random_inputs(model, sizes, seed)
         at = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
         try:

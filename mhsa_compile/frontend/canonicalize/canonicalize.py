@@ -32,7 +32,6 @@ from mhsa_compile.frontend.canonicalize.passes import (
     weight_constants,
 )
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
-from mhsa_compile.frontend.canonicalize.passes.size_tensors import sizes_as_tensors
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.detach_weights import light, whole
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
@@ -86,7 +85,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         instead = ", ".join(sorted({node.op_type for node in model.graph.node}))
     layers = in_order(small, blocks)
     small = layer_outputs.with_outputs(small, layers, outputs)
-    result = whole(sizes_as_tensors(small), tensors)
+    result = whole(small, tensors)
     sizes = limits | _index_limits(small)
     if sizes:
         said = {entry.key: entry.value for entry in result.metadata_props}

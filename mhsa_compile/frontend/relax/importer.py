@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -36,8 +36,12 @@ from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.import_context import ImportContext
 from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
 from mhsa_compile.frontend.relax.masks import dims
-from mhsa_compile.frontend.relax.op_converters import CONVERSIONS, READ_SIZES, is_sum_with_a_size, size_as_tensor
+from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
+from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing
+from mhsa_compile.frontend.relax.sizes.folding import folded
+from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
+from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, Sizes, as_tensor, is_known
 from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
 from mhsa_compile.spec.attention_spec import DOMAIN
 
@@ -116,11 +120,63 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 others = ", ".join(sorted({node.op_type for node in nodes}))
                 raise ModelError(title(nodes[0]), expected, others, hint)
 
+    def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
+        super()._parse_graph_input(graph)
+        shapes = [value.ty.shape for value in self._inputs.values() if isinstance(value, relax.Var)]
+        sizes = [size for shape in shapes if shape is not None for size in shape.values]
+        symbols = {str(v.name): v for size in sizes for v in tvm.tirx.analysis.undefined_vars(size)}
+        self._names = SizeNames(self.bb, list(symbols.values()))
+        self._shapes = ShapeOperators(self.bb, self._names)
+
+    def _construct_nodes(self, graph: Any) -> None:
+        for node in graph.node:
+            if node.op_type == "If":
+                self._if(node)
+            else:
+                super()._construct_nodes(_Nodes([node]))
+        for value in graph.output:
+            self._nodes[value.name] = as_tensor(self.bb, self._nodes[value.name])
+
+    def _if(self, node: onnx.NodeProto) -> None:
+        """An If: the branch alone that is always taken, where what is known of sizes tells."""
+        condition = self._nodes[node.input[0]]
+        graphs = {a.name: a.g for a in node.attribute}
+        if isinstance(condition, tvm.ir.GenericConst):
+            self._inline(node, graphs["then_branch" if condition.value.numpy().item() else "else_branch"])
+            return
+        condition = as_tensor(self.bb, condition)
+        if condition.ty.ndim:
+            condition = self.bb.normalize(relax.op.reshape(condition, []))
+        condition = self._bound(condition)
+        sequences = [self._convert_subgraph(self.bb, graphs[name]) for name in ("then_branch", "else_branch")]
+        result = self.bb.emit(relax.If(condition, *sequences))
+        several = len(node.output) > 1
+        parts = [self.bb.emit(relax.TupleGetItem(result, i)) for i in range(len(node.output))] if several else [result]
+        self._nodes |= {name: self._of_known_rank(part) for name, part in zip(node.output, parts, strict=True)}
+
+    def _inline(self, node: onnx.NodeProto, branch: onnx.GraphProto) -> None:
+        """A branch in the place of its If."""
+        outside = dict(self._nodes)
+        self._nodes |= {t.name: _constant(numpy_helper.to_array(t)) for t in branch.initializer}
+        self._construct_nodes(branch)
+        results = [self._nodes[value.name] for value in branch.output]
+        self._nodes = outside | dict(zip(node.output, results, strict=True))
+
+    def _of_known_rank(self, value: Any) -> Any:
+        """A value with names for dims that only a call shows."""
+        if isinstance(value, relax.Tuple):
+            return relax.Tuple([self._of_known_rank(part) for part in value.fields])
+        kind = getattr(value, "ty", None)
+        if not isinstance(kind, relax.TensorType) or kind.shape is not None or kind.ndim < 0:
+            return value
+        names = [self._names.variable() for _ in range(kind.ndim)]
+        return self.bb.match_cast(self.bb.normalize(value), relax.TensorType(names, kind.dtype))
+
     def _convert_subgraph(self, bb: Any, graph: onnx.GraphProto) -> Any:
         """A branch of an If as a block of its own: what it holds runs only where it is taken."""
         for name in {name for node in graph.node for name in reads(node)} & self._nodes.keys():
             self._nodes[name] = self._bound(self._nodes[name])  # here, for whoever reads it behind the branch
-        outside = dict(self._nodes)
+        outside, scope = dict(self._nodes), self._names.scope()
         bb._begin_binding_block()
         try:
             self._nodes |= {t.name: _constant(numpy_helper.to_array(t)) for t in graph.initializer}
@@ -129,22 +185,27 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         finally:
             block = bb._end_block()
             self._nodes = outside
+            self._names.restore(scope)
         return relax.SeqExpr([block], made[0] if len(made) == 1 else relax.Tuple(made))
 
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
         if op_name in self._ours:
-            return self._ours[op_name](list(inputs), attrs)
+            return self._ours[op_name]([as_tensor(self.bb, value) for value in inputs], attrs)
         for i, value in enumerate(inputs):
             if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
                 inputs[i] = self.bb.emit(value)
         try:
+            sizes = folded(op_name, inputs, attrs)
+            if sizes is not None:
+                return as_tensor(self.bb, sizes) if is_known(sizes) else sizes
+            computed = self._shapes.convert(op_name, list(inputs), attrs)
+            if computed is not None:
+                return computed
+            inputs[:] = agreeing(self.bb, self._names, op_name, [as_tensor(self.bb, value) for value in inputs])
             converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
-            if converted is not None:
-                return converted
-            if op_name not in READ_SIZES and not is_sum_with_a_size(op_name, inputs):
-                for i, value in enumerate(inputs):
-                    inputs[i] = size_as_tensor(self.bb, value) if tvm.ir.is_prim_expr(value) else value
-            return super()._convert_operator(op_name, inputs, attrs, opset)
+            if converted is None:
+                converted = super()._convert_operator(op_name, inputs, attrs, opset)
+            return self._of_known_rank(converted)
         except ModelError:
             raise
         except Exception as error:  # whatever TVM's converter trips over
@@ -221,6 +282,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return self.context.call(op, inputs, cache)
 
 
+class _Nodes(NamedTuple):
+    """Some nodes of a graph, as TVM's importer reads them."""
+
+    node: list[onnx.NodeProto]
+    output: tuple[()] = ()
+
+
 def _needed(node: onnx.NodeProto) -> Iterator[str]:
     """The inputs of a node whose values its converter needs."""
     row = STANDARD.get(node.op_type) if node.domain != DOMAIN else None
@@ -236,11 +304,11 @@ def _described(value: Any) -> str:
     """A node's input in a message: its kind and its dims."""
     if value is None:
         return "none"
+    if isinstance(value, Sizes):
+        return f"sizes [{_listed(value.entries.reshape(-1))}]"
     kind = value.ty
-    if isinstance(kind, relax.ShapeType):
-        return f"sizes [{_listed(kind.values or ())}]"
     if not isinstance(kind, relax.TensorType):
-        return "a size" if tvm.ir.is_prim_expr(value) else "a list of tensors"
+        return "a list of tensors"
     sizes = f"({_listed(kind.shape.values)})" if isinstance(kind.shape, relax.ShapeExpr) else "any shape"
     constant = "a constant of " if isinstance(value, tvm.ir.GenericConst) else ""
     return f"{constant}{kind.dtype} {sizes}"

@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import tvm
-from tvm import relax, te, tirx
-from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices, get_type
+from tvm import relax, tirx
+from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices
 
-from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.edge_converters import EDGES
-
-
-def range_up_to_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Range from a constant to a symbolic size: as long as that says. TVM's has a length that nobody knows."""
-    start, end, step = inputs
-    constants = [_number(start), _number(step)]
-    if None in constants or not tvm.ir.is_prim_expr(end):
-        return None
-    return bb.normalize(relax.op.arange(constants[0], end, constants[1], str(start.ty.dtype)))
-
-
-def of_sizes(combine: Callable[[Any, Any], Any]) -> Callable[[Any, list[Any], dict[str, Any]], Any]:
-    """Arithmetic of one symbolic size with others or with numbers: a size again, which may be a dim."""
-
-    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        numbers = [value if tvm.ir.is_prim_expr(value) else _number(value) for value in inputs]
-        if None in numbers or all(isinstance(number, int) for number in numbers):
-            return None
-        sizes = [tirx.const(number, "int64") if isinstance(number, int) else number for number in numbers]
-        return relax.prim_value(tvm.sym.Analyzer().simplify(functools.reduce(combine, sizes)))
-
-    return convert
-
-
-def cast_of_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Cast of one symbolic size: to int64 it stays one, else it becomes a tensor."""
-    if not tvm.ir.is_prim_expr(inputs[0]):
-        return None
-    kind = get_type(attributes["to"])
-    return inputs[0] if kind == "int64" else bb.normalize(relax.op.astype(size_as_tensor(bb, inputs[0]), kind))
-
-
-def size_as_tensor(bb: Any, size: Any) -> Any:
-    """One symbolic size as a tensor without axes, for an operator that computes with tensors."""
-    return bb.normalize(relax.op.reshape(bb.normalize(relax.op.shape_to_tensor(relax.ShapeExpr([size]))), []))
-
-
-def is_sum_with_a_size(op_name: str, inputs: list[Any]) -> bool:
-    """Whether one symbolic size is added to a tensor of its kind, as L to a cache's length: an addition takes it."""
-    tensors = [value for value in inputs if not tvm.ir.is_prim_expr(value)]
-    one = op_name == "Add" and len(tensors) == 1 and isinstance(tensors[0].ty, relax.TensorType)
-    return one and str(tensors[0].ty.dtype) == "int64"
 
 
 def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -62,37 +18,6 @@ def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]
     if any(not isinstance(value.ty, relax.TensorType) for value in inputs) or base.ty.dtype == exponent.ty.dtype:
         return None
     return bb.normalize(relax.op.power(base, bb.normalize(relax.op.astype(exponent, str(base.ty.dtype)))))
-
-
-def tile_by_sizes(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Tile by symbolic sizes: each axis is so many times as long. The dims of TVM's are those of nobody else."""
-    data, repeats = inputs
-    times = _sizes(bb, repeats)
-    dims = data.ty.shape.values if isinstance(data.ty.shape, relax.ShapeExpr) else None
-    if times is None or dims is None or len(times) != len(dims):
-        return None
-    shape = [tvm.sym.Analyzer().simplify(size * count) for size, count in zip(dims, times, strict=True)]
-
-    def tiled(data: Any) -> Any:
-        return te.compute(shape, lambda *at: data[tuple(i % n for i, n in zip(at, data.shape, strict=True))], "tile")
-
-    return bb.emit_te(tiled, data, primfunc_name_hint="tile")
-
-
-def _sizes(bb: Any, value: Any) -> list[Any] | None:
-    """The entries of a list of sizes that `sizes_as_tensors` made a tensor of."""
-    made = bb.lookup_binding(value) if isinstance(value, relax.Var) else value
-    while isinstance(made, relax.Call) and made.op.name == "relax.astype":
-        made = made.args[0]
-        made = bb.lookup_binding(made) if isinstance(made, relax.Var) else made
-    if not isinstance(made, relax.Call) or made.op.name != "relax.shape_to_tensor":
-        return None
-    return list(made.args[0].values) if isinstance(made.args[0], relax.ShapeExpr) else None
-
-
-def reshape_of_a_size(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Reshape of one symbolic size to a list of it."""
-    return relax.ShapeExpr([inputs[0]]) if tvm.ir.is_prim_expr(inputs[0]) else None
 
 
 def layer_normalization_in_float32(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -108,18 +33,10 @@ def layer_normalization_in_float32(bb: Any, inputs: list[Any], attributes: dict[
     return relax.Tuple([bb.normalize(relax.op.astype(y, "bfloat16")), zeros, zeros])
 
 
-def _number(value: Any) -> int | None:
-    constant = isinstance(value, tvm.ir.GenericConst) and str(value.ty.dtype).startswith("int")
-    return int(value.value.numpy().item()) if constant and value.value.numpy().size == 1 else None
-
-
 def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Gather of a tensor. An index out of bounds, which ONNX forbids, gives NaN where floats are gathered, and the
     nearest element elsewhere; TVM's reads whatever memory it points at."""
     data, indices = inputs
-    if isinstance(data, relax.ShapeExpr) and isinstance(indices, tvm.ir.GenericConst) and indices.ty.ndim == 1:
-        chosen = relax.ShapeExpr([data.values[i] for i in indices.value.numpy().tolist()])
-        return bb.normalize(relax.op.shape_to_tensor(chosen))
     tensors = all(isinstance(value.ty, relax.TensorType) for value in inputs)
     if not tensors or all(isinstance(value, tvm.ir.GenericConst) for value in inputs):
         return None
@@ -139,7 +56,7 @@ def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -
     bounds = [bound for bound in (starts, ends, axes, steps) if bound is not None]
     if not isinstance(data.ty, relax.TensorType) or not all(isinstance(bound, tvm.ir.GenericConst) for bound in bounds):
         return None
-    begin, end = _numbers(starts), _numbers(ends)
+    begin, end = _clamped(starts), _clamped(ends)
     along = list(range(len(begin))) if axes is None else [axis % data.ty.ndim for axis in _numbers(axes)]
     by = [1] * len(begin) if steps is None else _numbers(steps)
     for place, (axis, first, last, step) in enumerate(zip(along, begin, end, by, strict=True)):
@@ -179,11 +96,6 @@ def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     """Expand of a tensor, some dims of it symbolic, to constant sizes. TVM's knows constant dims only."""
     data, wanted = inputs
     sizes = data.ty.shape if isinstance(data.ty, relax.TensorType) else None
-    if isinstance(wanted.ty, relax.TensorType) and not isinstance(wanted, tvm.ir.GenericConst):
-        ones = sizes is not None and all(isinstance(size, tirx.IntImm) and size.value == 1 for size in sizes.values)
-        if not ones:  # TVM's takes the shape for the result's, which it is not where it says 1
-            raise _of_computed_sizes("Expand", attributes)
-        return None
     if not isinstance(sizes, relax.ShapeExpr) or not isinstance(wanted, tvm.ir.GenericConst):
         return None
     dims, target = list(sizes.values), _numbers(wanted)
@@ -192,18 +104,6 @@ def expand_to_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
         return None
     result = [size if to == 1 else to for size, to in zip(dims, target, strict=True)]
     return bb.normalize(relax.op.broadcast_to(data, relax.ShapeExpr(result)))
-
-
-def constant_of_known_shape(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """ConstantOfShape leaves shapes that the graph knows to TVM, and refuses others: TVM makes no code of them."""
-    if isinstance(inputs[0].ty, relax.TensorType) and not isinstance(inputs[0], tvm.ir.GenericConst):
-        raise _of_computed_sizes("ConstantOfShape", attributes)
-
-
-def _of_computed_sizes(operator: str, attributes: dict[str, Any]) -> ModelError:
-    hint = "Fix free sizes with dims, or give the model what it computes from them."
-    name = attributes["tvm_custom"]["name"]
-    return ModelError(f"{operator} node {name!r}", "a shape that the graph knows", "one that a call computes", hint)
 
 
 def concat_of_dims_that_must_agree(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -228,26 +128,17 @@ def _numbers(constant: Any) -> list[int]:
     return [int(number) for number in constant.value.numpy()]
 
 
-READ_SIZES = frozenset(("Gather", "Identity", "Range", "Reshape", "Slice", "Unsqueeze"))
-"""Operators of TVM's that take one symbolic size as it is. Others are given a tensor (`size_as_tensor`)."""
+def _clamped(constant: Any) -> list[int]:
+    """Bounds of a slice; those beyond every axis as numbers that arithmetic with a symbolic dim can hold."""
+    return [max(min(number, _TO_THE_END), -_TO_THE_END) for number in _numbers(constant)]
+
 
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     **EDGES,
-    "Add": of_sizes(lambda one, other: one + other),
-    "Cast": cast_of_a_size,
     "Concat": concat_of_dims_that_must_agree,
-    "ConstantOfShape": constant_of_known_shape,
-    "Div": of_sizes(tirx.truncdiv),
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
     "LayerNormalization": layer_normalization_in_float32,
-    "Max": of_sizes(tirx.max),
-    "Min": of_sizes(tirx.min),
-    "Mul": of_sizes(lambda one, other: one * other),
     "Pow": power_of_another_kind,
-    "Reshape": reshape_of_a_size,
-    "Range": range_up_to_a_size,
     "Slice": slice_of_constants,
-    "Sub": of_sizes(lambda one, other: one - other),
-    "Tile": tile_by_sizes,
 }

@@ -1,0 +1,128 @@
+"""Operands whose dims only a call shows to be equal, or 1, made fit before TVM's operators get them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+from tvm import relax, te, tirx
+
+from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, equals, literal, number
+
+_BROADCAST = frozenset(
+    ("Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less",
+     "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "Sub", "Sum", "Where", "Xor")
+)  # fmt: skip
+_UNIDIRECTIONAL = frozenset(("PRelu",))
+
+
+def agreeing(bb: Any, names: SizeNames, op_name: str, inputs: list[Any]) -> list[Any]:
+    """The inputs of a node with dims that TVM sees to fit: an axis that may be 1 is written out as it broadcasts, and a
+    call where two differ ends with an error."""
+    shapes = [None if value is None else dims_of(value) for value in inputs]
+    if any(shape is None for shape in shapes) or len(inputs) < 2:
+        return inputs
+    known: list[list[Any]] = [shape for shape in shapes if shape is not None]
+    if op_name in _BROADCAST:
+        return inputs if _plain(known) else _broadcast(bb, names, inputs, known)
+    if op_name in _UNIDIRECTIONAL and not _plain(known):
+        return [inputs[0], spread(bb, names, inputs[1], known[0])]
+    if op_name == "MatMul" and all(known):
+        return _factors(bb, names, inputs, known)
+    return inputs
+
+
+def _factors(bb: Any, names: SizeNames, inputs: list[Any], shapes: list[list[Any]]) -> list[Any]:
+    one, other = inputs
+    rows, columns = list(shapes[0]), list(shapes[1])
+    place = -2 if len(columns) > 1 else -1
+    if not _equal(rows[-1], columns[place]):
+        stated = columns[place] if number(columns[place]) is not None else rows[-1]
+        if not _equal(rows[-1], stated):
+            rows[-1] = stated
+            one = bb.match_cast(bb.normalize(one), relax.TensorType(rows, one.ty.dtype))
+        if not _equal(columns[place], stated):
+            columns[place] = stated
+            other = bb.match_cast(bb.normalize(other), relax.TensorType(columns, other.ty.dtype))
+    batches = [rows[:-2], columns[:-2]]
+    if len(rows) > 2 and len(columns) > 2 and not _plain(batches):
+        batch = broadcast_dims(names, batches)
+        one = spread(bb, names, one, [*batch, *rows[-2:]])
+        other = spread(bb, names, other, [*batch, *columns[-2:]])
+    return [one, other]
+
+
+def _broadcast(bb: Any, names: SizeNames, inputs: list[Any], shapes: list[list[Any]]) -> list[Any]:
+    shape = broadcast_dims(names, shapes)
+    return [value if not dims else spread(bb, names, value, shape) for value, dims in zip(inputs, shapes, strict=True)]
+
+
+def _plain(shapes: Sequence[Sequence[Any]]) -> bool:
+    """Whether TVM itself sees how arrays of these dims broadcast."""
+    rank = max(map(len, shapes), default=0)
+    for axis in range(-rank, 0):
+        sizes = [shape[axis] for shape in shapes if len(shape) >= -axis and number(shape[axis]) != 1]
+        if any(not _equal(size, sizes[0]) for size in sizes[1:]):
+            return False
+    return True
+
+
+def broadcast_dims(names: SizeNames, shapes: Sequence[Sequence[Any]]) -> list[Any]:
+    """The dims that arrays of these broadcast to, each 1 or equal: where only a call can tell, it is held to that."""
+    rank = max(map(len, shapes))
+    result: list[Any] = []
+    for axis in range(-rank, 0):
+        whole = literal(1)
+        for size in (shape[axis] for shape in shapes if len(shape) >= -axis):
+            whole = _together(names, whole, literal(size))
+        result.append(whole)
+    return result
+
+
+def _together(names: SizeNames, one: Any, other: Any) -> Any:
+    if number(one) == 1:
+        return other
+    if number(other) == 1 or names.same(one, other):
+        return one
+    for known, free in ((one, other), (other, one)):
+        if number(known) is not None:  # the other one is that, or 1
+            names.checked([tirx.Select(equals(free, literal(1)), known, free)], [known])
+            return known
+    choice = names.size(tirx.Select(equals(one, literal(1)), other, one))
+    names.checked([tirx.Select(equals(other, literal(1)), one, other)], [choice])
+    return choice
+
+
+def spread(bb: Any, names: SizeNames, value: Any, shape: Sequence[Any]) -> Any:
+    """A tensor broadcast to dims, where an axis may turn out to be of one element."""
+    dims = dims_of(value) or []
+    own = shape[len(shape) - len(dims) :]
+    if len(dims) == len(shape) and all(names.same(size, whole) for size, whole in zip(dims, own, strict=True)):
+        if all(_equal(size, whole) for size, whole in zip(dims, own, strict=True)):
+            return value
+        return bb.match_cast(bb.normalize(value), relax.TensorType(list(shape), value.ty.dtype))
+
+    known = [names.same(size, whole) for size, whole in zip(dims, own, strict=True)]
+
+    def wide(data: Any, shape: list[Any]) -> Any:
+        def element(*at: Any) -> Any:
+            places = []
+            for i, size, same in zip(at[len(shape) - len(dims) :], data.shape, known, strict=True):
+                one = tirx.Select(equals(size, literal(1)), literal(0), i)
+                places.append(literal(0) if number(size) == 1 else i if same else one)
+            return data[tuple(places)]
+
+        return te.compute(tuple(shape), element, "broadcast")
+
+    return bb.emit_te(wide, value, list(shape), primfunc_name_hint="broadcast")
+
+
+def dims_of(value: Any) -> list[Any] | None:
+    """The dims of a tensor, where they are known by their expressions."""
+    shape = getattr(value.ty, "shape", None)
+    return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))

@@ -1,0 +1,303 @@
+"""What operators make of sizes, as far as it is sizes again: the arithmetic that exporters write shapes with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx
+from tvm.relax.frontend.onnx.onnx_frontend import get_type
+
+from mhsa_compile.frontend.relax.sizes.size_values import (
+    MOST,
+    Entry,
+    Sizes,
+    array_of,
+    entries_of,
+    equals,
+    literal,
+    number,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+def folded(op_name: str, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
+    """The result of an operator as Sizes (of Split, a Tuple of lists), None where it is to compute with tensors."""
+    if op_name == "Shape":
+        return _shape(inputs[0], attributes)
+    if not any(isinstance(value, Sizes) for value in inputs):
+        return None
+    operands = [None if value is None else entries_of(value) for value in inputs]
+    if any(operand is None and value is not None for operand, value in zip(operands, inputs, strict=True)):
+        return None
+    fold = _FOLDS.get(op_name)
+    if fold is None:
+        return None
+    try:
+        result = fold(operands, attributes)
+    except _NotFollowed:
+        return None
+    return None if result is not None and result.entries.size > MOST else result
+
+
+class _NotFollowed(Exception):
+    """Where entries are not enough: a tensor computes it."""
+
+
+def _shape(value: Any, attributes: dict[str, Any]) -> Sizes | None:
+    part = slice(attributes.get("start", 0), attributes.get("end"))
+    if isinstance(value, Sizes):
+        dims: list[Any] = list(value.entries.shape)
+    elif isinstance(value.ty, relax.TensorType) and isinstance(value.ty.shape, relax.ShapeExpr):
+        dims = list(value.ty.shape.values)
+    else:
+        return None
+    entries = np.empty(len(dims), dtype=object)
+    entries[:] = [literal(dim) for dim in dims]
+    return Sizes(entries[part], "int64")
+
+
+def _elementwise(function: Callable[..., Entry], result: str | None = None) -> Callable[[list[Any], Any], Sizes]:
+    """Entry by entry, broadcast. `result`: the dtype, where it is not the first operand's."""
+
+    def fold(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+        entries = np.frompyfunc(function, len(operands), 1)(*(operand.entries for operand in operands))
+        return Sizes(_array(entries), result or operands[0].dtype)
+
+    return fold
+
+
+def _chained(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], Sizes]:
+    def fold(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+        entries = functools.reduce(np.frompyfunc(function, 2, 1), (operand.entries for operand in operands))
+        return Sizes(_array(entries), operands[0].dtype)
+
+    return fold
+
+
+def _floating(entry: Entry) -> bool:
+    return str(entry.ty.dtype).startswith("float")
+
+
+def _divided(a: Entry, b: Entry) -> Entry:
+    return a / b if _floating(a) else tirx.truncdiv(a, _divisor(b))
+
+
+def _divisor(b: Entry) -> Entry:
+    """A divisor of whole numbers that is not zero: what ONNX leaves open ends no process."""
+    if number(b) == 0:
+        raise _NotFollowed
+    return (
+        b
+        if number(b) is not None
+        else tirx.Select(equals(b, literal(0, str(b.ty.dtype))), literal(1, str(b.ty.dtype)), b)
+    )
+
+
+def _modulo(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    if operands[0].dtype.startswith("float"):
+        raise _NotFollowed
+    remainder = tirx.truncmod if attributes.get("fmod", 0) else tirx.floormod
+    return _elementwise(lambda a, b: remainder(a, _divisor(b)))(operands, attributes)
+
+
+def _rounded(function: Callable[[Entry], Entry]) -> Callable[[list[Any], Any], Sizes]:
+    return _elementwise(lambda a: function(a) if _floating(a) else a)
+
+
+def _square_root(a: Entry) -> Entry:
+    if not _floating(a):
+        raise _NotFollowed
+    return tirx.sqrt(a)
+
+
+def _cast(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    return _converted(operands[0], get_type(attributes["to"]))
+
+
+def _converted(sizes: Sizes, kind: str) -> Sizes:
+    if not kind.startswith(("int", "bool", "float32", "float64")):
+        raise _NotFollowed
+    if kind == "bool":
+        return Sizes(
+            _array(np.frompyfunc(lambda a: tirx.Not(equals(a, literal(0, str(a.ty.dtype)))), 1, 1)(sizes.entries)), kind
+        )
+    return Sizes(_array(np.frompyfunc(lambda a: a.astype(kind), 1, 1)(sizes.entries)), kind)
+
+
+def _clip(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+    value, low, high = (*operands, None, None)[:3]
+    if low is not None:
+        value = _elementwise(tirx.max)([value, low], attributes)
+    return value if high is None else _elementwise(tirx.min)([value, high], attributes)
+
+
+def _where(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    def choose(condition: Entry, a: Entry, b: Entry) -> Entry:
+        decided = number(condition)
+        return tirx.Select(condition, a, b) if decided is None else a if decided else b
+
+    return Sizes(_elementwise(choose)(operands, attributes).entries, operands[1].dtype)
+
+
+def _sign(a: Entry) -> Entry:
+    one, none = literal(1, str(a.ty.dtype)), literal(0, str(a.ty.dtype))
+    return tirx.Select(a > none, one, tirx.Select(a < none, none - one, none))
+
+
+def _gather(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    data, indices = operands
+    try:
+        return Sizes(_array(np.take(data.entries, _numbers(indices), attributes.get("axis", 0))), data.dtype)
+    except IndexError as error:
+        raise _NotFollowed from error
+
+
+def _slice(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+    data, starts, ends, axes, steps = (*operands, None, None)[:5]
+    begin, end = _numbers(starts).tolist(), _numbers(ends).tolist()
+    along = range(len(begin)) if axes is None else _numbers(axes).tolist()
+    index = [slice(None)] * data.entries.ndim
+    for i, axis in enumerate(along):
+        step = 1 if steps is None else int(_numbers(steps)[i])
+        size = data.entries.shape[axis]
+        low = max(begin[i] + size, -1 if step < 0 else 0) if begin[i] < 0 else begin[i]
+        high = None if end[i] < -size else end[i]
+        index[axis] = slice(low if low >= 0 else 0, high if high is not None or step > 0 else None, step)
+        if high is None and step > 0:
+            index[axis] = slice(0, 0)
+    return Sizes(data.entries[tuple(index)], data.dtype)
+
+
+def _concat(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    return Sizes(np.concatenate([operand.entries for operand in operands], attributes["axis"]), operands[0].dtype)
+
+
+def _squeeze(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+    entries = operands[0].entries
+    axes = None if len(operands) < 2 or operands[1] is None else tuple(_numbers(operands[1]).reshape(-1).tolist())
+    return Sizes(_array(np.squeeze(entries, axes)), operands[0].dtype)
+
+
+def _unsqueeze(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    axes = tuple(_numbers(operands[1]).reshape(-1).tolist())
+    return Sizes(np.expand_dims(operands[0].entries, axes), operands[0].dtype)
+
+
+def _reshape(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    data, target = operands[0].entries, _numbers(operands[1]).reshape(-1).tolist()
+    if not attributes.get("allowzero", 0):
+        target = [data.shape[i] if size == 0 else size for i, size in enumerate(target)]
+    return Sizes(_array(data.reshape(target)), operands[0].dtype)
+
+
+def _expand(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    target = tuple(_numbers(operands[1]).reshape(-1).tolist())
+    shape = np.broadcast_shapes(operands[0].entries.shape, target)
+    return Sizes(np.broadcast_to(operands[0].entries, shape).copy(), operands[0].dtype)
+
+
+def _tile(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    return Sizes(np.tile(operands[0].entries, _numbers(operands[1]).tolist()), operands[0].dtype)
+
+
+def _transpose(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    return Sizes(_array(np.transpose(operands[0].entries, attributes.get("perm"))), operands[0].dtype)
+
+
+def _flatten(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    shape = operands[0].entries.shape
+    axis = attributes.get("axis", 1)
+    rows = int(np.prod(shape[: axis if axis >= 0 else len(shape) + axis]))
+    return Sizes(operands[0].entries.reshape(rows, -1), operands[0].dtype)
+
+
+def _reduced(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], Sizes]:
+    def fold(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+        data, axes = operands[0].entries, None if len(operands) < 2 else operands[1]
+        along = list(range(data.ndim)) if axes is None else [axis % data.ndim for axis in _numbers(axes).tolist()]
+        if axes is None and attributes.get("noop_with_empty_axes", 0):
+            return operands[0]  # type: ignore[no-any-return]
+        if not data.size:
+            raise _NotFollowed
+        for axis in sorted(along, reverse=True):
+            parts = [np.take(data, i, axis) for i in range(data.shape[axis])]
+            data = _array(functools.reduce(np.frompyfunc(function, 2, 1), parts))
+        if attributes.get("keepdims", 1):
+            data = np.expand_dims(data, tuple(along))
+        return Sizes(data, operands[0].dtype)
+
+    return fold
+
+
+def _numbers(sizes: Sizes) -> Array:
+    """The numbers that sizes are. Raises _NotFollowed where some are expressions."""
+    if any(number(entry) is None for entry in sizes.entries.reshape(-1)):
+        raise _NotFollowed
+    return array_of(sizes)
+
+
+def _array(value: Any) -> Array:
+    """An object array, also of one entry without axes."""
+    if isinstance(value, np.ndarray):
+        return value
+    entries = np.empty((), dtype=object)
+    entries[()] = value
+    return entries
+
+
+def _add(a: Entry, b: Entry) -> Entry:
+    return a + b
+
+
+def _multiply(a: Entry, b: Entry) -> Entry:
+    return a * b
+
+
+_FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], Sizes]] = {
+    "Abs": _elementwise(lambda a: tirx.max(a, literal(0, str(a.ty.dtype)) - a)),
+    "Add": _elementwise(_add),
+    "And": _elementwise(lambda a, b: tirx.all(a, b)),
+    "Cast": _cast,
+    "CastLike": lambda operands, attributes: _converted(operands[0], operands[1].dtype),
+    "Ceil": _rounded(tirx.ceil),
+    "Clip": _clip,
+    "Concat": _concat,
+    "Div": _elementwise(_divided),
+    "Equal": _elementwise(equals, "bool"),
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Floor": _rounded(tirx.floor),
+    "Gather": _gather,
+    "Greater": _elementwise(lambda a, b: a > b, "bool"),
+    "GreaterOrEqual": _elementwise(lambda a, b: a >= b, "bool"),
+    "Identity": lambda operands, attributes: operands[0],
+    "Less": _elementwise(lambda a, b: a < b, "bool"),
+    "LessOrEqual": _elementwise(lambda a, b: a <= b, "bool"),
+    "Max": _chained(tirx.max),
+    "Min": _chained(tirx.min),
+    "Mod": _modulo,
+    "Mul": _elementwise(_multiply),
+    "Neg": _elementwise(lambda a: literal(0, str(a.ty.dtype)) - a),
+    "Not": _elementwise(lambda a: tirx.Not(a)),
+    "Or": _elementwise(lambda a, b: tirx.any(a, b)),
+    "ReduceMax": _reduced(tirx.max),
+    "ReduceMin": _reduced(tirx.min),
+    "ReduceProd": _reduced(_multiply),
+    "ReduceSum": _reduced(_add),
+    "Reshape": _reshape,
+    "Sign": _elementwise(_sign),
+    "Size": lambda operands, attributes: Sizes(_array(literal(operands[0].entries.size)), "int64"),
+    "Slice": _slice,
+    "Sqrt": _elementwise(_square_root),
+    "Squeeze": _squeeze,
+    "Sub": _elementwise(lambda a, b: a - b),
+    "Sum": _chained(_add),
+    "Tile": _tile,
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+    "Where": _where,
+}

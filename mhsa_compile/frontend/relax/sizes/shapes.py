@@ -1,0 +1,372 @@
+"""Operators whose result has a shape that the graph computes: Reshape, Expand, Slice, Pad, Range, Tile and others.
+
+Each declines with None where nothing of it is computed: the other converters know those forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax, te, tirx
+from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
+from mhsa_compile.frontend.relax.sizes.resizing import resized
+from mhsa_compile.frontend.relax.sizes.size_values import (
+    Entry,
+    SizeNames,
+    Sizes,
+    as_tensor,
+    ceil_div,
+    entries_of,
+    is_known,
+    literal,
+    number,
+    product,
+)
+
+
+class ShapeOperators:
+    """The converters of operators that read sizes; `names` are the sizes that are computed in the graph."""
+
+    def __init__(self, bb: Any, names: SizeNames) -> None:
+        self._bb, self._names = bb, names
+        self._converters: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
+            "ConstantOfShape": self._filled,
+            "Expand": self._expanded,
+            "Pad": self._padded,
+            "Range": self._counted,
+            "Reshape": self._reshaped,
+            "Resize": self._resized,
+            "Slice": self._sliced,
+            "Split": self._split,
+            "Tile": self._tiled,
+            "Trilu": self._triangle,
+        }
+
+    def convert(self, op_name: str, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        """The operator's result, None where it reads no sizes that the graph computes."""
+        converter = self._converters.get(op_name)
+        return None if converter is None else converter(inputs, attributes)
+
+    def _entries(self, value: Any) -> list[Entry] | None:
+        """The elements of a list of whole numbers: followed sizes, constants, or what a call computes."""
+        if value is None:
+            return None
+        sizes = entries_of(value)
+        if sizes is not None:
+            return [entry.astype("int64") for entry in sizes.entries.reshape(-1)]
+        count = _count(value)
+        if count is None or not str(value.ty.dtype).startswith("int"):
+            return None
+        return self._names.of_tensor(value, count)
+
+    def _reshaped(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, target = as_tensor(self._bb, inputs[0]), inputs[1]
+        if isinstance(target, tvm.ir.GenericConst) or is_known(target):
+            return None
+        wanted, dims = self._entries(target), dims_of(data)
+        if wanted is None:
+            raise _unknown("Reshape", "a target of known length", attributes)
+        result: list[Any] = [
+            dims[i] if dims is not None and number(size) == 0 and not attributes.get("allowzero", 0) else size
+            for i, size in enumerate(wanted)
+        ]
+        free = [i for i, size in enumerate(result) if number(size) == -1]
+        if free:
+            if dims is None:
+                raise _unknown("Reshape", "dims of its data", attributes)
+            others = [size for i, size in enumerate(result) if i != free[0]]
+            result[free[0]] = self._quotient(dims, others)
+        return self._bb.normalize(relax.op.reshape(data, relax.ShapeExpr(self._names.shape(result))))
+
+    def _quotient(self, dims: Sequence[Entry], others: Sequence[Entry]) -> Entry:
+        """What is left of a product of sizes: factors of both go first."""
+        above, below = list(dims), []
+        for size in others:
+            same = next((i for i, other in enumerate(above) if self._names.same(size, other)), None)
+            if same is None:
+                below.append(size)
+            else:
+                above.pop(same)
+        whole, part = self._names.simplified(product(above)), self._names.simplified(product(below))
+        if number(part) == 1:
+            return whole
+        if number(part) is None:  # no division by an axis without elements
+            part = tirx.max(part, literal(1))
+        return tirx.floordiv(whole, part)
+
+    def _expanded(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, target = as_tensor(self._bb, inputs[0]), inputs[1]
+        if isinstance(target, tvm.ir.GenericConst) or is_known(target):
+            return None
+        wanted, dims = self._entries(target), dims_of(data)
+        if wanted is None or dims is None:
+            raise _unknown("Expand", "a shape of known length", attributes)
+        shape = broadcast_dims(self._names, [dims, self._names.shape(wanted)])
+        return spread(self._bb, self._names, data, shape)
+
+    def _filled(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        if isinstance(inputs[0], tvm.ir.GenericConst) or is_known(inputs[0]):
+            return None
+        shape = self._entries(inputs[0])
+        if shape is None:
+            raise _unknown("ConstantOfShape", "a shape of known length", attributes)
+        value = get_numpy(attributes["value"]).reshape(-1)[0] if "value" in attributes else None
+        kind = "float32" if value is None else str(value.dtype)
+        fill = relax.const(0.0 if value is None else value, kind)
+        return self._bb.normalize(relax.op.full(relax.ShapeExpr(self._names.shape(shape)), fill, kind))
+
+    def _counted(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        if not any(isinstance(value, Sizes) for value in inputs):
+            kinds = {str(value.ty.dtype) for value in inputs}
+            constant = all(isinstance(value, tvm.ir.GenericConst) for value in inputs)
+            if constant or not kinds <= {"int64", "int32"}:
+                return None
+        sizes = [entries_of(value) for value in inputs]
+        kind = next(size.dtype if size else str(v.ty.dtype) for size, v in zip(sizes, inputs, strict=True))
+        bounds: list[Any] = []
+        for value, size in zip(inputs, sizes, strict=True):
+            if size is None and not kind.startswith("int"):
+                return None
+            bounds.append(self._names.of_tensor(value, 1)[0] if size is None else size.entries.reshape(-1)[0])
+        start, end, step = bounds
+        if kind.startswith("int"):
+            start, end, step = (bound.astype("int64") for bound in bounds)
+            steps = number(step)
+            if steps is None or not steps:
+                raise _unknown("Range", "a constant delta", attributes)
+            count = ceil_div(end - start if steps > 0 else start - end, int(abs(steps)))
+        else:
+            count = tirx.ceil((end - start).astype("float64") / step.astype("float64")).astype("int64")
+        least = count if kind.startswith("int") and self._names.at_least(count, 0) else tirx.max(count, literal(0))
+        length = self._names.size(least)
+        if number(start) is not None and number(step) is not None and kind.startswith("int"):
+            first, each = int(number(start) or 0), int(number(step) or 0)
+            if number(length) is None and (first, each) == (0, 1):
+                return self._bb.normalize(relax.op.arange(0, length, 1, kind))
+        start = start if not kind.startswith("int") or number(start) is not None else self._names.size(start)
+
+        if not kind.startswith("int"):
+            start, step = (self._float_of(value, attributes) for value in (start, step))
+
+        def ascending(length: Any, start: Any, step: Any) -> Any:
+            return te.compute((length,), lambda i: (start + i.astype(str(start.ty.dtype)) * step).astype(kind), "range")
+
+        return self._bb.emit_te(ascending, length, start, step, primfunc_name_hint="range")
+
+    def _float_of(self, value: Entry, attributes: dict[str, Any]) -> Entry:
+        if number(value) is None:
+            raise _unknown("Range", "a constant start and delta, where it is of floats,", attributes)
+        return value
+
+    def _tiled(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, repeats = as_tensor(self._bb, inputs[0]), inputs[1]
+        dims = dims_of(data)
+        if isinstance(repeats, tvm.ir.GenericConst) or is_known(repeats) or dims is None:
+            return None
+        times = self._entries(repeats)
+        if times is None or len(times) != len(dims):
+            raise _unknown("Tile", "repeats of known length", attributes)
+        shape = self._names.shape([size * count for size, count in zip(dims, times, strict=True)])
+
+        def tiled(data: Any, shape: list[Any]) -> Any:
+            return te.compute(
+                shape, lambda *at: data[tuple(i % n for i, n in zip(at, data.shape, strict=True))], "tile"
+            )
+
+        return self._bb.emit_te(tiled, data, shape, primfunc_name_hint="tile")
+
+    def _sliced(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, starts, ends, axes, steps = (*inputs, None, None)[:5]
+        data = as_tensor(self._bb, data)
+        dims = dims_of(data)
+        constant = all(isinstance(bound, tvm.ir.GenericConst) for bound in (starts, ends))
+        fixed = dims is not None and all(number(size) is not None for size in dims)
+        if dims is None or (
+            constant and (fixed or steps is None or all(number(step) == 1 for step in self._entries(steps) or ()))
+        ):
+            return None
+        begin, end = self._entries(starts), self._entries(ends)
+        strides = None if steps is None else self._entries(steps)
+        along = None if axes is None else self._entries(axes)
+        if begin is None or end is None or (steps is not None and strides is None):
+            raise _unknown("Slice", "bounds of known number", attributes)
+        if any(number(value) is None for value in (*(along or ()), *(strides or ()))):
+            raise _unknown("Slice", "constant axes and steps", attributes)
+        places = range(len(begin)) if along is None else [int(number(axis) or 0) % len(dims) for axis in along]
+        shape, first, step = list(dims), [literal(0)] * len(dims), [1] * len(dims)
+        for i, axis in enumerate(places):
+            step[axis] = 1 if strides is None else int(number(strides[i]) or 1)
+            first[axis], shape[axis] = self._cut(dims[axis], begin[i], end[i], step[axis])
+        shape = self._names.shape(shape)
+        first = [start if number(start) is not None else self._names.size(start) for start in first]
+        return self._part(data, shape, first, step)
+
+    def _part(self, data: Any, shape: list[Any], first: list[Any], step: Sequence[int]) -> Any:
+        def part(data: Any, shape: list[Any], first: list[Any]) -> Any:
+            def element(*at: Any) -> Any:
+                return data[tuple(start + i * n for i, start, n in zip(at, first, step, strict=True))]
+
+            return te.compute(tuple(shape), element, "slice")
+
+        return self._bb.emit_te(part, data, shape, first, primfunc_name_hint="slice")
+
+    def _cut(self, size: Entry, start: Entry, end: Entry, step: int) -> tuple[Entry, Entry]:
+        """(the first element, how many) of an axis that is cut as ONNX says."""
+        highest = size if step > 0 else size - 1
+        lowest = literal(0 if step > 0 else -1)
+        begin = self._within(self._from_end(start, size), literal(0), highest)
+        stop = self._within(self._from_end(end, size), lowest, highest)
+        length = ceil_div(stop - begin, step) if step > 0 else ceil_div(begin - stop, -step)
+        return begin, length if self._names.at_least(length, 0) else tirx.max(length, literal(0))
+
+    def _from_end(self, place: Entry, size: Entry) -> Entry:
+        value = number(place)
+        if value is not None:
+            return place if value >= 0 else size + place
+        if self._names.at_least(place, 0):
+            return place
+        return size + place if self._names.at_least(-1, place) else tirx.Select(place < 0, size + place, place)
+
+    def _within(self, place: Entry, low: Entry, high: Entry) -> Entry:
+        place = self._names.simplified(place)
+        if not self._names.at_least(place, low):
+            place = tirx.max(place, low)
+        return place if self._names.at_least(high, place) else tirx.min(place, high)
+
+    def _split(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, lengths = as_tensor(self._bb, inputs[0]), inputs[1] if len(inputs) > 1 else None
+        dims = dims_of(data)
+        if dims is None:
+            return None
+        axis = attributes.get("axis", 0) % len(dims)
+        if lengths is None:
+            if number(dims[axis]) is not None:
+                return None
+            count = attributes["tvm_custom"]["num_outputs"]
+            each = ceil_div(dims[axis], count)
+            parts = [each] * (count - 1) + [dims[axis] - each * (count - 1)]
+        elif (isinstance(lengths, tvm.ir.GenericConst) or is_known(lengths)) and number(dims[axis]) is not None:
+            return None
+        else:
+            entries = self._entries(lengths)
+            if entries is None:
+                raise _unknown("Split", "a known number of lengths", attributes)
+            parts = entries
+            total = sum(parts, start=literal(0))
+            if not self._names.same(total, dims[axis]):
+                self._names.checked([total], [dims[axis]])
+        results, offset = [], literal(0)
+        for length in parts:
+            shape, first = list(dims), [literal(0)] * len(dims)
+            shape[axis] = self._names.size(length)
+            simple = self._names.simplified(offset)
+            first[axis] = simple if number(simple) is not None else self._names.size(simple)
+            results.append(self._part(data, shape, first, [1] * len(dims)))
+            offset = offset + length
+        return results[0] if len(results) == 1 else relax.Tuple(results)
+
+    def _padded(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, pads, value, axes = (*inputs, None, None)[:4]
+        data = as_tensor(self._bb, data)
+        dims = dims_of(data)
+        if isinstance(pads, tvm.ir.GenericConst) or is_known(pads) or dims is None:
+            return None
+        amounts = self._entries(pads)
+        along = None if axes is None else self._entries(axes)
+        if amounts is None or any(number(axis) is None for axis in along or ()):
+            raise _unknown("Pad", "a known number of pads, and constant axes", attributes)
+        places = range(len(dims)) if along is None else [int(number(axis) or 0) % len(dims) for axis in along]
+        before: list[Any] = [literal(0)] * len(dims)
+        shape = list(dims)
+        for i, axis in enumerate(places):
+            before[axis] = amounts[i] if number(amounts[i]) is not None else self._names.size(amounts[i])
+            shape[axis] = dims[axis] + amounts[i] + amounts[i + len(places)]
+        shape = self._names.shape(shape)
+        mode = attributes.get("mode", b"constant")
+        return self._surrounded(data, value, shape, before, mode.decode() if isinstance(mode, bytes) else mode)
+
+    def _surrounded(self, data: Any, value: Any, shape: Sequence[Any], before: Sequence[Any], mode: str) -> Any:
+        kind = str(data.ty.dtype)
+
+        def padded(data: Any, shape: list[Any], before: list[Any], *fill: Any) -> Any:
+            def element(*at: Any) -> Any:
+                places = [i - start for i, start in zip(at, before, strict=True)]
+                if mode != "constant":
+                    return data[tuple(_inside(p, n, mode) for p, n in zip(places, data.shape, strict=True))]
+                inside = tirx.all(*[tirx.all(p >= 0, p < n) for p, n in zip(places, data.shape, strict=True)])
+                return tirx.if_then_else(inside, data[tuple(places)], fill[0][()] if fill else tirx.const(0, kind))
+
+            return te.compute(tuple(shape), element, "pad")
+
+        fill: list[Any] = []
+        if value is not None and mode == "constant":
+            scalar = as_tensor(self._bb, value)
+            fill.append(scalar if scalar.ty.ndim == 0 else self._bb.normalize(relax.op.reshape(scalar, [])))
+        return self._bb.emit_te(padded, data, list(shape), list(before), *fill, primfunc_name_hint="pad")
+
+    def _triangle(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, diagonal = as_tensor(self._bb, inputs[0]), inputs[1] if len(inputs) > 1 else None
+        dims = dims_of(data)
+        if not isinstance(diagonal, Sizes) or is_known(diagonal) or dims is None:
+            return None
+        shift, upper = self._names.size(diagonal.entries.reshape(-1)[0]), attributes.get("upper", 1)
+
+        def triangle(data: Any, shift: Any) -> Any:
+            def element(*at: Any) -> Any:
+                i, j = at[-2:]
+                inside = j >= i + shift if upper else j <= i + shift
+                return tirx.Select(inside, data[at], tirx.const(0, data.dtype))
+
+            return te.compute(data.shape, element, "triangle")
+
+        return self._bb.emit_te(triangle, data, shift, primfunc_name_hint="trilu")
+
+    def _resized(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, _, scales, target = (*inputs, None, None, None)[:4]
+        data = as_tensor(self._bb, data)
+        dims = dims_of(data)
+        if dims is None:
+            return None
+        if target is None:
+            factors = None if scales is None else entries_of(scales)
+            if factors is None or all(number(dim) is not None for dim in dims):
+                return None
+            wanted = [
+                dim if number(f) == 1 else tirx.floor(dim.astype("float32") * f).astype("int64")
+                for dim, f in zip(dims, factors.entries.reshape(-1), strict=True)
+            ]
+            return resized(self._bb, data, self._names.shape(wanted), list(factors.entries.reshape(-1)), attributes)
+        if isinstance(target, tvm.ir.GenericConst) and all(number(dim) is not None for dim in dims):
+            return None
+        entries = self._entries(target)
+        if entries is None or len(entries) != len(dims):
+            raise _unknown("Resize", "sizes for each axis", attributes)
+        return resized(self._bb, data, self._names.shape(entries), None, attributes)
+
+
+def _inside(place: Any, size: Any, mode: str) -> Any:
+    if mode == "edge":
+        return tirx.max(tirx.min(place, size - 1), literal(0))
+    if mode == "wrap":
+        return tirx.floormod(place, tirx.max(size, literal(1)))
+    period = tirx.max(2 * (size - 1), literal(1))  # back and forth, without the ends twice
+    around = tirx.floormod(place, period)
+    return tirx.min(around, tirx.max(2 * (size - 1) - around, literal(0)))
+
+
+def _count(value: Any) -> int | None:
+    """How many elements a value has, where that is a number."""
+    dims = dims_of(value)
+    total = None if dims is None else number(tvm.sym.Analyzer().simplify(product(dims)))
+    return None if total is None else int(total)
+
+
+def _unknown(operator: str, expected: str, attributes: dict[str, Any]) -> ModelError:
+    hint = "Fix free sizes with dims, or give the model what it computes from them."
+    name = attributes["tvm_custom"]["name"]
+    return ModelError(f"{operator} node {name!r}", expected, "what only a call knows", hint)

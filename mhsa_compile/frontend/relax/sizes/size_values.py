@@ -1,0 +1,237 @@
+"""A tensor whose elements the graph computes from sizes, as expressions instead of an array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+from tvm.sym import Analyzer, ConstIntBound
+from tvm_ffi import structural_equal
+
+Entry = Any
+"""An expression of tirx: of sizes, numbers and arithmetic."""
+
+MOST = 64
+"""So many elements a value has at most that is followed as expressions: shapes, pads, bounds."""
+_LARGE = 8  # so many operations an expression has before it gets a name
+_OPAQUE = (
+    tirx.Min, tirx.Max, tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod, tirx.Select, tirx.Cast, tvm.ir.Call
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """The elements of a small tensor, in its shape, and their dtype."""
+
+    entries: np.ndarray[Any, Any]
+    dtype: str
+    ty: None = None  # TVM's importer asks every value of the graph for one
+
+
+def sizes_of(values: Sequence[Entry], dtype: str = "int64") -> Sizes:
+    """A list of entries."""
+    return Sizes(_objects([_literal(value, dtype) for value in values], (len(values),)), dtype)
+
+
+def entries_of(value: Any) -> Sizes | None:
+    """A value of the graph as entries: it is followed as such, or a small constant. None for any other."""
+    if isinstance(value, Sizes):
+        return value
+    if not isinstance(value, tvm.ir.GenericConst) or not isinstance(value.ty, relax.TensorType):
+        return None
+    kind = str(value.ty.dtype)
+    if not kind.startswith(("int", "bool", "float32", "float64")):
+        return None
+    array = value.value.numpy()
+    if array.size > MOST:
+        return None
+    return Sizes(_objects([_literal(item, kind) for item in array.reshape(-1).tolist()], array.shape), kind)
+
+
+def is_known(value: Any) -> bool:
+    """Whether a value is one of sizes that holds numbers alone."""
+    return isinstance(value, Sizes) and all(number(entry) is not None for entry in value.entries.reshape(-1))
+
+
+def number(entry: Entry) -> int | float | None:
+    """The number that an entry is, None where it is an expression."""
+    if isinstance(entry, int | float):
+        return entry
+    if isinstance(entry, tirx.IntImm):
+        return int(entry.value)
+    return float(entry.value) if isinstance(entry, tirx.FloatImm) else None
+
+
+def array_of(sizes: Sizes) -> np.ndarray[Any, Any]:
+    """The array of numbers that known sizes are."""
+    numbers = [number(entry) for entry in sizes.entries.reshape(-1)]
+    return np.array(numbers, dtype=sizes.dtype).reshape(sizes.entries.shape)
+
+
+def as_tensor(bb: Any, value: Any) -> Any:
+    """Sizes as a tensor of Relax, for an operator that computes with tensors; other values as they are."""
+    if not isinstance(value, Sizes):
+        return value
+    if is_known(value):
+        return relax.const(array_of(value), value.dtype)
+    flat = list(value.entries.reshape(-1))
+    if value.dtype == "int64" and value.entries.ndim == 1:
+        return bb.normalize(relax.op.shape_to_tensor(relax.ShapeExpr(flat)))
+    shape = value.entries.shape
+
+    def elements(entries: list[Entry]) -> Any:
+        def element(*at: Any) -> Any:
+            place: Any = tirx.const(0, "int64")
+            for index, size in zip(at, shape, strict=True):
+                place = place * size + index
+            result = entries[-1]
+            for i in reversed(range(len(entries) - 1)):
+                result = tirx.Select(place == i, entries[i], result)
+            return result
+
+        return te.compute(shape, element, "sizes")
+
+    return bb.emit_te(elements, flat, primfunc_name_hint="sizes")
+
+
+class SizeNames:
+    """Dims of values: short expressions stay as they are, others are computed once and have a name from then on.
+
+    Analyses and generated code grow with every expression that stands in a shape; a name stands for what it was
+    computed from. Equal expressions have one name.
+    """
+
+    def __init__(self, bb: Any, symbols: Sequence[Any] = ()) -> None:
+        self._bb, self._taken = bb, {str(symbol.name) for symbol in symbols}
+        self._known: list[tuple[Entry, Any]] = []
+        self._analyzer, self._proofs = Analyzer(), Analyzer()  # the latter knows what names stand for
+        self._count = 0
+        for symbol in symbols:
+            self._not_negative(symbol)
+
+    def _not_negative(self, size: Any) -> None:
+        for analyzer in (self._analyzer, self._proofs):
+            analyzer.update(size, ConstIntBound(0, ConstIntBound.POS_INF), True)
+
+    def scope(self) -> list[tuple[Entry, Any]]:
+        """The names that are known, for `restore` to come back to where a branch of an If ends."""
+        return list(self._known)
+
+    def restore(self, scope: list[tuple[Entry, Any]]) -> None:
+        self._known = scope
+
+    def simplified(self, entry: Entry) -> Entry:
+        """A whole number's expression, simplified."""
+        return self._analyzer.simplify(_literal(entry, "int64"))
+
+    def same(self, one: Entry, other: Entry) -> bool:
+        """Whether two sizes are equal at every call."""
+        return bool(self._proofs.can_prove_equal(_literal(one, "int64"), _literal(other, "int64")))
+
+    def at_least(self, one: Entry, other: Entry) -> bool:
+        """Whether, by the forms of both, one is never less than the other. Sizes are not negative."""
+        return bool(self._proofs.can_prove(_literal(one, "int64") >= _literal(other, "int64")))
+
+    def variable(self) -> Any:
+        """A size of a name that nobody has."""
+        while (name := f"size_{self._count}") in self._taken:
+            self._count += 1
+        self._count += 1
+        return tirx.Var(name, "int64")
+
+    def size(self, entry: Entry) -> Any:
+        """A size as a dim: itself, or its name."""
+        return self.shape([entry])[0]
+
+    def shape(self, entries: Sequence[Entry]) -> list[Any]:
+        """Sizes as dims: numbers, symbols, sums and products of few, and names for all others."""
+        simple = [self.simplified(entry) for entry in entries]
+        new: list[tuple[Entry, Any]] = []
+        dims: list[Any] = []
+        for entry in simple:
+            name = None if _is_short(entry) else self._name(entry, new)
+            if name is None and not _is_short(entry):
+                name = self.variable()
+                new.append((entry, name))
+            dims.append(entry if name is None else name)
+        if new:
+            self._bind([entry for entry, _ in new], [name for _, name in new])
+            for entry, name in new:
+                if self.at_least(entry, 0):
+                    self._analyzer.update(name, ConstIntBound(0, ConstIntBound.POS_INF), True)
+                self._proofs.bind(name, entry, True)
+            self._known += new
+        return dims
+
+    def checked(self, entries: Sequence[Entry], dims: Sequence[Any]) -> None:
+        """Holds every call to sizes being what `dims` says."""
+        self._bind(entries, dims)
+
+    def of_tensor(self, tensor: Any, count: int) -> list[Any]:
+        """The elements of a tensor that a call computes, as sizes."""
+        if str(tensor.ty.dtype) != "int64":
+            tensor = self._bb.normalize(relax.op.astype(tensor, "int64"))
+        if tensor.ty.ndim != 1:
+            tensor = self._bb.normalize(relax.op.reshape(tensor, [count]))
+        names = [self.variable() for _ in range(count)]
+        shape = self._bb.emit(relax.op.tensor_to_shape(self._bb.emit(tensor)))
+        self._bb.match_cast(shape, relax.ShapeType(names))
+        return names
+
+    def _name(self, entry: Entry, new: list[tuple[Entry, Any]]) -> Any:
+        return next((name for known, name in (*self._known, *new) if structural_equal(known, entry)), None)
+
+    def _bind(self, entries: Sequence[Entry], names: Sequence[Any]) -> None:
+        # through a tensor: what a shape is matched with directly, Relax's passes write into every type again
+        tensor = self._bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr(list(entries))))
+        self._bb.match_cast(self._bb.emit(relax.op.tensor_to_shape(tensor)), relax.ShapeType(list(names)))
+
+
+def _is_short(entry: Entry) -> bool:
+    operations = 0
+    stack = [entry]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _OPAQUE):
+            return False
+        if not isinstance(item, tirx.IntImm | tvm.ir.Var):
+            operations += 1
+            stack += [item.a, item.b]
+    return operations <= _LARGE
+
+
+def ceil_div(a: Entry, b: int) -> Entry:
+    """a / b, rounded up, for a positive b."""
+    return tirx.floordiv(a + (b - 1), tirx.const(b, "int64")) if b != 1 else a
+
+
+def product(entries: Sequence[Entry]) -> Entry:
+    """The product of sizes."""
+    return math.prod((_literal(entry, "int64") for entry in entries), start=tirx.const(1, "int64"))
+
+
+def literal(value: Any, dtype: str = "int64") -> Entry:
+    """A number as an entry; an entry as it is."""
+    return _literal(value, dtype)
+
+
+def equals(one: Entry, other: Entry) -> Entry:
+    """Whether two entries are equal, as an entry."""
+    comparison = one == other
+    return comparison if isinstance(comparison, tirx.IntImm) else comparison.asobject()
+
+
+def _literal(value: Any, dtype: str) -> Entry:
+    return tirx.const(value, dtype) if isinstance(value, bool | int | float | np.generic) else value
+
+
+def _objects(values: Sequence[Any], shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array.reshape(tuple(shape))
