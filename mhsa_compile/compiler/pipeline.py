@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from mhsa_compile.compiler.cache import kept_artifacts
 from mhsa_compile.compiler.cache.cache_key import Asked
@@ -61,6 +61,7 @@ def compile(
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     outputs: Sequence[str] | None = None,
     weights: str | None = None,
+    in_place: bool = False,
     without_attention: WithoutAttention = "warn",
     records: str | Path | Iterable[Record] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -80,6 +81,8 @@ def compile(
                     one ("weights@3"), as `layer3_weights`; `artifact.manifest.attention` lists the layers
     weights         "int8": linears compute with weights of eight bits, a scale for each output, rounded at load, and
                     with activations of eight bits, a scale for each row; the artifact stores the weights as they are
+    in_place        of an ONNX model: a call writes into the caches that it is given, and returns these arrays, wherever
+                    the graph allows it: a TensorScatter, a GroupQueryAttention whose past and present have one length
     without_attention  what becomes of a model that holds no attention, which other compilers are made for: "warn"
                     compiles it and warns, "accept" compiles it, "refuse" is a ModelError
     records         tuned records: a file, or some at hand; by default the user's and those shipped for this target
@@ -109,6 +112,8 @@ def compile(
     environment.check_tvm_pair()
     tell("export")
     source, added = with_outputs(as_module(source, example_inputs), outputs)
+    if in_place:
+        source = _in_place(source)
     before = CompiledBefore(Asked(profile, weights, at_hand, tuple(map(str, added))) if use_cache else None)
     if example_inputs is None and dynamic_shapes is None:
         check_dims(dims)
@@ -126,8 +131,12 @@ def compile(
     from mhsa_compile.compiler import lower, package
     from mhsa_compile.compiler.codegen import build
 
-    with reading(BuildError, "model", "operations that have code on this target", _REPORT):
-        scheduled = lower.schedule(imported, profile, RecordSet(at_hand, profile))
+    shelf = RecordSet(at_hand, profile)
+    try:
+        with reading(BuildError, "model", "operations that have code on this target", _REPORT):
+            scheduled = lower.schedule(imported, profile, shelf)
+    except BuildError as error:
+        _name_node(error, canonical.model, lambda part: lower.schedule(_parsed(part, weights), profile, shelf))
     if dump is not None:
         _dump(Path(dump), read, imported, scheduled, profile)
     manifest = _manifest(read, canonical, imported, scheduled, profile)
@@ -138,8 +147,15 @@ def compile(
         if read.spec is None and not added:
             package.write_source(read.original, read.model, folder / WEIGHTS, folder / SOURCE)
         tell("build")
-        with reading(BuildError, "model", "code for this target", _REPORT):
-            build.build(scheduled, profile, folder / MODULE)
+        try:
+            with reading(BuildError, "model", "code for this target", _REPORT):
+                build.build(scheduled, profile, folder / MODULE)
+        except BuildError as error:
+
+            def built(part: onnx.ModelProto) -> None:
+                build.build(lower.schedule(_parsed(part, weights), profile, shelf), profile, folder / MODULE)
+
+            _name_node(error, canonical.model, built)
         artifact = Artifact.assemble(folder, manifest, owner=owner)
     before.keep(artifact)
     return artifact
@@ -173,6 +189,20 @@ def imported(
     return _imported(read, _canonical(read), weights)[1]
 
 
+def _in_place(source: Any) -> onnx.ModelProto:
+    """An ONNX model, or the file of one, whose metadata say that its caches are written where they lie."""
+    import onnx
+
+    from mhsa_compile.frontend.canonicalize.caches_in_place import with_caches_in_place
+    from mhsa_compile.frontend.export.source import read_onnx
+
+    if not isinstance(source, str | Path | onnx.ModelProto):
+        hint = "Of a module, metadata of its export say it."
+        raise InputError("in_place", "it with an ONNX model", f"it with {type(source).__name__}", hint)
+    model = source if isinstance(source, onnx.ModelProto) else read_onnx(Path(source))
+    return with_caches_in_place(model)
+
+
 def _check_weights(weights: str | None) -> None:
     if weights not in (None, "int8"):
         raise InputError("weights", 'None or "int8"', repr(weights))
@@ -180,11 +210,24 @@ def _check_weights(weights: str | None) -> None:
 
 def _imported(read: Source, canonical: Canonical, weights: str | None) -> tuple[Source, ImportedModule]:
     """The source as it became canonical, and what it asks for in Relax."""
+    with reading(ModelError, "model", "a graph that this library reads", _REPORT):
+        imported = _parsed(canonical.model, weights)
+    return replace(read, model=canonical.model), imported
+
+
+def _parsed(model: onnx.ModelProto, weights: str | None) -> ImportedModule:
     from mhsa_compile.frontend.relax import importer  # TVM takes a second to load
 
-    with reading(ModelError, "model", "a graph that this library reads", _REPORT):
-        imported = importer.import_onnx(canonical.model, int8_weights=weights == "int8")
-    return replace(read, model=canonical.model), imported
+    return importer.import_onnx(model, int8_weights=weights == "int8")
+
+
+def _name_node(error: BuildError, model: onnx.ModelProto, compiles: Callable[[onnx.ModelProto], object]) -> NoReturn:
+    """Raises what a user can act on where the graph has no code: the node's name, or else the error as it is."""
+    from mhsa_compile.compiler.failing_node import failing_node, refusal
+
+    if isinstance(error.__cause__, Exception) and (node := failing_node(model, compiles)) is not None:
+        raise refusal(node) from error
+    raise error
 
 
 def _canonical(

@@ -28,6 +28,9 @@ def compile_source(
     weights: Annotated[
         Literal["int8"] | None, typer.Option("--weights", help="Linears compute in eight bits, rounded at load.")
     ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Calls write into the caches that they are given: of an .onnx file.")
+    ] = False,
     records: options.Records = None,
     dump: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what passes between the stages.")] = None,
     cache: Annotated[
@@ -56,6 +59,7 @@ def compile_source(
         dump=dump,
         seed=seed,
         weights=weights,
+        in_place=in_place,
         records=records,
         cache=cache,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -59,10 +60,13 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
         try:
             module = importer.from_onnx(fused.graph, opset)
-        except ValueError as error:
+        except Exception as error:
+            importer.leave_blocks()
             if isinstance(error, ModelError):
                 raise
-            raise ModelError("model", "a graph that TVM's importer can read", str(error)) from error
+            hint = "Fix free sizes with dims, or write what it does in other operators."
+            what = "model" if importer.node is None else title(importer.node)
+            raise ModelError(what, "a node of a form that can be compiled", "one that cannot be", hint) from error
     result = importer.context.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
@@ -79,6 +83,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def __init__(self, int8_weights: bool) -> None:
         super().__init__(None, None, keep_params_in_input=True)
+        self.node: onnx.NodeProto | None = None  # that is being converted
         self.context = ImportContext(self.bb, self._inputs)  # TVM's methods fill these two
         self._int8_weights = int8_weights
         self._ours = {
@@ -104,6 +109,23 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 self.context.result.weights[parameter] = tensor.name
             else:
                 self._nodes[tensor.name] = _constant(array)
+
+    def leave_blocks(self) -> None:
+        """Ends what an error left open, of which TVM would write a line to stderr."""
+        with contextlib.suppress(Exception):
+            while True:
+                self.bb._end_block()
+
+    def _parse_value_proto(self, proto: Any) -> str:
+        """TVM's name of a value, or of a node: this is where it begins with one."""
+        if isinstance(proto, onnx.NodeProto):
+            self.node = proto
+        return str(super()._parse_value_proto(proto))
+
+    def _sanitize_name(self, name: str) -> str:
+        """An input's name as a variable's; TVM's warns of each that it changes, which nobody needs to know."""
+        plain = re.sub(r"\W", "_", name, flags=re.ASCII)
+        return str(self._name_supply.fresh_name(plain if plain[:1].isalpha() else f"input_{plain}"))
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         unknown = [node for node in graph.node if node.op_type not in STANDARD.keys() | self._ours.keys()]

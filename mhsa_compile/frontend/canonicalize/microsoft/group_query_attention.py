@@ -110,8 +110,22 @@ def _appended(node: Theirs, new: str, past: str, before: str, present: str) -> s
     write = node.rewriter
     if not past:
         return write.node("Identity", new, output=present)
-    declared = write.graph.shape(present)
-    if declared is None or declared[2] is None:
-        raise NotYet(f"{present!r} of unknown length: whether it is the buffer of {past!r} cannot be told")
-    room = past if declared[2] == node.dims(past)[2] else write.node("Concat", past, new, axis=2)
+    room = past if _is_buffer(node, past, present) else write.node("Concat", past, new, axis=2)
     return write.node("TensorScatter", room, new, before, output=present, axis=2)
+
+
+def _is_buffer(node: Theirs, past: str, present: str) -> bool:
+    """Whether the present is the past's buffer, with what is new in it: where the file says one length of both.
+
+    Where it says none of the present, a past of a fixed length is a buffer, and one of a free length grows.
+    """
+    length, declared = node.dims(past)[2], node.rewriter.graph.shape(present)
+    if length is None:
+        raise NotYet(f"{past!r} of unknown length")
+    if declared is not None and declared[2] is not None:
+        return declared[2] == length
+    buffer = isinstance(length, int)
+    node.note = (
+        f"{present!r} has no length in the file: taken to be {'the buffer of' if buffer else 'longer than'} {past!r}"
+    )
+    return buffer

@@ -1,0 +1,61 @@
+"""The node of a graph at which compiling fails, where what fails says nothing that a user could look up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import onnx
+
+from mhsa_compile.errors import MhsaError, ModelError
+from mhsa_compile.frontend.onnx_graph import title
+
+_SECONDS = 20.0  # that a search may take
+
+
+def failing_node(model: onnx.ModelProto, compiles: Callable[[onnx.ModelProto], object]) -> onnx.NodeProto | None:
+    """The last node of the shortest beginning of a graph at which `compiles` fails; None where time is up before.
+
+    A beginning gives out all that nobody in it reads, so that a longer one fails wherever a shorter one does.
+    """
+    end = time.monotonic() + _SECONDS
+    least, most = 0, len(model.graph.node) - 1
+    while least < most:
+        middle = (least + most) // 2
+        if time.monotonic() > end:
+            return None
+        if _fails(_beginning(model, middle), compiles):
+            most = middle
+        else:
+            least = middle + 1
+    return model.graph.node[most] if _fails(_beginning(model, most), compiles) else None
+
+
+def refusal(node: onnx.NodeProto) -> ModelError:
+    """What a user reads of a node that has no code."""
+    hint = "Write what it does in other operators, or with other dtypes; fix free sizes with dims."
+    return ModelError(title(node), "an operator of a form and dtype that has code on this target", "one without", hint)
+
+
+def _beginning(model: onnx.ModelProto, last: int) -> onnx.ModelProto:
+    """The graph up to a node, with everything that nobody reads any more as outputs."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    nodes = list(model.graph.node)[: last + 1]
+    del result.graph.node[:], result.graph.output[:]
+    result.graph.node.extend(nodes)
+    read = {name for node in nodes for name in node.input}
+    outputs = [name for node in nodes for name in node.output if name and (name not in read or node is nodes[-1])]
+    result.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in outputs)
+    return result
+
+
+def _fails(model: onnx.ModelProto, compiles: Callable[[onnx.ModelProto], object]) -> bool:
+    """Whether a beginning fails as the whole did, not by one of our own refusals."""
+    try:
+        compiles(model)
+    except MhsaError:
+        return False
+    except Exception:
+        return True
+    return False

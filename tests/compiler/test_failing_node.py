@@ -1,0 +1,58 @@
+"""A graph that has no code is refused by the name of the node that has none, not by another library's words."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import mhsa_compile as mhsa
+from mhsa_compile.compiler.failing_node import failing_node
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.reading.row import row
+from mhsa_compile.frontend.reading.standard import STANDARD
+
+N = helper.make_node
+
+
+def model(*nodes: onnx.NodeProto) -> onnx.ModelProto:
+    value = helper.make_tensor_value_info
+    x, g = value("x", TensorProto.FLOAT, [2, 8]), value("g", TensorProto.FLOAT, [2, 8])
+    graph = helper.make_graph(list(nodes), "g", [x, g], [value("y", TensorProto.FLOAT, None)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+CHAIN = [N("Relu", ["x"], ["a"]), N("Erf", ["x"], ["b"]), N("Exp", ["a"], ["c"]), N("Add", ["b", "c"], ["y"])]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_node_is_found(place: int) -> None:
+    bad = CHAIN[place].op_type
+
+    def compiles(part: onnx.ModelProto) -> None:
+        onnx.checker.check_model(onnx.shape_inference.infer_shapes(part))
+        assert all(node.op_type != bad for node in part.graph.node)
+
+    found = failing_node(model(*CHAIN), compiles)
+    assert found is not None and found.op_type == bad
+
+
+def test_none_is_found_where_nothing_fails_or_a_part_is_refused() -> None:
+    assert failing_node(model(*CHAIN), lambda part: None) is None
+
+    def refuses(part: onnx.ModelProto) -> None:
+        raise ModelError("model", "one thing", "another")
+
+    assert failing_node(model(*CHAIN), refuses) is None
+
+
+def test_a_user_reads_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STANDARD, "RMSNormalization", row("axis", inputs=2))  # TVM has no code of it over all axes
+    nodes = [
+        N("Exp", ["x"], ["a"]),
+        N("RMSNormalization", ["a", "g"], ["b"], name="odd", axis=0),
+        N("Neg", ["b"], ["y"]),
+    ]
+    with pytest.raises(ModelError, match="RMSNormalization node 'odd': expected an operator of a form") as caught:
+        mhsa.compile(model(*nodes), without_attention="accept", cache=False)
+    assert caught.value.next_step and "Check failed" not in str(caught.value)
