@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+from mhsa_compile.frontend.export.source import read_source
 from mhsa_compile.spec.outputs import layer_words
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.verify import eager, oracle
@@ -271,8 +272,19 @@ def test_packed_heads_are_those_side_by_side(packed: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], File], str]] = {
-    "rotary": (lambda: attention(do_rotary=1), "Attention node 'Attention': expected do_rotary=0, .* got 1"),
-    "smooth": (lambda: grouped(smooth_softmax=1), "GroupQueryAttention node .*: expected smooth_softmax=0, .* got 1"),
+    "rotary": (lambda: attention(do_rotary=1), "Attention node 'Attention': expected do_rotary=0, got do_rotary=1"),
+    "smooth": (
+        lambda: grouped(smooth_softmax=1),
+        "GroupQueryAttention node .*: expected .*smooth_softmax=0, got smooth_softmax=1",
+    ),
+    "no window": (
+        lambda: grouped(local_window_size=0),
+        "expected local_window_size of 1 or more, or -1 for none, got 0",
+    ),
+    "causal of other keys": (
+        lambda: multi_head(unidirectional=1),
+        "expected unidirectional=0, or as many keys as queries",
+    ),
 }
 
 
@@ -280,7 +292,7 @@ REFUSED: dict[str, tuple[Callable[[], File], str]] = {
 def test_what_the_standard_cannot_say(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(ModelError, match=message):
-        canonicalize(make().model())
+        canonicalize(read_source(make().model(), None, None).model)
 
 
 @pytest.mark.parametrize("file", [fixed_bounds("B"), fixed_bounds(more=B + 2)], ids=["of any batch", "of packed rows"])

@@ -69,7 +69,10 @@ def check_graph(model: onnx.ModelProto) -> None:
     Nodes of this library's own are left out. Raises ModelError.
     """
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    check_domains(model)
     for node in all_nodes(model.graph):
+        if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
+            raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
         if node.domain == DOMAIN or (row := STANDARD.get(node.op_type)) is None:
             continue  # the importer says which operators it knows
         schema = defs.get_schema(node.op_type, opset, "")

@@ -5,9 +5,19 @@ No schema of theirs is at hand: an attribute that stands in no row is refused, w
 
 from __future__ import annotations
 
+import onnx
+
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 from mhsa_compile.frontend.reading.row import Row, row
 
 DOMAIN = "com.microsoft"
+
+
+def _windows(graph: GraphView, node: onnx.NodeProto) -> tuple[str, str] | None:
+    """GroupQueryAttention: a window of some keys, or none."""
+    window = attributes(node).get("local_window_size", -1)
+    return None if window == -1 or window > 0 else ("local_window_size of 1 or more, or -1 for none", str(window))
+
 
 MICROSOFT: dict[str, Row] = {
     "Attention": row(
@@ -25,6 +35,7 @@ MICROSOFT: dict[str, Row] = {
         causal=(1,), do_rotary=(0, 1), k_quant_type=("NONE",), kv_cache_bit_width=(0,), qk_output=(0,),
         rotary_interleaved=(0, 1), sliding_window_cache=(0,), smooth_softmax=(-1, 0), v_quant_type=("NONE",),
         inputs=11, outputs=3,
+        condition=_windows,
         unread={11: "head_sink", 12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight"},
     ),
     "LayerNormalization": row("axis", "epsilon", stash_type=(1,), inputs=3),

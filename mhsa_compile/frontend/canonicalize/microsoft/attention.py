@@ -16,8 +16,6 @@ from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
 def attention(node: Theirs) -> None:
     """x (B, L, D), weights (D, 3HE), bias, mask, past (2, B, H, P, E), attention_bias -> y, present (2, B, H, T, E)."""
     x, weights, bias, mask, past, added = node.inputs[:6]
-    node.refuse_inputs(past_sequence_length=6)
-    node.refuse_attributes(do_rotary=0, past_present_share_buffer=0)
     heads, write = node.said["num_heads"], node.rewriter
     dtype = node.dtype(weights, x)
     array = node.array(weights)
@@ -62,11 +60,12 @@ def multi_head_attention(node: Theirs) -> None:
     Packed are query and key and value as (B, L, H, 3, E), or key and value as (B, S, H, 2, E).
     """
     query, key, value, bias, mask, added, past_key, past_value = node.inputs[:8]
-    node.refuse_inputs(past_sequence_length=8, cache_indirection=9)
-    if node.outputs[3]:
-        raise node.refused("no scores as an output", repr(node.outputs[3]))
     heads, write = node.said["num_heads"], node.rewriter
     dtype = node.dtype(query, bias)
+    if node.said.get("unidirectional", 0) and key:
+        lengths = [node.dims(query)[1], node.dims(key)[2 if len(node.dims(key)) == 4 else 1]]
+        if lengths[0] != lengths[1]:  # from a single query ONNX Runtime hides nothing then, from several it does
+            raise node.refused("unidirectional=0, or as many keys as queries", f"unidirectional=1 of {lengths}")
     said = {"is_causal": node.said.get("unidirectional", 0), **node.scale}
     apart = len(node.dims(query)) == 5 or not value or len(node.dims(key)) == 4
     if apart:

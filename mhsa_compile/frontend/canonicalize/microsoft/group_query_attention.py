@@ -15,7 +15,6 @@ _INT64 = 7
 def rotary_embedding(node: Theirs) -> None:
     """x (B, L, D) or (B, H, L, E), position_ids (B, L) or one offset, cos and sin (positions, E / 2) -> as x."""
     x, position_ids, cos, sin = node.inputs[:4]
-    node.refuse_attributes(is_packed_batching=0, scale=1.0)
     if len(node.dims(position_ids)) == 1:
         axis = 1 if len(node.dims(x)) == 3 else 2
         offset = node.rewriter.node("Reshape", position_ids, node.ints(1, 1))
@@ -49,11 +48,6 @@ def group_query_attention(node: Theirs) -> None:
     or from 0 on where the call brings them all (a first prompt, whose rows may end in padding).
     """
     query, key, value, past_key, past_value, last, _, cos, sin, position_ids, added = node.inputs[:11]
-    node.refuse_inputs(head_sink=11, k_scale=12, v_scale=13)
-    node.refuse_attributes(smooth_softmax=0, qk_output=0, kv_cache_bit_width=0)
-    node.refuse_attributes(k_quant_type="NONE", v_quant_type="NONE")
-    if node.outputs[3]:
-        raise node.refused("no scores as an output", repr(node.outputs[3]))
     heads, groups, write = node.said["num_heads"], node.said["kv_num_heads"], node.rewriter
     shape_of = query
     if not key:

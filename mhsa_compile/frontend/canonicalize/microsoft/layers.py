@@ -24,7 +24,6 @@ def quick_gelu(node: Theirs) -> None:
 
 def fused_matmul(node: Theirs) -> None:
     """alpha * A B, each transposed in its last two axes if asked for."""
-    node.refuse_attributes(transBatchA=0, transBatchB=0)
     operands = []
     for name, flag in zip(node.inputs[:2], ("transA", "transB"), strict=True):
         if node.said.get(flag, 0):

@@ -33,18 +33,6 @@ class Theirs:
     def refused(self, expected: str, got: str) -> ModelError:
         return ModelError(f"{self.node.op_type} node {self.name!r}", expected, got)
 
-    def refuse_inputs(self, **by_name: int) -> None:
-        """Refuses inputs that are given but have no counterpart in the standard."""
-        for name, place in by_name.items():
-            if self.inputs[place]:
-                raise self.refused(f"no {name}, which the standard operator does not have", repr(self.inputs[place]))
-
-    def refuse_attributes(self, **allowed: Any) -> None:
-        """Refuses attributes with another value than the one that the standard can say."""
-        for name, value in allowed.items():
-            if self.said.get(name, value) != value:
-                raise self.refused(f"{name}={value}, which the standard operator can say", str(self.said[name]))
-
     def dims(self, name: str) -> tuple[Dim, ...]:
         dims = self.rewriter.graph.shape(name)
         if dims is None:
