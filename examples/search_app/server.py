@@ -8,6 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -15,7 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from minilm.encoder import PairEncoder, SentenceEncoder, Tokens
-from pydantic import BaseModel
+from minilm.request_bodies import BodyRefused, body_within, is_text
+from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -33,6 +35,10 @@ LARGEST_FILE = 1_000_000
 MOST_PASSAGES = 20_000
 LONGEST_QUERY = 300
 """The most characters of a query: each may be a token, and the model reads 512, a passage among them."""
+LARGEST_QUESTION = 16_384
+"""The most bytes of a search's JSON: each character of a query may be an escape of twelve."""
+SLOWEST = {LARGEST_FILE: 60.0, LARGEST_QUESTION: 10.0}
+"""In so many seconds the body of a request has to be here."""
 HITS = 8
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
@@ -57,6 +63,9 @@ class AttentionRequest(BaseModel):
     query: str
     passage: int
     layer: int | None = None
+
+
+Question = TypeVar("Question", SearchRequest, AttentionRequest)
 
 
 @dataclass
@@ -158,7 +167,7 @@ def create_app(search: Search, names: Sequence[str] = ("*",)) -> FastAPI:
     async def put_file(name: str, request: Request) -> dict[str, object]:
         """The file itself is the body."""
         name = _name(name)
-        raw = await _body(name, request)
+        raw = await _body(name, request, LARGEST_FILE)
         await run_in_threadpool(search.add, name, raw)
         return search.files()
 
@@ -174,12 +183,14 @@ def create_app(search: Search, names: Sequence[str] = ("*",)) -> FastAPI:
         return search.files()
 
     @app.post("/api/search")
-    def find(asked: SearchRequest) -> dict[str, object]:
-        return search.search(asked.query)
+    async def find(request: Request) -> dict[str, object]:
+        asked = await _asked(SearchRequest, request)
+        return await run_in_threadpool(search.search, asked.query)
 
     @app.post("/api/attention")
-    def attention(asked: AttentionRequest) -> dict[str, object]:
-        return search.attention(asked.query, asked.passage, asked.layer)
+    async def attention(request: Request) -> dict[str, object]:
+        asked = await _asked(AttentionRequest, request)
+        return await run_in_threadpool(search.attention, asked.query, asked.passage, asked.layer)
 
     app.mount("/", StaticFiles(directory=PAGE))
     return app
@@ -208,6 +219,8 @@ def _add_messages(app: FastAPI) -> None:
 
 
 def _query(query: str) -> str:
+    if not is_text(query):
+        raise Refused(400, "A query is text; this one has half of a character.")
     query = " ".join(query.split())
     if not query:
         raise Refused(400, "Type what you look for.")
@@ -219,22 +232,34 @@ def _query(query: str) -> str:
 def _name(name: str) -> str:
     """A file's name is a label here: nothing is read or written by it."""
     name = name.rpartition("/")[2][-120:]
+    if not is_text(name):
+        raise Refused(400, "A file's name is text; this one has half of a character.")
     if not name.lower().endswith(KINDS):
         raise Refused(415, f"{name} is not a text file. Files end in {' or '.join(KINDS)}.")
     return name
 
 
-async def _body(name: str, request: Request) -> bytes:
+async def _body(name: str, request: Request, most: int) -> bytes:
     """The body of a request, of which no more is read than allowed."""
-    held = bytearray()
     try:
-        async for chunk in request.stream():
-            held += chunk
-            if len(held) > LARGEST_FILE:
-                raise Refused(413, f"{name} is larger than {LARGEST_FILE // 1_000_000} MB. Split it.")
+        return await body_within(request.stream(), most, SLOWEST[most])
+    except BodyRefused as refusal:
+        is_file = refusal.status == 413 and most == LARGEST_FILE
+        reason = f"is larger than {most // 1_000_000} MB. Split it" if is_file else refusal.reason
+        raise Refused(refusal.status, f"{name} {reason}.") from None
     except ClientDisconnect:
         raise Refused(400, f"{name} did not come whole.") from None
-    return bytes(held)
+
+
+async def _asked(kind: type[Question], request: Request) -> Question:
+    """What the JSON of a request asks for: by pydantic, which reads no deeper than it should."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "The request is no JSON: send it as application/json.")
+    raw = await _body("The request", request, LARGEST_QUESTION)
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_input=False, include_url=False)) from None
 
 
 def _text(name: str, raw: bytes) -> str:

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from minilm.encoder import SentenceEncoder, compiled_folder
 from minilm.ragged import of_about_one_length
+from minilm.request_bodies import BodyRefused, body_within, is_text
 from ray import serve
 from ray.serve import Application
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 LONGEST_TEXT = 2_000
 """The most characters of a text."""
+LARGEST_BODY, SLOWEST_BODY = 65_536, 10.0
+"""The most bytes of a request, each of whose characters may be an escape of twelve, and the most seconds it takes."""
 MOST_TOKENS = 512
 
 
 @serve.deployment(max_ongoing_requests=64)
 class Embedder:
-    """POST {"text": "..."} -> {"vector": [...]}, of length 1; 400 and {"message": "..."} for what is no text."""
+    """POST {"text": "..."} -> {"vector": [...]}, of length 1; {"message": "..."} for what is no text."""
 
     def __init__(self, model: str, threads: int) -> None:
         self._encoder = SentenceEncoder(Path(model), threads)
 
     async def __call__(self, request: Request) -> JSONResponse:
         try:
-            text = (await request.json())["text"].strip()
-        except (ValueError, KeyError, TypeError, AttributeError):
+            text = json.loads(await body_within(request.stream(), LARGEST_BODY, SLOWEST_BODY))["text"].strip()
+        except (BodyRefused, ClientDisconnect) as refusal:
+            if isinstance(refusal, ClientDisconnect):
+                return _refused("The request did not come whole.")
+            return _refused(f"The request {refusal.reason}.", refusal.status)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return _refused('Send {"text": "..."} as JSON.')
+        if not is_text(text):
+            return _refused("A text consists of characters; this one has half of one.")
         if not text or len(text) > LONGEST_TEXT:
             return _refused(f"A text has 1 to {LONGEST_TEXT:,} characters; this one has {len(text):,}.")
         row = self._encoder.row(text)
@@ -51,8 +61,8 @@ class Embedder:
         return vectors
 
 
-def _refused(message: str) -> JSONResponse:
-    return JSONResponse({"message": message}, 400)
+def _refused(message: str, status: int = 400) -> JSONResponse:
+    return JSONResponse({"message": message}, status)
 
 
 def app(arguments: dict[str, Any]) -> Application:

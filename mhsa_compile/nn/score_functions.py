@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhsa_compile.spec.score_functions import Kind, ScoreFunction, constant_value
+from mhsa_compile.spec.score_functions import Kind, ScoreFunction, Step, constant_value
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,17 @@ def computed(function: ScoreFunction, tensors: Sequence[Tensor], leaves: Mapping
         elif step.op == "load":
             values.append(tensors[int(step.value)][tuple(map(_index, args))])
         elif step.op == "cast":
-            values.append(args[0].to(_dtype_of(step.kind, leaves)))
+            values.append(_cast(args[0], step, leaves))
         else:
             values.append(_TORCH[step.op](*_wide(args, leaves)))
     result = values[-1]
     return result if isinstance(result, Tensor) else torch.full((), result, dtype=_dtype_of(function.kind, leaves))
+
+
+def _cast(value: Tensor, step: Step, leaves: Mapping[str, Tensor]) -> Tensor:
+    """To a float, a bool, or by the narrow dtype that a step names to one of 64 bits."""
+    narrow = value.to(getattr(torch, str(step.value))) if step.kind == "int" and step.value else value
+    return narrow.to(_dtype_of(step.kind, leaves))
 
 
 def _index(value: Any) -> Any:
@@ -71,7 +77,7 @@ def _index(value: Any) -> Any:
 
 
 def _wide(args: list[Any], leaves: Mapping[str, Tensor]) -> list[Tensor]:
-    """Constants as tensors, and captured floats in the precision of the score."""
+    """Constants as tensors, captured floats in the precision of the score, and whole numbers of 64 bits."""
     floating = _dtype_of("float", leaves)
     return [_wide_tensor(arg, floating) for arg in args]
 
@@ -79,7 +85,9 @@ def _wide(args: list[Any], leaves: Mapping[str, Tensor]) -> list[Tensor]:
 def _wide_tensor(arg: Any, floating: torch.dtype) -> Tensor:
     if not isinstance(arg, Tensor):
         return torch.tensor(arg, dtype=_scalar_dtype(arg, floating))
-    return arg.to(floating) if arg.is_floating_point() else arg
+    if arg.dtype == torch.bool:
+        return arg
+    return arg.to(floating if arg.is_floating_point() else torch.int64)
 
 
 def _scalar_dtype(value: Any, floating: torch.dtype) -> torch.dtype:

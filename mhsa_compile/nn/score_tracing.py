@@ -16,7 +16,18 @@ import torch
 from torch import Tensor, fx
 
 from mhsa_compile.errors import SpecError
-from mhsa_compile.spec.score_functions import LEAVES, PLACES, Kind, ScoreFunction, Step, TensorKind, constant_value
+from mhsa_compile.spec.checks import value_text
+from mhsa_compile.spec.score_functions import (
+    LEAVES,
+    PLACES,
+    WHOLE,
+    Kind,
+    ScoreFunction,
+    Step,
+    TensorKind,
+    constant_value,
+    wrapped,
+)
 
 Function = Callable[..., Any]
 ASKED = "an expression of its arguments and of captured tensors, without branches on their values"
@@ -24,6 +35,7 @@ WHITELIST = (
     "It may use + - * / // %, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, abs, exp, exp2, log, tanh,"
     " sigmoid, sqrt, casts, and captured tensors by whole numbers."
 )
+FLOATS = ("float32", "float64", "bfloat16", "float16")
 DTYPES = ("bool", "int32", "int64", "float32", "bfloat16", "float16")
 """The dtypes of captured tensors."""
 
@@ -35,17 +47,22 @@ def traced(name: str, function: Function, *, keep: bool = False) -> tuple[ScoreF
     from torch.fx.experimental.proxy_tensor import make_fx
 
     scores = [torch.zeros(())] if name == "score_mod" else []
-    places = [torch.zeros((), dtype=torch.int32) for _ in PLACES]
-    try:
-        with torch.no_grad(), TransformGetItemToIndex():
-            module = make_fx(with_named_arguments(name, function))(*scores, *places)
-    except Exception as error:  # whatever the function trips over
-        first = str(error).strip().partition(" - erroring out")[0].partition("\n")[0]
-        raise SpecError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
-    leaves = LEAVES if scores else PLACES
-    reader = GraphReader(name, leaves)
-    function_read = reader.read(module, ())
-    return function_read, tuple(reader.tensors if keep else (_held(name, tensor) for tensor in reader.tensors))
+    places = [torch.zeros((), dtype=torch.int64) for _ in PLACES]  # what flex_attention itself hands over
+    readings: list[tuple[ScoreFunction, list[Any]]] = []
+    for _ in range(2):
+        try:
+            with torch.no_grad(), TransformGetItemToIndex():
+                module = make_fx(with_named_arguments(name, function))(*scores, *places)
+        except Exception as error:  # whatever the function trips over
+            first = str(error).strip().partition(" - erroring out")[0].partition("\n")[0]
+            raise SpecError(name, ASKED, f"{type(error).__name__}: {first}", WHITELIST) from error
+        reader = GraphReader(name, LEAVES if scores else PLACES)
+        readings.append((reader.read(module, ()), reader.tensors))
+    (steps, tensors), (again, _) = readings
+    if steps != again:
+        hint = "It is read once, so it must not depend on anything that changes from call to call."
+        raise SpecError(name, "a function that says the same each time", "two that differ", hint)
+    return steps, tuple(tensors if keep else (_held(name, tensor) for tensor in tensors))
 
 
 def with_named_arguments(name: str, function: Function) -> Function:
@@ -58,8 +75,14 @@ def with_named_arguments(name: str, function: Function) -> Function:
 def _held(name: str, tensor: Tensor) -> Tensor:
     """A captured tensor as a module keeps it: a copy, of one axis at least, with the dtype that kernels read."""
     tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
+        raise SpecError(name, "captured tensors that are dense, and have values", f"a {kind} one", "Use t.to_dense().")
     if tensor.dtype == torch.float64:
-        tensor = tensor.to(torch.float32)
+        narrow = tensor.to(torch.float32)
+        if bool((narrow.isinf() & ~tensor.isinf()).any()):
+            raise SpecError(name, "captured numbers that float32 holds", f"{float(tensor.abs().max()):g}")
+        tensor = narrow
     elif tensor.dtype in (torch.int8, torch.int16, torch.uint8):
         tensor = tensor.to(torch.int32)
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
@@ -97,14 +120,16 @@ class GraphReader:
             elif node.op == "get_attr":
                 values[node] = self._captured(operator.attrgetter(node.target)(module))
             elif node.op == "output":
-                (result,) = fx.node.map_arg(node.args, lambda n: values[n])
-                return self._function(result)
+                (result,) = node.args
+                if not isinstance(result, fx.Node):
+                    hint = "torch.where makes one of numbers."
+                    raise SpecError(self.name, "a function whose result is one tensor", value_text(result), hint)
+                return self._function(values[result])
             else:
                 values[node] = self._called(node, values)
         raise SpecError(self.name, "a result", "none")
 
     def _function(self, result: Any) -> ScoreFunction:
-        result = result[0] if isinstance(result, tuple | list) and len(result) == 1 else result
         wanted: Kind = "float" if self.leaves == LEAVES else "bool"
         number = self._number(result)
         if wanted == "bool" and self._kind(number) != "bool":
@@ -157,11 +182,56 @@ class GraphReader:
             )
         return self._add("cast", kind, (number,))
 
+    def _narrow(self, number: int, dtype: torch.dtype) -> int:
+        """A whole number as one of this dtype, which wraps."""
+        name = str(dtype).removeprefix("torch.")
+        if dtype == torch.int64 or self._kind(number) != "int" or self._fits(number, name):
+            return number
+        step = self._steps[number]
+        if step.op == "constant":
+            return self._constant(wrapped(int(constant_value(step)), name))
+        return self._add("cast", "int", (number,), name)
+
+    def _fits(self, number: int, dtype: str) -> bool:
+        """Whether a step shows by itself that its value is one of this dtype."""
+        step, (low, high) = self._steps[number], WHOLE[dtype]
+        if step.op == "constant":
+            return low <= int(constant_value(step)) <= high
+        if step.op == "cast":
+            least, most = (0, 1) if self._kind(step.args[0]) == "bool" else WHOLE[str(step.value) or "int64"]
+            return low <= least and most <= high
+        if step.op == "load":
+            least, most = WHOLE[str(_tensor_of(self.tensors[int(step.value)]).dtype).removeprefix("torch.")]
+            return low <= least and most <= high
+        return step.op in ("min", "max", "where", "mod", "and", "or", "xor") and all(
+            self._kind(arg) == "bool" or self._fits(arg, dtype) for arg in step.args
+        )
+
+    def _to(self, number: int, dtype: torch.dtype) -> int:
+        """A step's value as one of this dtype: a float, a bool, or a whole number."""
+        kind, step = self._kind_of(dtype), self._steps[number]
+        if kind == "int" and step.kind == "float":
+            name = str(dtype).removeprefix("torch.")
+            return self._add("cast", kind, (number,), "" if dtype == torch.int64 else name)
+        return self._narrow(self._as(number, kind), dtype)
+
+    def _kind_of(self, dtype: torch.dtype) -> Kind:
+        """Raises SpecError for a dtype that nobody here computes with."""
+        name = str(dtype).removeprefix("torch.")
+        if dtype == torch.bool:
+            return "bool"
+        if name in WHOLE:
+            return "int"
+        if name in FLOATS:
+            return "float"
+        raise SpecError(self.name, f"values of bool, {', '.join((*WHOLE, *FLOATS))}", name)
+
     def _captured(self, tensor: Any) -> Any:
         """A captured tensor, which waits for its indices; one without axes is its only element."""
-        value = tensor.meta["val"] if isinstance(tensor, fx.Node) else tensor
+        value = _tensor_of(tensor)
         if not isinstance(value, Tensor):
             raise SpecError(self.name, "captured tensors", type(value).__name__)
+        self._kind_of(value.dtype)
         found = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
         if found == len(self.tensors):
             self.tensors.append(tensor)
@@ -169,9 +239,8 @@ class GraphReader:
         return row if value.ndim else self._load(row, (self._constant(0),))
 
     def _load(self, row: _Row, indices: tuple[int, ...]) -> int:
-        tensor = self.tensors[row.tensor]
-        value = tensor.meta["val"] if isinstance(tensor, fx.Node) else tensor
-        return self._add("load", _kind_of(value.dtype), (*row.indices, *indices), row.tensor)
+        kind = self._kind_of(_tensor_of(self.tensors[row.tensor]).dtype)
+        return self._add("load", kind, (*row.indices, *indices), row.tensor)
 
     def _number(self, value: Any) -> int:
         """An argument as a step."""
@@ -187,6 +256,14 @@ class GraphReader:
 
     def _called(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """A node's value: the number of a step, or a captured tensor by some of its axes."""
+        value, made = node.meta["val"], self._value(node, values)
+        if isinstance(made, _Row):
+            return made
+        if value.ndim:
+            raise SpecError(self.name, "one number for each pair", f"a tensor of sizes {list(value.shape)}", WHITELIST)
+        return self._narrow(made, value.dtype)
+
+    def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         target = getattr(node.target, "overloadpacket", node.target)
         name = getattr(target, "__name__", str(target))
         args = [self._argument(arg, values) for arg in node.args]
@@ -195,15 +272,18 @@ class GraphReader:
         if name in _SAME and isinstance(values.get(node.args[0]), _Row):  # type: ignore[arg-type]
             return values[node.args[0]]  # type: ignore[index]
         said = dict(node.kwargs)
-        kind = _kind_of(node.meta["val"].dtype)
+        dtype = node.meta["val"].dtype
+        kind = self._kind_of(dtype)
         if name in _FILLED:
-            return self._as(self._constant(_FILLED[name](node.args)), kind)
+            return self._to(self._constant(_FILLED[name](node.args)), dtype)
         if name in _CASTS or name in _SAME:
-            return self._as(self._number(args[0]), kind)
+            return self._to(self._number(args[0]), dtype)
+        if kind == "int" and name in _OF_ONE_DTYPE:
+            args = [self._to(arg, dtype) if isinstance(arg, int) else arg for arg in args]
         if name in _BINARY:
             return self._binary(name, args, said, kind)
         if name in _COMPARED:
-            return self._compared(_COMPARED[name], args)
+            return self._compared(_COMPARED[name], args, torch.result_type(*map(_tensor_of, node.args[:2])))
         if name in _LOGICAL:
             return self._logical(name, args, kind)
         if name in _PLAIN:
@@ -230,6 +310,9 @@ class GraphReader:
             number = self._argument(index, values)
             if not isinstance(number, int) or self._kind(number) != "int":
                 raise SpecError(self.name, "captured tensors by whole numbers", str(index))
+            if isinstance(index, fx.Node) and index.meta["val"].dtype == torch.uint8:
+                hint = "PyTorch takes one of uint8 as a mask: cast it to int64."
+                raise SpecError(self.name, "an index of int32 or int64", "one of uint8", hint)
             numbers.append(number)
         if len(numbers) < row.axes:
             return _Row(row.tensor, (*row.indices, *numbers), row.axes - len(numbers))
@@ -257,13 +340,14 @@ class GraphReader:
             raise SpecError(self.name, "// and % of whole numbers", "of floats", WHITELIST)
         return self._add(op, kind, (one, other))
 
-    def _compared(self, op: str, args: list[Any]) -> int:
+    def _compared(self, op: str, args: list[Any], dtype: torch.dtype) -> int:
+        """`dtype` is the one that both are compared in."""
         one, other = map(self._number, args[:2])
         if op in ("eq", "ne") and one == other and self._kind(one) == "float":
             raise SpecError(self.name, "no question whether a value is NaN", f"{op} of a value and itself", WHITELIST)
-        kinds = {self._kind(one), self._kind(other)}
-        kind: Kind = "float" if "float" in kinds else "int"
-        return self._add(op, "bool", (self._as(one, kind), self._as(other, kind)))
+        if dtype == torch.bool:
+            dtype = torch.int64
+        return self._add(op, "bool", (self._to(one, dtype), self._to(other, dtype)))
 
     def _logical(self, name: str, args: list[Any], kind: Kind) -> int:
         inner: Kind = "bool" if name.startswith("logical") else kind
@@ -336,6 +420,9 @@ _BINARY = {
     "add": "add", "sub": "sub", "rsub": "sub", "mul": "mul", "div": "div", "floor_divide": "floor_div",
     "remainder": "mod", "minimum": "min", "maximum": "max",
 }  # fmt: skip
+_OF_ONE_DTYPE = ("floor_divide", "div", "remainder", "minimum", "maximum", "clamp", "clamp_min", "clamp_max")
+"""Operations of whole numbers for which it matters that a number beside a narrow tensor becomes one of its dtype first;
+sums, products and bits wrap to the same result."""
 _COMPARED = {name: name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _LOGICAL = {
     "logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "not",
@@ -366,10 +453,9 @@ def _used(steps: Sequence[Step], last: int) -> list[int]:
     return sorted(needed)
 
 
-def _kind_of(dtype: torch.dtype) -> Kind:
-    if dtype == torch.bool:
-        return "bool"
-    return "float" if dtype.is_floating_point else "int"
+def _tensor_of(value: Any) -> Any:
+    """The tensor that a node stands for; other values as they are."""
+    return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
 def _tensor_kind(tensor: Any) -> TensorKind:

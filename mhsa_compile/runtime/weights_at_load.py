@@ -11,12 +11,14 @@ from safetensors.numpy import load_file
 from mhsa_compile.errors import InputError
 from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.files.unique_json import require_unique_tensors
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 from mhsa_compile.runtime.artifact.stored_weights import parsed
 from mhsa_compile.runtime.call_arguments import Argument
 from mhsa_compile.spec.position_encoding import TABLES
 from mhsa_compile.spec.score_functions import CAPTURED
 
+_LONGEST_HEADER = 100_000_000  # that safetensors reads
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -63,5 +65,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         input_files.opened(path, InputError, "weights", expected) as file,
         reading(InputError, "weights", f"{expected}, {str(path)!r}"),
     ):
+        length = file.read(8)
+        require_unique_tensors(length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER)))
         found: Mapping[str, Any] = load_file(f"/proc/self/fd/{file.fileno()}")
         return found

@@ -15,6 +15,7 @@ import msgspec
 
 from mhsa_compile.errors import SpecError
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.files.unique_json import require_unique_keys
 from mhsa_compile.spec.checks import (
     check_choice,
     check_dtype,
@@ -318,6 +319,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     def from_json(cls, text: str | bytes) -> AttentionSpec:
         """The inverse of `to_json`. Raises SpecError."""
         with reading(SpecError, "spec", "JSON"):
+            require_unique_keys(text)
             fields = json.loads(text)
         if not isinstance(fields, dict):
             raise SpecError("spec", "a JSON object", type(fields).__name__)

@@ -27,6 +27,15 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ARITHMETIC = ("add", "sub", "mul", "div", "floor_div", "mod", "min", "max")
 LOGIC = ("and", "or", "xor", "not")
 FUNCTIONS = ("neg", "abs", "exp", "exp2", "log", "tanh", "sigmoid", "sqrt")
+WHOLE: Mapping[str, tuple[int, int]] = {
+    "int64": (-(2**63), 2**63 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+    "int16": (-(2**15), 2**15 - 1),
+    "int8": (-(2**7), 2**7 - 1),
+    "uint16": (0, 2**16 - 1),
+    "uint8": (0, 2**8 - 1),
+}
+"""The dtypes of whole numbers that a cast may name, each with its least and largest."""
 OPS = (*LEAVES, "constant", "load", "cast", "where", *COMPARISONS, *ARITHMETIC, *LOGIC, *FUNCTIONS)
 
 
@@ -35,7 +44,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
     op      of OPS. "constant" is `value`; "load" is the element of tensor `value` at the whole numbers `args`, each
             counted from the end where it is negative; "where" chooses by its first argument between the other two;
-            "floor_div" and "mod" round down, as Python does; "div" is of floats
+            "floor_div" and "mod" round down, as Python does; "div" is of floats. "cast" to a whole number is to the
+            dtype `value` of WHOLE ("" is int64), and wraps there. Of a float it leaves out what is behind the point;
+            one that no number of 32 bits is near (of 64, if the dtype is int64), and NaN, become the least such number
+            first. So PyTorch has it on x86
     kind    of the value. Arguments of arithmetic and comparisons are of one kind
     args    the numbers of steps before it
     """
@@ -56,7 +68,8 @@ class TensorKind(msgspec.Struct, frozen=True, array_like=True):
 class ScoreFunction(msgspec.Struct, frozen=True):
     """A traced function. Its tensors come to a kernel as inputs, in their order.
 
-    A whole number is computed as one of 64 bits, a float in float32 whatever its dtype was (in float64 by the oracle).
+    A whole number is computed as one of 64 bits, which wraps; narrower ones are casts after each step. A float is
+    computed in float32 whatever its dtype was (in float64 by the oracle).
     An index outside of its tensor, and a division of whole numbers by 0, make the score of that pair NaN.
     """
 
@@ -70,6 +83,9 @@ class ScoreFunction(msgspec.Struct, frozen=True):
             known = step.op in OPS and (not loads or step.value in range(len(self.tensors)))
             if not known or any(not 0 <= arg < number for arg in step.args):
                 raise SpecError("score function", "steps that use those before them", f"step {number}: {step.op!r}")
+            if step.op == "cast" and step.kind == "int" and step.value not in ("", *WHOLE):
+                got = f"step {number}: a cast to {value_text(step.value)}"
+                raise SpecError("score function", f"casts to {', '.join(WHOLE)}", got)
         if not self.steps:
             raise SpecError("score function", "one step or more", "none")
 
@@ -124,7 +140,7 @@ def _text(step: Step, args: list[str]) -> str:
         return str(step.value)
     if step.op == "load":
         return f"tensor{step.value}[{inner}]"
-    return f"{step.kind if step.op == 'cast' else step.op}({inner})"
+    return f"{(step.value or step.kind) if step.op == 'cast' else step.op}({inner})"
 
 
 def checked_function(name: str, value: object) -> object:
@@ -136,6 +152,12 @@ def checked_function(name: str, value: object) -> object:
             return msgspec.convert(value, ScoreFunction)
     arguments = ", ".join(LEAVES if name == "score_mod" else PLACES)
     raise SpecError(name, f"None, or a function of ({arguments})", value_text(value))
+
+
+def wrapped(value: int, dtype: str) -> int:
+    """A whole number as one of `dtype`, which wraps."""
+    low, high = WHOLE[dtype]
+    return (value - low) % (high - low + 1) + low
 
 
 def constant_value(step: Step) -> bool | int | float:

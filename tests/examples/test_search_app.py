@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ pytest.importorskip("httpx2", reason="not installed: httpx2, which fastapi's Tes
 
 from fastapi.testclient import TestClient
 from minilm.encoder import PairEncoder
+from minilm.request_bodies import BodyRefused, body_within
 from search_app import server
 from search_app.gather import PASSAGES, Asked, Gatherer, fitting
 from search_app.index import Index
@@ -246,7 +248,8 @@ REFUSED = [
     ("POST", "search", {"query": " \t"}, 400, "Type what you look for."),
     ("POST", "search", {"query": "q" * 301}, 400, "A query has at most 300 characters; this one has 301."),
     ("POST", "search", {}, 400, "query: Field required."),
-    ("POST", "search", b"{", 400, "the request: Input should be a valid dictionary or object to extract fields from."),
+    ("POST", "search", b"{", 415, "The request is no JSON: send it as application/json."),
+    ("POST", "search", {"query": "q" * 20_000}, 413, "The request is larger than 16,384 bytes."),
     ("POST", "attention", {"query": "a", "passage": 99}, 404, "That passage is no longer here. Search again."),
     ("POST", "attention", {"query": "a", "passage": 0, "layer": 2}, 400, "The model has layers 0 to 1, not 2."),
     ("POST", "attention", {"query": "a", "passage": 0, "layer": -1}, 400, "The model has layers 0 to 1, not -1."),
@@ -264,6 +267,51 @@ def test_a_refusal_is_one_message(
     answer = client.request(method, f"/api/{path}", **content)
     assert (answer.status_code, answer.json()) == (status, {"message": message})
     assert client.get("/api/files").json() == {"files": [{"name": "animals.md", "passages": 2}]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"query": "\\ud83d cut"}',
+        b'{"query": "\\udc00"}',
+        b'{"query": ' + b"[" * 8_000,
+        b'{"query": "\xed\xa0\x80"}',
+        b'{"query": "a", "query": 1}',
+        b'{"query": 1e999}',
+        b"",
+        b"null",
+        b"[]",
+    ],
+    ids=range(9),
+)
+def test_bodies_that_ask_for_nothing(client: TestClient, body: bytes) -> None:
+    answer = client.post("/api/search", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert list(answer.json()) == ["message"]
+
+
+def test_numbers_of_any_size_in_a_body(client: TestClient) -> None:
+    for number, status in ((b"9" * 400, 404), (b"1e400", 400), (b"-1", 404), (b'"0"', 404)):
+        body = b'{"query": "a", "passage": ' + number + b"}"
+        answer = client.post("/api/attention", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code in (status, 400)
+
+
+def test_no_more_of_a_body_is_read_than_allowed() -> None:
+    async def blocks(count: int, pause: float = 0.0):
+        for _ in range(count):
+            read.append(1)
+            await asyncio.sleep(pause)
+            yield b"a" * 1000
+
+    for count, seconds, pause, status, most in ((99, 9.0, 0.0, 413, 6), (99, 0.05, 0.04, 408, 3)):
+        read: list[int] = []
+        with pytest.raises(BodyRefused) as caught:
+            asyncio.run(body_within(blocks(count, pause), 5_000, seconds))
+        assert caught.value.status == status
+        assert len(read) <= most
+    read = []
+    assert asyncio.run(body_within(blocks(5), 5_000, 9.0)) == b"a" * 5_000
 
 
 def test_an_empty_index_says_what_to_do(client: TestClient) -> None:

@@ -199,3 +199,77 @@ def test_captured_tensors_that_are_too_short():
         mhsa.compile(module, dims={"L": 31, "S": 7})
     with pytest.raises(SpecError, match="score_mod: expected a captured tensor of at least 4 elements"):
         mhsa.compile(core(score_mod=lambda score, b, h, q, k: score * few[h]))
+
+
+TABLE = torch.tensor([-128, 127, 5, -1, 100, -77, 3], dtype=torch.int8)
+NARROW = {
+    "distances as int8": lambda score, b, h, q, k: score + ((q - k) * 40).to(torch.int8) / 80.0,
+    "places as uint8": lambda score, b, h, q, k: score + (q * 40 - k * 70).to(torch.uint8) / 99.0,
+    "int16 and int32": lambda score, b, h, q, k: (
+        score + (q * 9000 * k).to(torch.int16) / 2e4 - (k * 2**30 + q * 2**29).to(torch.int32) / 2.0**31
+    ),
+    "sums of int8": lambda score, b, h, q, k: score + (TABLE[q % 7] + TABLE[k % 7]) / 64.0,
+    "a number beside int8": lambda score, b, h, q, k: (
+        score + ((q - k).to(torch.int8) // 200) % 5 + (k.to(torch.uint8) - 9) / 50
+    ),
+    "a product beyond 64 bits": lambda score, b, h, q, k: score + (((q + 3) * 2**61 * (k + 5)) >> 55) / 128.0,
+    "shifts": lambda score, b, h, q, k: (
+        score + (((q << 5) - (k << 7)).to(torch.int8) >> 2) / 8 - ~(q - k).to(torch.uint8) / 64
+    ),
+    "signs": lambda score, b, h, q, k: score + (-(k * 32).to(torch.int8)).abs() / 50 + (-k.to(torch.uint8)) / 99,
+    "floats beyond 32 bits": lambda score, b, h, q, k: (
+        score + (((q - k) * 1e9).to(torch.int64) % 17) / 8.0 + ((q - k) * 1e9).to(torch.int32) / 2.0**31
+    ),
+    "floats beyond all": lambda score, b, h, q, k: (
+        score + ((q - k) * 1e20).to(torch.int64) / 2.0**63 + ((q - k) * 1e3).to(torch.uint8) / 64
+    ),
+}
+
+
+def test_whole_numbers_wrap_as_pytorch_s(tmp_path: Path) -> None:
+    """All in one function, by heads, so that it is compiled once; and each by itself, in eager and as the oracle."""
+    functions = list(NARROW.values())
+
+    def by_head(score, b, h, q, k):
+        changed = score
+        for number, function in enumerate(functions):
+            changed = torch.where(h == number, function(score, b, h, q, k), changed)
+        return changed
+
+    H, L, S = len(functions), 13, 21
+    spec = mhsa.AttentionSpec(embed_dim=4 * H, num_heads=H, score_mod=by_head, outputs=("y", "weights"))
+    module = ScaledDotProductAttention(spec)
+    zeros = [np.zeros((1, H, n, 4), np.float32) for n in (L, S, S)]
+    q, k = torch.arange(L)[:, None], torch.arange(S)
+    wanted = [torch.softmax(f(torch.zeros(L, S), 0, 0, q, k).double(), -1).numpy() for f in functions]
+    attention = loaded(module, tmp_path)
+    for weights in (attention(*zeros).weights, module(*map(torch.from_numpy, zeros))[1].detach().numpy()):
+        for name, want, got in zip(NARROW, wanted, weights[0], strict=True):
+            assert np.abs(got - want).max() < 1e-5, name
+    assert verify(tmp_path / "a.mhsa").ok
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda score, b, h, q, k: 1, "whose result is one tensor"),
+        (lambda score, b, h, q, k: True, "whose result is one tensor"),
+        (lambda score, b, h, q, k: (score,), "whose result is one tensor"),
+        (lambda score, b, h, q, k: None, "whose result is one tensor"),
+        (lambda score, b, h, q, k: score + torch.full((3,), 1.0), "one number for each pair"),
+        (lambda score, b, h, q, k: score + torch.zeros(3), "one number for each pair"),
+        (lambda score, b, h, q, k: score + len(COUNTED.append(1) or COUNTED), "says the same each time"),
+        (lambda score, b, h, q, k: score + q.to(torch.uint32), "uint32"),
+        (lambda score, b, h, q, k: score.to(torch.complex64).abs(), "complex64"),
+        (lambda score, b, h, q, k: score + TABLE[q.to(torch.uint8)], "score_mod"),
+        (lambda score, b, h, q, k: score + torch.tensor([1e39], dtype=torch.float64)[h], "float32 holds"),
+        (lambda score, b, h, q, k: score + torch.eye(3).to_sparse()[h, q], "score_mod"),
+    ],
+    ids=range(12),
+)
+def test_functions_that_are_none(function, message) -> None:
+    with pytest.raises(SpecError, match=message):
+        core(score_mod=function)
+
+
+COUNTED: list[int] = []

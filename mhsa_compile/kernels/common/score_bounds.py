@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim
 from mhsa_compile.spec.checks import LONGEST
-from mhsa_compile.spec.score_functions import ScoreFunction, Step, constant_value
+from mhsa_compile.spec.score_functions import WHOLE, Kind, ScoreFunction, Step, constant_value
 
 Bounds = tuple[int, int]
 INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
 INT64: Bounds = (-(1 << 63), (1 << 63) - 1)
-SATURATED: Bounds = (-2147483520, 2147483520)
-"""What a float may become as a whole number: the largest floats of 32 bits within 32-bit numbers."""
 
 
 def place_bounds(op: AttentionOp) -> dict[str, Bounds]:
@@ -54,8 +52,23 @@ def bounds_of(function: ScoreFunction, places: Mapping[str, Bounds]) -> list[Bou
     """The bounds of each step; those of floats and bools mean nothing."""
     found: list[Bounds] = []
     for step in function.steps:
-        found.append(_of_step(function, step, [found[arg] for arg in step.args], places))
+        exact = _of_step(function, step, [found[arg] for arg in step.args], places)
+        found.append(exact if _within(exact, INT64) else INT64)
     return found
+
+
+def wrapping(function: ScoreFunction, places: Mapping[str, Bounds]) -> frozenset[int]:
+    """The numbers of the steps whose exact value may be one that 64 bits do not hold."""
+    bounds = bounds_of(function, places)
+    return frozenset(
+        number
+        for number, step in enumerate(function.steps)
+        if not _within(_of_step(function, step, [bounds[arg] for arg in step.args], places), INT64)
+    )
+
+
+def _within(inner: Bounds, outer: Bounds) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def _of_step(function: ScoreFunction, step: Step, args: Sequence[Bounds], places: Mapping[str, Bounds]) -> Bounds:
@@ -69,10 +82,14 @@ def _of_step(function: ScoreFunction, step: Step, args: Sequence[Bounds], places
     if step.op == "load":
         return INT32 if function.tensors[int(step.value)].dtype == "int32" else INT64
     if step.op == "cast":
-        return (0, 1) if function.steps[step.args[0]].kind == "bool" else SATURATED
-    combine = _OF_OPS.get(step.op)
-    low, high = INT64 if combine is None else combine(*args)
-    return (low, high) if INT64[0] <= low and high <= INT64[1] else INT64
+        return _of_cast(function.steps[step.args[0]].kind, args[0], WHOLE[str(step.value) or "int64"])
+    return _OF_OPS[step.op](*args)
+
+
+def _of_cast(kind: Kind, value: Bounds, dtype: Bounds) -> Bounds:
+    if kind == "bool":
+        return (0, 1)
+    return value if kind == "int" and _within(value, dtype) else dtype
 
 
 def _corners(combine: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
@@ -86,7 +103,7 @@ def _corners(combine: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], B
 def _quotient(one: Bounds, other: Bounds) -> Bounds:
     if other[0] > 0:
         return _corners(lambda a, b: a // b)(one, other)
-    most = max(abs(one[0]), abs(one[1]))
+    most = max(abs(one[0]), abs(one[1]))  # by -1, or by 1
     return (-most, most)
 
 
@@ -95,9 +112,9 @@ def _remainder(one: Bounds, other: Bounds) -> Bounds:
 
 
 def _bits(one: Bounds, other: Bounds) -> Bounds:
-    if one[0] < 0 or other[0] < 0:
-        return INT64
-    return (0, (1 << max(one[1], other[1]).bit_length()) - 1)
+    ends = (*one, *other)
+    power = 1 << max((~end if end < 0 else end).bit_length() for end in ends)
+    return (0 if min(ends) >= 0 else -power, power - 1)
 
 
 _OF_OPS: dict[str, Callable[..., Bounds]] = {
@@ -111,5 +128,6 @@ _OF_OPS: dict[str, Callable[..., Bounds]] = {
     "neg": lambda one: (-one[1], -one[0]),
     "abs": lambda one: (0 if one[0] <= 0 <= one[1] else min(map(abs, one)), max(map(abs, one))),
     "where": lambda chosen, one, other: (min(one[0], other[0]), max(one[1], other[1])),
+    "not": lambda one: (~one[1], ~one[0]),
     **dict.fromkeys(("and", "or", "xor"), _bits),
 }

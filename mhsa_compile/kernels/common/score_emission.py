@@ -2,7 +2,8 @@
 
 Whole numbers have 32 bits where their bounds show that these are enough, else 64. What must not happen (an index
 outside of its tensor, a division by 0) is gathered in a flag beside the value, wherever the bounds do not rule it out;
-memory outside is never read.
+memory outside is never read. Sums and products that may leave 64 bits wrap: they are computed without a sign, as LLVM
+and C know no meaning of a signed one that overflows.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from tvm import tirx
 
 from mhsa_compile.kernels.common.score_bounds import (
     INT32,
-    SATURATED,
-    Bounds,
     bounds_of,
     last_place,
     place_bounds,
+    wrapping,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
-from mhsa_compile.spec.score_functions import COMPARISONS, LEAVES, ScoreFunction, Step, constant_value
+from mhsa_compile.spec.score_functions import COMPARISONS, LEAVES, WHOLE, ScoreFunction, Step, constant_value
 
 Expr = Any  # tirx.PrimExpr
 
@@ -70,6 +70,7 @@ class ScoreEmission:
     ) -> None:
         self.op, self.function, self.tensors, self.arithmetic = op, function, tensors, arithmetic
         self.bounds = bounds_of(function, place_bounds(op))
+        self.wrapping = wrapping(function, place_bounds(op))
         self.dependences = function.dependences()
 
     def emit(
@@ -98,6 +99,8 @@ class ScoreEmission:
         if step.op == "load":
             return self._loaded(step, args, flags)
         if step.op == "cast":
+            if step.kind == "int":
+                return self._cast_to_whole(number, args[0])
             return self._cast(args[0], self._dtype(number))
         lanes = max(arg.lanes for arg in args)
         if step.op == "where":
@@ -112,16 +115,18 @@ class ScoreEmission:
             dtype = "int64" if "int64" in (dtype, self._widest(args)) else "int32"
         operands = self._alike(args, dtype, lanes)
         if step.op in ("floor_div", "mod"):
-            operands[1] = self._divisor(operands[1], self.bounds[step.args[1]], dtype, lanes, flags)
+            operands = self._division(step, operands, dtype, lanes, flags)
         if step.op in ("exp", "exp2", "log", "tanh", "sigmoid", "sqrt"):
             return Value(self.arithmetic.function(step.op, Value(operands[0], dtype, lanes)), dtype, lanes)
+        if number in self.wrapping and step.op in ("add", "sub", "mul", "neg", "abs"):
+            return Value(self._wrapped(step.op, operands, lanes), dtype, lanes)
         return Value(self._computed(step.op, operands, dtype, lanes), dtype, lanes)
 
     def _dtype(self, number: int) -> str:
         kind = self.function.steps[number].kind
         if kind == "int":
             low, high = self.bounds[number]
-            return "int32" if INT32[0] < low and high <= INT32[1] else "int64"
+            return "int32" if INT32[0] <= low and high <= INT32[1] else "int64"
         return "bool" if kind == "bool" else self.arithmetic.floating
 
     def _widest(self, args: Sequence[Value]) -> str:
@@ -151,18 +156,39 @@ class ScoreEmission:
         if value.dtype == "bool":
             one, zero = (self._constant(number, dtype, lanes) for number in (1, 0))
             return Value(tirx.Select(value.expr, one, zero), dtype, lanes)
-        if value.dtype == self.arithmetic.floating:
-            return self._whole(value, dtype)
         return Value(tirx.Cast(_vector_type(dtype, lanes), value.expr), dtype, lanes)
 
+    def _cast_to_whole(self, number: int, value: Value) -> Value:
+        """What a cast to a whole number makes of a value: see Step."""
+        step, dtype = self.function.steps[number], self._dtype(number)
+        narrow, source = str(step.value) or "int64", step.args[0]
+        if value.dtype == "bool":
+            return self._cast(value, dtype)
+        if value.dtype == self.arithmetic.floating:
+            value = self._whole(value, "int64" if narrow == "int64" else "int32")
+        elif WHOLE[narrow][0] <= self.bounds[source][0] and self.bounds[source][1] <= WHOLE[narrow][1]:
+            return self._cast(value, dtype)
+        return self._cast(self._cast(value, narrow), dtype)
+
     def _whole(self, value: Value, dtype: str) -> Value:
-        """A float without what is behind its point; 0 of NaN, and beyond 32 bits the last such number."""
+        """A float without what is behind its point; the least number of `dtype` where it holds none near it."""
         lanes, value = value.lanes, self.arithmetic.kept(value)
-        low, high = (self._constant(bound, value.dtype, lanes) for bound in SATURATED)
-        inside = tirx.Select(value.expr >= high, high, value.expr)
-        inside = tirx.Select(value.expr <= low, low, inside)
-        number = tirx.Select(tirx.isnan(value.expr), self._constant(0, value.dtype, lanes), inside)
-        return Value(tirx.Cast(_vector_type(dtype, lanes), number), dtype, lanes)
+        least = float(WHOLE[dtype][0])
+        low, end = (self._constant(bound, value.dtype, lanes) for bound in (least, -least))
+        fits = tirx.And(value.expr > low, value.expr < end)  # NaN does not
+        whole = tirx.Cast(_vector_type(dtype, lanes), tirx.Select(fits, value.expr, low))
+        return Value(whole, dtype, lanes)
+
+    def _wrapped(self, op: str, operands: list[Expr], lanes: int) -> Expr:
+        """A sum, a product or a change of sign of whole numbers of 64 bits that wraps."""
+        unsigned, signed = (_vector_type(dtype, lanes) for dtype in ("uint64", "int64"))
+        numbers = [tirx.Cast(unsigned, operand) for operand in operands]
+        if op in ("neg", "abs"):
+            numbers.insert(0, self._constant(0, "uint64", lanes))
+        changed = tirx.Cast(signed, _COMPUTED["sub" if op in ("neg", "abs") else op](*numbers))
+        if op != "abs":
+            return changed
+        return tirx.Select(operands[0] < self._constant(0, "int64", lanes), changed, operands[0])
 
     def _where(self, args: Sequence[Value], dtype: str, lanes: int) -> Value:
         chosen = self._vector(args[0], lanes)
@@ -194,13 +220,22 @@ class ScoreEmission:
             return tirx.Select(first, one, tirx.Select(second, other, last))
         return _COMPUTED[op](one, other)
 
-    def _divisor(self, divisor: Expr, bounds: Bounds, dtype: str, lanes: int, flags: list[Value]) -> Expr:
-        """The divisor, 1 where it is 0."""
-        if not bounds[0] <= 0 <= bounds[1]:
-            return divisor
-        zero, one = (self._constant(number, dtype, lanes) for number in (0, 1))
-        flags.append(Value(divisor != zero, "bool", lanes))
-        return tirx.Select(divisor == zero, one, divisor)
+    def _division(self, step: Step, operands: list[Expr], dtype: str, lanes: int, flags: list[Value]) -> list[Expr]:
+        """Dividend and divisor of whole numbers. The divisor is 1 where it is 0, and where the least number, which has
+        no opposite, is divided by -1: processors trap on both."""
+        dividend, divisor = operands
+        dividends, divisors = (self.bounds[arg] for arg in step.args)
+        one, least = self._constant(1, dtype, lanes), WHOLE[dtype][0]
+        if divisors[0] <= 0 <= divisors[1]:
+            zero = self._constant(0, dtype, lanes)
+            flags.append(Value(divisor != zero, "bool", lanes))
+            divisor = tirx.Select(divisor == zero, one, divisor)
+        if divisors[0] <= -1 <= divisors[1] and dividends[0] <= least:
+            traps = tirx.And(
+                dividend == self._constant(least, dtype, lanes), divisor == self._constant(-1, dtype, lanes)
+            )
+            divisor = tirx.Select(traps, one, divisor)
+        return [dividend, divisor]
 
     def _loaded(self, step: Step, args: Sequence[Value], flags: list[Value]) -> Value:
         number = int(step.value)

@@ -12,6 +12,7 @@ import msgspec
 
 from mhsa_compile.errors import ArtifactError
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.files.unique_json import require_unique_keys
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import LARGEST
 from mhsa_compile.spec.semantics import Semantics
@@ -154,6 +155,7 @@ def read_manifest(raw: bytes, argument: str) -> Manifest:
         found = msgspec.json.decode(raw, type=_ManifestVersion).format_version
         if found not in _READ:
             raise _other_version(argument, found)
+        require_unique_keys(raw)
         manifest = msgspec.json.decode(raw, type=Manifest)
     digest = hashlib.sha256(raw.replace(manifest.sha256.encode(), _UNSEALED.encode())).hexdigest()
     if digest != manifest.sha256:

@@ -13,13 +13,14 @@ The hashes find damage and mix-ups; they prove no origin, and a bundle is code t
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import ml_dtypes
 import msgspec
@@ -30,7 +31,9 @@ from mhsa_compile.errors import BundleError
 from mhsa_compile.files import input_files as files
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.files.unique_json import require_unique_keys, require_unique_tensors
 from mhsa_compile.records.record import Isa
+from mhsa_compile.runtime.artifact.manifest import DType
 from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
 
 FORMAT = 1
@@ -38,12 +41,17 @@ MANIFEST = "manifest.json"
 _BFLOAT16 = ".bfloat16"  # ends the names of arrays that safetensors' NumPy side would not give back: they are uint16
 _FOLDED = 100
 """Times that a bundle may unfold to its own size: code and numbers shrink to a third or so, only bombs to less."""
+_MOST_ELEMENTS = 2**40
+"""Of an array: more fit into no machine, and no address."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same bytes for the same work
 
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(jobs/[0-9]+|candidates/[0-9]+-[0-9]+)\.(safetensors|so)$")]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Shape = tuple[Size, ...]
+Dtype = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(get_args(DType))})\\Z")]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
 Stated = TypeVar("Stated", bound=msgspec.Struct)
 
 
@@ -60,8 +68,8 @@ class WorkOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     study: str
     target: str
     isa: Isa
-    threads: int
-    seconds: float
+    threads: Count
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 @dataclass(frozen=True)
@@ -79,20 +87,26 @@ class BundleTask:
 
 class _CandidateEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: str
-    packed: tuple[tuple[Shape, str], ...]
+    packed: tuple[tuple[Shape, Dtype], ...]
     constants: Size
     workspace: Shape = ()
+
+    def __post_init__(self) -> None:
+        _check_sizes(*(shape for shape, _ in self.packed), self.workspace)
 
 
 class _TaskEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     label: str
     inputs: Size
     weights: Size
-    output: tuple[Shape, str]
-    budget: float
-    flops: int
-    sets: int
-    candidates: tuple[_CandidateEntry, ...]
+    output: tuple[Shape, Dtype]
+    budget: Amount
+    flops: Annotated[int, msgspec.Meta(ge=0)]
+    sets: Count
+    candidates: Annotated[tuple[_CandidateEntry, ...], msgspec.Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.output[0])
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +114,11 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     order: WorkOrder
     tasks: tuple[_TaskEntry, ...]
     files: dict[FileName, Digest]
+
+
+def _check_sizes(*shapes: Shape) -> None:
+    if any(math.prod(shape) > _MOST_ELEMENTS for shape in shapes):
+        raise ValueError(f"an array of more than {_MOST_ELEMENTS:,} elements")
 
 
 class _BundleVersion(msgspec.Struct):
@@ -199,7 +218,9 @@ class WorkBundle:
 
     def _arrays(self, name: str) -> dict[str, Array]:
         with reading(BundleError, f"bundle, {name}", "safetensors", COPY_AGAIN):
-            found = load(self._bundle.read(name))
+            raw = self._bundle.read(name)
+            require_unique_tensors(raw)
+            found = load(raw)
         return {
             key.removesuffix(_BFLOAT16): array.view(ml_dtypes.bfloat16) if key.endswith(_BFLOAT16) else array
             for key, array in found.items()
@@ -278,4 +299,5 @@ def decoded(what: str, raw: bytes, kind: type[Stated]) -> Stated:
         if stated != FORMAT:
             hint = "Update mhsa-compile, here or there."
             raise BundleError(what, f"format {FORMAT}", f"format {stated}", hint)
+        require_unique_keys(raw)
         return msgspec.json.decode(raw, type=kind)

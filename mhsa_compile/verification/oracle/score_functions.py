@@ -57,8 +57,20 @@ def _value(step: Step, leaves: Mapping[str, Array], args: list[Array], wide: Any
         dtype = {"bool": np.bool_, "int": np.int64, "float": wide}[step.kind]
         return np.asarray(constant_value(step), dtype)
     if step.op == "cast":
-        return np.asarray(args[0].astype({"bool": np.bool_, "int": np.int64, "float": wide}[step.kind]))
+        if step.kind == "int":
+            return _whole(args[0], str(step.value) or "int64")
+        return np.asarray(args[0].astype(np.bool_ if step.kind == "bool" else wide))
     return np.asarray(_COMPUTED[step.op](*args))
+
+
+def _whole(value: Array, dtype: str) -> Array:
+    """A value as a whole number of `dtype`, held in 64 bits."""
+    if value.dtype.kind == "f":
+        bits = 63 if dtype == "int64" else 31
+        whole = np.trunc(value)
+        fits = (whole >= -(2.0**bits)) & (whole < 2.0**bits)
+        value = np.where(fits, np.where(fits, whole, 0).astype(np.int64), -(2**bits))
+    return np.asarray(value.astype(np.int64).astype(dtype).astype(np.int64))
 
 
 def _loaded(tensor: Array, indices: list[Array]) -> tuple[Array, Array]:
