@@ -27,7 +27,9 @@ class GraphView:
         self.outputs = [value.name for value in graph.output]
         self.initializers = {tensor.name: tensor for tensor in model.graph.initializer}
         self.opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
-        self._types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+        inner = [branch for node in all_nodes(graph) for branch in branches(node)]
+        values = (v for g in (*inner, graph) for v in (*g.value_info, *g.input, *g.output))
+        self._types = {v.name: v.type.tensor_type for v in values}
         self._producers = {name: node for node in self.nodes for name in node.output if name}
         self._consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:

@@ -253,6 +253,19 @@ def test_scales_that_are_no_numbers_are_refused(number: float) -> None:
     read(model(N("Constant", [], ["y"], value_float=float(number)), N("Relu", ["x"], ["z"])))
 
 
+def test_conditions_hold_in_branches_too() -> None:
+    """A Resize by an uneven scale, which a constant in the branch states."""
+    scales = helper.make_tensor("scales", TensorProto.FLOAT, [3], [1.0, 1.0, 0.7])
+    z = helper.make_tensor_value_info("z", TensorProto.FLOAT, None)
+    odd = [N("Neg", ["x"], ["n"]), N("Resize", ["n", "", "scales"], ["z"], name="odd")]
+    branch = helper.make_graph(odd, "then", [], [z], [scales])
+    other = helper.make_graph([N("Abs", ["x"], ["z"])], "else", [], [z])
+    total, flag = N("ReduceSum", ["x"], ["total"], keepdims=0), N("Cast", ["total"], ["c"], to=9)
+    file = model(total, flag, N("If", ["c"], ["y"], then_branch=branch, else_branch=other))
+    with pytest.raises(ModelError, match=r"Resize node 'odd': expected scales that make whole sizes, got 0.69.* of 4"):
+        check_graph(file)
+
+
 def test_an_opset_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mhsa_compile.frontend.reading.check.LAST", 9)
     with pytest.raises(ModelError, match=r"Relu node 'odd': expected Relu as opset 9 has it, got that of opset 14"):

@@ -11,7 +11,7 @@ import onnx
 from onnx import defs
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, reads, title
+from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, reads, title
 from mhsa_compile.frontend.reading import microsoft
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.frontend.reading.row import ANY, Row
@@ -54,13 +54,14 @@ def check_file(model: onnx.ModelProto) -> None:
     The standard's may be rewritten before TVM gets them: `check_graph` sees those that are left. Raises ModelError.
     """
     check_domains(model)
+    graph = _Graph(model)
     for node in all_nodes(model.graph):
         _check_finite(node)
         if node.domain == microsoft.DOMAIN:
             if node.op_type not in MICROSOFT:
                 expected = f"an operator of com.microsoft among {', '.join(MICROSOFT)}"
                 raise ModelError(title(node), expected, node.op_type, _WAY_OUT)
-            _Reading(model, model.graph, node, MICROSOFT[node.op_type], {}).check()
+            _Reading(graph, node, MICROSOFT[node.op_type], {}).check()
 
 
 def check_graph(model: onnx.ModelProto) -> None:
@@ -70,6 +71,7 @@ def check_graph(model: onnx.ModelProto) -> None:
     """
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     check_domains(model)
+    graph = _Graph(model)
     for node in all_nodes(model.graph):
         if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
             raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
@@ -84,7 +86,7 @@ def check_graph(model: onnx.ModelProto) -> None:
             for name, attribute in schema.attributes.items()
             if attribute.default_value.name
         }
-        _Reading(model, model.graph, node, row, defaults).check()
+        _Reading(graph, node, row, defaults).check()
 
 
 def _check_finite(node: onnx.NodeProto) -> None:
@@ -100,18 +102,39 @@ def _older(opset: int) -> str:
     return f"Export the model with opset {opset}, or an older one."
 
 
+class _EveryGraph(GraphView):
+    """A view that also knows the makers and the constants of the graphs in a graph's nodes."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__(model)
+        for node in all_nodes(model.graph):
+            self._producers |= {name: node for name in node.output if name and name not in self._producers}
+            for branch in branches(node):
+                self.initializers |= {tensor.name: tensor for tensor in branch.initializer}
+
+
+class _Graph:
+    """A model, with what its conditions ask of it computed once, and only if one asks."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model = model
+
+    @cached_property
+    def view(self) -> GraphView:
+        return _EveryGraph(self.model)
+
+    @cached_property
+    def read(self) -> set[str]:
+        """The names of the values that somebody reads, or that the model gives out."""
+        graph = self.model.graph
+        return {value.name for value in graph.output} | {name for node in graph.node for name in reads(node)}
+
+
 class _Reading:
     """One node beside its row."""
 
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        graph: onnx.GraphProto,
-        node: onnx.NodeProto,
-        row: Row,
-        defaults: Mapping[str, Any],
-    ) -> None:
-        self.model, self.graph, self.node, self.row, self.defaults = model, graph, node, row, defaults
+    def __init__(self, graph: _Graph, node: onnx.NodeProto, row: Row, defaults: Mapping[str, Any]) -> None:
+        self.graph, self.node, self.row, self.defaults = graph, node, row, defaults
 
     def check(self) -> None:
         row, node = self.row, self.node
@@ -124,26 +147,18 @@ class _Reading:
             if name and (place >= row.inputs or place in row.unread):
                 what = row.unread.get(place, f"input {place}") if row.unread else f"input {place}"
                 raise self._refused(f"no {what}, which is not understood", repr(name))
-        if any(name and self._is_read(name) for name in node.output[row.outputs :]):
+        if any(name and name in self.graph.read for name in node.output[row.outputs :]):
             raise self._refused(f"readers of its first {row.outputs} outputs alone", "one of a later output")
-        if row.condition is not None and (mismatch := row.condition(self._view, node)) is not None:
+        if row.condition is not None and (mismatch := row.condition(self.graph.view, node)) is not None:
             raise self._refused(*mismatch)
         if row.dtypes is not None:
             for name in (*node.input, *node.output):
-                kind = self._view.dtype(name) if name else None
+                kind = self.graph.view.dtype(name) if name else None
                 if kind is not None and kind not in row.dtypes:
                     raise self._refused(f"values of {', '.join(sorted(row.dtypes))}", f"{name!r} of {kind}")
 
     def _refused(self, expected: str, got: str) -> ModelError:
         return ModelError(title(self.node), expected, got, self.row.hint or _WAY_OUT)
-
-    def _is_read(self, name: str) -> bool:
-        graph = self.graph
-        return any(value.name == name for value in graph.output) or any(name in reads(node) for node in graph.node)
-
-    @cached_property
-    def _view(self) -> GraphView:
-        return GraphView(self.model)
 
 
 def _value(attribute: onnx.AttributeProto) -> Any:
