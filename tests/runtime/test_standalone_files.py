@@ -87,6 +87,12 @@ def header(shape: list[int], offsets: list[int], data: bytes = b"", dtype: str =
     return struct.pack("<Q", len(text)) + text + data
 
 
+def twice(*names: str) -> bytes:
+    entry = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    text = "{" + ",".join(f"{name}:{entry}" for name in names) + "}"
+    return struct.pack("<Q", len(text)) + text.encode() + bytes(4)
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
@@ -99,6 +105,9 @@ def header(shape: list[int], offsets: list[int], data: bytes = b"", dtype: str =
         (struct.pack("<Q", 10**5) + b"[" * 10**5, "got brackets more than 64 deep"),
         (struct.pack("<Q", 2**64 - 1) + b"{}", "a header of 18446744073709551615 bytes"),
         (struct.pack("<Q", 3) + b'"\xff"', "no UTF-8"),
+        (twice('"x"', '"x"'), 'objects name each entry once, got "x" twice'),
+        (twice('"x"', r'"\u0078"'), "objects name each entry once"),
+        (twice('"x"', r'"y\\\"x"'), "bytes of its own"),
         (b"\x93NUMPY\1\0", "expected safetensors"),
         (b"", "expected safetensors"),
     ],

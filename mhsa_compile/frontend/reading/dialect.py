@@ -3,6 +3,7 @@
 - The standard's domain is "", where a file spells it "ai.onnx".
 - ONNX Runtime's domain counts as imported where an operator of it is used.
 - Operators that ONNX Runtime has in the standard's domain, and ONNX not (yet), are ONNX Runtime's.
+- A tensor that is listed twice among the outputs is two: the second one, "y_2" of "y", is an Identity of it.
 - An initializer that is also listed among the inputs is a weight. Before version 4 of the format they all were.
 """
 
@@ -31,7 +32,9 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     renamed = {id(node): domain for node in _nodes(model) if (domain := _domain(node, _opset(model))) != node.domain}
     long = any(entry.domain == _LONG for entry in _imports(model))
     runtimes = any(_domain(node, _opset(model)) == DOMAIN for node in _nodes(model))
-    if not (listed or long or renamed or (runtimes and DOMAIN not in imports)):
+    outputs = [value.name for value in model.graph.output]
+    repeated = len(set(outputs)) < len(outputs)
+    if not (listed or long or renamed or repeated or (runtimes and DOMAIN not in imports)):
         return model
     result, tensors = light(model)
     opset = _opset(model)
@@ -45,7 +48,24 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     del result.graph.input[:]
     result.graph.input.extend(kept)
     result.ir_version = max(result.ir_version, 4)  # before, initializers must be inputs
+    _list_once(result.graph)
     return whole(result, tensors)
+
+
+def _list_once(graph: onnx.GraphProto) -> None:
+    """Gives every output that is listed again a tensor of its own."""
+    values = (*graph.input, *graph.output, *graph.initializer)
+    taken = {value.name for value in values}.union(*(node.output for node in graph.node))
+    listed: set[str] = set()
+    for value in graph.output:
+        source, number = value.name, 2
+        if source in listed:
+            while (name := f"{source}_{number}") in taken:
+                number += 1
+            graph.node.append(helper.make_node("Identity", [source], [name], name=name))
+            taken.add(name)
+            value.name = name
+        listed.add(value.name)
 
 
 def _domain(node: onnx.NodeProto, opset: int) -> str:

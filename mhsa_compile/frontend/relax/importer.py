@@ -95,7 +95,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         }
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
-        used = {name for node in graph.node for name in reads(node)}
+        used = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
         needed = {name for node in all_nodes(graph) for name in _needed(node)}
         for tensor in graph.initializer:
             if tensor.name not in used:

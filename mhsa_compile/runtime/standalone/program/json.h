@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,7 +30,10 @@ class Json {
                                                        : "";
     if (!fault.empty()) throw Error(argument, "JSON", fault, kHint);
     try {
-      return Json(argument, "", call(global("ffi.json.Parse"), ffi::String(text)));
+      const ffi::Any value = call(global("ffi.json.Parse"), ffi::String(text));
+      const std::string twice = repeated_name(text);
+      if (!twice.empty()) throw Error(argument, "JSON whose objects name each entry once", twice + " twice", kHint);
+      return Json(argument, "", value);
     } catch (const ffi::Error& error) {
       throw Error(argument, "JSON", in_quotes(error.message()), kHint);
     }
@@ -103,6 +107,36 @@ class Json {
       else if (letter == ']' || letter == '}') --now;
     }
     return deepest;
+  }
+
+  // The first name, in quotes as it is written, that an object has twice; empty where there is none. The text is JSON.
+  static std::string repeated_name(const std::string& text) {
+    struct Open {
+      bool is_object;
+      std::set<std::string> names;
+    };
+    std::vector<Open> open;
+    bool name_comes = false;
+    for (size_t i = 0; i < text.size(); ++i) {
+      const char letter = text[i];
+      if (letter == '{' || letter == '[') {
+        open.push_back({letter == '{', {}});
+        name_comes = letter == '{';
+      } else if (letter == '}' || letter == ']') {
+        open.pop_back();
+        name_comes = false;
+      } else if (letter == ',') {
+        name_comes = !open.empty() && open.back().is_object;
+      } else if (letter == '"') {
+        const size_t begin = i++;
+        while (text[i] != '"') i += text[i] == '\\' ? 2 : 1;
+        if (!std::exchange(name_comes, false)) continue;
+        const std::string written = text.substr(begin, i + 1 - begin);  // an escape may spell the same name
+        const std::string name = call(global("ffi.json.Parse"), ffi::String(written)).cast<ffi::String>();
+        if (!open.back().names.insert(name).second) return written;
+      }
+    }
+    return "";
   }
 
   static bool is_utf8(const std::string& text) {
