@@ -16,9 +16,11 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
+from mhsa_compile.compiler.derived_weights import DERIVE, with_derived_weights
 from mhsa_compile.compiler.epilogues import with_epilogues
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
+from mhsa_compile.compiler.products import with_products
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
@@ -63,10 +65,15 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
 
 
 def prepared(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
-    """The module with everything computed once (each layer of a model makes its mask anew), and with what linears can
-    do as they write their results in them."""
-    module = relax.transform.EliminateCommonSubexpr()(imported.module)
-    return with_epilogues(replace(imported, module=module), lambda op: bool(kernels_for(op, profile)[0]))
+    """The module with everything computed once (each layer of a model makes its mask anew), weights' part of it when
+    they are bound, and with what linears can
+    do as they write their results in them, and products of two activations as operations."""
+    once = replace(imported, module=relax.transform.EliminateCommonSubexpr()(imported.module))
+
+    def takes(op: Op) -> bool:
+        return bool(kernels_for(op, profile)[0])
+
+    return with_products(with_epilogues(with_derived_weights(once), takes), takes)
 
 
 def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:
@@ -150,9 +157,10 @@ def _rewrite_main(
             return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
 
     body = _without_unused(main.params, KernelCalls(others).visit_expr(main.body))
-    inputs = [p for p in main.params if p.name not in imported.weights]
+    bound = {*imported.weights, *imported.derived}
+    inputs = [p for p in main.params if p.name not in bound]
     used = set(relax.analysis.free_vars(body))
-    passed = [p for p in main.params if p.name in imported.weights and p in used]
+    passed = [p for p in main.params if p.name in bound and p in used]
     params = [*inputs, *(v for group in packed.values() for v in group), *passed]
     return relax.Function(params, body, main.ret_ty).with_attr("global_symbol", MAIN), packed, passed
 
@@ -167,16 +175,20 @@ def _add_bind_function(
 ) -> None:
     """Adds bind_weights: weights -> everything that `main` takes after its inputs. `main` is as it was before."""
     params = {p.name: relax.Var(p.name, p.ty) for p in main.params if p.name in imported.weights}
-    weights_of, parts = _weights_of(main, choices), _Parts(builder, main, params)
+    weights_of, derive = _weights_of(main, choices), builder.get().get_global_var(DERIVE) if imported.derived else None
     with builder.function(BIND, list(params.values())):
         with builder.dataflow():
-            results = []
+            sources = dict(params)
+            if derive is not None:
+                values = builder.emit(relax.Call(derive, list(params.values())))
+                sources |= {n: builder.emit(relax.TupleGetItem(values, i)) for i, n in enumerate(imported.derived)}
+            parts, results = _Parts(builder, main, sources), []
             for name, variables in packed.items():
                 pack = builder.add_func(choices[name].emitted.pack, f"pack_{name}")
-                sources = [parts.visit_expr(weight) for weight in weights_of[name]]
-                made = builder.emit(relax.call_tir(pack, sources, [v.ty for v in variables]))
+                packs = [parts.visit_expr(weight) for weight in weights_of[name]]
+                made = builder.emit(relax.call_tir(pack, packs, [v.ty for v in variables]))
                 results += [builder.emit(relax.TupleGetItem(made, i)) for i in range(len(variables))]
-            results += [params[p.name] for p in passed]
+            results += [sources[p.name] for p in passed]
             output = builder.emit_output(relax.Tuple(results))
         builder.emit_func_output(output)
 

@@ -8,6 +8,7 @@ from mhsa_compile.kernels.cpu.cache_concat import CpuKvConcatKernel
 from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
+from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
@@ -26,12 +27,14 @@ from mhsa_compile.kernels.interface.ops import (
     KvConcatOp,
     KvScatterOp,
     LinearOp,
+    ProductOp,
     RotaryOp,
     SoftmaxStatsOp,
 )
 
 AnyKernel = (
     Kernel[LinearOp]
+    | Kernel[ProductOp]
     | Kernel[AttentionOp]
     | Kernel[SoftmaxStatsOp]
     | Kernel[AttentionProbsOp]
@@ -44,6 +47,7 @@ AnyKernel = (
 KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuLinearKernel(),
+        CpuProductKernel(),
         CpuDecodeKernel(),
         CpuAttentionKernel(),
         CpuSoftmaxStatsKernel(),

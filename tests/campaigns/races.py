@@ -97,6 +97,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "choice": lambda: Beside(lambda y: torch.where(y > 0, y, y.exp() - 1)),
     "joined": lambda: Beside(lambda y: torch.cat([y, y.flip(-1)], -1)),
     "product of activations": lambda: Beside(lambda y: y @ y.transpose(1, 2)),
+    "product, channels first": lambda: Beside(lambda y: y.transpose(1, 2) @ y),
+    "product of bfloat16": lambda: Beside(lambda y: (y.bfloat16() @ y.bfloat16().transpose(1, 2)).float()),
     "convolution": lambda: Beside(lambda y: F.conv1d(y.transpose(1, 2), torch.ones(128, 1, 3), padding=1, groups=128)),
 }
 

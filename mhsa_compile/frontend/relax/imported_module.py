@@ -22,11 +22,12 @@ class Broadcast:
 
 @dataclass
 class ImportedModule:
-    """A Relax module whose `main` takes the inputs, then the weights, and calls `ops` by name."""
+    """A Relax module whose `main` takes inputs, weights and what is derived from these, and calls `ops` by name."""
 
     module: Any
     ops: dict[str, Op] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)  # parameter of main -> initializer
+    derived: tuple[str, ...] = ()  # parameters of main that `derive_weights` computes from the weights
     masks: dict[str, Broadcast] = field(default_factory=dict)  # by input
     limits: dict[str, Dim] = field(default_factory=dict)  # input of integers -> the largest that they may be
     outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred

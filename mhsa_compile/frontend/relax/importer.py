@@ -33,6 +33,7 @@ from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
 from mhsa_compile.frontend.onnx_graph import all_nodes, inner_nodes, reads, title
 from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import STANDARD
+from mhsa_compile.frontend.relax import float32_sums
 from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.import_context import ImportContext
 from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
@@ -224,9 +225,12 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             if computed is not None:
                 return computed
             inputs[:] = agreeing(self.bb, self._names, op_name, [as_tensor(self.bb, value) for value in inputs])
+            inputs[:], narrow = float32_sums.widened(self.bb, op_name, list(inputs))
             converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is None:
                 converted = super()._convert_operator(op_name, inputs, attrs, opset)
+            if narrow is not None:
+                converted = float32_sums.narrowed(self.bb, op_name, converted, narrow)
             return self._of_known_rank(converted)
         except ModelError:
             raise

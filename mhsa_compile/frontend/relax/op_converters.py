@@ -9,6 +9,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices
 
+from mhsa_compile.frontend.relax.contractions import contraction
 from mhsa_compile.frontend.relax.edge_converters import EDGES
 
 
@@ -18,19 +19,6 @@ def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]
     if any(not isinstance(value.ty, relax.TensorType) for value in inputs) or base.ty.dtype == exponent.ty.dtype:
         return None
     return bb.normalize(relax.op.power(base, bb.normalize(relax.op.astype(exponent, str(base.ty.dtype)))))
-
-
-def layer_normalization_in_float32(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """LayerNormalization of bfloat16, which TVM's does not know; in float32 is how the operator wants it."""
-    if str(inputs[0].ty.dtype) != "bfloat16" or attributes.get("stash_type", 1) != 1:
-        return None
-    wide = [bb.normalize(relax.op.astype(value, "float32")) for value in inputs if value is not None]
-    x, scale, *bias = wide
-    axes = list(range(-len(scale.ty.shape), 0))
-    zeros = relax.const(0.0, "float32")
-    offset = bias[0] if bias else bb.normalize(relax.op.multiply(scale, zeros))
-    y = bb.normalize(relax.op.nn.layer_norm(x, scale, offset, axes, attributes.get("epsilon", 1e-5)))
-    return relax.Tuple([bb.normalize(relax.op.astype(y, "bfloat16")), zeros, zeros])
 
 
 def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -138,7 +126,7 @@ CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "Concat": concat_of_dims_that_must_agree,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
-    "LayerNormalization": layer_normalization_in_float32,
+    "Einsum": contraction,
     "Pow": power_of_another_kind,
     "Slice": slice_of_constants,
 }

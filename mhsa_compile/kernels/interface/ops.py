@@ -58,6 +58,59 @@ class LinearOp:
 
 
 @dataclass(frozen=True)
+class ProductOperand:
+    """A factor of a product, as it is stored: `rows`, `columns` and `batch` are places of its axes in `dims`.
+
+    `batch` has one for each axis of the product's batch, None where all of its entries share the operand. Axes that
+    nobody names are 1.
+    """
+
+    dims: tuple[Dim, ...]
+    batch: tuple[int | None, ...]
+    rows: int
+    columns: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all entries of the batch have the same."""
+        return all(axis is None for axis in self.batch)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether it is stored as (batch, rows, columns), with nothing shared."""
+        return (*self.batch, self.rows, self.columns) == tuple(range(len(self.dims)))
+
+
+@dataclass(frozen=True)
+class ProductOp:
+    """Y = A B, both computed in the call: A (batch, M, K), B (batch, K, N) -> Y (batch, M, N).
+
+    M is `rows`, K `inner`, N `columns`. A is `left` and B is `right`, both of `dtype`; Y is of `result`; sums are
+    float32. Inputs: A, B.
+    """
+
+    kind: ClassVar[str] = "product"
+
+    batch: tuple[Dim, ...]
+    rows: Dim
+    inner: Dim
+    columns: Dim
+    left: ProductOperand
+    right: ProductOperand
+    dtype: DType = "float32"
+    result: DType = "float32"
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all entries of the batch share B and lie one behind the other in A: it is one product of many
+        rows."""
+        return bool(self.batch) and self.right.is_shared and self.left.is_in_order
+
+    def summary(self) -> str:
+        return f"{self.rows} x {self.inner} x {self.columns}" + (f", batch {list(self.batch)}" if self.batch else "")
+
+
+@dataclass(frozen=True)
 class HeadLayout:
     """Where the heads of Q, K, V or Y lie: in input number `buffer`, read in place.
 
@@ -389,4 +442,14 @@ class AttentionProbsOp:
         return ", ".join(f"{axis}s {list(n)}" if n is not None else f"every {axis}" for axis, n in chosen.items())
 
 
-Op = LinearOp | AttentionOp | ScoresOp | SoftmaxStatsOp | AttentionProbsOp | KvConcatOp | RotaryOp | KvScatterOp
+Op = (
+    LinearOp
+    | ProductOp
+    | AttentionOp
+    | ScoresOp
+    | SoftmaxStatsOp
+    | AttentionProbsOp
+    | KvConcatOp
+    | RotaryOp
+    | KvScatterOp
+)

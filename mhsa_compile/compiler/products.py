@@ -1,0 +1,164 @@
+"""Products of two arrays that are computed in the call become operations of ours, whatever order their axes lie in.
+
+    t = permute_dims(k); s = matmul(q, t)        ->        s = product(q, k), read where it lies
+
+What no kernel takes stays TVM's, with sums in float32 whatever the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm_ffi import structural_equal
+
+from mhsa_compile.frontend.relax.imported_module import ImportedModule
+from mhsa_compile.kernels.interface.ops import Dim, Op, ProductOp, ProductOperand
+
+Expr = Any  # TVM has no type stubs
+_NARROW = ("float16", "bfloat16")
+
+
+def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
+    """The module with its products as operations; `takes` says whether a kernel can compute one."""
+    ops, sizes = dict(imported.ops), _Sizes()
+
+    @mutator
+    class Products(PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            call = super().visit_call_(call)
+            if call.op != tvm.ir.Op.get("relax.matmul"):
+                return call
+            narrow = call.args[0].ty.dtype in _NARROW and call.args[1].ty.dtype == call.args[0].ty.dtype
+            product = _product(self.builder_, call, sizes)
+            if product is not None and takes(product[0]):
+                op, operands = product
+                name = f"op_{len(ops)}"
+                ops[name] = op
+                return relax.op.call_dps_packed(name, operands, call.ty)
+            if narrow and str(call.ty.dtype) == str(call.args[0].ty.dtype):
+                wide = self.builder_.emit(relax.op.matmul(*call.args, out_dtype="float32"))
+                return relax.op.astype(wide, str(call.ty.dtype))
+            return call
+
+    rewrite = Products(imported.module)
+    main = imported.module.get_global_var("main")
+    rewrite.builder_.update_func(main, rewrite.visit_expr(imported.module["main"]))
+    module = relax.transform.DeadCodeElimination()(rewrite.builder_.get())
+    return replace(imported, module=module, ops=ops)
+
+
+class _Sizes:
+    """Sizes as kernels state them: a number, a symbol's name, one name for each expression of them."""
+
+    def __init__(self) -> None:
+        self._computed: list[Expr] = []
+
+    def __call__(self, size: Expr) -> Dim:
+        if isinstance(size, int | tirx.IntImm):
+            return int(size)
+        if isinstance(size, tvm.ir.Var):
+            return str(size.name)
+        number = next((i for i, known in enumerate(self._computed) if structural_equal(known, size)), None)
+        if number is None:
+            number = len(self._computed)
+            self._computed.append(size)
+        return f"extent_{number}"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A value as an array with its axes in another order: axis i of it is axis `axes[i]` of `array`."""
+
+    array: Expr
+    axes: tuple[int, ...]
+
+
+def _product(builder: Any, call: Any, sizes: _Sizes) -> tuple[ProductOp, list[Expr]] | None:
+    """(the operation, its inputs) of a matmul, or None where it is none of two matrices of floats."""
+    values = list(call.args)
+    shapes = [shape for shape in map(_shape, (*values, call)) if shape is not None and len(shape) > 1]
+    kinds = [str(value.ty.dtype) for value in values]
+    if len(shapes) < 3 or kinds[0] != kinds[1]:
+        return None
+    if kinds[0] not in ("float32", *_NARROW) or str(call.ty.dtype) not in ("float32", *_NARROW):
+        return None
+    left, right, result = shapes
+    if not _same(left[-1], right[-2]) or (isinstance(left[-1], tirx.IntImm) and left[-1].value == 1):
+        return None  # an outer product, which is arithmetic on elements, goes into what follows it
+    stored = [_stored(builder, value) for value in values]
+    if stored[0].array.ty.dtype != stored[1].array.ty.dtype:
+        stored = [_stored(builder, value, widened=False) for value in values]
+    places = [_batch(shape[:-2], result[:-2]) for shape in (left, right)]
+    batches = [axes for axes in places if axes is not None]
+    if len(batches) < 2:
+        return None
+    operands = [
+        ProductOperand(
+            tuple(map(sizes, one.array.ty.shape.values)),
+            tuple(None if axis is None else one.axes[axis] for axis in batch),
+            one.axes[-2],
+            one.axes[-1],
+        )
+        for one, batch in zip(stored, batches, strict=True)
+    ]
+    op = ProductOp(
+        batch=tuple(map(sizes, result[:-2])),
+        rows=sizes(left[-2]),
+        inner=sizes(left[-1]),
+        columns=sizes(right[-1]),
+        left=operands[0],
+        right=operands[1],
+        dtype=str(stored[0].array.ty.dtype),  # type: ignore[arg-type]
+        result=str(call.ty.dtype),  # type: ignore[arg-type]
+    )
+    return op, [one.array for one in stored]
+
+
+def _shape(value: Expr) -> list[Expr] | None:
+    shape = getattr(value.ty, "shape", None)
+    return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
+
+
+def _same(one: Expr, other: Expr) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
+
+
+def _batch(own: list[Expr], all_: list[Expr]) -> list[int | None] | None:
+    """For each axis of the product's batch, which of an operand's own it is; None within where it is broadcast, and
+    None where that is not known."""
+    missing = len(all_) - len(own)
+    places: list[int | None] = [None] * missing
+    for axis, (size, full) in enumerate(zip(own, all_[missing:], strict=True)):
+        if isinstance(size, tirx.IntImm) and size.value == 1:
+            places.append(None)
+        elif _same(size, full):
+            places.append(axis)
+        else:
+            return None
+    return places
+
+
+def _stored(builder: Any, value: Expr, *, widened: bool = True) -> _Stored:
+    """What a value is an array's transpose of, `widened` from a narrower dtype or not; else the value itself."""
+    axes = tuple(range(len(value.ty.shape.values)))
+    while True:
+        made = builder.lookup_binding(value) if isinstance(value, relax.Var) else value
+        if not isinstance(made, relax.Call) or not isinstance(made.op, tvm.ir.Op):
+            return _Stored(value, axes)
+        if made.op.name == "relax.permute_dims":
+            order = made.attrs.axes
+            order = list(map(int, order)) if order is not None else list(reversed(range(len(axes))))
+            axes, value = tuple(order[axis] for axis in axes), made.args[0]
+        elif widened and made.op.name == "relax.astype" and _widens(made):
+            value = made.args[0]
+        else:
+            return _Stored(value, axes)
+
+
+def _widens(cast: Expr) -> bool:
+    return str(cast.ty.dtype) == "float32" and str(cast.args[0].ty.dtype) in _NARROW

@@ -1,0 +1,78 @@
+"""Operators that sum: of float16 and bfloat16 they are computed in float32 and rounded once, whatever TVM's would do.
+
+A float16 stops growing at 2,048 ones, and is infinite from 65,520 on, also where only a square on the way is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax
+
+_NARROW = ("float16", "bfloat16")
+FLOAT32_SUMS = frozenset(
+    (
+        "AveragePool",
+        "BatchNormalization",
+        "Conv",
+        "ConvTranspose",
+        "CumSum",
+        "Einsum",
+        "Gemm",
+        "GlobalAveragePool",
+        "GlobalLpPool",
+        "GroupNormalization",
+        "InstanceNormalization",
+        "LRN",
+        "LayerNormalization",
+        "LogSoftmax",
+        "LpNormalization",
+        "LpPool",
+        "Mean",
+        "MeanVarianceNormalization",
+        "RMSNormalization",
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "ReduceMean",
+        "ReduceProd",
+        "ReduceSum",
+        "ReduceSumSquare",
+        "SimplifiedLayerNormalization",
+        "Softmax",
+        "Sum",
+    )
+)
+"""By name. MatMul is not among them: `compiler.products` has its sums."""
+
+
+def widened(bb: Any, op_name: str, inputs: list[Any]) -> tuple[list[Any], str | None]:
+    """(the inputs with narrow floats as float32, the dtype of the results), None where nothing is to be widened."""
+    kinds = [_dtype(value) for value in inputs]
+    kind = next((kind for kind in kinds if kind in _NARROW), None)
+    if op_name not in FLOAT32_SUMS or kind is None:
+        return inputs, None
+    wide = [
+        bb.normalize(relax.op.astype(value, "float32")) if own in _NARROW else value
+        for value, own in zip(inputs, kinds, strict=True)
+    ]
+    return wide, kind
+
+
+def narrowed(bb: Any, op_name: str, result: Any, kind: str) -> Any:
+    """An operator's results of float32 rounded to `kind`; but for a layer norm's mean and deviation, which stay."""
+    result = bb.normalize(result)
+    if isinstance(result.ty, relax.TupleType):
+        values = bb.emit(result)
+        parts = [bb.emit(relax.TupleGetItem(values, i)) for i in range(len(result.ty.fields))]
+        count = 1 if op_name in _WIDE_STATISTICS else len(parts)
+        return relax.Tuple([*(narrowed(bb, op_name, part, kind) for part in parts[:count]), *parts[count:]])
+    return bb.normalize(relax.op.astype(result, kind)) if _dtype(result) == "float32" else result
+
+
+_WIDE_STATISTICS = ("LayerNormalization", "SimplifiedLayerNormalization")
+
+
+def _dtype(value: Any) -> str | None:
+    return str(value.ty.dtype) if value is not None and isinstance(value.ty, relax.TensorType) else None

@@ -1,0 +1,278 @@
+"""Y = A B on a vector CPU, both factors computed in the call, so that nothing is packed at load.
+
+A task is a panel of B's columns against a block of A's rows, of one entry of the batch. Part by part along K it copies
+the panel into a scratch of its own, as float32, K rows of vectors; a register tile of rows x columns passes over that
+part for all rows of the block, and their sums wait in a second scratch for the next part. A is read where it lies,
+element by element, in whatever order its axes are stored; where it is narrow, it is widened once before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.cpu.simd import vectors
+from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    RegisterTile,
+    let,
+    load,
+    materialize,
+    register_tile,
+    store,
+    tile_registers,
+)
+from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
+from mhsa_compile.kernels.interface.ops import ProductOp, ProductOperand
+from mhsa_compile.target.profile import CpuProfile
+
+DEPTH = 128
+"""Terms of a part of a sum: the panel's part stays in the caches, and rounding grows with the parts' root."""
+BLOCK = 192
+"""Rows of a block, about: so often is an element of B read once it is copied, and so many sums stay in L2."""
+CHUNK = 1 << 12
+"""Elements of A that are widened in one task."""
+
+
+class CpuProductKernel(Fixed):
+    """Batched matrix product of two activations, for any vector CPU; sums are float32 whatever the dtype."""
+
+    name = "cpu.product"
+    op_type = ProductOp
+
+    def why_not(self, op: ProductOp, profile: CpuProfile) -> str | None:
+        return None
+
+    def emit(self, op: ProductOp, profile: CpuProfile, config: Config) -> Emitted:
+        lanes = profile.vector_lanes("float32")
+        rows, columns = _tile_shape(op, lanes, profile.hardware.vector_registers)
+        # Only neighbours in memory are loaded as one vector.
+        run = profile.elements_at_once("float32") if op.left.columns == len(op.left.dims) - 1 else 1
+        return Emitted(_product(op, lanes, rows, columns, run))
+
+
+def _tile_shape(op: ProductOp, lanes: int, registers: int) -> tuple[int, int]:
+    """(rows, vectors of columns) of the register tile: the least padding, then the fewest loads a product."""
+    room = max(tile_registers(registers), min(registers, 16))
+    most = op.rows if isinstance(op.rows, int) and not op.is_flat else 8
+    heights = [n for n in (1, 2, 4, 6, 8) if n <= max(1, most)]
+    tiles = [register_tile(room, heights, [c]) for c in (1, 2, 3, 4) if c == 1 or 2 * c < room]
+
+    def cost(tile: tuple[int, int]) -> float:
+        lines, wide = tile[0], tile[1] * lanes
+        padded = -(-op.columns // wide) * wide if isinstance(op.columns, int) else 1
+        return padded * (1 + (tile[0] + tile[1]) / (lines * tile[1]))
+
+    return min(tiles, key=cost)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """One entry of the batch: A (M, K), B (K, N) and Y (M, N) as elements of what is stored."""
+
+    op: ProductOp
+    a: Expr
+    b: Expr
+    y: Expr
+    place: list[Expr]
+
+    def left(self, row: Expr, k: Expr) -> list[Expr]:
+        return _at(self.op.left, self.place, row, k)
+
+    def right(self, k: Expr, column: Expr) -> list[Expr]:
+        return _at(self.op.right, self.place, k, column)
+
+    def result(self, row: Expr, column: Expr) -> list[Expr]:
+        return [*self.place, row, column]
+
+
+def _at(operand: ProductOperand, place: list[Expr], row: Expr, column: Expr) -> list[Expr]:
+    """The indices, as it is stored, of an operand's element."""
+    index: list[Expr] = [T.int64(0)] * len(operand.dims)
+    for axis, number in zip(operand.batch, place, strict=True):
+        if axis is not None:
+            index[axis] = number
+    index[operand.rows], index[operand.columns] = row, column
+    return index
+
+
+def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int) -> Expr:
+    dim, panel = Dims(), columns * lanes
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("product")
+        T.func_attr({"tirx.noalias": True})
+        # 1. The arguments; where all entries of the batch share B, their rows of A and Y as those of one.
+        dims = [dim(d) for d in op.left.dims]
+        a = argument("a", dims, op.dtype)
+        b = argument("b", [dim(d) for d in op.right.dims], op.dtype)
+        outer, size, width = [dim(d) for d in op.batch], dim(op.rows), dim(op.columns)
+        y = argument("y", [*outer, size, width], op.result)
+        if op.is_flat:
+            size, outer = prod(outer, start=size), []
+            dims = [size, dim(op.inner)]
+            a = T.decl_buffer(tuple(dims), op.dtype, data=a.data)
+            y = T.decl_buffer((size, width), op.result, data=y.data)
+            op = replace(
+                op, batch=(), left=ProductOperand(op.left.dims[-2:], (), 0, 1), right=replace(op.right, batch=())
+            )
+        a = a if op.dtype == "float32" else _widened(a, dims)
+        # 2. The tasks.
+        M, K, N = materialize(size), materialize(dim(op.inner)), materialize(width)
+        batch = [materialize(extent) for extent in outer]
+        block = rows * max(1, BLOCK // rows)
+        blocks, panels = materialize(ceil_div(M, block)), materialize(ceil_div(N, panel))
+        count = prod(batch, start=T.int64(1)) * blocks * panels
+        with T.parallel(materialize(count)) as task:
+            p, rest = materialize(T.truncmod(task, panels)), materialize(T.truncdiv(task, panels))
+            first = materialize(T.truncmod(rest, blocks) * block)
+            entry, place = materialize(T.truncdiv(rest, blocks)), list[Expr]()
+            for extent in reversed(batch):
+                place.insert(0, materialize(T.truncmod(entry, extent)))
+                entry = materialize(T.truncdiv(entry, extent))
+            matrices = _Matrices(op, a, b, y, place)
+            _Task(matrices, M, K, N, materialize(p * panel), lanes, columns, rows, run, block).run_block(first)
+    return builder.get()
+
+
+def _widened(a: Expr, dims: list[Expr]) -> Expr:
+    """A as float32, laid out as it is stored."""
+    size = prod(dims[1:], start=dims[0])
+    wide = T.alloc_buffer((size,), "float32")
+    flat, count = T.decl_buffer((size,), a.dtype, data=a.data), materialize(size)
+    with T.parallel(ceil_div(count, CHUNK)) as chunk:
+        first = materialize(chunk * CHUNK)
+        end = materialize(T.min(first + CHUNK, count))
+
+        def widen(i: Expr, n: int) -> None:
+            store(wide, [i], load_wide(flat, [i], n), n)
+
+        vectors.each_run(first, end, 16, widen)
+    return T.decl_buffer(tuple(dims), "float32", data=wide.data)
+
+
+def _scratch(shape: tuple[int, int]) -> Expr:
+    """Memory of the task's own. Seen through a second buffer, since TVM shrinks a buffer to what it can prove is used,
+    and then loses its own proof."""
+    return T.decl_buffer(shape, "float32", data=T.alloc_buffer(shape, "float32").data)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The panel from column `column` on, against a block of at most `block` rows."""
+
+    matrices: _Matrices
+    M: Expr
+    K: Expr
+    N: Expr
+    column: Expr
+    lanes: int
+    columns: int
+    rows: int
+    run: int
+    block: int
+
+    @property
+    def panel(self) -> int:
+        return self.columns * self.lanes
+
+    def run_block(self, first: Expr) -> None:
+        packed, sums = _scratch((DEPTH, self.panel)), _scratch((self.block, self.panel))
+        tiles = materialize(ceil_div(T.min(self.M - first, T.int64(self.block)), self.rows))
+        parts = materialize(T.max(T.int64(1), ceil_div(self.K, DEPTH)))
+        is_whole = materialize(T.cast(self.column + self.panel <= self.N, "int64"))
+        with T.serial(parts) as part:
+            begin = materialize(part * DEPTH)
+            length = materialize(T.min(self.K - begin, T.int64(DEPTH)))
+            with T.If(is_whole > 0):
+                with T.Then():
+                    self._pack(packed, begin, length)
+                with T.Else():
+                    self._pack_rest(packed, begin, length)
+            with T.serial(tiles) as i:
+                line = materialize(i * self.rows)
+                self._tile(packed, sums, materialize(first + line), line, begin, length, part, parts, is_whole)
+
+    def _pack(self, packed: Expr, begin: Expr, length: Expr) -> None:
+        """packed[k] = B[begin + k, the panel's columns]."""
+        matrices, lanes = self.matrices, self.lanes
+        right = matrices.op.right
+        if right.columns == len(right.dims) - 1:
+            with T.serial(length) as k:
+                for c in range(self.columns):
+                    value = load_wide(matrices.b, matrices.right(begin + k, self.column + c * lanes), lanes)
+                    store(packed, [k, T.int64(c * lanes)], value, lanes)
+            return
+        if right.rows != len(right.dims) - 1:
+            self._pack_rest(packed, begin, length)
+            return
+
+        def pack(k: Expr, size: int) -> None:
+            """`size` terms of `lanes` columns: a square, whose rows become columns, or single elements."""
+            with T.serial(T.int64(self.columns)) as c:
+                at = materialize(c * lanes)
+                loaded = [
+                    let(load_wide(matrices.b, matrices.right(begin + k, self.column + at + i), size))
+                    for i in range(lanes)
+                ]
+                if size == lanes:
+                    for e, column in enumerate(vectors.transpose(loaded)):
+                        store(packed, [k + e, at], column, lanes)
+                else:
+                    for i, value in enumerate(loaded):
+                        store(packed, [k, at + i], value, 1)
+
+        vectors.each_run(T.int64(0), length, lanes, pack)
+
+    def _pack_rest(self, packed: Expr, begin: Expr, length: Expr) -> None:
+        """The same by single elements; columns that are not there are copies of the last, which nobody reads."""
+        matrices = self.matrices
+        with T.serial(length) as k, T.serial(T.int64(self.panel)) as j:
+            column = T.min(self.column + j, self.N - 1)
+            store(packed, [k, j], load_wide(matrices.b, matrices.right(begin + k, column), 1), 1)
+
+    def _tile(
+        self,
+        packed: Expr,
+        sums: Expr,
+        first: Expr,
+        line: Expr,
+        begin: Expr,
+        length: Expr,
+        part: Expr,
+        parts: Expr,
+        is_whole: Expr,
+    ) -> None:
+        matrices, lanes = self.matrices, self.lanes
+        at = [materialize(T.min(first + r, self.M - 1)) for r in range(self.rows)]
+        tile = RegisterTile(self.rows, [(c * lanes, lanes) for c in range(self.columns)])
+        tile.fill(0.0)
+
+        def multiply(k: Expr, steps: int) -> None:
+            loaded = [load(matrices.a, matrices.left(row, begin + k), steps) for row in at]
+            factors = [vectors.elements(value, steps) for value in loaded]
+            for i in range(steps):
+                tile.outer_product(lambda r: factors[r][i], lambda c: load(packed, [k + i, T.int64(c * lanes)], lanes))
+
+        vectors.each_run(
+            T.int64(0), length, self.run, multiply, at_once=vectors.runs_at_once(self.rows * self.columns * self.run)
+        )
+        with T.If(part > 0), T.Then():
+            tile.each(lambda r, c: tile.get(r, c) + load(sums, [line + r, T.int64(c * lanes)], lanes))
+        with T.If(T.And(part == parts - 1, is_whole > 0)):
+            with T.Then():
+                for r, row in enumerate(at):
+                    for c in range(self.columns):
+                        store_narrow(matrices.y, matrices.result(row, self.column + c * lanes), tile.get(r, c), lanes)
+            with T.Else():
+                for r in range(self.rows):
+                    for c in range(self.columns):
+                        store(sums, [line + r, T.int64(c * lanes)], tile.get(r, c), lanes)
+                with T.If(part == parts - 1), T.Then():
+                    for r, row in enumerate(at):
+                        with T.serial(self.N - self.column) as j:
+                            store_narrow(matrices.y, matrices.result(row, self.column + j), sums[line + r, j], 1)

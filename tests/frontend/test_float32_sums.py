@@ -1,0 +1,70 @@
+"""Sums of float16 and bfloat16 against float64: one rounding of the result, not one an addition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import mhsa_compile as mhsa
+
+KINDS = {"float16": (TensorProto.FLOAT16, 2e-3), "bfloat16": (TensorProto.BFLOAT16, 1e-2)}
+WIDTH = 3001
+
+
+def _wide(x: Any) -> dict[str, Any]:
+    """Each output's right value, of x (2, WIDTH)."""
+    return {
+        "mean": x.mean(1, keepdims=True),
+        "l2": np.sqrt((x**2).sum(1, keepdims=True)),
+        "logsumexp": np.log(np.exp(x).sum(1, keepdims=True)),
+        "running": np.cumsum(x, 1),
+        "pooled": x[:, None].mean(2, keepdims=True),
+        "norm": (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5),
+        "einsum": np.einsum("ab,cb->ac", x, x),
+    }
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def outputs(request: pytest.FixtureRequest) -> tuple[Any, Any, float]:
+    kind, allowed = KINDS[request.param]
+    dtype = np.dtype(getattr(ml_dtypes, request.param, request.param))
+    node = helper.make_node
+    nodes = [
+        node("ReduceMean", ["x", "last"], ["mean"]),
+        node("ReduceL2", ["x", "last"], ["l2"]),
+        node("ReduceLogSumExp", ["x", "last"], ["logsumexp"]),
+        node("CumSum", ["x", "one"], ["running"]),
+        node("Unsqueeze", ["x", "ones"], ["channel"]),
+        node("GlobalAveragePool", ["channel"], ["pooled"]),
+        node("LayerNormalization", ["x", "scale"], ["norm"], axis=-1),
+        node("Einsum", ["x", "x"], ["einsum"], equation="ab,cb->ac"),
+    ]
+    constants = {
+        "last": np.array([-1]),
+        "one": np.array(1),
+        "ones": np.array([1]),
+        "scale": np.ones(WIDTH, dtype),
+    }
+    x = np.random.default_rng(0).uniform(0.5, 1, (2, WIDTH)).astype(dtype)
+    right = _wide(x.astype(np.float64))
+    graph = helper.make_graph(
+        nodes,
+        "sums",
+        [helper.make_tensor_value_info("x", kind, [2, WIDTH])],
+        [helper.make_tensor_value_info(name, kind, list(value.shape)) for name, value in right.items()],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    results = mhsa.load(mhsa.compile(model, without_attention="accept"))(x)
+    return dict(zip(right, results, strict=True)), right, allowed
+
+
+def test_each_sum_is_rounded_once(outputs: tuple[Any, Any, float]) -> None:
+    results, right, allowed = outputs
+    for name, value in right.items():
+        got = np.asarray(results[name], np.float64)
+        assert np.abs((got - value) / (np.abs(value) + (name == "norm"))).max() < allowed, name
