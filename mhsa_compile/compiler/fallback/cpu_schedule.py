@@ -333,6 +333,8 @@ def _in_parallel_if_large(function: Function, size: Expr) -> Function:
     Blocks become plain statements first: where blocks of both loops name an array, TVM allocates it in front of the
     choice between the loops, and all threads share it. A statement that allocates inside of a loop stays there.
     """
+    if _number_in(size) > WORTH_SHARING:  # one thread would run it where a dim is 0 alone, and TVM divide by that
+        return function
     compact = traces.COMPACT(tvm.IRModule({"main": function}))
     shared = s_tir.transform.LowerOpaqueBlock()(compact)["main"].body
     if not isinstance(shared, tirx.For):  # one row: its loop is gone
@@ -343,3 +345,10 @@ def _in_parallel_if_large(function: Function, size: Expr) -> Function:
     block = s_tir.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, choice)
     module = tvm.IRModule({"main": compact["main"].with_body(s_tir.SBlockRealize([], True, block))})
     return tirx.transform.ConvertSSA()(module)["main"]
+
+
+def _number_in(size: Expr) -> int:
+    """The product of the numbers among the factors of a size."""
+    if isinstance(size, tirx.Mul):
+        return _number_in(size.a) * _number_in(size.b)
+    return int(size.value) if isinstance(size, tirx.IntImm) else 1
