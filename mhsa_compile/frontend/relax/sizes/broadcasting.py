@@ -8,7 +8,7 @@ from typing import Any
 import tvm
 from tvm import relax, te, tirx
 
-from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, equals, literal, number
+from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, emitted, equals, literal, number
 
 _BROADCAST = frozenset(
     ("Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less",
@@ -115,7 +115,7 @@ def spread(bb: Any, names: SizeNames, value: Any, shape: Sequence[Any]) -> Any:
 
         return te.compute(tuple(shape), element, "broadcast")
 
-    return bb.emit_te(wide, value, list(shape), primfunc_name_hint="broadcast")
+    return emitted(bb, wide, value, list(shape), name="broadcast")
 
 
 def dims_of(value: Any) -> list[Any] | None:

@@ -8,7 +8,7 @@ from typing import Any
 from tvm import te, tirx
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.relax.sizes.size_values import literal, number
+from mhsa_compile.frontend.relax.sizes.size_values import emitted, literal, number
 
 
 def resized(bb: Any, data: Any, shape: Sequence[Any], scales: Sequence[Any] | None, attributes: dict[str, Any]) -> Any:
@@ -61,7 +61,7 @@ def resized(bb: Any, data: Any, shape: Sequence[Any], scales: Sequence[Any] | No
 
         return te.compute(tuple(shape), element, "resize")
 
-    return bb.emit_te(compute, data, list(shape), None if scales is None else list(scales), primfunc_name_hint="resize")
+    return emitted(bb, compute, data, list(shape), None if scales is None else list(scales), name="resize")
 
 
 _DEFAULTS = {"mode": "nearest", "coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_floor"}

@@ -21,6 +21,7 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     Sizes,
     as_tensor,
     ceil_div,
+    emitted,
     entries_of,
     is_known,
     literal,
@@ -156,7 +157,7 @@ class ShapeOperators:
         def ascending(length: Any, start: Any, step: Any) -> Any:
             return te.compute((length,), lambda i: (start + i.astype(str(start.ty.dtype)) * step).astype(kind), "range")
 
-        return self._bb.emit_te(ascending, length, start, step, primfunc_name_hint="range")
+        return emitted(self._bb, ascending, length, start, step, name="range")
 
     def _float_of(self, value: Entry, attributes: dict[str, Any]) -> Entry:
         if number(value) is None:
@@ -178,7 +179,7 @@ class ShapeOperators:
                 shape, lambda *at: data[tuple(i % n for i, n in zip(at, data.shape, strict=True))], "tile"
             )
 
-        return self._bb.emit_te(tiled, data, shape, primfunc_name_hint="tile")
+        return emitted(self._bb, tiled, data, shape, name="tile")
 
     def _sliced(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, starts, ends, axes, steps = (*inputs, None, None)[:5]
@@ -213,7 +214,7 @@ class ShapeOperators:
 
             return te.compute(tuple(shape), element, "slice")
 
-        return self._bb.emit_te(part, data, shape, first, primfunc_name_hint="slice")
+        return emitted(self._bb, part, data, shape, first, name="slice")
 
     def _cut(self, size: Entry, start: Entry, end: Entry, step: int) -> tuple[Entry, Entry]:
         """(the first element, how many) of an axis that is cut as ONNX says."""
@@ -307,7 +308,7 @@ class ShapeOperators:
         if value is not None and mode == "constant":
             scalar = as_tensor(self._bb, value)
             fill.append(scalar if scalar.ty.ndim == 0 else self._bb.normalize(relax.op.reshape(scalar, [])))
-        return self._bb.emit_te(padded, data, list(shape), list(before), *fill, primfunc_name_hint="pad")
+        return emitted(self._bb, padded, data, list(shape), list(before), *fill, name="pad")
 
     def _triangle(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, diagonal = as_tensor(self._bb, inputs[0]), inputs[1] if len(inputs) > 1 else None
@@ -324,7 +325,7 @@ class ShapeOperators:
 
             return te.compute(data.shape, element, "triangle")
 
-        return self._bb.emit_te(triangle, data, shift, primfunc_name_hint="trilu")
+        return emitted(self._bb, triangle, data, shift, name="trilu")
 
     def _resized(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, _, scales, target = (*inputs, None, None, None)[:4]

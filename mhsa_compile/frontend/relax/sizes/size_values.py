@@ -96,7 +96,16 @@ def as_tensor(bb: Any, value: Any) -> Any:
 
         return te.compute(shape, element, "sizes")
 
-    return bb.emit_te(elements, flat, primfunc_name_hint="sizes")
+    return emitted(bb, elements, flat, name="sizes")
+
+
+def emitted(bb: Any, function: Any, *arguments: Any, name: str) -> Any:
+    """A tensor computed by `te` from tensors, sizes and lists of sizes, as a function that TVM fuses with no other:
+    of one that takes sizes as scalars, and what it is fused with, TVM declares them twice."""
+    return bb.emit_te(function, *arguments, primfunc_name_hint=name, primfunc_attrs={"op_pattern": _OPAQUE_PATTERN})
+
+
+_OPAQUE_PATTERN = 8  # relax.analysis.OpPatternKind: kOpaque
 
 
 class SizeNames:
