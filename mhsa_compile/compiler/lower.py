@@ -8,6 +8,7 @@ as `fallback`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -200,7 +201,7 @@ class _Parts(PyExprMutator):  # type: ignore[misc]
     def __init__(self, builder: Any, main: Any, params: dict[str, Any]) -> None:
         super().__init__()
         self._target, self._made = builder, {p: params[p.name] for p in main.params if p.name in params}
-        self._values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
+        self._values = dict(_bindings(main.body))
 
     def visit_var_(self, variable: Any) -> Any:
         return self._computed(variable)
@@ -224,6 +225,15 @@ def _without_unused(params: Any, body: Any) -> Any:
     """The body without what was computed for nobody but `bind_weights`."""
     free = [variable for variable in relax.analysis.free_vars(body) if variable not in set(params)]
     return relax.analysis.remove_all_unused(relax.Function([*params, *free], body, body.ty)).body
+
+
+def _bindings(body: Any) -> Iterator[tuple[Any, Any]]:
+    """(variable, value) of a function's body, and of the branches of its Ifs."""
+    for binding in (binding for block in body.blocks for binding in block.bindings):
+        yield binding.var, binding.value
+        if isinstance(binding.value, relax.If):
+            yield from _bindings(binding.value.true_branch)
+            yield from _bindings(binding.value.false_branch)
 
 
 def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:

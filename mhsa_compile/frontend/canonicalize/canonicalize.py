@@ -18,6 +18,7 @@ import onnx
 from onnx import helper
 
 from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend import branch_graphs
 from mhsa_compile.frontend.canonicalize import layer_outputs
 from mhsa_compile.frontend.canonicalize.decomposed import rewrite as decomposed
 from mhsa_compile.frontend.canonicalize.layers import in_order, is_attention, name_of
@@ -33,7 +34,8 @@ from mhsa_compile.frontend.canonicalize.passes import (
 )
 from mhsa_compile.frontend.canonicalize.passes.remove_identities import without_aliases
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
-from mhsa_compile.frontend.detach_weights import light, whole
+from mhsa_compile.frontend.detach_weights import Tensors, light, whole
+from mhsa_compile.frontend.onnx_graph import all_nodes
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 from mhsa_compile.spec.attention_spec import LIMITS_KEY, SPEC_KEY
 from mhsa_compile.spec.outputs import LayerWord
@@ -67,21 +69,15 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
             raise ModelError("outputs", "a spec with them, or somebody else's model", got, "Compile the spec instead.")
         return Canonical(model, _standard(model), _stated_limits(model))
     limits = _stated_limits(model)
-    small, tensors = light(weight_constants.rewrite(model))
+    small, tensors = light(weight_constants.rewrite(branch_graphs.with_weights_outside(model)))
     if opset.opset_of(small) < opset.BOUNDS_AS_INPUTS:
         small = opset.raised(small, opset.SOFTMAX_OF_ONE_AXIS - 1)
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = propagate_shapes(small, limits)
     small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))
-    standard = _standard(small)
-    small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
-    if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
-        small = propagate_shapes(without_aliases(plain), limits)
-    small, theirs = microsoft.rewrite(small, tensors, limits)
-    small, found = decomposed.rewrite(without_aliases(gather.rewrite(small)))
-    blocks = (*standard, *theirs, *found)
+    small, blocks, inner = _in_standard_words(small, tensors, limits)
     instead = ""
-    if not blocks and not any(node.op_type in _OTHERS for node in small.graph.node):
+    if not (blocks or inner) and not any(node.op_type in _OTHERS for node in all_nodes(small.graph)):
         instead = ", ".join(sorted({node.op_type for node in model.graph.node}))
     layers = in_order(small, blocks)
     small = layer_outputs.with_outputs(small, layers, outputs)
@@ -90,7 +86,28 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     if sizes:
         said = {entry.key: entry.value for entry in result.metadata_props}
         helper.set_model_props(result, said | {LIMITS_KEY: json.dumps(sizes)})
-    return Canonical(result, tuple(layer.block for layer in layers), limits, instead)
+    return Canonical(result, (*(layer.block for layer in layers), *inner), limits, instead)
+
+
+def _in_standard_words(
+    small: onnx.ModelProto, tensors: Tensors, limits: dict[str, int]
+) -> tuple[onnx.ModelProto, list[AttentionCoverage], list[AttentionCoverage]]:
+    """(a model of this opset with its attentions as the standard operator, one entry for each of them, one for each in
+    the branches of its Ifs)."""
+    standard = _standard(small)
+    small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
+    if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
+        small = propagate_shapes(without_aliases(plain), limits)
+    small, theirs = microsoft.rewrite(small, tensors, limits)
+    small, found = decomposed.rewrite(without_aliases(gather.rewrite(small)))
+    inner: list[AttentionCoverage] = []
+
+    def branch_in_standard_words(branch: onnx.ModelProto) -> onnx.ModelProto:
+        branch, own, nested = _in_standard_words(branch, tensors, limits)
+        inner.extend((*own, *nested))
+        return branch
+
+    return branch_graphs.rewritten(small, branch_in_standard_words), [*standard, *theirs, *found], inner
 
 
 def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import onnx
 from onnx import numpy_helper
 
+from mhsa_compile.frontend.branch_graphs import rewritten
 from mhsa_compile.frontend.fusion.attention_pattern import AttentionPattern
 from mhsa_compile.frontend.fusion.convolutions import as_products
 from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
@@ -42,7 +43,7 @@ SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
 
 
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with its projections and attentions as single nodes. Raises ModelError."""
+    """The model with its projections and attentions as single nodes, in branches, too. Raises ModelError."""
     model = as_row_products(as_products(model))
     graph = GraphView(model)
     in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
@@ -70,7 +71,7 @@ def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     _make_constants_plain(result.graph)
     if all(entry.domain != DOMAIN for entry in result.opset_import):
         result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    return result
+    return rewritten(result, fuse, graph)
 
 
 def _make_constants_plain(graph: onnx.GraphProto) -> None:

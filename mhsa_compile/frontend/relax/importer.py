@@ -30,7 +30,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
     FusedScatter,
 )
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
-from mhsa_compile.frontend.onnx_graph import all_nodes, inner_nodes, reads, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, reads, title
 from mhsa_compile.frontend.reading.check import check_graph
 from mhsa_compile.frontend.reading.standard import STANDARD
 from mhsa_compile.frontend.relax import float32_sums
@@ -129,19 +129,11 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return str(self._name_supply.fresh_name(plain if plain[:1].isalpha() else f"input_{plain}"))
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
-        unknown = [node for node in graph.node if node.op_type not in STANDARD.keys() | self._ours.keys()]
-        inner = [inside for node in graph.node for inside in inner_nodes(node) if inside.op_type not in STANDARD]
-        for nodes, expected, hint in (
-            (unknown, "operators that can be compiled", "Write what it does in operators that are understood."),
-            (
-                inner,
-                "operators that can be compiled in the branches of an If",
-                "Attention is compiled outside of them.",
-            ),
-        ):
-            if nodes:
-                others = ", ".join(sorted({node.op_type for node in nodes}))
-                raise ModelError(title(nodes[0]), expected, others, hint)
+        unknown = [node for node in all_nodes(graph) if node.op_type not in STANDARD.keys() | self._ours.keys()]
+        if unknown:
+            others = ", ".join(sorted({node.op_type for node in unknown}))
+            hint = "Write what it does in operators that are understood."
+            raise ModelError(title(unknown[0]), "operators that can be compiled", others, hint)
 
     def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
         super()._parse_graph_input(graph)

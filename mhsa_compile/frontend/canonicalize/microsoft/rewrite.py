@@ -14,7 +14,7 @@ from mhsa_compile.frontend.canonicalize.microsoft.node import NotYet, Theirs
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Rewriter
 from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propagate_shapes
 from mhsa_compile.frontend.detach_weights import Tensors
-from mhsa_compile.frontend.onnx_graph import attributes
+from mhsa_compile.frontend.onnx_graph import all_nodes, attributes
 from mhsa_compile.frontend.reading.microsoft import DOMAIN
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
 
@@ -42,8 +42,8 @@ OPERATORS: dict[str, Callable[[Theirs], None]] = {
 def least_opset(model: onnx.ModelProto) -> int:
     """The first opset with words for what a model's operators of Microsoft's say."""
     needed = 0
-    for node in _theirs(model):
-        if node.op_type == "GroupQueryAttention":  # lengths of a cache; windows
+    for node in all_nodes(model.graph):
+        if node.domain == DOMAIN and node.op_type == "GroupQueryAttention":  # lengths of a cache; windows
             needed = max(needed, 25 if attributes(node).get("local_window_size", -1) > 0 else 24)
     return needed
 

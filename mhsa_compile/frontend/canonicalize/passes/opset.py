@@ -6,7 +6,7 @@ import onnx
 from onnx import numpy_helper, version_converter
 
 from mhsa_compile.errors import ModelError
-from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, is_standard, title
+from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, title
 
 LEAST = 23  # Attention, RotaryEmbedding, RMSNormalization
 SOFTMAX_OF_ONE_AXIS = 13  # before, it runs over all axes from one on
@@ -30,6 +30,9 @@ def raised(model: onnx.ModelProto, least: int = LEAST) -> onnx.ModelProto:
         got = f"opset {now}, which onnx cannot convert: {str(error).strip().splitlines()[0][:200]}"
         raise ModelError("model", f"opset {least}, or one that can be raised to it", got, hint) from error
     del converted.graph.value_info[:]
+    for node in all_nodes(converted.graph):
+        for branch in branches(node):
+            del branch.value_info[:]
     if now < _COORDINATES <= least:
         _state_coordinates(converted)
     converted.ir_version = max(converted.ir_version, onnx.helper.find_min_ir_version_for(converted.opset_import, True))
