@@ -5,6 +5,7 @@ What a branch reads of the graph around it is an input of such a model, or an in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import onnx
@@ -29,16 +30,19 @@ def with_weights_outside(model: onnx.ModelProto) -> onnx.ModelProto:
     result = onnx.ModelProto()
     result.CopyFrom(model)
     taken = _names(result.graph)
+    makers = Counter(name for graph in (result.graph, *_graphs(result.graph)) for name in _defined(graph))
+    alone = {name for name, count in makers.items() if count == 1}
     for node in result.graph.node:
         for branch in branches(node):
-            _move_weights(branch, result.graph, taken)
+            _move_weights(branch, result.graph, taken, alone)
     return result
 
 
-def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, taken: set[str]) -> None:
+def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, taken: set[str], alone: set[str]) -> None:
+    """`alone`: names of one meaning in all graphs, which stay."""
     for node in branch.node:
         for inner in branches(node):
-            _move_weights(inner, graph, taken)
+            _move_weights(inner, graph, taken, alone)
     outputs = {value.name for value in branch.output}
     moved = {t.name: t for t in branch.initializer if t.name not in outputs}
     for node in branch.node:
@@ -49,7 +53,7 @@ def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, taken: set[st
                 moved[tensor.name] = tensor
     kept = [t for t in branch.initializer if t.name not in moved]
     nodes = [node for node in branch.node if not (node.op_type == "Constant" and node.output[0] in moved)]
-    renamed = {name: _fresh(name, taken) for name in moved}
+    renamed = {name: name if name in alone else _fresh(name, taken) for name in moved}
     for name, tensor in moved.items():
         graph.initializer.add().CopyFrom(tensor)
         graph.initializer[-1].name = renamed[name]
@@ -128,6 +132,12 @@ def _names(graph: onnx.GraphProto) -> set[str]:
     for inner in _graphs(graph):
         names |= {t.name for t in inner.initializer}
     return names
+
+
+def _defined(graph: onnx.GraphProto) -> Iterator[str]:
+    yield from (value.name for value in (*graph.input, *graph.initializer))
+    for node in graph.node:
+        yield from node.output
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
+from onnx.reference import ReferenceEvaluator
 
 import mhsa_compile as mhsa
-from mhsa_compile.errors import ModelError
 from mhsa_compile.verification.verify import check
 
 HEAD = '<ir_version: 10, opset_import: ["" : 23]>'
@@ -87,7 +87,76 @@ def test_the_report_says_what_branches_hold() -> None:
     assert sorted(held) == ["add", "add", "divide", "multiply", "multiply", "multiply", "subtract"]
 
 
-def test_attention_in_a_branch_is_refused() -> None:
-    text = ONLY_THERE.replace("a = Add(x, q)", "a = Attention(x, q, q)")
-    with pytest.raises(ModelError, match="branches of an If, got Attention"):
-        mhsa.compile(parsed(text))
+DECODER = """agraph (float[B, L, 32] x, float[B, S, 32] past, bool flag) => (float[B, L, 32] y) {
+    l = Shape <start=1, end=2> (x)
+    same = Equal(l, one)
+    step = Squeeze(same)
+    y = If (step) <
+        then_branch = t () => (float[B, L, 32] a) {
+            keys = MatMul(past, w_k)
+            a = Attention <q_num_heads = 4, kv_num_heads = 4> (x, keys, past)
+        },
+        else_branch = e () => (float[B, L, 32] b) {
+            b = If (flag) <
+                then_branch = et () => (float[B, L, 32] c) {
+                    q0 = MatMul(x, w_q)  k0 = MatMul(x, w_k)
+                    q1 = Reshape(q0, heads)  k1 = Reshape(k0, heads)  v1 = Reshape(x, heads)
+                    q = Transpose <perm = [0, 2, 1, 3]> (q1)  k = Transpose <perm = [0, 2, 3, 1]> (k1)
+                    v = Transpose <perm = [0, 2, 1, 3]> (v1)
+                    s = MatMul(q, k)  p = Softmax <axis = -1> (s)  o = MatMul(p, v)
+                    rows = Transpose <perm = [0, 2, 1, 3]> (o)  c = Reshape(rows, joined)
+                },
+                else_branch = ee () => (float[B, L, 32] d) {
+                    d = Attention <q_num_heads = 4, kv_num_heads = 4, is_causal = 1> (x, x, x)
+                }
+            >
+        }
+    >
+}"""
+
+
+def test_attention_in_branches() -> None:
+    model = parser.parse_model(HEAD + DECODER)
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((32, 32)).astype(np.float32) / 6 for name in ("w_q", "w_k")}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    shapes = {"heads": [0, 0, 4, 8], "joined": [0, 0, 32], "one": [1]}
+    for name, numbers in shapes.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.array(numbers), name))
+    inner = model.graph.node[3].attribute[1].g.node[0].attribute[0].g  # a branch may hold its weights itself
+    inner.initializer.append(model.graph.initializer[0])
+    del model.graph.initializer[0]
+    onnx.checker.check_model(model)
+    artifact = mhsa.compile(model)
+    assert [(block.name, block.fused) for block in artifact.manifest.attention] == [
+        ("a", True),
+        ("p", True),
+        ("d", True),
+    ]
+    assert {info.name for info in artifact.manifest.weights} == set(weights)
+    compiled = mhsa.load(artifact)
+    for length, flag in ((1, True), (7, True), (7, False)):
+        inputs = {name: rng.standard_normal((2, n, 32)).astype(np.float32) for name, n in (("x", length), ("past", 5))}
+        inputs["flag"] = np.array(flag)
+        (expected,) = ReferenceEvaluator(model).run(None, inputs)
+        assert np.allclose(compiled(**inputs), expected, atol=1e-5)
+
+
+def test_results_of_another_length() -> None:
+    text = """agraph (float[B, L, 16] x, bool flag) => (float[B, M, 16] y) {
+        r = If (flag) <
+            then_branch = t () => (float[B, L, 16] a) { a = Relu(x) },
+            else_branch = e () => (float[B, K, 16] b) { b = Concat <axis = 1> (x, x) }
+        >
+        turned = Transpose <perm = [0, 2, 1]> (r)
+        s = MatMul(r, turned)  p = Softmax <axis = -1> (s)  y = MatMul(p, r)
+    }"""
+    model = parsed(text)
+    compiled = mhsa.load(mhsa.compile(model))
+    for length in (1, 5):
+        for flag in (True, False):
+            inputs = {"x": np.random.default_rng(1).standard_normal((2, length, 16)).astype(np.float32)}
+            inputs["flag"] = np.array(flag)
+            (expected,) = ReferenceEvaluator(model).run(None, inputs)
+            actual = np.asarray(compiled(**inputs))
+            assert actual.shape == expected.shape and np.allclose(actual, expected, atol=1e-5)
