@@ -43,10 +43,13 @@ def no_wrap_inwards(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
 
 
 def resized_by_ratio(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """Resize: of the axes behind the first two, by scales that are the ratio of the sizes."""
+    """Resize of fixed sizes: of the axes behind the first two, by scales that are the ratio of the sizes.
+
+    Others have a converter of their own (`frontend.relax.sizes.resizing`).
+    """
     _, _, scales, sizes = [*node.input, "", "", ""][:4]
     dims = graph.shape(node.input[0])
-    if dims is None:
+    if dims is None or not all(isinstance(size, int) for size in dims):
         return None  # the converter wants a rank, too
     factors = graph.constant(scales) if scales else None
     wanted = graph.constant(sizes) if sizes else None

@@ -45,6 +45,7 @@ class ShapeOperators:
             "Slice": self._sliced,
             "Split": self._split,
             "Tile": self._tiled,
+            "TopK": self._largest,
             "Trilu": self._triangle,
         }
 
@@ -310,6 +311,25 @@ class ShapeOperators:
             fill.append(scalar if scalar.ty.ndim == 0 else self._bb.normalize(relax.op.reshape(scalar, [])))
         return emitted(self._bb, padded, data, list(shape), list(before), *fill, name="pad")
 
+    def _largest(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, count = as_tensor(self._bb, inputs[0]), inputs[1]
+        dims = dims_of(data)
+        if isinstance(count, tvm.ir.GenericConst) or is_known(count) or dims is None:
+            return None
+        axis, wanted = attributes.get("axis", -1) % len(dims), self._entries(count)
+        if wanted is None:
+            raise _unknown("TopK", "one number of elements", attributes)
+        ordered = self._bb.emit(
+            relax.op.topk(data, -1, axis, ret_type="both", largest=bool(attributes.get("largest", 1)), dtype="int64")
+        )
+        if not self._names.at_least(dims[axis], wanted[0]):
+            self._names.checked([tirx.min(wanted[0], dims[axis])], [self._names.size(wanted[0])])
+        shape = list(dims)
+        shape[axis] = self._names.size(wanted[0])
+        first, step = [literal(0)] * len(dims), [1] * len(dims)
+        parts = [self._bb.emit(relax.TupleGetItem(ordered, i)) for i in range(2)]
+        return relax.Tuple([self._part(part, shape, first, step) for part in parts])
+
     def _triangle(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, diagonal = as_tensor(self._bb, inputs[0]), inputs[1] if len(inputs) > 1 else None
         dims = dims_of(data)
@@ -335,8 +355,13 @@ class ShapeOperators:
             return None
         if target is None:
             factors = None if scales is None else entries_of(scales)
-            if factors is None or all(number(dim) is not None for dim in dims):
+            if factors is None:
                 return None
+            by = [number(f) for f in factors.entries.reshape(-1)]
+            if all(number(dim) is not None for dim in dims) and None not in by:
+                whole = all(float(number(d) or 0) * float(f or 0) % 1 == 0 for d, f in zip(dims, by, strict=True))
+                if whole and all(f == 1 for f in by[:2]):
+                    return None
             wanted = [
                 dim if number(f) == 1 else tirx.floor(dim.astype("float32") * f).astype("int64")
                 for dim, f in zip(dims, factors.entries.reshape(-1), strict=True)
