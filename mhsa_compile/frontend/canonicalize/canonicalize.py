@@ -1,9 +1,10 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Eight steps, each from a whole model to a whole model: weights become initializers, the opset is raised, Einsum becomes
-MatMul, ends of tables get the length of the sequence, convolutions of one pixel become linears and sequences the parts
-of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, and decomposed
-attention becomes one node. Then outputs are added that say what attentions do inside, where they are asked for.
+Nine steps, each from a whole model to a whole model: weights become initializers, the opset is raised, operators that
+ONNX defines by others are written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get
+the length of the sequence, convolutions of one pixel become linears and sequences the parts of a Split, what is known
+of shapes becomes constants, Microsoft's operators become standard ones, and decomposed attention becomes one node. Then
+outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
 """
@@ -28,6 +29,7 @@ from mhsa_compile.frontend.canonicalize.passes import (
     gather,
     opset,
     pointwise_conv,
+    schema_functions,
     sequences,
     trailing_inputs,
     weight_constants,
@@ -74,7 +76,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         small = opset.raised(small, opset.SOFTMAX_OF_ONE_AXIS - 1)
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
         small = propagate_shapes(small, limits)
-    small = opset.raised(small, max(opset.LEAST, microsoft.least_opset(small)))
+    small = schema_functions.rewrite(opset.raised(small, max(opset.LEAST, microsoft.least_opset(small))))
     small, blocks, inner = _in_standard_words(small, tensors, limits)
     instead = ""
     if not (blocks or inner) and not any(node.op_type in _OTHERS for node in all_nodes(small.graph)):

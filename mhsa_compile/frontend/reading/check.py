@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -69,24 +69,41 @@ def check_graph(model: onnx.ModelProto) -> None:
 
     Nodes of this library's own are left out. Raises ModelError.
     """
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     check_domains(model)
     graph = _Graph(model)
     for node in all_nodes(model.graph):
         if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
             raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
-        if node.domain == DOMAIN or (row := STANDARD.get(node.op_type)) is None:
-            continue  # the importer says which operators it knows
-        schema = defs.get_schema(node.op_type, opset, "")
-        if schema.since_version > LAST:
-            expected = f"{node.op_type} as opset {LAST} has it"
-            raise ModelError(title(node), expected, f"that of opset {schema.since_version}", _older(LAST))
-        defaults = {
-            name: _value(attribute.default_value)
-            for name, attribute in schema.attributes.items()
-            if attribute.default_value.name
-        }
-        _Reading(graph, node, row, defaults).check()
+        if node.domain != DOMAIN and node.op_type in STANDARD:  # the importer says which operators it knows
+            _check_standard(graph, node)
+
+
+def not_understood(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Those of the standard's nodes of a model that have no row, or say more than it."""
+    graph, result = _Graph(model), []
+    for node in nodes:
+        try:
+            if node.op_type in STANDARD:
+                _check_standard(graph, node)
+                continue
+        except ModelError:
+            pass
+        result.append(node)
+    return result
+
+
+def _check_standard(graph: _Graph, node: onnx.NodeProto) -> None:
+    opset = next((entry.version for entry in graph.model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    schema = defs.get_schema(node.op_type, opset, "")
+    if schema.since_version > LAST:
+        expected = f"{node.op_type} as opset {LAST} has it"
+        raise ModelError(title(node), expected, f"that of opset {schema.since_version}", _older(LAST))
+    defaults = {
+        name: _value(attribute.default_value)
+        for name, attribute in schema.attributes.items()
+        if attribute.default_value.name
+    }
+    _Reading(graph, node, STANDARD[node.op_type], defaults).check()
 
 
 def _check_finite(node: onnx.NodeProto) -> None:

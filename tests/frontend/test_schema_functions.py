@@ -1,0 +1,67 @@
+"""Operators that ONNX defines by others, written out: to the values of onnx's own node tests."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+
+import mhsa_compile as mhsa
+from mhsa_compile.frontend.canonicalize.passes import schema_functions
+from mhsa_compile.frontend.reading.standard import STANDARD
+
+OPERATORS = {
+    "LayerNormalization": (["x", "scale"], ["y", "mean", "deviation"], {"axis": 1}),
+    "NegativeLogLikelihoodLoss": (["scores", "target"], ["y"], {"reduction": "sum"}),
+    "SoftmaxCrossEntropyLoss": (["scores", "target"], ["y", "log"], {}),
+    "Celu": (["x"], ["y"], {"alpha": 2.0}),
+    "Swish": (["x"], ["y"], {}),
+}
+ELEMENTS = {
+    "x": np.linspace(-2, 3, 12, dtype=np.float32).reshape(2, 6),
+    "scale": np.linspace(1, 2, 6, dtype=np.float32),
+    "scores": np.linspace(-2, 3, 12, dtype=np.float32).reshape(2, 6) ** 2,
+    "target": np.array([4, 1]),
+}
+
+
+def model_of(operator: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    inputs, outputs, attributes = OPERATORS[operator]
+    feeds = {name: ELEMENTS[name] for name in inputs}
+    values = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in feeds.items()
+    ]
+    results = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in outputs]
+    node = helper.make_node(operator, inputs, outputs, name="odd", **attributes)
+    graph = helper.make_graph([node], "g", values, results)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10), feeds
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_definition_stands_in_the_place_of_its_node(operator: str) -> None:
+    """Nothing is left that has no row, the nodes are named for the call, and the values stay."""
+    model, feeds = model_of(operator)
+    written = schema_functions.rewrite(model)
+    assert {node.op_type for node in written.graph.node} <= STANDARD.keys()
+    assert all(node.name.startswith("odd/") for node in written.graph.node)
+    assert not written.functions
+    for ours, theirs in zip(
+        ReferenceEvaluator(written).run(None, feeds), ReferenceEvaluator(model).run(None, feeds), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_understood_stays_one_node() -> None:
+    """A LayerNormalization whose mean nobody reads has a row."""
+    model, _ = model_of("LayerNormalization")
+    del model.graph.output[1:]
+    assert schema_functions.rewrite(model) is model
+
+
+def test_the_mean_of_a_layer_normalization() -> None:
+    """It runs, to the reference's values."""
+    model, feeds = model_of("LayerNormalization")
+    results = mhsa.load(mhsa.compile(model, without_attention="accept"))(**feeds)
+    for ours, theirs in zip(results, ReferenceEvaluator(model).run(None, feeds), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
