@@ -15,7 +15,7 @@ from mhsa_compile.compiler.cache.cache_key import Asked
 from mhsa_compile.compiler.cache.compiled_before import CompiledBefore
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
-from mhsa_compile.files import atomic_write
+from mhsa_compile.files import atomic_write, places
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import bounded, reading
 from mhsa_compile.frontend.export.input_dims import check_dims
@@ -107,6 +107,8 @@ def compile(
     if isinstance(profile, CudaProfile):
         cuda_compiler.compiler()  # a missing one is said before the work
     at_hand = tuple(_records(records, profile))
+    if dump is not None:
+        places.made(dump, OutputError, "dump")  # before the work, not after it
     use_cache = cache and dump is None and kept_artifacts.is_on()
 
     environment.check_tvm_pair()
@@ -309,7 +311,6 @@ def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: Ta
     """Writes what passes between the stages into a folder, in order."""
     import onnx
 
-    folder.mkdir(parents=True, exist_ok=True)
     onnx.save(read.model, folder / "1_exported.onnx")
     (folder / "2_imported.py").write_text(imported.module.script(), encoding="utf-8")
     (folder / "3_scheduled.py").write_text(scheduled.module.script(), encoding="utf-8")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mhsa_compile.errors import MhsaError, OutputError
+from mhsa_compile.files import places
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 _SUFFIX = ".unfinished"
@@ -111,11 +112,14 @@ def check_place(folder: Path, force: bool, mark: str) -> None:
 
     With `force` it may replace another: a folder that has the file `mark`, which an artifact or a bundle has.
     """
-    if not folder.parent.is_dir():
+    staged = folder.parent / f".{folder.name}.{'0' * 8}{_SUFFIX}"  # as long as the name while it is made
+    for path in (folder, staged):
+        places.check_possible(path, OutputError, "output folder")
+    if not places.is_folder(folder.parent):
         raise OutputError(
             "output folder", "a place in a folder that exists", str(folder), f"Create {folder.parent} first."
         )
-    if not folder.exists():
+    if not places.is_there(folder):
         return
     if not force:
         next_step = "Choose another, or replace it: --force, or force=True."
@@ -155,10 +159,12 @@ def unwritable(folder: Path, error: OSError) -> OutputError:
 
 def check_file(path: Path, argument: str) -> None:
     """Whether a file may be written as `path`, in place of the one that may be there. Raises OutputError."""
-    if not path.absolute().parent.is_dir():
+    for name in (path, path.parent / f".{path.name}.{'0' * 8}"):
+        places.check_possible(name, OutputError, argument)
+    if not places.is_folder(path.absolute().parent):
         raise OutputError(argument, "a file in a folder that exists", str(path), f"Create {path.parent} first.")
-    if path.exists() and not path.is_file():
-        got = f"the folder {str(path)!r}" if path.is_dir() else f"{str(path)!r}, which is none"
+    if places.is_there(path) and not places.is_file(path):
+        got = f"the folder {str(path)!r}" if places.is_folder(path) else f"{str(path)!r}, which is none"
         raise OutputError(argument, "a place for a file", got, "Name a file, which may exist already.")
 
 
@@ -166,7 +172,7 @@ def check_file(path: Path, argument: str) -> None:
 def written(path: Path, argument: str) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well. Raises OutputError, and leaves what was there."""
     check_file(path, argument)
-    path = Path(os.path.realpath(path))  # a link stays one
+    path = places.resolved(path, OutputError, argument)  # a link stays one
     staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with staged.open("w+b") as file:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from mhsa_compile.errors import MhsaError, OutputError, ResourceError
+from mhsa_compile.errors import InputError, MhsaError, OutputError, ResourceError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_NO_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR}
 _NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "Unable to allocate", "vector::_M_default_append")
 """How PyTorch and TVM, which raise RuntimeError, say that there is no memory."""
 _TERSE = (LookupError, AttributeError, AssertionError, ArithmeticError)  # whose words alone say little
@@ -62,6 +63,11 @@ def refusal_of(error: Exception) -> MhsaError | None:
         place = repr(str(error.filename)) if error.filename else "file system"
         next_step = "Free some space, or choose another place with -o or TMPDIR."
         return OutputError(place, "room for it, and permission", error.strerror or str(error), next_step)
+    if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename:
+        got = f"{str(error.filename)[:_LONGEST]!r} ({error.strerror})"
+        return InputError("path", "one that this file system can have", got)
+    if isinstance(error, ValueError) and str(error).startswith("embedded null"):
+        return InputError("path", "one without a NUL", str(error))
     return _shortage("memory", error)
 
 

@@ -14,6 +14,7 @@ from mhsa_compile.cli.commands import predict as predicting
 from mhsa_compile.cli.common import options, output, sources
 from mhsa_compile.cli.common.cases import CaseOptions
 from mhsa_compile.errors import InputError
+from mhsa_compile.files import places
 from mhsa_compile.runtime.symbolic_dims import is_expression
 from mhsa_compile.target import data_paths, host
 
@@ -155,7 +156,7 @@ def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> t
 
 def _of_source(source: Path, dims: options.StatedDims, stated: dict[str, int]) -> Iterator[_Compiled]:
     """An artifact, or what is compiled for these dims."""
-    if source.is_dir():
+    if places.is_folder(source):
         from mhsa_compile.runtime.artifact.artifact import Artifact
 
         artifact = Artifact.open(source)

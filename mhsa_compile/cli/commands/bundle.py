@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from mhsa_compile.cli.common import options, output
+from mhsa_compile.errors import OutputError
+from mhsa_compile.files import places
 
 
 def bundle(
@@ -31,7 +33,7 @@ def bundle(
     from mhsa_compile.runtime.standalone import bundle as standalone
     from mhsa_compile.runtime.standalone import templates
 
-    standalone.check_folder(out.resolve(), force)
+    standalone.check_folder(places.resolved(out, OutputError, "-o"), force)
     opened = Artifact.open(artifact)
     with output.stages() as stage:
         made = standalone.bundle(opened, out, runtime=runtime, build=build, force=force, progress=stage)

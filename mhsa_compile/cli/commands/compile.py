@@ -10,6 +10,8 @@ import typer
 
 from mhsa_compile.cli.common import options, output, sources
 from mhsa_compile.cli.common.spec_flags import SpecFlags
+from mhsa_compile.errors import OutputError
+from mhsa_compile.files import places
 
 if TYPE_CHECKING:
     from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -49,7 +51,7 @@ def compile_source(
     from mhsa_compile.runtime.artifact.manifest import MANIFEST
 
     fields, sizes = spec.stated(), dims.stated()
-    check_place(out.resolve(), force, MANIFEST)  # before the work, not after it
+    check_place(places.resolved(out, OutputError, "-o"), force, MANIFEST)  # before the work, not after it
     started = time.perf_counter()
     artifact = sources.compile_with_progress(
         source,

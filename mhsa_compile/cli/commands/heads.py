@@ -11,6 +11,7 @@ import typer
 
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InputError, ModelError
+from mhsa_compile.files import places
 
 if TYPE_CHECKING:
     from mhsa_compile.analysis.heads_page import ShownLayer
@@ -61,7 +62,7 @@ def heads(
 
     if html is not None:
         check_file(html, "--html")  # before the work, not after it
-    if (source / "manifest.json").exists():
+    if places.is_there(source / "manifest.json"):
         if text is not None:
             raise InputError("--text", "a model with a tokenizer", "an artifact", "Give its inputs: --input x=x.npy.")
         found = _of_artifact(source, inputs or (), dims, seed)
@@ -118,7 +119,7 @@ def _of_model(source: Path, text: Path | None) -> _Found:
     from mhsa_compile.target import environment
 
     for name in ("config.json", "tokenizer.json"):
-        if not (source / name).is_file():
+        if not places.is_file(source / name):
             expected = "an artifact, or a folder of transformers' with config.json and tokenizer.json"
             raise ModelError("SOURCE", expected, f"{source}, without {name}")
     if text is None:

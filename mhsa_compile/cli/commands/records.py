@@ -11,6 +11,7 @@ import typer
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.cli.common.sources import read_records
 from mhsa_compile.errors import RecordsError
+from mhsa_compile.files import places
 
 if TYPE_CHECKING:
     from mhsa_compile.records.record import Record
@@ -97,7 +98,7 @@ def promote(
     fine = [record for record, reason in reasons if reason is None]
     refused = [(record, reason) for record, reason in reasons if reason is not None]
     place = data_paths.shipped_records(name)
-    shipped = record_files.read(place).records if place.is_file() else ()
+    shipped = record_files.read(place).records if places.is_file(place) else ()
     kept = record_files.merge_into(place, fine) if fine else list(shipped)
     lost = {identity(record) for record, _ in refused} - {identity(record) for record in kept}
     promoted = [record for record in kept if record not in shipped]

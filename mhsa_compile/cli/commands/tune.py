@@ -20,7 +20,8 @@ from mhsa_compile.cli.common.cases import (
     CaseOptions,
     split,
 )
-from mhsa_compile.errors import InputError
+from mhsa_compile.errors import InputError, RecordsError
+from mhsa_compile.files import places
 from mhsa_compile.target.profile import TargetProfile, load_profile
 from mhsa_compile.tuning import plots
 
@@ -193,8 +194,9 @@ def _read(storage: str, results: Path | None) -> None:
 
 
 def _database(records: Path) -> str:
-    records.parent.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{records.resolve().with_suffix('.studies.db')}"
+    place = places.resolved(records, RecordsError, "--records")
+    places.made(place.parent, RecordsError, "--records")
+    return f"sqlite:///{place.with_suffix('.studies.db')}"
 
 
 def _only(cases: CaseOptions) -> Case:

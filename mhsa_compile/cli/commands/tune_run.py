@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mhsa_compile.cli.commands import tune_view
 from mhsa_compile.cli.common import output, sources
 from mhsa_compile.cli.common.cases import Case
+from mhsa_compile.files import places
 
 if TYPE_CHECKING:
     from mhsa_compile.kernels.interface.ops import Op
@@ -71,7 +72,7 @@ class Settings:
     def request(self, case: Case) -> Request:
         from mhsa_compile.tuning.tasks import Request
 
-        own = [self.records] if self.records.is_file() else []
+        own = [self.records] if places.is_file(self.records) else []
         return Request(
             sizes=case.sizes,
             records=self.records,

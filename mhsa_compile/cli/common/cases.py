@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mhsa_compile.cli.common import sources
 from mhsa_compile.errors import DeviceError, InputError
+from mhsa_compile.files import places
 
 if TYPE_CHECKING:
     from mhsa_compile.tuning.measure.rpc_server import Address
@@ -105,7 +106,7 @@ def split(arguments: list[str], on: str) -> tuple[Path | None, tuple[Address, st
     if on != TRACKER:
         return (Path(arguments[0]) if arguments else None), None
     place, _, key = arguments[-1].rpartition("/") if arguments else ("", "", "")
-    if not (place and key) or (len(arguments) == 1 and Path(arguments[0]).is_file()):
+    if not (place and key) or (len(arguments) == 1 and places.is_file(arguments[0])):
         hint = "Such as: mhsa tune spec.toml --on tracker 127.0.0.1:9190/pi"
         raise DeviceError(
             "--on tracker", "HOST:PORT/KEY at the end", repr(arguments[-1]) if arguments else "nothing", hint

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 
 from mhsa_compile.errors import InputError, ModelError
-from mhsa_compile.files import input_files
+from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements, without_contents
 from mhsa_compile.frontend.export.input_dims import (
@@ -201,7 +201,7 @@ def _check_inside(name: str, folder: Path, location: str) -> None:
         resolved = (inside / location).resolve()
     if not resolved.is_relative_to(inside):
         raise ModelError(name, "external data in the model's own folder", repr(location), "Copy the data beside it.")
-    if not resolved.is_file():
+    if not places.is_file(resolved):
         raise ModelError(name, f"its external data {location!r} beside it", "no such file")
 
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
-from mhsa_compile.errors import ArtifactError
+from mhsa_compile.errors import ArtifactError, OutputError
+from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import Unfinished, replaced, unwritable
 from mhsa_compile.files.opened_once import OpenFolder
 from mhsa_compile.runtime.artifact.manifest import (
@@ -95,7 +96,7 @@ class Artifact:
 
         Raises OutputError, and ArtifactError where its own files changed since it was opened; what was there stays.
         """
-        folder = Path(path).resolve()
+        folder = places.resolved(path, OutputError, "output folder")
         with replaced(folder, force, MANIFEST) as staged, self._opened_again() as files:
             files.copy(staged)
         return Artifact(folder, self.manifest)
@@ -147,8 +148,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
     Raises ArtifactError.
     """
     folder = Path(path).absolute()
-    if not folder.is_dir():
-        got = "a file" if folder.exists() else "nothing"
+    if not places.is_folder(folder):
+        got = "a file" if places.is_there(folder) else "nothing"
         raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}")
     with ExitStack() as stack:
         with _readable(folder):

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mhsa_compile.errors import InputError
+from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import check_place, replaced
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST
@@ -70,7 +71,7 @@ def bundle(
 
     Raises OutputError, InputError, InstallationError and BuildError.
     """
-    folder = Path(path).resolve()
+    folder = places.resolved(path, OutputError, "output folder")
     check_folder(folder, force)
     if (family := artifact.manifest.target.family) != "cpu":
         raise InputError("artifact", "one for a CPU: bundles are for those so far", f"one for {family}")

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mhsa_compile.errors import InputError, InstallationError
-from mhsa_compile.files import input_files
+from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.standalone import build_runtime
@@ -59,7 +59,7 @@ def find(manifest: Manifest, source: str | Path | None, progress: Callable[[str]
         origin = f"Zig, by the sources of apache-tvm {environment.TESTED_TVM}"
         return RuntimeLibraries({library.name: library.read_bytes()}, origin, f"glibc {_glibc(triple)}")
     place = Path(source)
-    if not place.exists():
+    if not places.is_there(place):
         expected = f'"{BUILD}", a wheel, or a folder with wheels or libraries'
         raise InputError("--runtime", expected, f"nothing at {str(place)!r}")
     return _prebuilt(architecture, [place], str(place))
@@ -96,7 +96,7 @@ def _library(name: str, architecture: str, places: list[Path]) -> bytes:
 
 def _candidates(name: str, place: Path) -> list[tuple[str, bytes]]:
     """(what it is called, its bytes) of every library of that name, in wheels and beside them."""
-    paths = [place] if place.is_file() else sorted((*place.rglob("*.whl"), *place.rglob(name)))
+    paths = [place] if places.is_file(place) else sorted((*place.rglob("*.whl"), *place.rglob(name)))
     found = []
     for path in paths:
         if path.suffix != ".whl":

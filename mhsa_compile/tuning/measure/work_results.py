@@ -15,7 +15,7 @@ from statistics import median
 import msgspec
 
 from mhsa_compile.errors import BundleError, DeviceError
-from mhsa_compile.files import input_files
+from mhsa_compile.files import input_files, places
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.records.device import Device
 from mhsa_compile.target import environment
@@ -138,7 +138,7 @@ def _begun(path: Path, work: WorkBundle, device: Device) -> Results:
     """The results that are there already, or new ones."""
     versions = {name: environment.installed_version(name) or "" for name in ("apache-tvm", "mhsa-compile")}
     fresh = Results(work=work.digest, order=work.order, device=device, versions=versions, total=len(work.pairs))
-    if not path.exists():
+    if not places.is_there(path):
         return fresh
     found = read(path)
     for part in ("work", "device", "versions"):
