@@ -91,6 +91,21 @@ def cases() -> Nodes:
         nodes.add(f"{operator}_of_none", operator, FLOATS.astype("f4"), noop_with_empty_axes=1)
     nodes.add("any", "ReduceMax", FLOATS > 0.5, whole(1), constants=(1,), keepdims=0)
     nodes.add("all", "ReduceMin", FLOATS > -0.5, whole(1), constants=(1,), keepdims=0)
+    endless = np.array([[-np.inf, -np.inf], [np.inf, -1], [np.finfo("f4").min] * 2, [np.inf, np.inf]], "f4")
+    for operator in ("ReduceMax", "ReduceMin"):
+        for kind in (np.float32, np.float64, np.float16):
+            with np.errstate(over="ignore"):
+                array = endless.astype(kind)
+            nodes.add(f"{operator}_{np.dtype(kind).name}", operator, array, whole(1), constants=(1,), keepdims=0)
+    for operator in ("ArgMax", "ArgMin"):
+        for array in (np.full((2, 3), np.inf, "f4"), np.full((2, 3), -np.inf, "f4")):
+            nodes.add(f"{operator}_of_{array[0, 0]}", operator, array, axis=1)
+            nodes.add(f"last_{operator}_of_{array[0, 0]}", operator, array, axis=1, select_last_index=1)
+    nodes.add("lowest", "Max", np.full(3, -np.inf, "f4"), np.full((2, 1), -np.inf, "f4"), np.full(1, -np.inf, "f4"))
+    nodes.add("highest", "Min", np.full(3, np.inf, "f4"), np.full((2, 1), np.inf, "f4"))
+    nodes.add("every_axis", "ReduceMax", FLOATS.astype("f4"), whole(), constants=(1,))
+    nodes.add("threshold", "ThresholdedRelu", endless, alpha=-2.0)
+    nodes.add("threshold_in_double", "ThresholdedRelu", FLOATS)
     image = RNG.standard_normal((1, 2, 9, 8)).astype("f4")
     for kind in ("SAME_LOWER", "SAME_UPPER"):
         for steps in ([2, 3], [3, 2]):

@@ -22,7 +22,7 @@ def floating_base(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
 
 def some_numbers(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """Sums and extremes: of one number or more. ReduceMean, of floats: the mean of whole numbers is rounded."""
-    for name in filter(None, node.input):
+    for name in node.input if node.op_type == "MatMul" else node.input[:1]:
         if 0 in (dims := graph.shape(name) or ()):
             return "axes of 1 or more", f"{name!r} of {dims}"
     kind = graph.dtype(node.input[0])

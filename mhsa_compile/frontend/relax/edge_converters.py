@@ -3,12 +3,13 @@ with None."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tvm
-from tvm import relax
-from tvm.relax.frontend.onnx.onnx_frontend import DynamicQuantizeLinear, OneHot
+from tvm import relax, tirx
+from tvm.relax.frontend.onnx.onnx_frontend import ArgMax, ArgMin, DynamicQuantizeLinear, OneHot
 
 Converter = Callable[[Any, list[Any], dict[str, Any]], Any]
 
@@ -117,21 +118,71 @@ def reduction_of_nothing(function: Callable[[Any], Any]) -> Converter:
     return convert
 
 
-def extreme_flags(operator: Callable[..., Any]) -> Converter:
-    """The largest or the smallest of flags, as numbers: TVM knows no bounds of bool."""
+def extreme(operator: Callable[..., Any]) -> Converter:
+    """The largest or the smallest: of flags, as numbers, as TVM knows no bounds of bool; of floats, an infinity where
+    there is nothing else.
+
+    TVM begins with the lowest float, not with -inf. Of halves no number is as low, so that twice that float, which is
+    infinite, is what only infinities come to.
+    """
 
     def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         axes = inputs[1] if len(inputs) > 1 else None
-        if _dtype(inputs[0]) != "bool" or not (axes is None or isinstance(axes, tvm.ir.GenericConst)):
+        if not (axes is None or isinstance(axes, tvm.ir.GenericConst)) or not isinstance(
+            inputs[0].ty, relax.TensorType
+        ):
             return None
         over = None if axes is None or not axes.value.numpy().size else axes.value.numpy().tolist()
         if over is None and attributes.get("noop_with_empty_axes", 0):
             return inputs[0]
-        numbers = bb.normalize(relax.op.astype(inputs[0], "uint8"))
-        extreme = bb.normalize(operator(numbers, over, bool(attributes.get("keepdims", 1))))
-        return bb.normalize(relax.op.astype(extreme, "bool"))
+        kind, keepdims = str(_dtype(inputs[0])), bool(attributes.get("keepdims", 1))
+        if kind in ("float32", "float64"):
+            halves = bb.normalize(relax.op.multiply(inputs[0], relax.const(0.5, kind)))
+            return bb.normalize(relax.op.multiply(bb.normalize(operator(halves, over, keepdims)), relax.const(2, kind)))
+        if kind != "bool" and kind not in _NARROW:
+            return None
+        wide = bb.normalize(relax.op.astype(inputs[0], "uint8" if kind == "bool" else "float32"))
+        return bb.normalize(relax.op.astype(bb.normalize(operator(wide, over, keepdims)), kind))
 
     return convert
+
+
+def extreme_of_several(operator: Callable[..., Any]) -> Converter:
+    """Max, Min: two by two, as TVM's, of them all at once, makes the lowest float of -inf."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        if any(_dtype(value) is None for value in inputs):
+            return None
+        return functools.reduce(lambda one, other: bb.normalize(operator(one, other)), inputs)
+
+    return convert
+
+
+def place_of_the_extreme(converter: Any) -> Converter:
+    """ArgMax, ArgMin: a place that there is, also where nothing but infinities is; TVM's is before the first
+    then, or behind the last."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        if not str(_dtype(inputs[0])).startswith(("float", "bfloat")):
+            return None
+        place = bb.normalize(converter._impl_v12(bb, inputs, attributes, ({}, {})))
+        shape, axis = inputs[0].ty.shape, attributes.get("axis", 0)
+        size = shape.values[axis] if isinstance(shape, relax.ShapeExpr) else None
+        if not attributes.get("select_last_index", 0):
+            return bb.normalize(relax.op.maximum(place, relax.const(0, "int64")))
+        if not isinstance(size, tirx.IntImm):
+            return place
+        return bb.normalize(relax.op.minimum(place, relax.const(size.value - 1, "int64")))
+
+    return convert
+
+
+def above_a_threshold(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """ThresholdedRelu chooses: TVM's multiplies by 0, which makes NaN of -inf."""
+    (x,) = inputs
+    kind = str(_dtype(x))
+    above = bb.normalize(relax.op.greater(x, relax.const(attributes.get("alpha", 1.0), kind)))
+    return bb.normalize(relax.op.where(above, x, relax.const(0, kind)))
 
 
 def _dtype(value: Any) -> str | None:
@@ -143,15 +194,20 @@ EDGES: dict[str, Converter] = {
         name: in_float32(getattr(relax.op, name.lower()))
         for name in ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "IsNaN", "Sinh", "Tan")
     },
+    "ArgMax": place_of_the_extreme(ArgMax),
+    "ArgMin": place_of_the_extreme(ArgMin),
     "BitShift": shift_of_any_length,
     "DynamicQuantizeLinear": quantised_zeros,
     "Equal": equal_flags,
+    "Max": extreme_of_several(relax.op.maximum),
+    "Min": extreme_of_several(relax.op.minimum),
     "Mod": remainder_of_its_divisors_sign,
     "OneHot": one_hot_of_its_dtype,
     "ReduceL1": reduction_of_nothing(relax.op.abs),
     "ReduceL2": reduction_of_nothing(relax.op.abs),
     "ReduceLogSum": reduction_of_nothing(relax.op.log),
-    "ReduceMax": extreme_flags(relax.op.max),
-    "ReduceMin": extreme_flags(relax.op.min),
+    "ReduceMax": extreme(relax.op.max),
+    "ReduceMin": extreme(relax.op.min),
     "ReduceSumSquare": reduction_of_nothing(relax.op.square),
+    "ThresholdedRelu": above_a_threshold,
 }
