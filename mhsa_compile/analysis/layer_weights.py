@@ -67,7 +67,7 @@ def weights_of(layer: Any) -> LayerWeights:
 def as_array(value: Any) -> Array:
     """A NumPy array of what may be a torch tensor, also one that requires grad; numbers of 16 bits become float32."""
     if hasattr(value, "detach"):
-        value = value.detach().cpu()
+        value = value.detach().cpu().resolve_neg()
         small = value.is_floating_point() and value.dtype.itemsize == 2
         value = (value.float() if small else value).numpy()
     array = np.asarray(value)

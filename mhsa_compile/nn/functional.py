@@ -274,7 +274,7 @@ def _check_broadcast(spec: AttentionSpec, mask: Tensor, full: tuple[int, int, in
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The values as a NumPy array; bfloat16 is the one of `ml_dtypes`, which PyTorch does not know."""
-    plain = tensor.detach().cpu()
+    plain = tensor.detach().cpu().resolve_neg()
     return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if plain.dtype == torch.bfloat16 else plain.numpy()
 
 

@@ -98,12 +98,21 @@ class Argument:
             if value.device.type != "cpu":
                 raise InputError(self.label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
             self._check_no_gradient(value)
-            return value
+            return self._with_its_sign(value)
         with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's"):
             if hasattr(value, "__dlpack__"):
                 return np.from_dlpack(value)
         got = "nothing" if value is None else type(value).__name__
         raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
+
+    def _with_its_sign(self, tensor: Any) -> Any:
+        """A tensor whose memory holds its own numbers: PyTorch may note a negation beside them, which no other code
+        reads. What a call writes into stays as it is, for `_check_writable`."""
+        if self._written or not tensor.is_neg():
+            return tensor
+        if tensor.dtype == sys.modules["torch"].bool:  # PyTorch has no numbers for it either
+            raise InputError(self.label, self._described(), "a lazy negation of torch.bool", "Use torch.logical_not.")
+        return tensor.resolve_neg()
 
     def _check_dtype(self, array: Any) -> None:
         if str(array.dtype).removeprefix("torch.") != self.info.dtype:
@@ -139,8 +148,9 @@ class Argument:
             flags = array.flags
             fits, got = flags.carray, "read-only memory" if not flags.writeable else "an array with gaps or unaligned"
         else:
-            fits = array.is_contiguous() and not array.requires_grad
+            fits = array.is_contiguous() and not (array.requires_grad or array.is_neg())
             got = "a tensor that requires grad" if array.requires_grad else "a tensor with gaps"
+            got = "a lazy negation of other memory" if array.is_neg() else got
         expected = "contiguous memory that can be written: the call writes into it"
         if fits and self.info.aligned and (rest := address(array) % ALIGNMENT):
             fits, got = False, f"memory {rest} bytes behind such a place"

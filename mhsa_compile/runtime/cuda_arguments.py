@@ -68,7 +68,7 @@ class DeviceArgument(Argument):
             if self._written:
                 self._check_writable(value)
             self._check_no_gradient(value)
-            return value
+            return self._with_its_sign(value)
         if isinstance(value, np.ndarray):
             move = f"torch.from_numpy(x).to({str(self._gpu)!r}), or have it copied there and back: .from_host(x)"
             raise self._elsewhere("a NumPy array", move)

@@ -375,6 +375,49 @@ def test_tensors_that_were_right_are_checked_again_where_they_differ(compiled: C
             compiled(tx, tmask[:, :-1])
 
 
+def lazily_negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, whose memory holds the other sign."""
+    lazy: torch.Tensor = torch._neg_view(-tensor)
+    assert lazy.is_neg()
+    return lazy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32])
+def test_a_lazy_negation_is_read_with_its_sign(dtype: torch.dtype) -> None:
+    x = torch.arange(1, 13).reshape(4, 3).to(dtype)
+    for role in ("input", "weight"):
+        taken = Argument(TensorInfo("x", str(dtype).removeprefix("torch."), ("B", 3)), role, {})
+        for right in (x, x[::2], torch.cat([x, x], 1)[:, :3]):
+            ready = taken.ready(lazily_negated(right), {})
+            assert not ready.is_neg()
+            assert ready.is_contiguous()
+            assert torch.equal(torch.from_dlpack(tvm_ffi.from_dlpack(ready)), right)
+
+
+def test_calls_read_lazy_negations(compiled: CompiledAttention) -> None:
+    x, mask = draw()
+    tx, tmask = torch.from_numpy(x), torch.from_numpy(mask)
+    for _ in range(2):  # after a plain call of the same shapes, too
+        assert_right(compiled(lazily_negated(tx), tmask).numpy(), x, mask)
+        assert_right(compiled(tx, tmask).numpy(), x, mask)
+    memory = tx.clone()
+    run = compiled.bind(torch._neg_view(memory), tmask)
+    for seed in range(2):
+        memory.copy_(torch.from_numpy(np.random.default_rng(seed).standard_normal(x.shape)))
+        assert_right(run().numpy(), -memory.numpy(), mask)
+
+
+def test_what_a_lazy_negation_cannot_be() -> None:
+    """Memory that a call writes into, and truths."""
+    written = Argument(TensorInfo("x", "float32", ("B", 3)), "input", {}, written=True)
+    with pytest.raises(InputError, match=r"input 'x': .*got a lazy negation of other memory"):
+        written.ready(lazily_negated(torch.ones(2, 3)), {})
+    truths = Argument(TensorInfo("mask", "bool", ("B", 3)), "input", {})
+    with pytest.raises(InputError, match=r"input 'mask': .*got a lazy negation of torch\.bool"):
+        truths.ready(torch._neg_view(torch.ones(2, 3, dtype=torch.bool)), {})
+    assert truths.ready(lazily_negated(torch.ones(2, 3, dtype=torch.int64)), {}).all()
+
+
 def test_what_is_read_as_it_is_is_looked_up() -> None:
     signature = Signature((X, MASK), (Y,))
     x, mask = draw()
