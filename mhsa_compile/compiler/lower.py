@@ -23,6 +23,7 @@ from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.products import with_products
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
+from mhsa_compile.compiler.softmaxes import with_softmaxes
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
@@ -74,7 +75,8 @@ def prepared(imported: ImportedModule, profile: TargetProfile) -> ImportedModule
     def takes(op: Op) -> bool:
         return bool(kernels_for(op, profile)[0])
 
-    return with_products(with_epilogues(with_derived_weights(once), takes), takes)
+    products = with_products(with_epilogues(with_derived_weights(once), takes), takes)
+    return with_softmaxes(products, takes)
 
 
 def _lowered(module: Any, profile: TargetProfile, shelf: RecordSet) -> tuple[Any, list[OpReport]]:

@@ -25,7 +25,7 @@ _NARROW = ("float16", "bfloat16")
 
 def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
     """The module with its products as operations; `takes` says whether a kernel can compute one."""
-    ops, sizes = dict(imported.ops), _Sizes()
+    ops, sizes = dict(imported.ops), Sizes()
 
     @mutator
     class Products(PyExprMutator):  # type: ignore[misc]
@@ -52,7 +52,7 @@ def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> Impo
     return replace(imported, module=module, ops=ops)
 
 
-class _Sizes:
+class Sizes:
     """Sizes as kernels state them: a number, a symbol's name, one name for each expression of them."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class _Stored:
     axes: tuple[int, ...]
 
 
-def _product(builder: Any, call: Any, sizes: _Sizes) -> tuple[ProductOp, list[Expr]] | None:
+def _product(builder: Any, call: Any, sizes: Sizes) -> tuple[ProductOp, list[Expr]] | None:
     """(the operation, its inputs) of a matmul, or None where it is none of two matrices of floats."""
     values = list(call.args)
     shapes = [shape for shape in map(_shape, (*values, call)) if shape is not None and len(shape) > 1]

@@ -10,6 +10,7 @@ from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
+from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
 from mhsa_compile.kernels.cuda import cache_concat, cache_scatter, rope
@@ -29,12 +30,14 @@ from mhsa_compile.kernels.interface.ops import (
     LinearOp,
     ProductOp,
     RotaryOp,
+    SoftmaxOp,
     SoftmaxStatsOp,
 )
 
 AnyKernel = (
     Kernel[LinearOp]
     | Kernel[ProductOp]
+    | Kernel[SoftmaxOp]
     | Kernel[AttentionOp]
     | Kernel[SoftmaxStatsOp]
     | Kernel[AttentionProbsOp]
@@ -48,6 +51,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuLinearKernel(),
         CpuProductKernel(),
+        CpuSoftmaxKernel(),
         CpuDecodeKernel(),
         CpuAttentionKernel(),
         CpuSoftmaxStatsKernel(),

@@ -145,32 +145,6 @@ def _is_plain(size: Expr) -> bool:
     )
 
 
-def _softmax(builder: Any, call: Any) -> Any:
-    """Softmax of float32, its exponentials as arithmetic; of others as TVM does it."""
-    value = call.args[0]
-    if value.ty.dtype != "float32":
-        return call.op.get_attr("FLegalize")(builder, call)
-    axis = int(call.attrs.axis) % value.ty.ndim
-
-    def softmax(x: Any) -> Any:
-        def summed(combine: Callable[..., Any], source: Any, name: str) -> Any:
-            along = te.reduce_axis((0, x.shape[axis]), "k")
-            rest = [size for i, size in enumerate(x.shape) if i != axis]
-            return te.compute(rest, lambda *at: combine(source[(*at[:axis], along, *at[axis:])], axis=along), name)
-
-        def rest(at: Any) -> Any:
-            return (*at[:axis], *at[axis + 1 :])
-
-        largest = summed(te.max, x, "softmax_maxelem")
-        powers = te.compute(
-            x.shape, lambda *at: scalar_math.exp_below_0(x[at] - largest[rest(at)]), name=f"{_ARITHMETIC}_exp"
-        )
-        sums = summed(te.sum, powers, "softmax_expsum")
-        return te.compute(x.shape, lambda *at: powers[at] / sums[rest(at)], name="softmax_norm")
-
-    return builder.call_te(softmax, value, primfunc_name_hint="softmax")
-
-
 _PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: scalar_math.square, 3.0: scalar_math.cube}
 
 
@@ -179,7 +153,6 @@ _LEGALIZED = {
     "relax.nn.gelu": _elementwise(scalar_math.gelu),
     "relax.nn.gelu_tanh": _elementwise(scalar_math.gelu_tanh),
     "relax.nn.silu": _elementwise(scalar_math.silu),
-    "relax.nn.softmax": _softmax,
     "relax.power": _power,
     "relax.reshape": _reshape,
     "relax.sigmoid": _elementwise(scalar_math.sigmoid),

@@ -111,6 +111,20 @@ class ProductOp:
 
 
 @dataclass(frozen=True)
+class SoftmaxOp:
+    """Y = softmax(X) along `axis` of an array of these dims, float32. Input: X."""
+
+    kind: ClassVar[str] = "softmax"
+    dtype: ClassVar[DType] = "float32"
+
+    dims: tuple[Dim, ...]
+    axis: int
+
+    def summary(self) -> str:
+        return f"axis {self.axis} of {list(self.dims)}"
+
+
+@dataclass(frozen=True)
 class HeadLayout:
     """Where the heads of Q, K, V or Y lie: in input number `buffer`, read in place.
 
@@ -447,6 +461,7 @@ Op = (
     | ProductOp
     | AttentionOp
     | ScoresOp
+    | SoftmaxOp
     | SoftmaxStatsOp
     | AttentionProbsOp
     | KvConcatOp

@@ -73,11 +73,6 @@ def tanh(x: Expr) -> Expr:
     return _let(x, of)
 
 
-def exp_below_0(x: Expr) -> Expr:
-    """exp x for x <= 0, as a softmax has it: relative error 2^-23 |x|; 0 below -88."""
-    return _exp2(x * _f32(1 / math.log(2)))
-
-
 def gelu(x: Expr) -> Expr:
     return x * (_f32(0.5) + erf(x * _f32(0.5**0.5)) * _f32(0.5))
 
