@@ -12,7 +12,8 @@
     ├── DeviceError          a device that is to measure or to run: absent, lost, full, of another architecture
     ├── ResourceError        memory that what was asked for needs, and this machine has not
     ├── InstallationError    this environment: a missing extra, a TVM pair that would crash
-    └── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
+    ├── BuildError           code generation or linking failed: a defect of ours, or of the tool chain
+    └── MismatchError        compiled code computes something else than the file says: a defect of ours
 
 Each message says four things, in this order: which argument, what was expected, what came, and what to do next.
 The command line prints it and exits with code 2; nothing else is printed. What other libraries raise becomes one of
@@ -94,3 +95,7 @@ class InstallationError(MhsaError, ImportError):
 
 class BuildError(MhsaError, RuntimeError):
     """Code generation or linking failed on a source that was found valid."""
+
+
+class MismatchError(MhsaError, ArithmeticError):
+    """Compiled code gave another value than the file that it was compiled from, evaluated by others."""

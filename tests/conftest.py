@@ -27,6 +27,8 @@ from hypothesis import settings
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="mhsa-tests-")
 os.environ["MHSA_CACHE"] = "0"  # what is tested is compiled; tests of the cache switch it on, in a folder of their own
+# Tests hold what they compile against references of their own. MHSA_CHECK=1 tries the check on all that they compile.
+os.environ.setdefault("MHSA_CHECK", "0")
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 # The same examples on every run, kept nowhere; a slow machine is no failure.

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "kernels": {"spec", "target"},
     "analysis": {"conversion", "nn", "runtime", "spec"},
     "frontend": {"conversion", "kernels.interface", "nn", "runtime", "spec", "verification"},
-    "compiler": {"frontend", "kernels", "records", "runtime", "target"},
+    "compiler": {"frontend", "kernels", "records", "runtime", "target", "verification"},
     "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "target"},
     "bench": {"compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "target", "verification"},
     "tuning.measure": {"records", "runtime", "target"},

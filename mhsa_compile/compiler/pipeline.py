@@ -10,6 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
+import msgspec
+
+from mhsa_compile.compiler import proof
 from mhsa_compile.compiler.cache import kept_artifacts
 from mhsa_compile.compiler.cache.cache_key import Asked
 from mhsa_compile.compiler.cache.compiled_before import CompiledBefore
@@ -67,6 +70,7 @@ def compile(
     progress: Callable[[str], None] | None = None,
     dump: str | Path | None = None,
     cache: bool = True,
+    check: bool | None = None,
 ) -> Artifact:
     """Compiles attention for a target.
 
@@ -91,8 +95,12 @@ def compile(
     cache           whether the same thing, compiled before, is taken from the user's cache folder, and kept there; the
                     bytes are those of a compilation. MHSA_CACHE=0 switches it off everywhere, `dump` this once
 
+    check           whether what came of an ONNX model, or of an nn.Module that is not one of ours, is run once against
+                    an independent evaluation of that model, at two sets of free sizes; `artifact.manifest.check` says
+                    what came of it. By default it is, unless MHSA_CHECK=0 is in the environment
+
     The artifact lives in a temporary folder until `save`. Raises SpecError, TargetError, ModelError, InputError,
-    RecordsError, InstallationError and BuildError; warns of a file of records whose last line is torn.
+    RecordsError, InstallationError, BuildError and MismatchError; warns of a file of records whose last line is torn.
 
     >>> import mhsa_compile as mhsa
     >>> artifact = compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4, causal=True), dims={"B": 1})
@@ -109,6 +117,7 @@ def compile(
     at_hand = tuple(_records(records, profile))
     if dump is not None:
         places.made(dump, OutputError, "dump")  # before the work, not after it
+    is_checked = proof.is_on(check)
     use_cache = cache and dump is None and kept_artifacts.is_on()
 
     environment.check_tvm_pair()
@@ -116,7 +125,8 @@ def compile(
     source, added = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
-    before = CompiledBefore(Asked(profile, weights, at_hand, tuple(map(str, added))) if use_cache else None)
+    asked = Asked(profile, weights, at_hand, tuple(map(str, added)), is_checked)
+    before = CompiledBefore(asked if use_cache else None)
     if example_inputs is None and dynamic_shapes is None:
         check_dims(dims)
         if (found := before.of_module(source, dims)) is not None:
@@ -158,7 +168,17 @@ def compile(
                 build.build(lower.schedule(_parsed(part, weights), profile, shelf), profile, folder / MODULE)
 
             _name_node(error, canonical.model, built)
-        artifact = Artifact.assemble(folder, manifest, owner=owner)
+        outcome = proof.OFF
+        if is_checked:
+            tell("check")
+
+            def again(model: onnx.ModelProto) -> Artifact:
+                options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
+                return compile(model, profile, without_attention="accept", **options)
+
+            unchecked = Artifact.assemble(folder, manifest)
+            outcome = proof.checked(read, unchecked, again, None if dump is None else Path(dump))
+        artifact = Artifact.assemble(folder, msgspec.structs.replace(manifest, check=outcome), owner=owner)
     before.keep(artifact)
     return artifact
 

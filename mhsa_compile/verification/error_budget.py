@@ -26,6 +26,15 @@ def budget(expected: Array, eager_output: Array, dtype: str) -> float:
     return float(2 * eager_error + np.ldexp(1.0, int(exponent) - 1 - FRACTION_BITS[dtype]))
 
 
+def coarse_budget(expected: Array, dtype: str) -> float:
+    """How near two evaluations are that mean the same, where none is known to be exact: half of the dtype's digits of
+    the largest output. It tells rounding from another meaning, and no more."""
+    if dtype not in FRACTION_BITS:
+        return 0.0
+    values = np.abs(expected[np.isfinite(expected)])
+    return float(values.max(initial=0.0) * 2.0 ** -(FRACTION_BITS[dtype] // 2))
+
+
 def max_error(expected: Array, actual: Array) -> float:
     """Largest absolute error; infinite where shapes differ or one side alone is NaN or infinite."""
     if expected.shape != actual.shape:

@@ -38,6 +38,10 @@ def compile_source(
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Take it from the user's cache folder if it was compiled before.")
     ] = True,
+    check: Annotated[
+        bool | None,
+        typer.Option("--check/--no-check", help="Run it once against another evaluation of SOURCE, an .onnx file."),
+    ] = None,
     seed: options.Seed = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Each operation in a row, and all notes.")] = False,
     json: options.Json = False,
@@ -64,6 +68,7 @@ def compile_source(
         in_place=in_place,
         records=records,
         cache=cache,
+        check=check,
     )
     artifact.save(out, force=force)
     _report(out, artifact, time.perf_counter() - started, verbose, json)
@@ -75,12 +80,15 @@ def _report(out: Path, artifact: Artifact, seconds: float, verbose: bool, json: 
     manifest = artifact.manifest
     if json:
         said = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
+        said["check"] = manifest.check
         output.print_json(said | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
     title = f"{out} for {manifest.target.name}, {seconds:.1f} s"
     output.print_table(title, op_table.COLUMNS, op_table.rows(manifest, verbose=verbose))
     fused = sum(block.fused for block in manifest.attention)
     output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
+    if manifest.check is not None and manifest.spec is None:
+        output.line(manifest.check.sentence())
     layers = list(enumerate(manifest.attention))
     told = layers if verbose else [(number, block) for number, block in layers if block.note]
     for i, (number, block) in enumerate(told):

@@ -60,6 +60,7 @@ def _show(opened: Artifact, sizes: dict[str, int]) -> None:
         for one in manifest.semantics
         for key, value in _flat(msgspec.to_builtins(one))
     ]
+    facts += [] if manifest.check is None else [("check", "outcome", manifest.check.sentence())]
     facts += [("linears", "weights", "int8, rounded when they are bound")] if manifest.int8_weights else []
     facts += [
         ("spec", key, value) for key, value in (manifest.spec.to_dict() if manifest.spec is not None else {}).items()

@@ -75,6 +75,7 @@ def compile_with_progress(
     records: Path | None = None,
     dump: Path | None = None,
     cache: bool = True,
+    check: bool | None = None,
 ) -> Artifact:
     """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random.
 
@@ -111,6 +112,7 @@ def compile_with_progress(
             progress=stage,
             dump=dump,
             cache=cache,
+            check=check,
         )
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mhsa_compile.frontend.export.module_state import State
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_DISTRIBUTIONS = ("apache-tvm", "apache-tvm-ffi", "ml-dtypes", "msgspec", "numpy", "onnx", "onnx-ir", "onnxscript",
-                  "safetensors", "torch", "ziglang")  # fmt: skip
+_DISTRIBUTIONS = ("apache-tvm", "apache-tvm-ffi", "ml-dtypes", "msgspec", "numpy", "onnx", "onnx-ir", "onnxruntime",
+                  "onnxscript", "safetensors", "torch", "ziglang")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ class Asked:
     weights: str | None
     records: tuple[Record, ...]
     outputs: tuple[str, ...] = ()
+    check: bool = False
 
     def key(self, *parts: bytes) -> str:
         """The key of a source, which is given as `parts`, compiled as asked."""
-        rest = _encoded([self.profile, self.weights, _versions(self.profile), self.outputs])
+        rest = _encoded([self.profile, self.weights, _versions(self.profile), self.outputs, self.check])
         digest = hashlib.sha256()
         for part in (*parts, _sources(), *map(encoded, self.records), rest):
             digest.update(hashlib.sha256(part).digest())

@@ -87,6 +87,31 @@ class AttentionCoverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     note: str = ""
 
 
+class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What came of the one run in which the compiled code was held against the file it was compiled from.
+
+    `against` names the evaluators, `sizes` the sizes of the free dims, a run each. `error` is the largest, by its
+    budget, and `budget` what was allowed. `note` says what was not judged; or, where `against` is empty, why nothing
+    was.
+    """
+
+    against: tuple[str, ...] = ()
+    sizes: tuple[dict[str, Size], ...] = ()
+    error: float = 0.0
+    budget: float = 0.0
+    note: str = ""
+
+    def sentence(self) -> str:
+        """The outcome in one sentence."""
+        if not self.against:
+            return f"not checked: {self.note}"
+        runs = [" ".join(f"{name}={size}" for name, size in case.items()) for case in self.sizes if case]
+        at = f" at {' and at '.join(runs)}" if runs else ""
+        rest = f"; {self.note}" if self.note else ""
+        evaluators = " and ".join(self.against)
+        return f"agrees with {evaluators}{at}: the largest error is {self.error:.2g} of {self.budget:.2g} allowed{rest}"
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What manifest.json holds, in its order."""
 
@@ -104,6 +129,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ops: tuple[OpReport, ...]
     attention: tuple[AttentionCoverage, ...] = ()
     limits: dict[str, Size] = {}  # symbol -> its largest size, where a table of the model has no more rows
+    check: Check | None = None  # None in artifacts from before there was one
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
 
@@ -140,9 +166,12 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 def _encode(manifest: Manifest) -> bytes:
     """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
 
-    `v_embed_dim` is written where it is set: an artifact without it has the bytes that it had before there was one.
+    `v_embed_dim` and `check` are written where they are set: an artifact without them has the bytes that it had before
+    there were any.
     """
     stated = msgspec.to_builtins(manifest, order="deterministic")
+    if manifest.check is None:
+        del stated["check"]
     if manifest.spec is not None and manifest.spec.v_embed_dim is None:
         del stated["spec"]["v_embed_dim"]
     return msgspec.json.format(msgspec.json.encode(stated), indent=2) + b"\n"

@@ -1,0 +1,316 @@
+"""Compiled code against the file that it was compiled from, evaluated by others, at two sets of free sizes.
+
+Truth is the file in float64. The budget is that of `error_budget`; its yardstick is ONNX Runtime on that file, or
+PyTorch's arithmetic. Where both evaluators run, both must say that the compiled code is wrong. What evaluators may
+differ in by right is left out, and said: rows that are masked whole, overflow of a narrow dtype, and what jumps when
+inputs move by their rounding (the index of a maximum, say).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from mhsa_compile.errors import MhsaError
+from mhsa_compile.runtime.artifact.manifest import Check
+from mhsa_compile.runtime.symbolic_dims import is_expression
+from mhsa_compile.verification.error_budget import FRACTION_BITS, budget, coarse_budget, max_error
+from mhsa_compile.verification.evaluators import Evaluators, NotEvaluated
+from mhsa_compile.verification.oracle.evaluate import Array, Arrays
+from mhsa_compile.verification.parity import Draw, judge
+from mhsa_compile.verification.random_inputs import largest_sizes, random_inputs
+
+Run = Callable[[Arrays], Sequence[Array]]
+"""Inputs by name -> the outputs in the graph's order."""
+
+RUNS = 2
+_SECONDS = 10.0
+"""After so long no further set of sizes is begun."""
+_FIRST, _SECOND = (2, 5, 9, 11, 13, 7), (3, 8, 6, 4, 10, 12)
+_ALIKE = (8, 4, 16, 1, 64, 224)
+"""Sizes of the free dims: each its own, then all lengths alike, which graphs want whose symbols are not independent."""
+_MOST_ELEMENTS = 1 << 22
+"""Of inputs, beyond which an evaluation in Python takes too long."""
+_NUDGES = 3
+_STEPS = 4
+"""Inputs are nudged by so many of their rounding steps to see what jumps."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An output that is wrong: what came, what should have, and for which inputs."""
+
+    name: str
+    sizes: dict[str, int]
+    inputs: dict[str, Array]
+    actual: Array
+    expected: Array
+    error: float
+    budget: float
+    against: tuple[str, ...]
+
+
+class _Refused(Exception):
+    """Sizes that nobody takes, or that the compiled code refuses; the text says why."""
+
+
+def check_file(evaluators: Evaluators, run: Run, outputs: Sequence[str]) -> Check | Difference:
+    """The outcome. `outputs` names what `run` returns, of which the file's own outputs are compared."""
+    try:
+        evaluators.check_evaluable()
+    except NotEvaluated as error:
+        return Check(note=str(error))
+    checks = _FileCheck(evaluators, run, outputs)
+    begin, reason = time.monotonic(), "no evaluator takes it"
+    cases: list[dict[str, int]] = []
+    for sizes in _candidates(evaluators.canonical):
+        if len(cases) == RUNS or (cases and time.monotonic() - begin > _SECONDS):
+            break
+        try:
+            difference = checks.at(sizes)
+        except _Refused as error:
+            reason = str(error)
+            continue
+        if difference is not None and evaluators.doubtful and not evaluators.has_runtime:
+            return Check(note=f"onnx.reference, which alone takes it, gets {evaluators.doubtful} wrong")
+        if difference is not None:
+            return difference
+        cases.append(sizes)
+    if not cases:
+        return Check(note=reason)
+    largest, allowed = checks.worst
+    notes = [note for note in (checks.note(), "" if evaluators.used else reason) if note]
+    return Check(tuple(evaluators.used), tuple(cases), largest, allowed, "; ".join(notes))
+
+
+def sensible_inputs(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> dict[str, Array]:
+    """Random inputs whose masks hide no row whole: every query sees the first key."""
+    inputs = random_inputs(model, sizes, seed)
+    for name, array in inputs.items():
+        if "mask" in name and array.ndim and array.size:
+            array[..., 0] = 1 if array.dtype.kind in "biu" else 0
+    return inputs
+
+
+def _candidates(model: onnx.ModelProto) -> Iterator[dict[str, int]]:
+    most = largest_sizes(model)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    values = (value for value in model.graph.input if value.name not in weights)
+    dims = [dim.dim_param for value in values for dim in value.type.tensor_type.shape.dim if dim.dim_param]
+    symbols = [symbol for symbol in dict.fromkeys(dims) if not is_expression(symbol)]
+    if not symbols:
+        yield {}
+        return
+    seen: list[dict[str, int]] = []
+    apart = ([row[i % len(row)] for i in range(len(symbols))] for row in (_FIRST, _SECOND))
+    alike = ([batch, *[size] * (len(symbols) - 1)] for size, batch in zip(_ALIKE, (2, 3, 1, 1, 1, 1), strict=True))
+    whole = ([size] * len(symbols) for size in _ALIKE)
+    for row in (*apart, *alike, *whole):
+        sizes = {symbol: min(size, most.get(symbol, size)) for symbol, size in zip(symbols, row, strict=True)}
+        if sizes not in seen:
+            seen.append(sizes)
+            yield sizes
+
+
+class _FileCheck:
+    """The runs of one check, and the worst of what they showed."""
+
+    def __init__(self, evaluators: Evaluators, run: Run, outputs: Sequence[str]) -> None:
+        self.evaluators, self._run = evaluators, run
+        self._places = [outputs.index(name) for name in evaluators.names]
+        self.worst = (0.0, 0.0)
+        self._left_out: dict[str, float] = {}
+
+    def note(self) -> str:
+        return ", ".join(f"{share:.0%} not judged: {why}" for why, share in self._left_out.items())
+
+    def at(self, sizes: dict[str, int]) -> Difference | None:
+        """Compares at these sizes. Raises _Refused."""
+        model = self.evaluators.canonical
+        try:
+            inputs = sensible_inputs(model, sizes, 0)
+        except (MhsaError, ValueError, TypeError) as error:
+            raise _Refused(f"no inputs could be drawn ({error})") from error
+        if sum(array.size for array in inputs.values()) > _MOST_ELEMENTS:
+            raise _Refused("its inputs are too large for an evaluation in Python")
+        rounded = self.evaluators.rounded(inputs)
+        exact = self._exact(inputs, rounded)
+        if exact is None and rounded is None:
+            raise _Refused(self.evaluators.last_refusal or "no evaluator takes it")
+        actual = self._called(inputs)
+        if exact is None:
+            return self._by_runtime_alone(sizes, inputs, actual, rounded or [])
+        result = judge(lambda turn: self._drawn(sizes, turn, lenient=False), sizes)
+        if not result.ok:
+            result = judge(lambda turn: self._drawn(sizes, turn, lenient=True), sizes)
+        if result.ok:
+            self._note_worst(result.error, result.budget)
+            return None
+        return self._difference(sizes)
+
+    def _called(self, inputs: Arrays) -> list[Array]:
+        try:
+            outputs = self._run({name: array.copy() for name, array in inputs.items()})
+        except MhsaError as error:
+            raise _Refused(f"the compiled code refuses the inputs that were drawn ({error})") from error
+        return [outputs[place] for place in self._places]
+
+    def _exact(self, inputs: Arrays, rounded: list[Array] | None) -> list[Array] | None:
+        """The file in float64. Where onnx's evaluator does not know an operator, the canonical model in float64, which
+        is believed where ONNX Runtime confirms it."""
+        exact = self.evaluators.exact(inputs)
+        if exact is not None or rounded is None:
+            return exact
+        exact = self.evaluators.exact_of_canonical(inputs)
+        if exact is None or any(not _roughly(e, r) for e, r in zip(exact, rounded, strict=True)):
+            return None
+        return exact
+
+    def _drawn(self, sizes: dict[str, int], turn: int, *, lenient: bool) -> list[Draw]:
+        inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
+        actual, rounded = self._called(inputs), self.evaluators.rounded(inputs)
+        exact = self._exact(inputs, rounded)
+        yardstick = rounded if rounded is not None and not lenient else self._wider(exact, rounded, inputs)
+        if exact is None or yardstick is None:
+            raise _Refused(self.evaluators.last_refusal)
+        if rounded is not None:
+            exact = [_of_their_shape(*one) for one in zip(exact, rounded, actual, strict=True)]
+        draws = [_of_one_dtype(*one) for one in zip(exact, yardstick, actual, strict=True)]
+        if not lenient or any(truth.shape != output.shape for truth, _, output in draws):
+            return draws
+        return self._judgeable(inputs, draws, rounded)
+
+    def _wider(self, exact: list[Array] | None, rounded: list[Array] | None, inputs: Arrays) -> list[Array] | None:
+        """Of ONNX Runtime's and PyTorch's arithmetic the one that errs more, as long as it means the same."""
+        eager = self.evaluators.eager(inputs)
+        if eager is None or exact is None or rounded is None:
+            return rounded if eager is None else eager
+        pairs = zip(exact, rounded, eager, strict=True)
+        return [e if _roughly(t, e) and max_error(t, e) > max_error(t, r) else r for t, r, e in pairs]
+
+    def _judgeable(self, inputs: Arrays, draws: list[Draw], rounded: list[Array] | None) -> list[Draw]:
+        """The draws without the places in which evaluators differ by right."""
+        canonical, blurred = self.evaluators.exact_of_canonical(inputs), self.evaluators.blurred(inputs)
+        jumps = self._jumps(inputs, draws)
+        result = []
+        for i, (truth, yardstick, actual) in enumerate(draws):
+            if canonical is not None and canonical[i].shape == truth.shape:
+                sightless = ~np.isfinite(truth) & np.isfinite(canonical[i]) & np.isfinite(actual)
+                truth = np.where(sightless, canonical[i], truth)  # rows that see no key: NaN there, zeros here
+                yardstick = np.where(sightless, truth, yardstick).astype(yardstick.dtype)
+            out = {
+                "rows that a finite fill hides whole": np.zeros(truth.shape, bool) if blurred is None else blurred[i],
+                "beyond the dtype's largest number": np.isfinite(truth) & ~np.isfinite(yardstick),
+                "it jumps when inputs move by their rounding": jumps[i],
+            }
+            places = np.zeros(truth.shape, bool)
+            for why, where in out.items():
+                if where.any():
+                    self._left_out[why] = max(self._left_out.get(why, 0.0), float(where.mean()))
+                    places |= where
+            if rounded is not None and rounded[i].shape == actual.shape and not places.all():
+                alike = max_error(_wide(rounded[i]), actual) <= budget(_wide(rounded[i]), yardstick, str(actual.dtype))
+                if alike:  # two against one
+                    truth = _wide(rounded[i])
+            result.append((truth[~places], yardstick[~places], actual[~places]))
+        return result
+
+    def _jumps(self, inputs: Arrays, draws: list[Draw]) -> list[Array]:
+        """Where the file's outputs move by more than the budget when its inputs move by their rounding."""
+        places = [np.zeros(truth.shape, bool) for truth, _, _ in draws]
+        allowed = [budget(truth, yardstick, str(yardstick.dtype)) for truth, yardstick, _ in draws]
+        for seed in range(_NUDGES):
+            rng = np.random.default_rng(seed)
+            nudged = {name: _nudged(array, rng) for name, array in inputs.items()}
+            moved = self.evaluators.exact(nudged)
+            moved = self.evaluators.exact_of_canonical(nudged) if moved is None else moved
+            if moved is None or any(m.shape != p.shape for m, p in zip(moved, places, strict=True)):
+                continue
+            for place, other, (truth, _, _), limit in zip(places, moved, draws, allowed, strict=True):
+                with np.errstate(invalid="ignore"):
+                    place |= np.abs(_wide(other) - _wide(truth)) > limit
+        return places
+
+    def _by_runtime_alone(
+        self, sizes: dict[str, int], inputs: dict[str, Array], actual: list[Array], rounded: list[Array]
+    ) -> Difference | None:
+        """Against ONNX Runtime, which nobody has confirmed: rounding is told from another meaning, and no more."""
+        for name, ours, theirs in zip(self.evaluators.names, actual, rounded, strict=True):
+            error, allowed = max_error(_wide(theirs), ours), coarse_budget(_wide(theirs), str(theirs.dtype))
+            if error <= allowed:
+                self._note_worst(error, allowed)
+            elif np.isfinite(_wide(theirs)).all():
+                against = tuple(self.evaluators.used)
+                return Difference(name, sizes, inputs, ours, theirs, error, allowed, against)
+            else:
+                self._left_out["ONNX Runtime's result is not finite, and nobody else evaluates it"] = 1.0
+        return None
+
+    def _difference(self, sizes: dict[str, int]) -> Difference | None:
+        """The output that is off by most of its budget, of the first draw in which one is."""
+        for turn in range(8):
+            inputs = sensible_inputs(self.evaluators.canonical, sizes, turn)
+            actual, rounded = self._called(inputs), self.evaluators.rounded(inputs)
+            exact = self._exact(inputs, rounded)
+            if exact is None:
+                continue
+            draws = self._drawn(sizes, turn, lenient=True)
+            shares = [_share(draw) for draw in draws]
+            if max(shares) > 1:
+                i = shares.index(max(shares))
+                truth, yardstick, output = draws[i]
+                allowed = budget(truth, yardstick, str(yardstick.dtype))
+                against = tuple(self.evaluators.used)
+                error = max_error(truth, output)
+                return Difference(self.evaluators.names[i], sizes, inputs, actual[i], exact[i], error, allowed, against)
+        return None
+
+    def _note_worst(self, error: float, allowed: float) -> None:
+        share = error / allowed if allowed else float(error > 0)
+        before = self.worst[0] / self.worst[1] if self.worst[1] else 0.0
+        if share >= before:
+            self.worst = (error, allowed)
+
+
+def _share(draw: Draw) -> float:
+    truth, yardstick, actual = draw
+    error, allowed = max_error(truth, actual), budget(truth, yardstick, str(yardstick.dtype))
+    return error / allowed if allowed else (np.inf if error else 0.0)
+
+
+def _of_their_shape(exact: Array, rounded: Array, actual: Array) -> Array:
+    """The truth; ours where ONNX Runtime and ours agree on a shape that onnx's evaluator does not have."""
+    if exact.shape == actual.shape or rounded.shape != actual.shape or not _roughly(rounded, actual):
+        return exact
+    return _wide(actual)
+
+
+def _of_one_dtype(truth: Array, yardstick: Array, actual: Array) -> Draw:
+    """The draw; where the yardstick has another shape than the truth, or the output another dtype, as one that is wrong
+    whatever the values."""
+    if yardstick.shape != truth.shape:
+        yardstick = truth.astype(yardstick.dtype)
+    if actual.dtype != yardstick.dtype:
+        actual = np.full((*truth.shape, 0), 0, actual.dtype)
+    return truth, yardstick, actual
+
+
+def _roughly(expected: Array, actual: Array) -> bool:
+    return max_error(_wide(expected), actual) <= coarse_budget(_wide(expected), str(actual.dtype))
+
+
+def _wide(array: Array) -> Array:
+    return array if array.dtype.kind == "f" and array.dtype.itemsize == 8 else array.astype(np.float64)
+
+
+def _nudged(array: Array, rng: np.random.Generator) -> Array:
+    name = str(array.dtype)
+    if name not in FRACTION_BITS:
+        return array
+    step = np.ldexp(1.0, _STEPS.bit_length() - 1 - FRACTION_BITS[name])
+    with np.errstate(invalid="ignore"):
+        return np.asarray(array.astype(np.float64) * (1 + step * rng.uniform(-1, 1, array.shape)))
