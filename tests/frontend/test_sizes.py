@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from onnx.reference import ReferenceEvaluator
 
 import mhsa_compile as mhsa
+from mhsa_compile.errors import InputError
 
 FAR = 2**62
 
@@ -118,3 +119,20 @@ def test_computed_shapes(name: str) -> None:
         for one, other in zip(actual, ReferenceEvaluator(model).run(None, arrays), strict=True):
             assert np.asarray(one).shape == other.shape
             assert np.allclose(one, other, atol=1e-5)
+
+
+def test_sizes_that_do_not_fit_end_the_call() -> None:
+    model = _model(
+        """(float[B, L, 4] x, float[A, S] c) => (float[N, M, K] y, float[P, Q] z) {
+        y = Reshape(x, windows)
+        n = Shape <start=0, end=1> (x)  m = Shape <start=1, end=2> (x)  area = Concat <axis=0> (n, m)
+        ones = ConstantOfShape <value = float[1] {1.0}> (area)  z = Add(ones, c) }""",
+        {"windows": [-1, 8, 4]},
+    )
+    compiled = mhsa.load(mhsa.compile(model, without_attention="accept"))
+    x, c = np.ones((2, 8, 4), np.float32), np.ones((2, 8), np.float32)
+    assert compiled(x=x, c=c)[0].shape == (2, 8, 4)
+    assert compiled(x=x, c=c[:1, :1])[1].shape == (2, 8)  # an axis of one broadcasts
+    for misfit in ({"x": x[:, :3], "c": c[:, :3]}, {"x": x, "c": c[:, :3]}):
+        with pytest.raises(InputError, match="fit each other"):
+            compiled(**misfit)

@@ -68,22 +68,27 @@ class ShapeOperators:
 
     def _reshaped(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, target = as_tensor(self._bb, inputs[0]), inputs[1]
-        if isinstance(target, tvm.ir.GenericConst) or is_known(target):
+        constant, dims = isinstance(target, tvm.ir.GenericConst) or is_known(target), dims_of(data)
+        if constant and (dims is None or all(number(size) is not None for size in dims)):
             return None
-        wanted, dims = self._entries(target), dims_of(data)
-        if wanted is None:
-            raise _unknown("Reshape", "a target of known length", attributes)
+        wanted = self._entries(target)
+        if wanted is None or dims is None:
+            raise _unknown("Reshape", "a target of known length, and dims of its data", attributes)
         result: list[Any] = [
-            dims[i] if dims is not None and number(size) == 0 and not attributes.get("allowzero", 0) else size
+            dims[i] if number(size) == 0 and not attributes.get("allowzero", 0) else size
             for i, size in enumerate(wanted)
         ]
-        free = [i for i, size in enumerate(result) if number(size) == -1]
-        if free:
-            if dims is None:
-                raise _unknown("Reshape", "dims of its data", attributes)
-            others = [size for i, size in enumerate(result) if i != free[0]]
-            result[free[0]] = self._quotient(dims, others)
-        return self._bb.normalize(relax.op.reshape(data, relax.ShapeExpr(self._names.shape(result))))
+        free = next((i for i, size in enumerate(result) if number(size) == -1), None)
+        if free is not None:
+            result[free] = self._quotient(dims, [size for i, size in enumerate(result) if i != free])
+        fits = self._names.same(product(result), product(dims))
+        if constant and fits:
+            return None
+        shape = self._names.shape(result)
+        if not fits:  # a view of fewer elements, or of more, would be one without a word
+            total = self._names.variable()
+            self._names.checked([product(dims), product(shape)], [total, total])
+        return self._bb.normalize(relax.op.reshape(data, relax.ShapeExpr(shape)))
 
     def _quotient(self, dims: Sequence[Entry], others: Sequence[Entry]) -> Entry:
         """What is left of a product of sizes: factors of both go first."""
@@ -152,18 +157,10 @@ class ShapeOperators:
                 return self._bb.normalize(relax.op.arange(0, length, 1, kind))
         start = start if not kind.startswith("int") or number(start) is not None else self._names.size(start)
 
-        if not kind.startswith("int"):
-            start, step = (self._float_of(value, attributes) for value in (start, step))
-
         def ascending(length: Any, start: Any, step: Any) -> Any:
             return te.compute((length,), lambda i: (start + i.astype(str(start.ty.dtype)) * step).astype(kind), "range")
 
         return emitted(self._bb, ascending, length, start, step, name="range")
-
-    def _float_of(self, value: Entry, attributes: dict[str, Any]) -> Entry:
-        if number(value) is None:
-            raise _unknown("Range", "a constant start and delta, where it is of floats,", attributes)
-        return value
 
     def _tiled(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, repeats = as_tensor(self._bb, inputs[0]), inputs[1]
