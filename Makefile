@@ -80,8 +80,8 @@ choose-tests: $(CUDA)  ## What each test reaches, and again what `make test` lea
 cuda-configs: $(CUDA)  ## Every kernel for NVIDIA's GPUs with the configs of its space, to machine code: spills, registers, memory; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.cuda_configs --json build/cuda-configs.json
 
-node-tests: $(STAMP)  ## How many of onnx's own tests of the operators pass
-	@PYTHONPATH=tests $(BIN)/python -m support.node_cases
+node-tests: $(STAMP)  ## All of onnx's own node tests: how many are right, refused, wrong; a quarter of an hour
+	@PYTHONPATH=tests $(BIN)/python -m support.node_sweep
 
 test-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU, with a PyTorch for CUDA: parity, streams, graphs, several devices
 	@$(ON_GPU) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal --durations 20

@@ -1,11 +1,7 @@
-"""The node tests that onnx itself holds its backends to, for the operators compiled here; run by themselves, the count.
-
-python -m support.node_cases
-"""
+"""The node tests that onnx itself holds its backends to, for operators with kernels here (`node_sweep` has all)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +11,6 @@ from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.runner import Runner
 
 import mhsa_compile as mhsa
-from mhsa_compile.errors import MhsaError
 
 OPERATORS = {"Attention": attention, "RotaryEmbedding": rotaryembedding, "TensorScatter": tensorscatter}
 
@@ -47,19 +42,3 @@ def compare(case: TestCase, run: Callable[[tuple[np.ndarray, ...]], Sequence[np.
     for inputs, expected in case.data_sets:
         outputs = run(tuple(map(np.asarray, inputs)))
         Runner.assert_similar_outputs(expected, outputs, case.rtol, case.atol)
-
-
-def main() -> int:
-    found, failed = cases(), {}
-    for name, case in found.items():
-        try:
-            check(case)
-        except (MhsaError, AssertionError, RuntimeError, ValueError) as error:
-            failed[name] = str(error).strip().splitlines()[0]
-            print(f"{name}: {failed[name]}")
-    print(f"{len(found) - len(failed)} of {len(found)} node tests of {', '.join(OPERATORS)} pass")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

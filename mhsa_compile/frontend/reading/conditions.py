@@ -13,6 +13,8 @@ from mhsa_compile.frontend.onnx_graph import GraphView, attributes
 
 Mismatch = tuple[str, str] | None
 
+_BITS = ("float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+
 
 def floating_base(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """Pow: of a floating base."""
@@ -87,6 +89,13 @@ def not_in_training(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     if training is None:
         return "training_mode as a constant", "one that is computed or comes by the call"
     return ("training_mode=false", "true") if bool(training) else None
+
+
+def of_whole_bytes(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """BitCast: between numbers of as many bytes, no flags."""
+    kinds = (graph.dtype(node.input[0]), str(onnx.helper.tensor_dtype_to_np_dtype(attributes(node)["to"])))
+    wrong = next((kind for kind in kinds if kind is not None and kind not in _BITS), None)
+    return ("numbers of 8 bits or more", wrong) if wrong is not None else None
 
 
 def finite_scales(graph: GraphView, node: onnx.NodeProto) -> Mismatch:

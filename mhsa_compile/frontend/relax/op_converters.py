@@ -11,6 +11,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negat
 
 from mhsa_compile.frontend.relax.contractions import contraction
 from mhsa_compile.frontend.relax.edge_converters import EDGES
+from mhsa_compile.frontend.relax.plain_converters import PLAIN
 
 
 def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -123,6 +124,7 @@ def _clamped(constant: Any) -> list[int]:
 
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     **EDGES,
+    **PLAIN,
     "Concat": concat_of_dims_that_must_agree,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,

@@ -1,0 +1,121 @@
+"""Operators, or uses of them, that TVM's importer has not: written in Relax, of narrow floats in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+import tvm
+from tvm import relax, te, tirx, topi
+
+Converter = Callable[[Any, list[Any], dict[str, Any]], Any]
+
+_NARROW = ("float16", "bfloat16")
+
+
+def cumulative(operator: Callable[..., Any]) -> Converter:
+    """CumSum, CumProd: along an axis that may come by the call: then along each, and the one that is meant is taken.
+    An axis that there is not, which ONNX forbids, is the last."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        data, axis = inputs
+        kind, rank = str(data.ty.dtype), data.ty.ndim
+
+        def emit(value: Any) -> Any:
+            return bb.normalize(value)
+
+        def along(place: int) -> Any:
+            x = emit(relax.op.astype(data, "float32")) if kind in _NARROW else data
+            reverse = attributes.get("reverse", 0)
+            x = bb.emit_te(topi.flip, x, axis=place) if reverse else x
+            y = emit(operator(x, place, exclusive=bool(attributes.get("exclusive", 0))))
+            y = bb.emit_te(topi.flip, y, axis=place) if reverse else y
+            return emit(relax.op.astype(y, kind)) if kind in _NARROW else y
+
+        if isinstance(axis, tvm.ir.GenericConst):
+            return along(int(axis.value.numpy().item()) % rank)
+        number = emit(relax.op.reshape(axis, [1] * rank))
+        result = along(rank - 1)
+        for place in range(rank - 1):
+            meant = [
+                emit(relax.op.equal(number, relax.const(one, str(axis.ty.dtype)))) for one in (place, place - rank)
+            ]
+            result = emit(relax.op.where(emit(relax.op.logical_or(*meant)), along(place), result))
+        return result
+
+    return convert
+
+
+def infinities_of_a_sign(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """IsInf of one sign, or of none."""
+    signs = [attributes.get(name, 1) for name in ("detect_negative", "detect_positive")]
+    if all(signs):
+        return None
+    x = bb.normalize(relax.op.astype(inputs[0], "float32")) if str(inputs[0].ty.dtype) in _NARROW else inputs[0]
+    if not any(signs):
+        return bb.normalize(relax.op.zeros_like(x, "bool"))
+    compare = relax.op.less if signs[0] else relax.op.greater
+    of_the_sign = bb.normalize(compare(x, relax.const(0, str(x.ty.dtype))))
+    return bb.normalize(relax.op.logical_and(bb.normalize(relax.op.isinf(x)), of_the_sign))
+
+
+def elu(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Elu of floats that are not float32."""
+    kind = str(inputs[0].ty.dtype)
+    if kind == "float32":
+        return None
+
+    def emit(value: Any) -> Any:
+        return bb.normalize(value)
+
+    wide = "float32" if kind in _NARROW else kind
+    x = emit(relax.op.astype(inputs[0], wide))
+    below = emit(relax.op.subtract(emit(relax.op.exp(x)), relax.const(1, wide)))
+    scaled = emit(relax.op.multiply(relax.const(attributes.get("alpha", 1.0), wide), below))
+    negative = emit(relax.op.less(x, relax.const(0, wide)))
+    return emit(relax.op.astype(emit(relax.op.where(negative, scaled, x)), kind))
+
+
+def lp_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """LpNormalization: a vector by its norm; one of zeros stays one."""
+    kind = str(inputs[0].ty.dtype)
+
+    def emit(value: Any) -> Any:
+        return bb.normalize(value)
+
+    wide = "float32" if kind in _NARROW else kind
+    x, axis = emit(relax.op.astype(inputs[0], wide)), attributes.get("axis", -1)
+    if attributes.get("p", 2) == 1:
+        norm = emit(relax.op.sum(emit(relax.op.abs(x)), axis, keepdims=True))
+    else:
+        norm = emit(relax.op.sqrt(emit(relax.op.sum(emit(relax.op.square(x)), axis, keepdims=True))))
+    zero = relax.const(0, wide)
+    divisor = emit(relax.op.where(emit(relax.op.equal(norm, zero)), relax.const(1, wide), norm))
+    return emit(relax.op.astype(emit(relax.op.divide(x, divisor)), kind))
+
+
+def dropout_with_mask(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Dropout at inference: its input, and a mask that keeps all of it."""
+    return relax.Tuple([inputs[0], bb.normalize(relax.op.ones_like(inputs[0], "bool"))])
+
+
+def bit_cast(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """BitCast: the same bits as numbers of another dtype of that width."""
+    kind = str(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+
+    def bits(x: Any) -> Any:
+        return te.compute(x.shape, lambda *place: tirx.reinterpret(kind, x(*place)), "bits")
+
+    return bb.emit_te(bits, inputs[0])
+
+
+PLAIN: dict[str, Converter] = {
+    "BitCast": bit_cast,
+    "CumProd": cumulative(relax.op.cumprod),
+    "CumSum": cumulative(relax.op.cumsum),
+    "Dropout": dropout_with_mask,
+    "Elu": elu,
+    "IsInf": infinities_of_a_sign,
+    "LpNormalization": lp_normalization,
+}

@@ -1,0 +1,80 @@
+"""Operators that are written in Relax here, all in one graph with a free size, against NumPy in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+import mhsa_compile as mhsa
+
+RNG = np.random.default_rng(0)
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def call() -> Any:
+    """x (n, 3, 4), a narrow one of the same numbers, and an axis that comes by the call."""
+    node = helper.make_node
+    nodes = [
+        node("CumSum", ["x", "axis"], ["sums"]),
+        node("CumSum", ["x", "axis"], ["behind"], exclusive=1, reverse=1),
+        node("CumProd", ["x", "axis"], ["products"]),
+        node("CumSum", ["narrow", "axis"], ["narrow_sums"]),
+        node("IsInf", ["x"], ["above"], detect_negative=0),
+        node("IsInf", ["x"], ["below"], detect_positive=0),
+        node("IsInf", ["x"], ["neither"], detect_positive=0, detect_negative=0),
+        node("Elu", ["narrow"], ["elu"], alpha=0.5),
+        node("LpNormalization", ["narrow"], ["unit"], axis=-2, p=1),
+        node("Dropout", ["x"], ["same", "mask"]),
+        node("BitCast", ["x"], ["bits"], to=TensorProto.INT32),
+    ]
+    kinds = dict.fromkeys(("narrow_sums", "elu", "unit"), TensorProto.FLOAT16)
+    kinds |= dict.fromkeys(("above", "below", "neither", "mask"), TensorProto.BOOL) | {"bits": TensorProto.INT32}
+    outputs = [
+        helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), ["n", 3, 4])
+        for each in nodes
+        for name in each.output
+    ]
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 4]),
+        helper.make_tensor_value_info("narrow", TensorProto.FLOAT16, ["n", 3, 4]),
+        helper.make_tensor_value_info("axis", TensorProto.INT64, []),
+    ]
+    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 26)], ir_version=11)
+    compiled = mhsa.load(mhsa.compile(model, without_attention="accept"))
+    names = [output.name for output in outputs]
+    return lambda x, axis: dict(
+        zip(names, map(np.asarray, compiled(x, x.astype(np.float16), np.array(axis))), strict=True)
+    )
+
+
+@pytest.mark.parametrize("axis", range(-3, 3))
+@pytest.mark.parametrize("n", [2, 5])
+def test_an_axis_that_comes_by_the_call(call: Any, axis: int, n: int) -> None:
+    x = RNG.uniform(0.5, 1.5, (n, 3, 4)).astype(np.float32)
+    results, wide = call(x, axis), x.astype(np.float64)
+    np.testing.assert_allclose(results["sums"], wide.cumsum(axis), rtol=1e-5)
+    np.testing.assert_allclose(results["products"], wide.cumprod(axis), rtol=1e-5)
+    behind = np.flip(np.flip(wide, axis).cumsum(axis), axis) - wide
+    np.testing.assert_allclose(results["behind"], behind, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(results["narrow_sums"], x.astype(np.float16).astype(np.float64).cumsum(axis), rtol=1e-3)
+
+
+def test_infinities_bits_and_zeros(call: Any) -> None:
+    x = RNG.standard_normal((2, 3, 4)).astype(np.float32)
+    x[0, 0], x[1, :, 1] = [np.inf, -np.inf, np.nan, -0.0], 0
+    results = call(x, 0)
+    np.testing.assert_array_equal(results["above"], np.isposinf(x))
+    np.testing.assert_array_equal(results["below"], np.isneginf(x))
+    assert not results["neither"].any()
+    assert results["mask"].all()
+    np.testing.assert_array_equal(results["same"], x)
+    np.testing.assert_array_equal(results["bits"], x.view(np.int32))
+    wide = x.astype(np.float16).astype(np.float64)
+    np.testing.assert_allclose(results["elu"], np.where(wide < 0, 0.5 * np.expm1(wide), wide), rtol=2e-3, atol=1e-3)
+    norm = np.abs(wide[1]).sum(0, keepdims=True)
+    np.testing.assert_allclose(results["unit"][1], wide[1] / np.where(norm == 0, 1, norm), rtol=2e-3, atol=1e-4)
