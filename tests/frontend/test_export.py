@@ -318,6 +318,18 @@ def test_any_module_with_examples() -> None:
     assert "Attention" in operators(model)
 
 
+def test_weights_whose_sign_is_lazy() -> None:
+    module = Residual()
+    module.register_buffer("shift", torch._neg_view(torch.randn(72)))
+    module.projection.weight = nn.Parameter(torch._neg_view(torch.randn(72, 24)))
+    module.projection.register_forward_hook(lambda layer, inputs, output: output + module.shift)
+    right = {"projection.weight": module.projection.weight.detach().resolve_neg(), "shift": module.shift.resolve_neg()}
+    model = export(module, example_inputs=[torch.randn(1, 5, 24)])
+    written = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer}
+    assert all(torch.equal(written[name], value) for name, value in right.items())
+    assert module.projection.weight.is_neg()  # the module is as it was
+
+
 def test_any_module_with_named_symbols() -> None:
     examples = {"query": torch.randn(1, 2, 5, 8), "memory": torch.randn(1, 2, 7, 8)}
     named = {"query": {0: "N", 2: "T"}, "memory": {0: "N", 2: "M"}}

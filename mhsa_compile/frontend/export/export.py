@@ -146,6 +146,7 @@ def _export_any(called: Called, program: Program) -> onnx.ModelProto:
     freedom = program.freedom
     names = {"input_names": list(freedom.signature), "output_names": program.outputs}
     version = {"opset_version": opset(called.module), "custom_translation_table": TRANSLATIONS}
+    _write_signs_out(program.exported)
     model = with_own_names(_converted(program.exported, **names, **version))
     with_names(model, program.names)
     for node in model.graph.node:
@@ -270,6 +271,16 @@ def _run_exporter(module: MultiHeadAttention | ScaledDotProductAttention, signat
     }
     names = {"input_names": list(signature), "output_names": output_names(module)}
     return _converted(module, opset_version=opset(module), kwargs=examples, dynamic_shapes=dynamic, **names)
+
+
+def _write_signs_out(exported: torch.export.ExportedProgram) -> None:
+    """Gives a program's weights memory of their own numbers where PyTorch notes a negation beside it: its exporter to
+    ONNX reads the memory alone."""
+    for tensors in (exported.state_dict, exported.constants):
+        lazy = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor) and value.is_neg()}
+        for name, value in lazy.items():
+            plain = value.detach().resolve_neg()
+            tensors[name] = nn.Parameter(plain, value.requires_grad) if isinstance(value, nn.Parameter) else plain
 
 
 def _converted(source: nn.Module | torch.export.ExportedProgram, **options: Any) -> onnx.ModelProto:
