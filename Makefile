@@ -1,4 +1,4 @@
-# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | kill-tuning | races | helgrind | same-code | fleet | lint | textbook | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | fuzz-edits | kill-tuning | races | helgrind | same-code | fleet | lint | textbook | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE  # programs that tests start read what the first of them compiled
@@ -18,7 +18,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -98,6 +98,9 @@ test-models: $(STAMP)  ## Other people's models: what is too slow for the suite,
 
 fuzz-operator: $(STAMP)  ## 200 random nodes of the ONNX operator against float64; some minutes
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.onnx_operator
+
+fuzz-edits: $(STAMP)  ## 5,000 random edits of accelerated models, each against a plain copy that was edited alike; minutes
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.model_edits --edits $(or $(EDITS),5000) --seed $(or $(SEED),0)
 
 lint: $(STAMP)  ## Style, format and types
 	@$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from mhsa_compile.compiler import pipeline
@@ -22,6 +23,7 @@ from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, Row
+from mhsa_compile.integrations.padded_encoder import EncoderForward
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.nn.modules import MultiHeadAttention
@@ -67,11 +69,12 @@ def accelerate(
     profile = target if isinstance(target, TargetProfile) else load_profile(target)
     report = AccelerationReport()
     try:
-        _replace_in_transformers(model, profile, report)
-        _replace_layers(model, profile, report)
-        report.rows += _others(model, report)
-        if linears:
-            _replace_linears(model, profile, report)
+        with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
+            _replace_in_transformers(model, profile, report)
+            _replace_layers(model, profile, report)
+            report.rows += _others(model, report)
+            if linears:
+                _replace_linears(model, profile, report)
         if on_unsupported == "raise" and report.kept:
             row = report.kept[0]
             raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
@@ -136,6 +139,9 @@ class _Artifacts:
         """A linear of a kind, with these weights."""
         return load(self._get(profile, kind, lambda: torch_linear.graph_of(kind)), weights=weights)
 
+    def __reduce__(self) -> str:  # a copy of a model, here or in another process, shares what is compiled there
+        return "_ARTIFACTS"
+
     def _get(self, profile: TargetProfile, what: AttentionSpec | LinearKind, source: Callable[[], Any]) -> Artifact:
         key = (profile.to_toml(), what)
         with self._lock:
@@ -148,8 +154,8 @@ _ARTIFACTS = _Artifacts()
 
 
 def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
-    """Replaces the forward of every nn.MultiheadAttention; encoders around them call them again and keep tensors
-    whole."""
+    """Replaces the forward of every nn.MultiheadAttention; encoders around them call them again, and drop padding in
+    rows instead of nested tensors."""
     replaced = set()
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.MultiheadAttention):
@@ -163,6 +169,10 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
             report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
+            attentions: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
+            alike = attentions <= replaced and len({attention.num_heads for attention in attentions}) == 1
+            if encoder.use_nested_tensor and alike and "forward" not in vars(encoder):
+                _put_forward(encoder, EncoderForward(encoder), report)
             report.undo.append(partial(_set_nested, encoder, encoder.use_nested_tensor))
             _set_nested(encoder, False)
 
@@ -179,10 +189,13 @@ def _replace_linears(model: nn.Module, profile: TargetProfile, report: Accelerat
             _put_forward(layer, LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count), report)
 
 
-def _put_forward(layer: nn.Module, forward: LayerForward | LinearForward, report: AccelerationReport) -> None:
+def _put_forward(
+    layer: nn.Module, forward: LayerForward | LinearForward | EncoderForward, report: AccelerationReport
+) -> None:
     vars(layer)["forward"] = forward
     report.undo.append(partial(_forget_forward, layer))
-    report.on_refresh.append(forward.forget)
+    if not isinstance(forward, EncoderForward):
+        report.on_refresh.append(forward.forget)
 
 
 def _forget_forward(layer: nn.Module) -> None:
@@ -204,7 +217,7 @@ def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: A
         undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
         why = _why_not_here(found)
         if not why:
-            transformers_attention.register(profile)
+            report.registered.append(transformers_attention.Registration(profile))
             report.undo += undo
             try:
                 found.set_attn_implementation(transformers_attention.NAME)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mhsa_compile.errors import InputError
-
 NAME = "_mhsa_acceleration"
 """The attribute of an accelerated model that holds its report."""
 
@@ -27,15 +25,7 @@ class Row:
         return not self.why_kept
 
 
-class Unsaved:
-    """What belongs to one model in one process: copies of it would compute with the weights of the first."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        hint = "Call mhsa.restore(model) first; state_dict() is as it always was."
-        raise InputError("model", "one that is not accelerated, to copy or to pickle", "an accelerated one", hint)
-
-
-class AccelerationReport(Unsaved):
+class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
     `linears` has rows of its own, where linears were asked for. `calls`: reason -> how many calls of replaced layers
@@ -48,6 +38,7 @@ class AccelerationReport(Unsaved):
         self.calls: dict[str, int] = {}
         self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
         self.on_refresh: list[Callable[[], None]] = []
+        self.registered: list[Any] = []  # what a copy in another process needs to be there
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -61,8 +52,8 @@ class AccelerationReport(Unsaved):
         return [row for row in self.rows if not row.replaced]
 
     def refresh(self) -> None:
-        """Binds the weights of all replaced layers anew, for edits that PyTorch does not count: those by `.data`, by
-        NumPy's views, and of inference tensors. All others are noticed by the next call."""
+        """Binds the weights of all replaced layers anew, for edits of a few numbers that PyTorch does not count: by
+        `.data`, by NumPy's views, and of inference tensors. All others are noticed by the next call: `weight_state`."""
         for bind in self.on_refresh:
             bind()
 

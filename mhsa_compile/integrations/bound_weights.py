@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+from mhsa_compile.integrations.weight_state import States, hold, states_of
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -17,40 +19,38 @@ class BoundWeights(Generic[Kind]):
     """What a layer's calls run on. Any number of threads may ask at once; one of them binds.
 
     weights   gives the layer's weights as they are now; None stands for one that it lacks
+    why_not   says why an artifact cannot have them; "" if it can. It is asked where they are new
     bind      loads the artifact for a kind of call with these weights
     """
 
     def __init__(
-        self, weights: Callable[[], Iterable[Tensor | None]], bind: Callable[[Kind], CompiledAttention]
+        self,
+        weights: Callable[[], Iterable[Tensor | None]],
+        why_not: Callable[[], str],
+        bind: Callable[[Kind], CompiledAttention],
     ) -> None:
-        self._weights, self._bind = weights, bind
+        self._weights, self._why_not, self._bind = weights, why_not, bind
         self._lock = threading.Lock()
-        self._bound: tuple[tuple[object, ...], dict[Kind, CompiledAttention]] = ((), {})
+        self._bound: tuple[States, dict[Kind, CompiledAttention]] = ((), {})
 
-    def get(self, kind: Kind) -> CompiledAttention:
-        """The artifact for this kind of call, with the weights as they are now."""
-        state = tuple(map(_state, self._weights()))
-        known, found = self._bound
-        if known == state and kind in found:
-            return found[kind]
-        with self._lock:
-            known, found = self._bound
-            if known != state:
-                found = {}
-            if kind not in found:
-                found = {**found, kind: self._bind(kind)}
-                self._bound = (state, found)
-            return found[kind]
+    def get(self, kind: Kind) -> CompiledAttention | str:
+        """The artifact for this kind of call, with the weights as they are now; or why none can have them."""
+        weights = tuple(self._weights())
+        states, artifacts = self._bound
+        if kind in artifacts and hold(states, weights):
+            return artifacts[kind]
+        with self._lock, torch.random.fork_rng(devices=()):  # modules draw the weights that they begin with
+            states, artifacts = self._bound
+            if not hold(states, weights):
+                if reason := self._why_not():
+                    return reason
+                states, artifacts = states_of(weights), {}
+            if kind not in artifacts:
+                artifacts = {**artifacts, kind: self._bind(kind)}
+                self._bound = (states, artifacts)
+            return artifacts[kind]
 
     def forget(self) -> None:
         """Lets go of what is bound: the next call binds the weights again."""
         with self._lock:
             self._bound = ((), {})
-
-
-def _state(weight: Tensor | None) -> tuple[object, ...]:
-    """What changes when somebody writes into a weight, or puts another in its place."""
-    if weight is None:
-        return ()
-    version = 0 if weight.is_inference() else weight._version
-    return id(weight), weight.data_ptr(), version, weight.dtype

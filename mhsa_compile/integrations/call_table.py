@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import Tensor
 
 from mhsa_compile.compiler import pipeline
@@ -40,7 +41,7 @@ class CallTable:
         asked = (call, one_query, causal, windowed)
         if (found := self._asked.get(asked)) is not None:
             return found
-        with self._lock:
+        with self._lock, torch.random.fork_rng(devices=()):
             for kind in siblings(call, causal=causal, windowed=windowed):
                 for wanted, one in ((kind, False), (kind.of_one_query, True)):
                     if (wanted, one) not in self._loaded:

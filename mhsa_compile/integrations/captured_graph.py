@@ -67,8 +67,8 @@ class CapturedGraph:
         names = tuple(placeholders[i].name for i in free)
         return cls(graph, weights, numbers, names, tuple(free), tuple(free.values()), sizes, returned)
 
-    def module(self, inputs: Sequence[Any]) -> tuple[nn.Module, dict[str, dict[int, str] | None]]:
-        """The graph as a module that holds the weights among these inputs, and its inputs' symbolic dims."""
+    def module(self, inputs: Sequence[Any]) -> nn.Module:
+        """The graph as a module that holds the weights among these inputs."""
         graph = copy.deepcopy(self.graph.graph)
         root = nn.Module()
         for name, value in self.graph.named_modules():
@@ -98,22 +98,34 @@ class CapturedGraph:
         output = graph.output_node()
         output.args = (tuple(item for item in _distinct(output.args[0])),)
         graph.lint()
-        return fx.GraphModule(root, graph), self._free_dims()
+        return fx.GraphModule(root, graph)
 
-    def _free_dims(self) -> dict[str, dict[int, str] | None]:
+    def free_dims(self) -> dict[str, dict[int, str]]:
+        """The symbolic dims of the inputs, as Dynamo names them."""
         free: dict[str, dict[int, str]] = {name: {} for name in self.names}
         meta = {node.name: node.meta.get("example_value") for node in self.graph.graph.find_nodes(op="placeholder")}
         for name in self.names:
             shape: Sequence[Any] = () if meta[name] is None else meta[name].shape
             free[name] = {i: symbol for i, size in enumerate(shape) if (symbol := _symbol(size)) is not None}
-        return {name: dims or None for name, dims in free.items()}
+        return free
 
-    def identity(self, inputs: Sequence[Any]) -> tuple[object, ...]:
-        """A key of the weights and numbers among these inputs: it is equal as long as they are the same, unchanged."""
-        weights = [inputs[place] for place in self.weights]
-        versions = [0 if weight.is_inference() else weight._version for weight in weights]
-        numbers = [inputs[place].item() for place in self.numbers]
-        return (*(weight.data_ptr() for weight in weights), *versions, *numbers)
+    def joined_dims(self, inputs: Sequence[Any]) -> dict[str, dict[int, str]]:
+        """The symbolic dims with one name for those that are of one size in these inputs: Dynamo may give the keys'
+        length and that of the values, which are always equal, a symbol each."""
+        sizes: dict[int, str] = {}
+        values = self.arguments(inputs)
+        return {
+            name: {axis: sizes.setdefault(values[name].shape[axis], symbol) for axis, symbol in dims.items()}
+            for name, dims in self.free_dims().items()
+        }
+
+    def weights_of(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """The weights among these inputs."""
+        return [inputs[place] for place in self.weights]
+
+    def numbers_of(self, inputs: Sequence[Any]) -> tuple[float, ...]:
+        """The numbers among these inputs."""
+        return tuple(inputs[place].item() for place in self.numbers)
 
     def with_numbers(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs, sizes as those of the tensors: to look at a symbolic one would fix it."""

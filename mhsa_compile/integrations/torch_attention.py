@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mhsa_compile.conversion.from_torch import from_torch, joined
 from mhsa_compile.errors import ModelError
-from mhsa_compile.integrations.acceleration_report import Unsaved
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.bound_weights import BoundWeights
+from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -25,30 +25,40 @@ Load = Callable[[MultiHeadAttention, Mapping[str, Any]], CompiledAttention]
 
 
 class CallKind(NamedTuple):
-    """What of a call decides on its artifact. `inputs`: 1 where query, key and value are one tensor, 2 where the last
-    two are, else 3."""
+    """What of a call, and of its layer, decides on its artifact. `inputs`: 1 where query, key and value are one tensor,
+    2 where the last two are, else 3."""
 
+    heads: int
     inputs: int
     mask: str | None
     causal: bool
     need_weights: bool
 
 
+_OWN = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+"""The parameters that a layer may have, beside those of its out_proj."""
+
+
 def why_not(layer: nn.MultiheadAttention) -> str:
     """Why a layer cannot be replaced; "" if it can."""
-    parameters = dict(layer.named_parameters())
     if type(layer) is not nn.MultiheadAttention:
         return "it is a subclass of nn.MultiheadAttention, which may compute something else"
     if "forward" in vars(layer):
         return "it has a forward of its own"
-    if type(layer.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return f"its out_proj is a {type(layer.out_proj).__name__}: it is quantised, or was replaced"
     if hooks := [
         name for name, found in vars(layer).items() if name.endswith("_hooks") and "state" not in name and found
     ]:
         return f"it has hooks ({hooks[0].strip('_')})"
     if vars(layer.out_proj)["_forward_pre_hooks"] or vars(layer.out_proj)["_forward_hooks"]:
         return "its out_proj has hooks, which would not run"
+    return why_not_weights(layer)
+
+
+def why_not_weights(layer: nn.MultiheadAttention) -> str:
+    """Why no artifact can have a layer's weights as they are now; "" if one can."""
+    if type(layer.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return f"its out_proj is a {type(layer.out_proj).__name__}: it is quantised, or was replaced"
+    parameters = dict(layer.named_parameters())
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter:
             return f"{name} is a {type(parameter).__name__}"
@@ -75,13 +85,16 @@ def _shapes(layer: nn.MultiheadAttention) -> dict[str, tuple[int, ...]]:
     return {f"{name}_proj_weight": (D, size) for name, size in separate.items()} | {"out_proj.weight": (D, D)}
 
 
-class LayerForward(Unsaved):
+class LayerForward:
     """The forward of one layer. Weights are bound for each kind of call when it is first met, and again when they
     changed. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
 
     def __init__(self, layer: nn.MultiheadAttention, load: Load, left: Callable[[str], None]) -> None:
         self._layer, self._load, self._left = layer, load, left
-        self._bound = BoundWeights[CallKind](layer.parameters, self._bind)
+        self._bound = BoundWeights[CallKind](self._weights, self._why_unbound, self._bind)
+
+    def __reduce__(self) -> Any:  # a copy binds its own weights
+        return type(self), (self._layer, self._load, self._left)
 
     def forget(self) -> None:
         """Lets go of the bound weights: the next call binds them again."""
@@ -103,12 +116,26 @@ class LayerForward(Unsaved):
         layer = self._layer
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if is_recorded():  # what PyTorch does is as right
-            return nn.MultiheadAttention.forward(layer, *arguments)
-        check_inference(layer, "query", query, key, value, *layer.parameters())
-        if why := self._why_not(*arguments):
-            self._left(why)
-            return nn.MultiheadAttention.forward(layer, *arguments)
-        return self._computed(*arguments)
+            return type(layer).forward(layer, *arguments)
+        why = self._why_not(*arguments)
+        if not why:
+            check_inference(layer, "query", query, key, value, *self._weights())
+            result = self._computed(*arguments)
+            if not isinstance(result, str):
+                return result
+            why = result
+        self._left(why)
+        return type(layer).forward(layer, *arguments)
+
+    def _weights(self) -> tuple[Tensor | None, ...]:
+        own, projection = self._layer._parameters, self._layer._modules["out_proj"]
+        outer = {} if projection is None else projection._parameters
+        return (*map(own.get, _OWN), *map(outer.get, ("weight", "bias")))
+
+    def _why_unbound(self) -> str:
+        """Why an artifact cannot have the layer's weights as they are now; "" if it can."""
+        why = why_not_weights(self._layer)
+        return why and f"weights that it has no form for: {why}"
 
     def _why_not(
         self,
@@ -120,15 +147,13 @@ class LayerForward(Unsaved):
         mask: Tensor | None,
         *rest: bool,
     ) -> str:
-        if query.is_nested or key.is_nested or value.is_nested:
-            return "a nested tensor"
+        if type(self._layer) is not nn.MultiheadAttention:
+            return f"a layer that became a {type(self._layer).__name__}"
+        if why := why_not_numbers(query, key, value, padding, mask):
+            return why
         if (query.ndim, key.ndim, value.ndim) not in ((3, 3, 3), (2, 2, 2)):
             return "a rank that it refuses"
-        if torch.is_autocast_enabled("cpu"):
-            return "autocast"
-        if kinds := [type(x).__name__ for x in (query, key) if type(x) not in (Tensor, nn.Parameter)]:
-            return f"inputs that are a {kinds[0]}"
-        dtype = self._layer.out_proj.weight.dtype
+        dtype = getattr(self._weights()[-2], "dtype", None)
         if any(x.dtype != dtype or x.device.type != "cpu" for x in (query, key, value)):
             return f"inputs that are not {dtype} in CPU memory"
         if rest[-1] and mask is None:
@@ -147,7 +172,8 @@ class LayerForward(Unsaved):
         attn_mask: Tensor | None,
         average_attn_weights: bool,
         is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None] | str:
+        """The results; or why no artifact can have the layer's weights."""
         layer = self._layer
         apart = key is not value or layer.kdim != layer.vdim
         inputs = [query, key, value] if apart else [query, key] if query is not key else [query]
@@ -162,7 +188,9 @@ class LayerForward(Unsaved):
         full = (inputs[0].shape[0], layer.num_heads, inputs[0].shape[1], keys.shape[1])
         mask = joined(None if causal else attn_mask, key_padding_mask, full, query.dtype)
         kind = None if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-        compiled = self._bound.get(CallKind(len(inputs), kind, causal, need_weights))
+        compiled = self._bound.get(CallKind(layer.num_heads, len(inputs), kind, causal, need_weights))
+        if isinstance(compiled, str):
+            return compiled
         with torch.no_grad():
             results: Any = compiled(*inputs, *([] if mask is None else [mask]))
         y: Tensor = results.y if need_weights else results

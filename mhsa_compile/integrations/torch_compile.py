@@ -23,8 +23,9 @@ from torch import fx
 from torch._guards import tracing
 
 from mhsa_compile.compiler.pipeline import compile
-from mhsa_compile.errors import InputError, MhsaError
+from mhsa_compile.errors import InputError, MhsaError, ModelError
 from mhsa_compile.integrations.captured_graph import CapturedGraph
+from mhsa_compile.integrations.weight_state import States, hold, states_of
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 
 _SLOWER = 1.02
@@ -94,42 +95,76 @@ def _left(graph: fx.GraphModule, why: str, options: BackendOptions) -> Run:
     return run
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """The artifact of one set of weights and numbers; `joined` are the dims that it takes to be equal, if any."""
+
+    states: States
+    numbers: tuple[float, ...]
+    artifact: CompiledAttention
+    joined: dict[str, dict[int, str]] | None
+
+    def takes(self, captured: CapturedGraph, inputs: Sequence[Any]) -> bool:
+        """Whether a call with these inputs can run on it."""
+        if self.numbers != captured.numbers_of(inputs) or not hold(self.states, captured.weights_of(inputs)):
+            return False
+        return self.joined is None or self.joined == captured.joined_dims(inputs)
+
+
 @dataclass
 class _Bound:
     """A captured graph as artifacts, one for each set of weights that it is called with."""
 
     captured: CapturedGraph
     options: BackendOptions
-    _made: dict[tuple[object, ...], CompiledAttention] = field(default_factory=dict)
+    _entries: tuple[_Entry, ...] = ()  # the newest first
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        made = self._made.get(self.captured.identity(inputs)) or self.compiled(inputs)
-        results = made(**self.captured.arguments(inputs))
+        artifact = self.compiled(inputs)
+        results = artifact(**self.captured.arguments(inputs))
         return self.captured.outputs(results if isinstance(results, tuple) else (results,), inputs)
 
     def compiled(self, inputs: Sequence[Any]) -> CompiledAttention:
         """The compiled graph for the weights and numbers among these inputs; it is compiled once for each."""
+        if (artifact := self._known(inputs)) is not None:
+            return artifact
         with self._lock:
-            identity = self.captured.identity(inputs)
-            if identity not in self._made:
-                made = self._compile(inputs)
-                if len(self._made) >= _MOST_WEIGHTS:
-                    del self._made[next(iter(self._made))]
-                self._made[identity] = made
-            return self._made[identity]
+            if (artifact := self._known(inputs)) is not None:
+                return artifact
+            states = states_of(self.captured.weights_of(inputs))
+            with torch.random.fork_rng(devices=()):
+                artifact, joined = self._compile(inputs)
+            entry = _Entry(states, self.captured.numbers_of(inputs), artifact, joined)
+            self._entries = (entry, *self._entries[: _MOST_WEIGHTS - 1])
+            return artifact
 
-    def _compile(self, inputs: Sequence[Any]) -> CompiledAttention:
-        module, shapes = self.captured.module(inputs)
+    def _known(self, inputs: Sequence[Any]) -> CompiledAttention | None:
+        for entry in self._entries:
+            if entry.takes(self.captured, inputs):
+                return entry.artifact
+        return None
+
+    def _compile(self, inputs: Sequence[Any]) -> tuple[CompiledAttention, dict[str, dict[int, str]] | None]:
+        """The artifact, with all dims free, or else with those joined that are of one size here."""
+        free, joined = self.captured.free_dims(), self.captured.joined_dims(inputs)
+        try:
+            return self._compiled(inputs, free), None
+        except ModelError:
+            if joined == free:
+                raise
+        return self._compiled(inputs, joined), joined
+
+    def _compiled(self, inputs: Sequence[Any], dims: Mapping[str, Mapping[int, str]]) -> CompiledAttention:
         # The exporter would add its guards to those of the graph that is being compiled, and they never hold.
         with tracing(None), torch.inference_mode(False), torch.no_grad():
             # Copies: the exporter marks its examples, and Dynamo's guards would find that theirs are others.
             examples = {name: value.clone() for name, value in self.captured.arguments(inputs).items()}
             artifact = compile(
-                module,
+                self.captured.module(inputs),
                 self.options.target,
                 example_inputs=examples,
-                dynamic_shapes=shapes,
+                dynamic_shapes={name: axes or None for name, axes in dims.items()},
                 without_attention="refuse",
             )
         return load(artifact, threads=self.options.threads)

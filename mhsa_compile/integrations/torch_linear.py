@@ -17,9 +17,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from mhsa_compile.integrations.acceleration_report import Unsaved
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.bound_weights import BoundWeights
+from mhsa_compile.integrations.call_context import why_not_numbers
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 LEAST_WEIGHTS = 256 * 256
@@ -87,12 +87,15 @@ def graph_of(kind: LinearKind) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=11)
 
 
-class LinearForward(Unsaved):
+class LinearForward:
     """The forward of one linear. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
 
     def __init__(self, layer: Any, load: Load, left: Callable[[str], None]) -> None:
-        self._layer, self._load, self._left = layer, load, left
-        self._bound = BoundWeights[LinearKind](lambda: (layer.weight, layer.bias), self._bind)
+        self._layer, self._class, self._load, self._left = layer, type(layer), load, left
+        self._bound = BoundWeights[LinearKind](self._weights, lambda: "", self._bind)
+
+    def __reduce__(self) -> Any:  # a copy binds its own weights
+        return type(self), (self._layer, self._load, self._left)
 
     def forget(self) -> None:
         """Lets go of the bound weights: the next call binds them again."""
@@ -102,41 +105,58 @@ class LinearForward(Unsaved):
         """x (..., I) -> y (..., O). Raises InputError in training and where a gradient is wanted."""
         if is_recorded():  # what PyTorch does is as right
             return self._by_pytorch(input)
-        check_inference(self._layer, "input", input, self._layer.weight, self._layer.bias)
-        kind = self._kind()
-        if why := self._why_not(input, kind):
+        if why := self._why_not(input):
             self._left(why)
             return self._by_pytorch(input)
+        check_inference(self._layer, "input", input, *self._weights())
+        kind = self._kind()
         rows = input.reshape(-1, kind.I)
         if not len(rows):
             return self._by_pytorch(input)
+        compiled = self._bound.get(kind)
+        if isinstance(compiled, str):
+            self._left(compiled)
+            return self._by_pytorch(input)
         with torch.no_grad():
-            y: Tensor = self._bound.get(kind)(rows)
+            y: Tensor = compiled(rows)
         return y.view(*input.shape[:-1], kind.O)
 
     def _by_pytorch(self, input: Tensor) -> Tensor:
         y: Tensor = type(self._layer).forward(self._layer, input)
         return y
 
-    def _why_not(self, input: Tensor, kind: LinearKind) -> str:
-        weight = self._layer.weight
-        if type(input) not in (Tensor, nn.Parameter) or input.is_nested:
-            return f"inputs that are a {'nested tensor' if input.is_nested else type(input).__name__}"
-        if torch.is_autocast_enabled("cpu"):
-            return "autocast"
-        if input.dtype != torch.float32 or input.device.type != "cpu" or weight.dtype != torch.float32:
-            return "inputs or weights that are not torch.float32 in CPU memory"
-        if not input.ndim or input.shape[-1] != kind.I:
+    def _weights(self) -> tuple[Tensor | None, Tensor | None]:
+        parameters = self._layer._parameters
+        return parameters.get("weight"), parameters.get("bias")
+
+    def _why_not(self, input: Tensor) -> str:
+        """Why PyTorch is to compute a call; "" if an artifact can."""
+        if type(self._layer) is not self._class:
+            return f"a layer that became a {type(self._layer).__name__}"
+        if why := why_not_numbers(input):
+            return why
+        weight, bias = self._weights()
+        if bias is None and getattr(self._layer, "bias", None) is not None:
+            return "a bias that is no parameter"
+        for value in (weight,) if bias is None else (weight, bias):
+            if type(value) is not nn.Parameter:
+                return f"weights that are a {type(value).__name__}, or computed anew for each call"
+            if value.dtype != torch.float32 or value.device.type != "cpu":
+                return "weights that are not torch.float32 in CPU memory"
+        if input.dtype != torch.float32 or input.device.type != "cpu":
+            return "inputs that are not torch.float32 in CPU memory"
+        assert weight is not None
+        if weight.ndim != 2 or not input.ndim or input.shape[-1] != self._kind().I:
             return "a shape that it refuses"
         return ""
 
     def _kind(self) -> LinearKind:
-        weight, bias = self._layer.weight, self._layer.bias
+        weight, bias = self._weights()
+        assert weight is not None
         is_transposed = not isinstance(self._layer, nn.Linear)
         inputs, outputs = weight.shape if is_transposed else reversed(weight.shape)
         return LinearKind(inputs, outputs, bias is not None, is_transposed)
 
     def _bind(self, kind: LinearKind) -> CompiledAttention:
-        layer = self._layer
-        weights = {"weight": layer.weight.detach()} | ({"bias": layer.bias.detach()} if kind.has_bias else {})
-        return self._load(kind, weights)
+        names = ("weight", "bias") if kind.has_bias else ("weight",)
+        return self._load(kind, {name: getattr(self._layer, name).detach() for name in names})

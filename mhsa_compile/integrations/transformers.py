@@ -11,6 +11,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.integrations import attention_operator
+from mhsa_compile.integrations.call_context import why_not_a_call
 from mhsa_compile.integrations.call_table import TABLE
 from mhsa_compile.target.profile import TargetProfile, load_profile
 
@@ -66,6 +68,17 @@ def register(target: str | TargetProfile = "native") -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)  # bool (B, 1, L, S), or None where `attention_forward` knows
 
 
+class Registration:
+    """That "mhsa" is registered for a target: a copy that is unpickled in another process sees to it there."""
+
+    def __init__(self, target: TargetProfile) -> None:
+        self._target = target
+        register(target)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._target,)
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -89,11 +102,19 @@ def attention_forward(
     position_bias   added to the scores, broadcastable to (B, H, L, S)
     s_aux           (H,): for each head one more score of the softmax, of no value
 
+    Calls of other dtypes, under vmap and for derivatives of torch.func or forward ones are PyTorch's, with a warning.
     Raises InputError for what compiled attention has no meaning for: dropout, gradients, attention weights, paged
     caches, and keywords that are not known.
     """
     s_aux = others.pop("sinks", None) if s_aux is None else s_aux
     _check_keywords(others, dropout)
+    if why := _why_pytorch(query):
+        rest = (softcap, s_aux, position_bias, sliding_window if attention_mask is None else None)
+        if all(value is None for value in rest):
+            warnings.warn(f'attention "{NAME}": PyTorch computes calls with {why}', stacklevel=2)
+            return _by_pytorch(module, query, key, value, attention_mask, scaling, is_causal)
+        hint = 'Set attn_implementation="eager" for such calls.'
+        raise InputError("query", "plain float32, bfloat16 or float16 numbers", why, hint)
     traced = attention_operator.is_traced(query)
     if traced and not torch.compiler.is_compiling() and hasattr(query, "full_tensor"):
         hint = 'Let each process have its own heads as plain tensors, or set attn_implementation="sdpa".'
@@ -111,6 +132,27 @@ def attention_forward(
     windowed = sliding_window is not None
     call = torch.ops.mhsa.attention if traced else attention_operator.attend
     return call(query, key, value, mask, sinks, scale, float(softcap or 0.0), causal, bool(said), windowed), None
+
+
+def _why_pytorch(query: Tensor) -> str:
+    """Why PyTorch is to compute a call; "" if an artifact can."""
+    if why := why_not_a_call():
+        return why
+    return "" if query.dtype in _DTYPES else f"queries of {query.dtype}"
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _by_pytorch(module: nn.Module, *arguments: Any) -> tuple[Tensor, None]:
+    """A call as attn_implementation="sdpa" has it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    query, key, value, mask, scaling, is_causal = arguments
+    result: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, mask, scaling=scaling, is_causal=is_causal
+    )
+    return result
 
 
 def _check_keywords(others: dict[str, Any], dropout: float) -> None:

@@ -50,7 +50,12 @@ def check_unseen_sizes(model: onnx.ModelProto, module: nn.Module, symbols: Itera
             said = next(iter(str(error).splitlines()), type(error).__name__)
             hint = "Fix in dims what has one size only, or leave it out of dynamic_shapes."
             raise ModelError("module", f"a forward that takes {at or 'its examples'}", said, hint) from error
-        expected = graph.oracle(inputs)
+        try:
+            expected = graph.oracle(inputs)
+        except Exception as error:  # sizes that do not fit each other, which the module did not mind
+            got = next(iter(str(error).splitlines()), type(error).__name__)
+            hint = "Name dims that are always equal alike in dynamic_shapes, or fix them in dims."
+            raise ModelError("module", f"an exported graph that takes {at or 'its examples'}", got, hint) from error
         try:
             exact = _outputs(wide, {name: _widened(array) for name, array in inputs.items()}, forward)
         except RuntimeError:

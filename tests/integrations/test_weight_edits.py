@@ -1,0 +1,128 @@
+"""Weights written past PyTorch's counter, calls that ask for more than numbers, copies, and padding that is dropped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from fuzz.model_edits import EDITS, Block, campaign
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import mhsa_compile as mhsa
+from mhsa_compile.integrations.weight_state import WeightState, hold, states_of
+
+X = torch.linspace(-1, 1, 2 * 7 * 256).reshape(2, 7, 256)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, nn.Module]:
+    """An accelerated block and a plain one with the same weights."""
+    plain = Block().eval()
+    model = copy.deepcopy(plain)
+    mhsa.accelerate(model, linears=True)
+    return model, plain
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+
+
+def test_a_slice_of_the_campaign() -> None:
+    assert len(EDITS) == 18
+    assert not campaign(25, seed=3)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (64, 192), (192, 64), (256, 256), (97, 1013)])
+def test_what_a_sample_sees(shape: tuple[int, ...]) -> None:
+    """Any row in 256, any scaling, another memory, another object: of the weights themselves it sees nothing new."""
+    weight = nn.Parameter(torch.randn(shape))
+    state = WeightState(weight)
+    assert state.holds(weight)
+    rows = max(1, -(-shape[0] // 256))
+    with torch.no_grad():
+        kept = weight.detach().clone()
+        for first in range(0, shape[0] - rows + 1, max(1, shape[0] // 5)):
+            weight.data[first : first + 2 * rows] += 1
+            assert not state.holds(weight)
+            weight.data.copy_(kept)
+            assert state.holds(weight)
+    weight.data = kept
+    assert not state.holds(weight)
+    twin = nn.Parameter(weight.detach())
+    assert not WeightState(weight).holds(twin) and not WeightState(weight).holds(None)
+
+
+def test_states_keep_no_weight_alive() -> None:
+    weights = [nn.Parameter(torch.ones(4, 4)), None]
+    states = states_of(weights)
+    assert hold(states, weights) and not hold(states, weights[:1])
+    del weights[0]
+    assert states[0] is not None and states[0]._weight() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_calls_that_ask_for_more_than_numbers_are_pytorchs(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = pair
+    direction = torch.ones_like(X)
+    with torch.no_grad():
+        over = torch.vmap(lambda x: model(x[None])[0])(X)
+        assert off(over, plain(X)) < 1e-5
+        _, tangent = torch.func.jvp(model, (X,), (direction,))
+        _, expected = torch.func.jvp(plain, (X,), (direction,))
+        assert expected.abs().max() > 0.1 and off(tangent, expected) < 1e-5
+    frozen = [copy.deepcopy(each).requires_grad_(False) for each in pair]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), forward_ad.dual_level():
+        tangents = [forward_ad.unpack_dual(each(forward_ad.make_dual(X, direction))).tangent for each in frozen]
+    assert off(tangents[0], tangents[1]) < 1e-5
+    grads = [torch.func.grad(lambda x, each=each: each(x).square().sum())(X) for each in pair]
+    assert off(grads[0], grads[1]) < 1e-5
+
+
+def test_random_numbers_stay_the_users(pair: tuple[nn.Module, nn.Module]) -> None:
+    model = copy.deepcopy(pair[1])
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        mhsa.accelerate(model, linears=True)
+        model(X)
+        model.attention.in_proj_weight.mul_(1.5)  # type: ignore[union-attr, operator]
+        model(X)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_copies_are_accelerated_models_of_their_own(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = pair
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            twin.linear.weight.data.mul_(3)
+            expected = copy.deepcopy(plain)
+            expected.linear.weight.data.mul_(3)  # type: ignore[operator, union-attr]
+            assert off(twin(X), expected(X)) < 1e-5
+            assert off(model(X), plain(X)) < 1e-5
+        mhsa.restore(twin)
+        assert "forward" not in vars(twin.linear) and "forward" in vars(model.linear)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [(11, 3, 5, 2), (4, 4, 11, 0), (1, 1, 11, 1)])
+def test_padding_is_dropped(lengths: tuple[int, ...]) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    plain = nn.TransformerEncoder(layer, num_layers=2).eval()
+    model = copy.deepcopy(plain)
+    mhsa.accelerate(model)
+    x = torch.randn(4, 11, 32)
+    padding = torch.arange(11)[None] >= torch.tensor(lengths)[:, None]
+    padding = padding[:, torch.randperm(11)] if lengths[0] == 1 else padding  # tokens anywhere
+    poisoned = torch.where(padding[..., None], torch.nan, x)
+    with torch.no_grad():
+        result = model(poisoned, src_key_padding_mask=padding)
+        exact = plain.double()
+        for i, row in enumerate(padding):
+            if not row.all():
+                alone = exact(x[i : i + 1, ~row].double())
+                assert off(result[i, ~row], alone[0]) < 1e-5
+    assert not result[padding].any()
+    mhsa.restore(model)
+    assert "forward" not in vars(model) and model.use_nested_tensor
