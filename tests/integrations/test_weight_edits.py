@@ -71,13 +71,12 @@ def test_calls_that_ask_for_more_than_numbers_are_pytorchs(pair: tuple[nn.Module
     with torch.no_grad():
         over = torch.vmap(lambda x: model(x[None])[0])(X)
         assert off(over, plain(X)) < 1e-5
-        _, tangent = torch.func.jvp(model, (X,), (direction,))
-        _, expected = torch.func.jvp(plain, (X,), (direction,))
-        assert expected.abs().max() > 0.1 and off(tangent, expected) < 1e-5
-    frozen = [copy.deepcopy(each).requires_grad_(False) for each in pair]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), forward_ad.dual_level():
-        tangents = [forward_ad.unpack_dual(each(forward_ad.make_dual(X, direction))).tangent for each in frozen]
-    assert off(tangents[0], tangents[1]) < 1e-5
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        tangents = [torch.func.jvp(each, (X,), (direction,))[1] for each in pair]
+        with forward_ad.dual_level():
+            tangents += [forward_ad.unpack_dual(each(forward_ad.make_dual(X, direction))).tangent for each in pair]
+    assert tangents[1].abs().max() > 0.1
+    assert all(off(tangent, tangents[1]) < 1e-5 for tangent in tangents)
     grads = [torch.func.grad(lambda x, each=each: each(x).square().sum())(X) for each in pair]
     assert off(grads[0], grads[1]) < 1e-5
 
