@@ -1,4 +1,4 @@
-# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-operator | fuzz-parity | fuzz-files | fuzz-edits | kill-tuning | races | helgrind | same-code | fleet | lint | textbook | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-graphs | fuzz-operator | fuzz-parity | fuzz-files | fuzz-edits | kill-tuning | races | helgrind | same-code | fleet | lint | textbook | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE  # programs that tests start read what the first of them compiled
@@ -18,7 +18,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -95,6 +95,9 @@ sanitize-threads: $(STAMP)  ## The pool of threads: a million launches, and unde
 test-models: $(STAMP)  ## Other people's models: what is too slow for the suite, then the table of families, or ONLY="gpt2 bert" of it; half an hour
 	@$(if $(ONLY),true,$(BIN)/python -m pytest -m slow)
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.models --json build/model-families.json $(if $(ONLY),--only $(ONLY))
+
+fuzz-graphs: $(STAMP)  ## 5,000 random small graphs against onnx's evaluator: right, refused, wrong or raw; hours
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.graphs --graphs 5000 --workers 2
 
 fuzz-operator: $(STAMP)  ## 200 random nodes of the ONNX operator against float64; some minutes
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.onnx_operator
