@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -18,9 +17,10 @@ from mhsa_compile.compiler.cache.cache_key import Asked
 from mhsa_compile.compiler.cache.compiled_before import CompiledBefore
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError, InputError, MhsaError, ModelError, OutputError
-from mhsa_compile.files import atomic_write, places
+from mhsa_compile.files import atomic_write, places, user_folders
 from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.files.foreign_errors import bounded, reading
+from mhsa_compile.files.room import NO_ROOM, number_of
 from mhsa_compile.frontend.export.input_dims import check_dims
 from mhsa_compile.frontend.export.source import Source, as_module, read_source, with_outputs
 from mhsa_compile.records import record_files
@@ -121,66 +121,67 @@ def compile(
     use_cache = cache and dump is None and kept_artifacts.is_on()
 
     environment.check_tvm_pair()
+    user_folders.let_tvm_load()
     tell("export")
     source, added = with_outputs(as_module(source, example_inputs), outputs)
     if in_place:
         source = _in_place(source)
     asked = Asked(profile, weights, at_hand, tuple(map(str, added)), is_checked)
-    before = CompiledBefore(asked if use_cache else None)
-    if example_inputs is None and dynamic_shapes is None:
-        check_dims(dims)
-        if (found := before.of_module(source, dims)) is not None:
+    with CompiledBefore(asked if use_cache else None) as before:
+        if example_inputs is None and dynamic_shapes is None:
+            check_dims(dims)
+            if (found := before.of_module(source, dims)) is not None:
+                return found
+        read = read_source(source, dims, example_inputs, dynamic_shapes)
+        if (found := before.of_model(read.original, dims)) is not None:
+            if not found.manifest.attention and without_attention != "accept":
+                _canonical(read, added, without_attention)
             return found
-    read = read_source(source, dims, example_inputs, dynamic_shapes)
-    if (found := before.of_model(read.original, dims)) is not None:
-        if not found.manifest.attention and without_attention != "accept":
-            _canonical(read, added, without_attention)
-        return found
-    tell("import")
-    canonical = _canonical(read, added, without_attention)
-    read, imported = _imported(read, canonical, weights)
-    tell("schedule")
-    from mhsa_compile.compiler import lower, package
-    from mhsa_compile.compiler.codegen import build
+        tell("import")
+        canonical = _canonical(read, added, without_attention)
+        read, imported = _imported(read, canonical, weights)
+        tell("schedule")
+        from mhsa_compile.compiler import lower, package
+        from mhsa_compile.compiler.codegen import build
 
-    shelf = RecordSet(at_hand, profile)
-    try:
-        with reading(BuildError, "model", "operations that have code on this target", _REPORT):
-            scheduled = lower.schedule(imported, profile, shelf)
-    except BuildError as error:
-        _name_node(error, canonical.model, lambda part: lower.schedule(_parsed(part, weights), profile, shelf))
-    if dump is not None:
-        _dump(Path(dump), read, imported, scheduled, profile)
-    manifest = _manifest(read, canonical, imported, scheduled, profile)
-    with _temporary_folder() as owner:
-        folder = owner.path
-        tell("weights")
-        package.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
-        if read.spec is None and not added:
-            package.write_source(read.original, read.model, folder / WEIGHTS, folder / SOURCE)
-        tell("build")
+        shelf = RecordSet(at_hand, profile)
         try:
-            with reading(BuildError, "model", "code for this target", _REPORT):
-                build.build(scheduled, profile, folder / MODULE)
+            with reading(BuildError, "model", "operations that have code on this target", _REPORT):
+                scheduled = lower.schedule(imported, profile, shelf)
         except BuildError as error:
+            _name_node(error, canonical.model, lambda part: lower.schedule(_parsed(part, weights), profile, shelf))
+        if dump is not None:
+            _dump(Path(dump), read, imported, scheduled, profile)
+        manifest = _manifest(read, canonical, imported, scheduled, profile)
+        with _temporary_folder() as owner:
+            folder = owner.path
+            tell("weights")
+            package.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
+            if read.spec is None and not added:
+                package.write_source(read.original, read.model, folder / WEIGHTS, folder / SOURCE)
+            tell("build")
+            try:
+                with reading(BuildError, "model", "code for this target", _REPORT):
+                    build.build(scheduled, profile, folder / MODULE)
+            except BuildError as error:
 
-            def built(part: onnx.ModelProto) -> None:
-                build.build(lower.schedule(_parsed(part, weights), profile, shelf), profile, folder / MODULE)
+                def built(part: onnx.ModelProto) -> None:
+                    build.build(lower.schedule(_parsed(part, weights), profile, shelf), profile, folder / MODULE)
 
-            _name_node(error, canonical.model, built)
-        outcome = proof.OFF
-        if is_checked:
-            tell("check")
+                _name_node(error, canonical.model, built)
+            outcome = proof.OFF
+            if is_checked:
+                tell("check")
 
-            def again(model: onnx.ModelProto) -> Artifact:
-                options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
-                return compile(model, profile, without_attention="accept", **options)
+                def again(model: onnx.ModelProto) -> Artifact:
+                    options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
+                    return compile(model, profile, without_attention="accept", **options)
 
-            unchecked = Artifact.assemble(folder, manifest)
-            outcome = proof.checked(read, unchecked, again, None if dump is None else Path(dump))
-        artifact = Artifact.assemble(folder, msgspec.structs.replace(manifest, check=outcome), owner=owner)
-    before.keep(artifact)
-    return artifact
+                unchecked = Artifact.assemble(folder, manifest)
+                outcome = proof.checked(read, unchecked, again, None if dump is None else Path(dump))
+            artifact = Artifact.assemble(folder, msgspec.structs.replace(manifest, check=outcome), owner=owner)
+        before.keep(artifact)
+        return artifact
 
 
 def operations(
@@ -207,6 +208,7 @@ def imported(
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
     _check_weights(weights)
     environment.check_tvm_pair()
+    user_folders.let_tvm_load()
     read = read_source(source, dims, example_inputs, dynamic_shapes)
     return _imported(read, _canonical(read), weights)[1]
 
@@ -288,10 +290,12 @@ def _temporary_folder() -> Iterator[Unfinished]:
     except BaseException as error:
         if owner is not None:
             owner.remove()
-        if isinstance(error, MhsaError) or not isinstance(error, OSError):
+        unwritten = isinstance(error, OSError) or number_of(error) in NO_ROOM
+        if isinstance(error, MhsaError) or not unwritten:
             raise
-        hint = "Free some space, or point TMPDIR elsewhere."
-        raise OutputError("temporary folder", "room for the artifact", str(error), hint) from error
+        hint = "Free some space, lift the limit on sizes of files, or point TMPDIR elsewhere."
+        place = "temporary folder" if owner is None else f"temporary folder {str(owner.path.parent)!r}"
+        raise OutputError(place, "room for the artifact", str(error), hint) from error
 
 
 def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any, profile: TargetProfile) -> Manifest:
@@ -320,7 +324,8 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
 
 
 def _versions(profile: TargetProfile) -> dict[str, str]:
-    found = {name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")}
+    names = ("apache-tvm", "apache-tvm-ffi", "onnx", "torch")
+    found = {name: environment.installed_version(name) or environment.UNKNOWN for name in names}
     if isinstance(profile, CudaProfile):
         compiler, number = cuda_compiler.compiler()
         found[compiler] = number

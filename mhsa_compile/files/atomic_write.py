@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import BinaryIO
 
 from mhsa_compile.errors import MhsaError, OutputError
 from mhsa_compile.files import places
+from mhsa_compile.files.user_folders import temporary_place
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 _SUFFIX = ".unfinished"
@@ -62,8 +62,8 @@ class Unfinished:
 
 
 def temporary() -> Unfinished:
-    """A folder in the system's place for such, for this user's eyes only. Raises OSError."""
-    return Unfinished(Path(tempfile.gettempdir()), _TEMPORARY, 0o700)
+    """A folder in the system's place for such, for this user's eyes only. Raises OSError, OutputError among them."""
+    return Unfinished(temporary_place(), _TEMPORARY, 0o700)
 
 
 def sweep(parent: Path, name: str) -> None:

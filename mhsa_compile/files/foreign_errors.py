@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from mhsa_compile.errors import InputError, MhsaError, OutputError, ResourceError
+from mhsa_compile.files.room import NO_ROOM, number_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_UNWRITABLE = NO_ROOM | {errno.EACCES, errno.EPERM}
 _NO_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR}
 _NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "Unable to allocate", "vector::_M_default_append")
 """How PyTorch and TVM, which raise RuntimeError, say that there is no memory."""
@@ -28,12 +31,15 @@ _LONGEST = 300  # characters of what somebody else says
 @contextmanager
 def reading(kind: type[MhsaError], argument: str, expected: str, next_step: str = "") -> Iterator[None]:
     """Whatever a reader of foreign bytes raises in this block becomes a `kind`, or a ResourceError where the bytes ask
-    for more memory than there is. Errors of ours pass."""
+    for more memory than there is. Errors of ours pass. What is also
+    written, and finds no room, gives an OutputError."""
     try:
         yield
     except MhsaError:
         raise
     except Exception as error:
+        if number_of(error) in NO_ROOM:
+            raise _unwritable(error) from error
         if (shortage := _shortage(argument, error)) is not None and not isinstance(error, RecursionError):
             raise shortage from error
         got = "values nested too deeply" if isinstance(error, RecursionError) else first_line(error)
@@ -59,16 +65,22 @@ def refusal_of(error: Exception) -> MhsaError | None:
     """What this machine or its file system could not give, as an error of ours; None for everything else."""
     if isinstance(error, MhsaError):
         return None
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        place = repr(str(error.filename)) if error.filename else "file system"
-        next_step = "Free some space, or choose another place with -o or TMPDIR."
-        return OutputError(place, "room for it, and permission", error.strerror or str(error), next_step)
+    if number_of(error) in (_UNWRITABLE if isinstance(error, OSError) else NO_ROOM):
+        return _unwritable(error)
     if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename:
         got = f"{str(error.filename)[:_LONGEST]!r} ({error.strerror})"
         return InputError("path", "one that this file system can have", got)
     if isinstance(error, ValueError) and str(error).startswith("embedded null"):
         return InputError("path", "one without a NUL", str(error))
     return _shortage("memory", error)
+
+
+def _unwritable(error: Exception) -> OutputError:
+    name = getattr(error, "filename", None)
+    temporary = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+    place = repr(str(name)) if name else f"file system (temporary files are in {temporary!r})"
+    next_step = "Free some space, lift the limit on sizes of files, or choose another place with -o or TMPDIR."
+    return OutputError(place, "room for it, and permission", os.strerror(number_of(error) or 0), next_step)
 
 
 def first_line(error: BaseException) -> str:

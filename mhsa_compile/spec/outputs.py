@@ -28,6 +28,7 @@ import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mhsa_compile.errors import SpecError
@@ -174,6 +175,20 @@ def array_names(words: Sequence[str]) -> tuple[str, ...]:
 
 def together(names: Iterable[str]) -> Callable[[Iterable[Any]], tuple[Any, ...]]:
     """Makes a named tuple of what a call returns; a name that is no identifier is a place of it only."""
-    kind: Any = namedtuple("Outputs", list(names), rename=True)  # type: ignore[misc]  # the names are data
-    make: Callable[[Iterable[Any]], tuple[Any, ...]] = kind._make
+    make: Callable[[Iterable[Any]], tuple[Any, ...]] = _named(tuple(names))._make
     return make
+
+
+@cache
+def _named(names: tuple[str, ...]) -> Any:
+    """The type of outputs of these names: one in a process, made again where its values are unpickled."""
+    kind: Any = namedtuple("Outputs", names, rename=True)  # type: ignore[misc]  # the names are data
+
+    def reduced(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _put_together, (names, tuple(outputs))
+
+    return type("Outputs", (kind,), {"__slots__": (), "__reduce__": reduced, "__module__": __name__})
+
+
+def _put_together(names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return together(names)(values)

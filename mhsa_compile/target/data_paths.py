@@ -3,10 +3,10 @@ user's own: records, and artifacts that were compiled before."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.files import user_folders
 
 NATIVE = "native"
 """The target that is detected, and not a file."""
@@ -25,14 +25,12 @@ def schedules_folder() -> Path:
 
 def artifact_cache() -> Path:
     """The folder that keeps artifacts compiled before; it need not exist yet."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return home / "mhsa_compile" / "artifacts"
+    return user_folders.cache_home() / "mhsa_compile" / "artifacts"
 
 
 def own_records(target: str) -> Path:
     """The file that keeps this user's records of a target; it need not exist yet."""
-    home = Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"))
-    return home / "mhsa_compile" / "schedules" / f"{target}.jsonl"
+    return user_folders.data_home() / "mhsa_compile" / "schedules" / f"{target}.jsonl"
 
 
 def shipped_records(target: str) -> Path:

@@ -1,4 +1,4 @@
-"""What is installed beside this library, found out without importing it. Standard library only."""
+"""What is installed beside this library, found out without importing it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.files.input_files import text_or_nothing
 from mhsa_compile.version import __version__
 
 TESTED_TVM = "0.27.0.post1"
 TESTED_TVM_FFI = ">=0.1.14.post0,<0.1.15"
 CHANGED = "+changes"
+UNKNOWN = "unknown"
+_MODULES = {"apache-tvm": "tvm", "apache-tvm-ffi": "tvm_ffi"}  # where a package has another name than its distribution
+_STATED_VERSION = re.compile(r"""^__version__\s*(?:=\s*version\s*)?(?::\s*\w+\s*)?=\s*["']([^"']+)["']""", re.MULTILINE)
 _FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
 
 
@@ -55,11 +59,24 @@ def nvidia_folders() -> list[Path]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version that pip installed, or None."""
+    """The version that pip installed or, where a packer dropped its notes (*.dist-info), the one that the package's own
+    files say; UNKNOWN where they do not, None where there is no such package."""
     try:
         return version(distribution)
     except PackageNotFoundError:
+        return _written_version(_MODULES.get(distribution, distribution.replace("-", "_")))
+
+
+def _written_version(module: str) -> str | None:
+    """The version in the files of a package, which is not imported: TVM's loads its compiler."""
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:  # a folder of that name without code is no package
         return None
+    for folder in spec.submodule_search_locations or ():
+        for name in ("_version.py", "version.py", "__init__.py"):
+            if stated := _STATED_VERSION.search(text_or_nothing(Path(folder, name))):
+                return stated[1]
+    return UNKNOWN
 
 
 def versions() -> dict[str, str]:

@@ -169,11 +169,11 @@ def test_doctor_refuses_the_wrong_pair_before_importing_it(monkeypatch: pytest.M
 
 
 def test_doctor_sees_a_cache_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "zig").write_text("a file in its place")
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(tmp_path / "zig"))
-    monkeypatch.setattr("os.access", lambda *_: False)
     monkeypatch.setattr(doctor, "_CHECKS", {"cache folder": doctor._CHECKS["cache folder"]})
     findings = {finding["check"]: finding for finding in json.loads(mhsa("doctor", "--json").stdout)}
-    assert findings["cache folder"]["status"] == "fail"
+    assert findings["cache folder"]["status"] == "warn"  # another takes its place
     assert str(tmp_path / "zig") in findings["cache folder"]["found"]
 
 

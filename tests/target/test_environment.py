@@ -81,3 +81,15 @@ def test_the_wheel_brings_its_data(tmp_path: Path) -> None:
     assert child.stdout.split() == [str(unpacked / "mhsa_compile/_data/targets"), "znver4"]
     assert (unpacked / "mhsa_compile/_data/schedules").is_dir()
     assert (unpacked / "mhsa_compile/py.typed").is_file()
+
+
+def test_versions_are_read_from_packages_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {name: installation.installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi", "numpy", "msgspec")}
+
+    def dropped(name: str) -> str:
+        raise installation.PackageNotFoundError(name)
+
+    monkeypatch.setattr(installation, "version", dropped)
+    assert {name: installation.installed_version(name) for name in kept} == kept
+    assert installation.installed_version("ziglang") == installation.UNKNOWN
+    assert installation.installed_version("no-such-package") is None

@@ -8,14 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import typer
 
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InstallationError
-from mhsa_compile.target import environment, host
+from mhsa_compile.target import environment, host, zig
 
 _COMPILE_PACKAGES = ("torch", "onnx", "onnxscript", "ziglang")
 _CACHE_BYTES = 500 * 2**20  # what Zig's cache grows to over a few targets, with room
@@ -124,13 +123,11 @@ def _gpus() -> Iterator[Finding]:
 def _cache_folder() -> Iterator[Finding]:
     """A finding on the folder into which Zig links: nothing can be compiled without it. `mhsa cache` shows another one,
     that of artifacts, which may be missing."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("ZIG_GLOBAL_CACHE_DIR") or home / "zig")
+    wanted, folder = zig.wanted_cache(), zig.cache_folder()
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    worst: Literal["warn", "fail"] = "fail" if environment.installed_version("ziglang") else "warn"
-    if not os.access(existing, os.W_OK):
-        advice = "Compiling writes there: set ZIG_GLOBAL_CACHE_DIR to a folder that can be written."
-        yield Finding("cache folder", worst, f"{folder} cannot be written", advice)
+    if folder != wanted:
+        advice = "Set ZIG_GLOBAL_CACHE_DIR to a folder that can be written, and lasts."
+        yield Finding("cache folder", "warn", f"{wanted} cannot be written, {folder} takes its place", advice)
     elif (free := shutil.disk_usage(existing).free) < _CACHE_BYTES:
         advice = "Free some space, or set ZIG_GLOBAL_CACHE_DIR to another disk."
         yield Finding("cache folder", "warn", f"{folder}, {free // 2**20} MiB free", advice)

@@ -13,6 +13,8 @@ from safetensors.numpy import save, save_file
 
 from mhsa_compile.compiler.cache import kept_artifacts
 from mhsa_compile.compiler.cache.cache_key import Asked
+from mhsa_compile.compiler.cache.kept_artifacts import MakeWeights
+from mhsa_compile.compiler.cache.turns import Turn
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
 
@@ -24,12 +26,23 @@ if TYPE_CHECKING:
 
 class CompiledBefore:
     """One compilation's dealings with the cache: it is asked first for a module of ours, then for the model; then given
-    what was compiled. Without `asked` it knows and keeps nothing."""
+    what was compiled. Without `asked` it knows and keeps nothing.
+
+    A context manager: inside, whoever else asks for the same thing waits, once this one was told that there is nothing.
+    """
 
     def __init__(self, asked: Asked | None) -> None:
         self._asked = asked
         self._key: str | None = None
         self._state: State | None = None
+        self._turn: Turn | None = None
+
+    def __enter__(self) -> CompiledBefore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._turn is not None:
+            self._turn.over()
 
     def of_module(self, source: object, dims: Mapping[str, int] | None) -> Artifact | None:
         """What a module of ours gave, with the weights that it has now. None also for every other source."""
@@ -41,14 +54,24 @@ class CompiledBefore:
         if self._state is None:
             return None
         self._key = self._asked.key_of_module(source, self._state, dims)
-        return kept_artifacts.find(self._key, partial(_write_weights, self._state))
+        return self._found(self._key, partial(_write_weights, self._state))
 
     def of_model(self, model: onnx.ModelProto, dims: Mapping[str, int] | None) -> Artifact | None:
         """What a model gave, unless it is of a module that `of_module` was asked for."""
         if self._asked is None or self._key is not None:
             return None
         self._key = self._asked.key_of_model(model, dims)
-        return kept_artifacts.find(self._key)
+        return self._found(self._key)
+
+    def _found(self, key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
+        """An entry, also one that another process is making now: it is waited for. After None it is this one's turn."""
+        if (artifact := kept_artifacts.find(key, make_weights)) is not None:
+            return artifact
+        self._turn = kept_artifacts.turn(key)
+        if self._turn is None:
+            return None
+        self._turn.take()
+        return kept_artifacts.find(key, make_weights)
 
     def keep(self, artifact: Artifact) -> None:
         """Keeps an artifact for the next time; of a module of ours only what its state alone could have made."""

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mhsa_compile.compiler.cache.turns import Turn
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.atomic_write import Unfinished
@@ -79,6 +80,16 @@ def find(key: str, make_weights: MakeWeights | None = None) -> Artifact | None:
         if owner is not None:
             owner.remove()
         raise
+
+
+def turn(key: str) -> Turn | None:
+    """The turn to make an entry, not taken yet; None where no entry can be kept."""
+    root = data_paths.artifact_cache()
+    with suppress(OSError):
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _is_private(root):
+            return Turn(root, key)
+    return None
 
 
 def keep(key: str, artifact: Artifact) -> None:

@@ -5,13 +5,16 @@ Zig's C compiler links for every target from any host, needs no system tool chai
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from mhsa_compile.compiler.codegen import (
@@ -21,6 +24,7 @@ from mhsa_compile.compiler.codegen import (
     empty_launches,
 )
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
+from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code, most_bytes_of_data
 from mhsa_compile.files import atomic_write
 from mhsa_compile.runtime import threads
 from mhsa_compile.target import zig
@@ -85,9 +89,15 @@ def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:
 
 
 def _export(executable: Any, library: Path, profile: TargetProfile) -> None:
-    with atomic_write.temporary() as folder:
-        linker = _linker(profile.link.triple, _sources(profile))
-        executable.export_library(str(library), fcompile=linker, workspace_dir=str(folder), **_packing(profile))
+    with atomic_write.temporary() as folder, ObjectFiles(folder) as objects:
+        module = getattr(executable, "mod", executable)
+        for part in [module, *module.imports]:
+            if part.kind == "llvm":
+                objects.check_room(partial(most_bytes_of_code, part))
+        linker = _linker(profile.link.triple, objects, _sources(profile))
+        executable.export_library(
+            str(library), fcompile=linker, workspace_dir=str(folder), fpack_imports=_packer(profile, objects)
+        )
 
 
 def _sources(profile: TargetProfile) -> tuple[str, ...]:
@@ -97,11 +107,26 @@ def _sources(profile: TargetProfile) -> tuple[str, ...]:
     return (*POOL, str(_CPU_FEATURES), f'-DMHSA_CPU_FEATURES="{" ".join(sorted(profile.hardware.features))}"')
 
 
-def _packing(profile: TargetProfile) -> dict[str, Any]:
-    """How export_library packs what is not for the CPU."""
-    if not isinstance(profile, CudaProfile):
-        return {}
-    return {"fpack_imports": embed_cubin.packer(profile.tvm.arch, profile.tvm.mtriple)}
+def _packer(profile: TargetProfile, objects: ObjectFiles) -> Any:
+    """`fpack_imports` of export_library: an object file with what a module brings beside its code, the VM's program and
+    a GPU's kernels, the latter as machine code."""
+    pack_imports = tvm_ffi.get_global_func("runtime.ModulePackImportsToTensor")
+
+    def pack(module: Any, is_system_lib: bool, prefix: str, folder: str) -> str:
+        packed = pack_imports(module).numpy().tobytes()
+        if isinstance(profile, CudaProfile):
+            packed = embed_cubin.with_machine_code(packed, profile.tvm.arch)
+            host = json.dumps({"kind": "llvm", "mtriple": profile.tvm.mtriple})
+        else:
+            code = next(part for part in [module, *module.imports] if part.kind == "llvm")
+            host = code.get_function("_get_target_string")()
+        objects.check_room(partial(most_bytes_of_data, len(packed)))
+        blob = tvm_ffi.get_global_func("codegen.codegen_blob")(packed, is_system_lib, host, prefix)
+        path = str(Path(folder, "devc.o"))
+        blob.write_to_file(path)
+        return path
+
+    return pack
 
 
 @contextmanager
@@ -188,12 +213,13 @@ def _order_shape_arithmetic(module: Any, _: Any) -> Any:
     return module
 
 
-def _linker(triple: str, sources: Sequence[str] = ()) -> Any:
+def _linker(triple: str, files: ObjectFiles, sources: Sequence[str] = ()) -> Any:
     """`fcompile` of export_library: links object files, and C sources of ours, into a stripped shared library."""
 
     def link(output: str, objects: list[str], options: list[str] | None = None, **_: Any) -> None:
         added = [str(_FLOAT16)] if triple.startswith("riscv") else []
-        words = ["-shared", "-fPIC", "-O2", "-s", "-o", output, *objects, *sources, *added, *(options or [])]
+        inputs = files.on_disk(objects)
+        words = ["-shared", "-fPIC", "-O2", "-s", "-o", output, *inputs, *sources, *added, *(options or [])]
         zig.run("cc", triple, words, "a shared library")
 
     link.output_format = "so"  # type: ignore[attr-defined]

@@ -12,34 +12,13 @@ format of its code, what TVM knows of its functions, its code.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import tvm_ffi
 
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.errors import BuildError
 
 _FORMAT, _COMPILED = b"cuda", b"cubin"
-
-
-def packer(arch: str, triple: str) -> Any:
-    """`fpack_imports` of export_library: an object file with the imports of a module, its kernels for `arch`."""
-
-    def pack(module: Any, is_system_lib: bool, prefix: str, folder: str) -> str:
-        packed = tvm_ffi.get_global_func("runtime.ModulePackImportsToTensor")(module).numpy().tobytes()
-        host = json.dumps({"kind": "llvm", "mtriple": triple})
-        made = tvm_ffi.get_global_func("codegen.codegen_blob")(
-            with_machine_code(packed, arch), is_system_lib, host, prefix
-        )
-        path = str(Path(folder, "devc.o"))
-        made.write_to_file(path)
-        return path
-
-    return pack
 
 
 def with_machine_code(packed: bytes, arch: str) -> bytes:

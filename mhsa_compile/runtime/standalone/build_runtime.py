@@ -8,14 +8,13 @@ tensors in JSON, a profiler's marks). `sources/` has small ones in their place.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.files import user_folders
 from mhsa_compile.target import environment, zig
 
 LIBRARY = "libtvm_runtime.so"
@@ -37,8 +36,8 @@ def built(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]
     """
     environment.require("ziglang", extra="compile")
     environment.check_tvm_pair()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    folder = home / "mhsa_compile" / "runtimes" / f"{triple}-{_recipe()}"
+    home = user_folders.cache_home() / "mhsa_compile" / "runtimes"
+    folder = (home if user_folders.can_write(home) else user_folders.spare() / "runtimes") / f"{triple}-{_recipe()}"
     library = folder / LIBRARY
     if not library.is_file():
         progress(f"build TVM's runtime for {triple}: a minute or two, once")
@@ -55,7 +54,7 @@ def _recipe() -> str:
     for path in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
         digest.update(path.read_bytes())
     for package in ("apache-tvm", "apache-tvm-ffi", "ziglang"):
-        digest.update(version(package).encode())
+        digest.update((environment.installed_version(package) or "").encode())
     return digest.hexdigest()[:12]
 
 

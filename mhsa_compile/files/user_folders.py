@@ -1,0 +1,70 @@
+"""Where a user's files go: the folders of the XDG base directory specification, or, for a user who has no home, one in
+the system's place for temporary files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from mhsa_compile.errors import OutputError
+
+
+def cache_home() -> Path:
+    """The folder for what can be made again: $XDG_CACHE_HOME, by default ~/.cache."""
+    return _home("XDG_CACHE_HOME", ".cache")
+
+
+def data_home() -> Path:
+    """The folder for what should last: $XDG_DATA_HOME, by default ~/.local/share."""
+    return _home("XDG_DATA_HOME", ".local/share")
+
+
+def temporary_place() -> Path:
+    """The folder in which temporary files are made: $TMPDIR, by default /tmp. Raises OutputError."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:  # not one of all the places that Python tries
+        hint = "Free some space, or point TMPDIR to a folder that can be written."
+        raise OutputError("temporary folder", "a folder with room, and permission", str(error), hint) from error
+
+
+def spare() -> Path:
+    """A folder of this user's alone in the place for temporary files, the same one for all processes; a new one, for
+    this call, where somebody else has taken its name. Raises OSError."""
+    path = temporary_place() / f"mhsa_compile-{os.geteuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()  # not what a link of somebody's points to
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return path
+    return Path(tempfile.mkdtemp(prefix="mhsa_compile-"))
+
+
+def let_tvm_load() -> None:
+    """TVM's compiler names a cache of its own as it loads, and fails where there is no home: before it is imported it
+    is told of another place, for this process."""
+    if not os.environ.get("XDG_CACHE_HOME") and _has_no_home():
+        os.environ["XDG_CACHE_HOME"] = str(cache_home())
+
+
+def can_write(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made where there is none. Found out by making one: permissions do
+    not tell of a read-only file system."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _home(variable: str, below: str) -> Path:
+    if said := os.environ.get(variable):
+        return Path(said)
+    return spare() / below if _has_no_home() else Path(os.path.expanduser("~"), below)
+
+
+def _has_no_home() -> bool:
+    """Whether HOME is unset, for a number that no user has: then "~" stays what it is, a folder of that name."""
+    return os.path.expanduser("~") == "~"

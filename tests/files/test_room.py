@@ -1,0 +1,80 @@
+"""Where files cannot grow, what is said is ours, the program goes on, and nothing is taken for another error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.files import room, user_folders
+from mhsa_compile.files.foreign_errors import bounded, reading
+
+COMPILED = """
+import resource, sys
+import mhsa_compile as mhsa
+for limit in map(int, sys.argv[1:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), dims={"B": 1}, cache=False)
+        print("made")
+    except mhsa.errors.OutputError as error:
+        print(error)
+"""
+
+
+def test_a_limit_on_sizes_of_files_ends_no_process_that_compiles() -> None:
+    limits = ("1000", "20000", "60000", str(2**30))
+    done = subprocess.run([sys.executable, "-c", COMPILED, *limits], capture_output=True, text=True, check=True)
+    *refused, last = done.stdout.splitlines()
+    assert last == "made"  # the control: the same process compiles where there is room
+    assert len(refused) == 3 and all("ulimit" in line or "TMPDIR" in line for line in refused)
+
+
+@pytest.mark.parametrize("number", sorted(room.NO_ROOM))
+def test_what_finds_no_room_is_an_output_error_however_a_library_says_it(number: int) -> None:
+    for error in (OSError(number, os.strerror(number)), RuntimeError(f"I/O error: full (os error {number})")):
+        with pytest.raises(OutputError), reading(InputError, "file", "one"):
+            raise error
+
+        @bounded
+        def entry(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(OutputError):
+            entry()
+
+
+def test_other_errors_of_files_stay_what_they_are() -> None:
+    with pytest.raises(InputError), reading(InputError, "file", "one"):
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    assert room.number_of(RuntimeError("no number")) is None
+
+
+def test_room_is_found_out_by_asking_for_it(tmp_path: Path) -> None:
+    assert room.without_room(tmp_path, 1000) is None and list(tmp_path.iterdir()) == []
+    assert room.without_room(tmp_path / "nowhere", 1000) == os.strerror(errno.ENOENT)
+    assert room.without_room(tmp_path, 2**62) in (os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG))
+
+
+def test_a_number_without_a_name_has_a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    spare = tmp_path / f"mhsa_compile-{os.geteuid()}"
+    assert user_folders.cache_home() == spare / ".cache" and spare.stat().st_mode & 0o777 == 0o700
+    user_folders.let_tvm_load()
+    assert os.environ["XDG_CACHE_HOME"] == str(spare / ".cache")
+    spare.chmod(0o777)  # somebody may have put code there
+    assert user_folders.spare() != spare
+
+
+def test_a_link_of_somebody_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"mhsa_compile-{os.geteuid()}").symlink_to(tmp_path)
+    assert not user_folders.spare().is_symlink()
