@@ -29,14 +29,15 @@ class WeightState:
     def __init__(self, weight: Tensor, samples: int = SAMPLES) -> None:
         self._weight = weakref.ref(weight)
         self._identity = _identity(weight)
-        self._places = _places(weight, samples)
-        self._sample = self._places.tobytes()
+        self._array, self._places = _places(weight, samples)
+        self._sample = self._array[self._places].tobytes()
 
     def holds(self, weight: Tensor | None) -> bool:
         """Whether `weight` is that weight, with the same numbers as far as is seen."""
         if weight is None or self._weight() is not weight or _identity(weight) != self._identity:
             return False
-        return self._places.tobytes() == self._sample  # its memory is there, since the weight is
+        sample: bytes = self._array[self._places].tobytes()  # its memory is there, since the weight is
+        return sample == self._sample
 
 
 States = tuple[WeightState | None, ...]
@@ -58,19 +59,29 @@ def hold(states: States, weights: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def _identity(weight: Tensor) -> tuple[int, int]:
-    """Where the numbers lie, and PyTorch's count of writes."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+def _identity(weight: Tensor) -> tuple[Any, ...]:
+    """Where the numbers lie and how they are read, and PyTorch's count of writes."""
+    version = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype, weight.is_neg()
 
 
-def _places(weight: Tensor, samples: int) -> np.ndarray:
-    """A view of the numbers that are compared, as bytes; of a weight that does not lie row by row, the first."""
-    size, elements = weight.element_size(), weight.numel() if weight.is_contiguous() else min(weight.numel(), 1)
+def _places(weight: Tensor, samples: int) -> tuple[np.ndarray, Any]:
+    """(the numbers as bytes where they lie, an index of those that are compared): a slice where all lie densely."""
+    size, elements = weight.element_size(), weight.numel()
     if not elements:
-        return np.empty(0, np.uint8)
-    step = _step(elements, weight.shape[-1] if weight.ndim else 1, samples)
-    memory: Any = (ctypes.c_ubyte * (elements * size)).from_address(weight.data_ptr())
-    return np.frombuffer(memory, np.uint8).reshape(elements, size)[::step].view(f"V{size}")
+        return np.empty(0, np.uint8), slice(None)
+    steps = weight.stride()
+    order = sorted(range(weight.ndim), key=lambda axis: steps[axis], reverse=True)
+    dense = weight.permute(order)
+    shape, strides = tuple(dense.shape), [stride * size for stride in dense.stride()]
+    reach = 1 + sum((length - 1) * stride // size for length, stride in zip(shape, strides, strict=True))
+    memory: Any = (ctypes.c_ubyte * (reach * size)).from_address(weight.data_ptr())
+    numbers = np.frombuffer(memory, f"V{size}")
+    step = _step(elements, shape[-1] if shape else 1, samples)
+    if dense.is_contiguous():
+        return numbers, slice(None, None, step)
+    array = np.ndarray(shape, numbers.dtype, numbers, 0, strides)
+    return array, np.unravel_index(np.arange(0, elements, step), shape)
 
 
 def _step(elements: int, row: int, samples: int) -> int:

@@ -72,6 +72,19 @@ def put_data(model: nn.Module, random: Random) -> None:
         weight.data = drawn(random, *weight.shape).to(weight.dtype)
 
 
+def read_otherwise(model: nn.Module, random: Random) -> None:
+    """The same memory by other strides, or another one that does not lie row by row."""
+    weight = model.linear._parameters.get("weight")  # type: ignore[union-attr]
+    if weight is not None:
+        weight.data = weight.data.t() if random.integers(2) else torch.stack([weight.data] * 2, -1)[..., 0]
+
+
+def write_rows(model: nn.Module, random: Random) -> None:
+    weight = model.linear._parameters.get("weight")  # type: ignore[union-attr]
+    if weight is not None:
+        weight.data[3:7] = drawn(random, 4, SIZE).to(weight.dtype)
+
+
 def write_by_numpy(model: nn.Module, random: Random) -> None:
     for weight in parameters(model, random):
         if weight.dtype == torch.float32:
@@ -165,9 +178,9 @@ def without_a_bias(model: nn.Module, random: Random) -> None:
 
 
 EDITS: tuple[Edit, ...] = (
-    write_in_place, write_data, put_data, write_by_numpy, zero_a_head, merge_an_adapter, step_fused, step_plain,
-    put_a_parameter, load_a_state, pruned, pruned_for_good, parametrized, other_dtype, train_and_back, frozen, hooked,
-    without_a_bias,
+    write_in_place, write_data, put_data, read_otherwise, write_rows, write_by_numpy, zero_a_head, merge_an_adapter,
+    step_fused, step_plain, put_a_parameter, load_a_state, pruned, pruned_for_good, parametrized, other_dtype,
+    train_and_back, frozen, hooked, without_a_bias,
 )  # fmt: skip
 
 
@@ -240,7 +253,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if given.blind:
         weight_state.SAMPLES = weight_state._LEAST_SAMPLES = 0
-        weight_state._places = lambda weight, samples: np.empty(0, np.uint8)  # type: ignore[assignment]
+        weight_state._places = lambda weight, samples: (np.empty(0, np.uint8), slice(None))  # type: ignore[assignment]
     wrong = campaign(given.edits, given.seed)
     kinds = "".join(f"; {name} {times}" for name, times in wrong.items())
     print(f"{given.edits} edits, seed {given.seed}: {sum(wrong.values())} wrong{kinds}")
