@@ -30,7 +30,7 @@ class WeightState:
         self._weight = weakref.ref(weight)
         self._identity = _identity(weight)
         self._array, self._places = _places(weight, samples)
-        self._sample = self._array[self._places].tobytes()
+        self._sample: bytes = self._array[self._places].tobytes()
 
     def holds(self, weight: Tensor | None) -> bool:
         """Whether `weight` is that weight, with the same numbers as far as is seen."""
