@@ -17,7 +17,9 @@ TESTED_TVM_FFI = ">=0.1.14.post0,<0.1.15"
 CHANGED = "+changes"
 UNKNOWN = "unknown"
 _MODULES = {"apache-tvm": "tvm", "apache-tvm-ffi": "tvm_ffi"}  # where a package has another name than its distribution
-_STATED_VERSION = re.compile(r"""^__version__\s*(?:=\s*version\s*)?(?::\s*\w+\s*)?=\s*["']([^"']+)["']""", re.MULTILINE)
+_STATED_VERSION = re.compile(
+    r"""^(?:__version__\s*=\s*)?(?:__version__|version)\s*=\s*["']([^"']+)["']""", re.MULTILINE
+)
 _FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
 
 
