@@ -32,7 +32,7 @@ def is_plain_tensor(value: Any) -> bool:
         and value.layout is torch.strided
         and value.is_cpu
         and value.is_contiguous()
-        and not (value.requires_grad or value.is_neg())
+        and not (value.requires_grad or value.is_neg() or value.is_nested)
     )
 
 

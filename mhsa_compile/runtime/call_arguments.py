@@ -98,12 +98,28 @@ class Argument:
             if value.device.type != "cpu":
                 raise InputError(self.label, "a tensor in CPU memory", f"one on {value.device}", "Move it: x.cpu().")
             self._check_no_gradient(value)
+            self._check_numbers_in_rows(value)
             return self._with_its_sign(value)
         with reading(InputError, self.label, "DLPack memory of the CPU, in a dtype of NumPy's"):
             if hasattr(value, "__dlpack__"):
                 return np.from_dlpack(value)
         got = "nothing" if value is None else type(value).__name__
         raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
+
+    def _check_numbers_in_rows(self, tensor: Any) -> None:
+        """Raises InputError for a tensor of PyTorch's whose memory is not its numbers with strides between them."""
+        torch = sys.modules["torch"]
+        kind, hint = "", "Pass its dense form: x.to_dense()."
+        if tensor.is_nested:
+            kind, hint = "nested", "Pass a padded tensor, x.to_padded_tensor(0.0), and a mask of its padding."
+        elif tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        elif tensor.is_quantized:
+            kind, hint = "quantised", "Pass its numbers: x.dequantize()."
+        elif isinstance(tensor, torch._subclasses.FakeTensor):
+            kind, hint = "fake", "Pass numbers: what is traced runs by mhsa.accelerate or torch.compile."
+        if kind:
+            raise InputError(self.label, self._described(), f"a {kind} tensor of PyTorch's", hint)
 
     def _with_its_sign(self, tensor: Any) -> Any:
         """A tensor whose memory holds its own numbers: PyTorch may note a negation beside them, which no other code

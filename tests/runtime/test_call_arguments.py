@@ -14,6 +14,7 @@ from support.tiny_artifact import (
     make,
     read_only,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
@@ -426,3 +427,19 @@ def test_what_is_read_as_it_is_is_looked_up() -> None:
         assert signature.arrays(values, {})[1] is first[1]
     gaps = np.repeat(x, 2, axis=2)[:, :, ::2]
     assert signature.arrays((gaps, mask), {})[1] is not signature.arrays((gaps, mask), {})[1]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantised", "fake", "mkldnn"])
+def test_tensors_that_are_no_numbers_in_rows_are_refused(compiled: CompiledAttention, kind: str) -> None:
+    x = torch.from_numpy(draw()[0])
+    with FakeTensorMode():
+        fake = torch.empty(x.shape)
+    odd = {
+        "sparse": x.to_sparse,
+        "nested": lambda: torch.nested.as_nested_tensor(list(x)),
+        "quantised": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "fake": lambda: fake,
+        "mkldnn": x.to_mkldnn,
+    }[kind]()
+    with pytest.raises(InputError, match=f"input 'x': .*{kind}.* tensor of PyTorch's"):
+        compiled(odd, draw()[1])
