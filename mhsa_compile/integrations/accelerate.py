@@ -23,6 +23,7 @@ from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, Row
+from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.padded_encoder import EncoderForward
 from mhsa_compile.integrations.torch_attention import LayerForward
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
@@ -39,6 +40,7 @@ def accelerate(
     on_unsupported: Literal["keep", "raise"] = "keep",
     *,
     linears: bool = False,
+    check: bool = True,
 ) -> AccelerationReport:
     """Lets the attention in `model` be computed by compiled artifacts, for inference, until `restore(model)`.
 
@@ -51,6 +53,9 @@ def accelerate(
                     "raise" is a ModelError
     linears         whether every other nn.Linear, and Conv1D of transformers, of float32 is replaced, too: faster for
                     short inputs, and a second copy of its weights. `report.linears` has a row for each
+    check           whether the first call of each kind (inputs, masks, single queries and others) of each layer is
+                    held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on, and a
+                    warning names it. Attention of transformers' models is not held so
 
     Raises InputError for a model in training mode or one that is accelerated, ModelError, TargetError; then the model
     is as it was.
@@ -71,10 +76,10 @@ def accelerate(
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
             _replace_in_transformers(model, profile, report)
-            _replace_layers(model, profile, report)
+            _replace_layers(model, profile, report, check)
             report.rows += _others(model, report)
             if linears:
-                _replace_linears(model, profile, report)
+                _replace_linears(model, profile, report, check)
         if on_unsupported == "raise" and report.kept:
             row = report.kept[0]
             raise ModelError(f"attention {row.name!r} of the model", "one that can be replaced", row.why_kept)
@@ -153,7 +158,7 @@ class _Artifacts:
 _ARTIFACTS = _Artifacts()
 
 
-def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
+def _replace_layers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
     """Replaces the forward of every nn.MultiheadAttention; encoders around them call them again, and drop padding in
     rows instead of nested tensors."""
     replaced = set()
@@ -164,7 +169,9 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         report.rows.append(Row(name, type(layer).__name__, why))
         if not why:
             replaced.add(layer)
-            _put_forward(layer, LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count), report)
+            first_calls = FirstCalls(name, check, report.count_check)
+            forward = LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count, first_calls)
+            _put_forward(layer, forward, report)
             # Where a hook is there, nn.TransformerEncoderLayer calls its parts instead of one operator for all of them.
             report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
     for encoder in model.modules():
@@ -177,7 +184,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
             _set_nested(encoder, False)
 
 
-def _replace_linears(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
+def _replace_linears(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
     """Replaces every linear but those whose weights an nn.MultiheadAttention reads itself."""
     read = {part for layer in model.modules() if isinstance(layer, nn.MultiheadAttention) for part in layer.modules()}
     for name, layer in model.named_modules():
@@ -186,7 +193,9 @@ def _replace_linears(model: nn.Module, profile: TargetProfile, report: Accelerat
         why = torch_linear.why_not(layer)
         report.linears.append(Row(name, type(layer).__name__, why))
         if not why:
-            _put_forward(layer, LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count), report)
+            first_calls = FirstCalls(name, check, report.count_check)
+            forward = LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count, first_calls)
+            _put_forward(layer, forward, report)
 
 
 def _put_forward(

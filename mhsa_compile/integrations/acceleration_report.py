@@ -29,13 +29,14 @@ class AccelerationReport:
     """The rows, in the order of the model's modules. Printed, it is a table.
 
     `linears` has rows of its own, where linears were asked for. `calls`: reason -> how many calls of replaced layers
-    PyTorch computed itself for it.
+    PyTorch computed itself for it. `checked`: how many first calls of a kind were held against PyTorch's.
     """
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.linears: list[Row] = []
         self.calls: dict[str, int] = {}
+        self.checked = 0
         self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
         self.on_refresh: list[Callable[[], None]] = []
         self.registered: list[Any] = []  # what a copy in another process needs to be there
@@ -61,6 +62,10 @@ class AccelerationReport:
         """Counts a call that PyTorch computes itself."""
         self.calls[why] = self.calls.get(why, 0) + 1
 
+    def count_check(self) -> None:
+        """Counts a call that was held against PyTorch's."""
+        self.checked += 1
+
     def __repr__(self) -> str:
         lines = [f"{len(self.replaced)} of {len(self.rows)} attentions replaced"]
         width = max((len(row.name) for row in self.rows), default=0)
@@ -71,5 +76,7 @@ class AccelerationReport:
             lines.append(f"{sum(row.replaced for row in self.linears)} of {len(self.linears)} linears replaced")
             reasons = Counter(row.why_kept for row in self.linears if not row.replaced)
             lines += [f"  {number} kept: {why}" for why, number in reasons.items()]
+        if self.checked:
+            lines.append(f"  {self.checked} first calls of a kind checked against PyTorch's")
         lines += [f"  {number} calls computed by PyTorch: {why}" for why, number in self.calls.items()]
         return "\n".join(lines)

@@ -17,6 +17,7 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.bound_weights import BoundWeights
 from mhsa_compile.integrations.call_context import why_not_numbers
+from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -89,12 +90,14 @@ class LayerForward:
     """The forward of one layer. Weights are bound for each kind of call when it is first met, and again when they
     changed. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
 
-    def __init__(self, layer: nn.MultiheadAttention, load: Load, left: Callable[[str], None]) -> None:
-        self._layer, self._load, self._left = layer, load, left
+    def __init__(
+        self, layer: nn.MultiheadAttention, load: Load, left: Callable[[str], None], first_calls: FirstCalls
+    ) -> None:
+        self._layer, self._load, self._left, self._first_calls = layer, load, left, first_calls
         self._bound = BoundWeights[CallKind](self._weights, self._why_unbound, self._bind)
 
     def __reduce__(self) -> Any:  # a copy binds its own weights
-        return type(self), (self._layer, self._load, self._left)
+        return type(self), (self._layer, self._load, self._left, self._first_calls)
 
     def forget(self) -> None:
         """Lets go of the bound weights: the next call binds them again."""
@@ -121,11 +124,24 @@ class LayerForward:
         if not why:
             check_inference(layer, "query", query, key, value, *self._weights())
             result = self._computed(*arguments)
-            if not isinstance(result, str):
+            why = result if isinstance(result, str) else self._checked(result, arguments)
+            if not why and not isinstance(result, str):
                 return result
-            why = result
         self._left(why)
         return type(layer).forward(layer, *arguments)
+
+    def _checked(self, result: tuple[Tensor, Tensor | None], arguments: tuple[Any, ...]) -> str:
+        """Why a result is not to be had; "" if it may, as far as the first call of its kind tells."""
+        query, key, value, padding, _, mask, *_ = arguments
+        single = [size == 1 for x in (query, key) for size in x.shape[:-1]]
+        kind = (key is query, value is key, padding is None, mask is None, *arguments[4:8:3], *single)
+        ours = [tensor for tensor in result if tensor is not None]
+
+        def theirs() -> list[Tensor]:
+            results = type(self._layer).forward(self._layer, *arguments)
+            return [tensor for tensor in results if tensor is not None]
+
+        return self._first_calls.check(kind, ours, theirs)
 
     def _weights(self) -> tuple[Tensor | None, ...]:
         own, projection = self._layer._parameters, self._layer._modules["out_proj"]
@@ -147,6 +163,8 @@ class LayerForward:
         mask: Tensor | None,
         *rest: bool,
     ) -> str:
+        if self._first_calls.wrong:
+            return self._first_calls.wrong
         if type(self._layer) is not nn.MultiheadAttention:
             return f"a layer that became a {type(self._layer).__name__}"
         if why := why_not_numbers(query, key, value, padding, mask):

@@ -19,12 +19,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import tracing
 
 from mhsa_compile.compiler.pipeline import compile
 from mhsa_compile.errors import InputError, MhsaError, ModelError
 from mhsa_compile.integrations.captured_graph import CapturedGraph
+from mhsa_compile.integrations.first_calls import difference
 from mhsa_compile.integrations.weight_state import States, hold, states_of
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 
@@ -44,15 +45,18 @@ class BackendOptions:
     target     what to compile for, as `compile` takes it
     threads    the threads of a call, as `load` takes them
     is_strict  whether a graph that would stay with PyTorch is an error. "strict" in the options
+    check      whether the first inputs' results are held against PyTorch's: a graph that differs by more than rounding
+               stays with it
     """
 
     target: str = "native"
     threads: int | None = None
     is_strict: bool = False
+    check: bool = True
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> BackendOptions:
-        known = {"target": "target", "threads": "threads", "strict": "is_strict"}
+        known = {"target": "target", "threads": "threads", "strict": "is_strict", "check": "check"}
         if unknown := sorted(given.keys() - known.keys()):
             raise InputError("options", f"any of {', '.join(known)}", ", ".join(unknown))
         return cls(**{known[name]: value for name, value in given.items()})
@@ -80,7 +84,10 @@ def compile_graph(
         if read.is_strict:
             raise
         return _left(graph, f"{error.argument}: expected {error.expected}, got {error.got}", read)
-    if (ratio := _time_by_eager(graph, bound, captured.with_numbers(example_inputs))) > _SLOWER:
+    inputs = captured.with_numbers(example_inputs)
+    if read.check and (why := _difference(graph, bound, inputs)):
+        return _left(graph, why, read)
+    if (ratio := _time_by_eager(graph, bound, inputs)) > _SLOWER:
         return _left(graph, f"it takes {ratio:.2f} of PyTorch's time", read)
     return bound
 
@@ -168,6 +175,14 @@ class _Bound:
                 without_attention="refuse",
             )
         return load(artifact, threads=self.options.threads)
+
+
+def _difference(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> str:
+    """How the results of a call differ from PyTorch's by more than rounding."""
+    with torch.no_grad():
+        results = zip(run(*inputs), graph.forward(*inputs), strict=True)
+    pairs = [(ours, theirs) for ours, theirs in results if isinstance(theirs, Tensor)]
+    return difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
 
 
 def _time_by_eager(graph: fx.GraphModule, run: Run, inputs: Sequence[Any]) -> float:

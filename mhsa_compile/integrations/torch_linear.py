@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mhsa_compile.integrations.attention_operator import check_inference, is_recorded
 from mhsa_compile.integrations.bound_weights import BoundWeights
 from mhsa_compile.integrations.call_context import why_not_numbers
+from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 LEAST_WEIGHTS = 256 * 256
@@ -90,12 +91,13 @@ def graph_of(kind: LinearKind) -> onnx.ModelProto:
 class LinearForward:
     """The forward of one linear. Calls that an artifact has no form for are PyTorch's: `left` is told the reason."""
 
-    def __init__(self, layer: Any, load: Load, left: Callable[[str], None]) -> None:
+    def __init__(self, layer: Any, load: Load, left: Callable[[str], None], first_calls: FirstCalls) -> None:
         self._layer, self._class, self._load, self._left = layer, type(layer), load, left
+        self._first_calls = first_calls
         self._bound = BoundWeights[LinearKind](self._weights, lambda: "", self._bind)
 
     def __reduce__(self) -> Any:  # a copy binds its own weights
-        return type(self), (self._layer, self._load, self._left)
+        return type(self), (self._layer, self._load, self._left, self._first_calls)
 
     def forget(self) -> None:
         """Lets go of the bound weights: the next call binds them again."""
@@ -119,7 +121,11 @@ class LinearForward:
             return self._by_pytorch(input)
         with torch.no_grad():
             y: Tensor = compiled(rows)
-        return y.view(*input.shape[:-1], kind.O)
+        y = y.view(*input.shape[:-1], kind.O)
+        if why := self._first_calls.check((kind, len(rows) == 1), [y], lambda: [self._by_pytorch(input)]):
+            self._left(why)
+            return self._by_pytorch(input)
+        return y
 
     def _by_pytorch(self, input: Tensor) -> Tensor:
         y: Tensor = type(self._layer).forward(self._layer, input)
@@ -131,6 +137,8 @@ class LinearForward:
 
     def _why_not(self, input: Tensor) -> str:
         """Why PyTorch is to compute a call; "" if an artifact can."""
+        if self._first_calls.wrong:
+            return self._first_calls.wrong
         if type(self._layer) is not self._class:
             return f"a layer that became a {type(self._layer).__name__}"
         if why := why_not_numbers(input):

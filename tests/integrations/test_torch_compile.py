@@ -249,7 +249,7 @@ def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         ({"options": {"strict": True}}, "expected at least one attention"),
-        ({"options": {"traget": "native"}}, "options: expected any of target, threads, strict, got traget"),
+        ({"options": {"traget": "native"}}, "options: expected any of target, threads, strict, check, got traget"),
         ({"mode": "max-autotune"}, "has no modes"),
     ],
 )

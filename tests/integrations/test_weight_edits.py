@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import mhsa_compile as mhsa
+from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
 from mhsa_compile.integrations.weight_state import WeightState, hold, states_of
+from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 X = torch.linspace(-1, 1, 2 * 7 * 256).reshape(2, 7, 256)
 
@@ -147,3 +149,27 @@ def test_padding_is_dropped(lengths: tuple[int, ...]) -> None:
     assert not result[padding].any()
     mhsa.restore(model)
     assert "forward" not in vars(model) and model.use_nested_tensor
+
+
+def test_a_layer_that_differs_goes_back_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the check: an artifact that was given other weights."""
+    plain = Block().eval()
+    model = copy.deepcopy(plain)
+    report = mhsa.accelerate(model, linears=True)
+    bind = LinearForward._bind
+
+    def bound_wrong(self: LinearForward, kind: LinearKind) -> CompiledAttention:
+        compiled = bind(self, kind)
+        return lambda rows: compiled(rows) * 1.01  # type: ignore[return-value]
+
+    monkeypatch.setattr(LinearForward, "_bind", bound_wrong)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="linear: a result is off by"):
+            assert off(model(X), plain(X)) < 1e-5
+        assert off(model(X), plain(X)) < 1e-5
+    assert report.checked == 2 and sum(report.calls.values()) == 2
+    unchecked = copy.deepcopy(plain)
+    report = mhsa.accelerate(unchecked, linears=True, check=False)
+    with torch.no_grad():
+        assert off(unchecked(X), plain(X)) > 1e-3
+    assert report.checked == 0
