@@ -1,4 +1,4 @@
-"""First calls of a kind are held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on."""
+"""First calls of a kind are held against PyTorch's: what differs by more than rounding is PyTorch's from then on."""
 
 from __future__ import annotations
 

@@ -154,8 +154,7 @@ def test_padding_is_dropped(lengths: tuple[int, ...]) -> None:
 def test_a_layer_that_differs_goes_back_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the check: an artifact that was given other weights."""
     plain = Block().eval()
-    model = copy.deepcopy(plain)
-    report = mhsa.accelerate(model, linears=True)
+    model, unchecked = copy.deepcopy(plain), copy.deepcopy(plain)
     bind = LinearForward._bind
 
     def bound_wrong(self: LinearForward, kind: LinearKind) -> CompiledAttention:
@@ -163,12 +162,12 @@ def test_a_layer_that_differs_goes_back_to_pytorch(monkeypatch: pytest.MonkeyPat
         return lambda rows: compiled(rows) * 1.01  # type: ignore[return-value]
 
     monkeypatch.setattr(LinearForward, "_bind", bound_wrong)
+    report = mhsa.accelerate(model, linears=True)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="linear: a result is off by"):
             assert off(model(X), plain(X)) < 1e-5
         assert off(model(X), plain(X)) < 1e-5
     assert report.checked == 2 and sum(report.calls.values()) == 2
-    unchecked = copy.deepcopy(plain)
     report = mhsa.accelerate(unchecked, linears=True, check=False)
     with torch.no_grad():
         assert off(unchecked(X), plain(X)) > 1e-3
