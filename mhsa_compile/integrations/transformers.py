@@ -108,7 +108,7 @@ def attention_forward(
     """
     s_aux = others.pop("sinks", None) if s_aux is None else s_aux
     _check_keywords(others, dropout)
-    if why := _why_pytorch(query):
+    if not attention_operator.is_recorded() and (why := _why_pytorch(query)):
         rest = (softcap, s_aux, position_bias, sliding_window if attention_mask is None else None)
         if all(value is None for value in rest):
             warnings.warn(f'attention "{NAME}": PyTorch computes calls with {why}', stacklevel=2)

@@ -81,7 +81,9 @@ def problem(tmp_path_factory) -> Callable[[str], Problem]:
         package.write(model, weights, folder / WEIGHTS, folder / MODEL)
         inputs = [random_inputs(model, {}, seed) for seed in range(2)]
         infos = [SimpleNamespace(name=name, dtype=str(array.dtype)) for name, array in inputs[0].items()]
-        manifest = SimpleNamespace(spec=module.spec, weights=weights, inputs=infos, outputs=[], int8_weights=False)
+        manifest = SimpleNamespace(
+            files={}, spec=module.spec, weights=weights, inputs=infos, outputs=[], int8_weights=False
+        )
         artifact = SimpleNamespace(path=folder, manifest=manifest, contents=partial(contents, folder))
         found = Problem(artifact, inputs)
         return replace(found, error_share=accuracy.truth(found.artifact, found.inputs[0], found.weights).share)

@@ -24,6 +24,7 @@ from mhsa_compile.compiler.codegen.build import (
     _planning,
     pass_context,
 )
+from mhsa_compile.compiler.codegen.object_files import ObjectFiles
 from mhsa_compile.errors import DeviceError, InputError, ModelError
 from mhsa_compile.runtime import cuda_launch, tvm_runtime
 from mhsa_compile.runtime.array_memory import aligned_copy, aligned_zeros
@@ -105,7 +106,9 @@ def built(given: Any, path: Path) -> tvm_runtime.Library:
     lowering = tvm.transform.Sequential(_lowering())
     with pass_context():
         executable = relax.build(planned, tvm.target.Target(profile.tvm_config()), relax_pipeline=lowering)
-    executable.export_library(str(path), fcompile=_linker(profile.link.triple))
+    with ObjectFiles(path.parent) as objects:
+        linker = _linker(profile.link.triple, objects)
+        executable.export_library(str(path), fcompile=linker, workspace_dir=str(path.parent))
     code = path.read_bytes()
     return tvm_runtime.start().library(code, sha256(code).hexdigest())
 

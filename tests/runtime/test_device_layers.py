@@ -24,6 +24,7 @@ from mhsa_compile.compiler.codegen.build import (
     _planning,
     pass_context,
 )
+from mhsa_compile.compiler.codegen.object_files import ObjectFiles
 from mhsa_compile.compiler.lower import schedule
 from mhsa_compile.frontend.export.source import read_source
 from mhsa_compile.frontend.relax.importer import import_onnx
@@ -84,7 +85,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[mhsa.Artifact, P
         target, lowering = tvm.target.Target(profile.tvm_config()), tvm.transform.Sequential(_lowering())
         executable = relax.build(planned, target, relax_pipeline=lowering)
     path = tmp_path_factory.mktemp("library") / "module.so"
-    executable.export_library(str(path), fcompile=_linker(profile.link.triple))
+    with ObjectFiles(path.parent) as objects:
+        linker = _linker(profile.link.triple, objects)
+        executable.export_library(str(path), fcompile=linker, workspace_dir=str(path.parent))
     return mhsa.compile(source.model), path
 
 
