@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "analysis": {"conversion", "nn", "runtime", "spec"},
     "frontend": {"conversion", "kernels.interface", "nn", "runtime", "spec", "verification"},
     "compiler": {"frontend", "kernels", "records", "runtime", "target", "verification"},
-    "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "target"},
+    "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "target", "verification"},
     "bench": {"compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "target", "verification"},
     "tuning.measure": {"records", "runtime", "target"},
     "tuning": {"bench", "compiler", "frontend", "kernels", "nn", "records", "runtime", "target", "verification"},

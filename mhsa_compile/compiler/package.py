@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.kernels.interface.ops import Dim
-from mhsa_compile.runtime.artifact.manifest import DType, TensorInfo
+from mhsa_compile.runtime.artifact.manifest import IDS, DType, TensorInfo
 
 _LEAST_INSIDE, _SHARE_INSIDE = 1 << 20, 16
 """Of its own weights a source may bring a MB, or a sixteenth of what the artifact keeps."""
@@ -97,10 +97,17 @@ def weight_infos(model: onnx.ModelProto, names: Sequence[str]) -> tuple[TensorIn
 
 
 def signature(model: onnx.ModelProto, imported: Any) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
-    """The inputs and outputs. A mask states what it must broadcast to, numbers of keys how large they may be."""
+    """The inputs and outputs. A mask states what it must broadcast to, numbers of keys how large they may be, ids how
+    many rows the table has that they pick from."""
     initializers = {t.name for t in model.graph.initializer}
     inputs = [_info(value) for value in model.graph.input if value.name not in initializers]
     inputs = [_with_bounds(info, imported.masks.get(info.name), imported.limits.get(info.name)) for info in inputs]
+    inputs = [
+        replace(info, rows=imported.rows[info.name])
+        if info.name in imported.rows and info.dtype in IDS and info.most is None
+        else info
+        for info in inputs
+    ]
     outputs = [_info(value) for value in model.graph.output]
     inferred = zip(outputs, imported.outputs, strict=True)
     return tuple(inputs), tuple(info if dims is None else replace(info, dims=dims) for info, dims in inferred)

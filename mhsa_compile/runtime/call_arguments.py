@@ -60,7 +60,7 @@ class Argument:
     def is_told_by_shape(self) -> bool:
         """Whether a contiguous array of a shape and dtype that were right once is right: no value of it matters, and
         nothing is written into it."""
-        return self.info.most is None and not self._written
+        return self.info.most is None and self.info.rows is None and not self._written
 
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
@@ -191,6 +191,12 @@ class Argument:
 
     def check_values(self, array: Any, sizes: Sizes) -> None:
         """Raises InputError for numbers out of the bounds that the manifest states."""
+        if (rows := self.info.rows) is not None and 0 not in array.shape:
+            least, largest = int(array.min()), int(array.max())
+            if least < -rows or largest >= rows:
+                expected = f"numbers from {-rows} to {rows - 1}: the table that they pick from has {rows} rows"
+                hint = "The tokenizer knows more tokens than the model, if they are its ids."
+                raise InputError(self.label, expected, str(largest if largest >= rows else least), hint)
         if self.info.most is None:
             return
         most = size_of(self.info.most, sizes)
@@ -327,7 +333,7 @@ class Signature:
     @property
     def has_bounds(self) -> bool:
         """Whether numbers in some input must lie in bounds."""
-        return any(argument.info.most is not None for argument in self._arguments)
+        return any(argument.info.most is not None or argument.info.rows is not None for argument in self._arguments)
 
     def check_values(self, arrays: Sequence[Any], sizes: Sizes) -> None:
         """Checks again what a value, not a shape, must be. Raises InputError."""

@@ -429,6 +429,7 @@ def test_what_is_read_as_it_is_is_looked_up() -> None:
     assert signature.arrays((gaps, mask), {})[1] is not signature.arrays((gaps, mask), {})[1]
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of kinds that it is about to drop or to change
 @pytest.mark.parametrize("kind", ["sparse", "nested", "quantised", "fake", "mkldnn"])
 def test_tensors_that_are_no_numbers_in_rows_are_refused(compiled: CompiledAttention, kind: str) -> None:
     x = torch.from_numpy(draw()[0])

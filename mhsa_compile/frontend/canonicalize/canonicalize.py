@@ -122,14 +122,20 @@ def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
 def _index_limits(model: onnx.ModelProto) -> dict[str, int]:
     """Input -> the number of rows of the table that it picks from; of several tables, the smallest number."""
     tables = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
-    inputs = {value.name for value in model.graph.input}
+    sources = {value.name: value.name for value in model.graph.input if value.name not in tables}
     limits: dict[str, int] = {}
-    for node in model.graph.node:
+    for node in model.graph.node:  # in the order of computation
+        if node.op_type in _SAME_NUMBERS and node.input[0] in sources:
+            sources[node.output[0]] = sources[node.input[0]]
         first = all(attribute.i == 0 for attribute in node.attribute if attribute.name == "axis")
-        if node.op_type == "Gather" and first and node.input[0] in tables and node.input[1] in inputs:
-            rows = tables[node.input[0]]
-            limits[node.input[1]] = min(rows, limits.get(node.input[1], rows))
+        if node.op_type == "Gather" and first and node.input[0] in tables and node.input[1] in sources:
+            name, rows = sources[node.input[1]], tables[node.input[0]]
+            limits[name] = min(rows, limits.get(name, rows))
     return limits
+
+
+_SAME_NUMBERS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators between ids and the table that they pick from, which leave ids what they are."""
 
 
 def _standard(model: onnx.ModelProto) -> tuple[AttentionCoverage, ...]:

@@ -30,6 +30,7 @@ class ImportedModule:
     derived: tuple[str, ...] = ()  # parameters of main that `derive_weights` computes from the weights
     masks: dict[str, Broadcast] = field(default_factory=dict)  # by input
     limits: dict[str, Dim] = field(default_factory=dict)  # input of integers -> the largest that they may be
+    rows: dict[str, int] = field(default_factory=dict)  # input of ids -> the rows of the table that they pick from
     outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred
     in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
 

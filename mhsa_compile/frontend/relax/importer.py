@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, Sizes, as_tensor, is_known
 from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
-from mhsa_compile.spec.attention_spec import DOMAIN
+from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY
 
 
 def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> ImportedModule:
@@ -71,6 +72,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     result = importer.context.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
+    result.rows = json.loads({entry.key: entry.value for entry in model.metadata_props}.get(LIMITS_KEY, "{}"))
     result.outputs = _output_dims(module["main"])
     if int8_weights and not any(isinstance(op, LinearOp) for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")

@@ -39,12 +39,17 @@ DType = Literal[
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
+IDS = ("int64", "int32")
+"""Dtypes of numbers that pick rows of a table."""
+
+
 class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An input, an output or a weight.
 
     `broadcast`, on a mask, is the full size of each axis: a call may bring that or 1. ("B", 8, "L", "S"), for instance,
     beside the dims ("mask_B", "mask_H", "mask_L", "mask_S"). `pads` says that the last axis may also be shorter, which
-    hides the rest. `most`, on numbers of keys, is the largest that they may be. `aligned`, in formats before 5: what a
+    hides the rest. `most`, on numbers of keys, is the largest that they may be. `rows`, on ids, is how many rows the
+    table has that they pick from, counted from its end where they are below 0. `aligned`, in formats before 5: what a
     call writes into, and is therefore never copied, must begin with a cache line.
     """
 
@@ -54,11 +59,14 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     broadcast: Dims | None = None
     pads: bool = False
     most: Size | str | None = None
+    rows: Size | None = None
     aligned: bool = False
 
     def __post_init__(self) -> None:
         if self.broadcast is not None and len(self.broadcast) != len(self.dims):
             raise ValueError(f"{self.name!r} broadcasts to {len(self.broadcast)} axes, and has {len(self.dims)}")
+        if self.rows is not None and self.dtype not in IDS:
+            raise ValueError(f"{self.name!r} picks from {self.rows} rows, and is of {self.dtype}")
 
 
 class OpReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,12 +19,14 @@ namespace mhsa {
 
 // An input, an output or a weight. A dim is a size or, in letters, a symbol: the same symbol is the same size in a call.
 // `broadcast`, of a mask, is the full size of each axis, of which a call brings all or 1; with `pads` the last may also be
-// shorter. `most`, of whole numbers, is the largest that they may be.
+// shorter. `most`, of whole numbers, is the largest that they may be; `rows`, of ids, how many rows the table has that they
+// pick from.
 struct TensorInfo {
   std::string name, dtype;
   std::vector<std::string> dims;
   std::optional<std::vector<std::string>> broadcast;
   std::optional<std::string> most;
+  std::optional<int64_t> rows;
   bool pads = false;
 
   explicit TensorInfo(const Json& entry)
@@ -37,6 +39,8 @@ struct TensorInfo {
     if (given("most")) most = dim_of(entry["most"]);
     if (most && ((dtype != "int64" && dtype != "int32") || broadcast))
       entry["most"].refuse("int64 or int32 that it bounds", dtype);
+    if (given("rows")) rows = entry["rows"].size();
+    if (rows && dtype != "int64" && dtype != "int32") entry["rows"].refuse("int64 or int32 that picks from them", dtype);
     if (given("pads")) pads = entry["pads"].truth();
   }
 

@@ -36,7 +36,7 @@ class Argument {
     if (dtype_of(tensor) != info_.dtype) wrong(tensor, sizes, "Convert it to " + info_.dtype + ".");
     if (info_.broadcast) tensor = at_full_rank(tensor, sizes);
     if (!fits(tensor, sizes)) wrong(*given, sizes);
-    if (info_.most) check_values(tensor, sizes);
+    if (info_.most || info_.rows) check_values(tensor, sizes);
     // Compiled code takes no offsets, and elements at any multiple of their size.
     const bool is_readable = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % find_dtype(info_.dtype)->bytes == 0;
     return written_ || (is_readable && !tensor.byte_offset()) ? tensor : copy(tensor);
@@ -95,11 +95,15 @@ class Argument {
 
   void check_values(const ffi::Tensor& tensor, const Sizes& sizes) const {
     const bool wide = info_.dtype == "int64";
-    const std::optional<int64_t> most = size_of(*info_.most, sizes);
+    const std::optional<int64_t> most = info_.most ? size_of(*info_.most, sizes) : std::nullopt;
     for (int64_t i = 0, count = bytes_of(tensor) / (wide ? 8 : 4); i < count; ++i) {
       const int64_t value = wide ? reinterpret_cast<const int64_t*>(data_of(tensor))[i]
                                  : reinterpret_cast<const int32_t*>(data_of(tensor))[i];
-      if (value < 0 || (most && value > *most))
+      if (info_.rows && (value < -*info_.rows || value >= *info_.rows))
+        throw Error(label_, "numbers from " + std::to_string(-*info_.rows) + " to " + std::to_string(*info_.rows - 1) +
+                                ", as the table that they pick from has " + std::to_string(*info_.rows) + " rows",
+                    std::to_string(value), "The tokenizer knows more tokens than the model, if they are its ids.");
+      if (info_.most && (value < 0 || (most && value > *most)))
         throw Error(label_, "numbers from 0 to " + *info_.most + (most ? " = " + std::to_string(*most) : ""),
                     std::to_string(value), "Correct its values.");
     }
