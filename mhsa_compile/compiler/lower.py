@@ -23,6 +23,7 @@ from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.compiler.fallback.plain_forms import plain_form
 from mhsa_compile.compiler.products import with_products
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
+from mhsa_compile.compiler.slow_operations import slow_operations
 from mhsa_compile.compiler.softmaxes import with_softmaxes
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
@@ -30,7 +31,7 @@ from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import KvScatterOp, LinearOp, Op
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
-from mhsa_compile.target.profile import CudaProfile, TargetProfile
+from mhsa_compile.target.profile import CpuProfile, CudaProfile, TargetProfile
 
 MAIN, BIND = "main", "bind_weights"
 
@@ -55,6 +56,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     fallbacks = _fallbacks(imported.module["main"], choices)
     written = _written_out(imported.module, plain) if plain else imported.module
     others, reports = _lowered(written, profile, shelf)
+    slow = slow_operations(others, imported, profile) if isinstance(profile, CpuProfile) else ()
     builder = relax.BlockBuilder(others)
     run = {name: builder.add_func(c.emitted.run, f"{c.op.kind}_{name}") for name, c in choices.items()}
     main, packed, passed = _rewrite_main(imported, others, choices, run)
@@ -63,7 +65,7 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
         _add_bind_function(builder, others[MAIN], imported, choices, packed, passed)
     reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
     bound = sum(map(len, packed.values())) + len(passed)
-    return LoweredModule(builder.get(), list(imported.weights.values()), bound, reports)
+    return LoweredModule(builder.get(), list(imported.weights.values()), bound, reports, slow)
 
 
 def prepared(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:

@@ -319,6 +319,7 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
         ops=tuple(scheduled.reports),
         attention=canonical.blocks,
         limits=canonical.limits,
+        slow=scheduled.slow,
         files={},
     )
 

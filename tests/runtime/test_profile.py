@@ -179,6 +179,16 @@ def test_a_linear_without_words_has_no_flops() -> None:
     assert op_work.linear_flops(OpReport("op", "linear", "cpu.linear", {}, "default", ""), 10) is None
 
 
+def test_a_product_is_counted_by_its_shapes() -> None:
+    """B transposed, A in another order of axes, B shared by the batch, a vector; and one where K could be either."""
+    assert op_work.product_flops([(3, 5, 64), (3, 7, 64), (3, 5, 7)]) == 2 * 3 * 5 * 7 * 64
+    assert op_work.product_flops([(3, 5, 2, 64), (64, 7), (3, 2, 5, 7)]) == 2 * 3 * 2 * 5 * 7 * 64
+    assert op_work.product_flops([(3, 7, 7), (3, 7, 7), (3, 7, 7)]) == 2 * 3 * 7 * 7 * 7
+    assert op_work.product_flops([(1, 9), (9, 1), (1, 1)]) == 2 * 9
+    assert op_work.product_flops([(2, 3, 4), (2, 3, 4), (2, 3, 3)]) == 2 * 2 * 3 * 3 * 4
+    assert op_work.product_flops([(4, 4, 8), (4, 8, 4), (4, 4, 4)]) == 2 * 4 * 4 * 4 * 8
+
+
 def test_shares_of_the_limit() -> None:
     def row(kind: str, flops: int | None, size: int | None) -> OpProfile:
         return OpProfile("op", kind, "k", {}, 1, 10.0, 1.0, flops, size)

@@ -80,7 +80,7 @@ def _report(out: Path, artifact: Artifact, seconds: float, verbose: bool, json: 
     manifest = artifact.manifest
     if json:
         said = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
-        said["check"] = manifest.check
+        said |= {"check": manifest.check, "slow": manifest.slow}
         output.print_json(said | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
     title = f"{out} for {manifest.target.name}, {seconds:.1f} s"
@@ -89,6 +89,8 @@ def _report(out: Path, artifact: Artifact, seconds: float, verbose: bool, json: 
     output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
     if manifest.check is not None and manifest.spec is None:
         output.line(manifest.check.sentence())
+    for operation in manifest.slow:
+        output.line(f"slow: {operation.sentence()}")
     layers = list(enumerate(manifest.attention))
     told = layers if verbose else [(number, block) for number, block in layers if block.note]
     for i, (number, block) in enumerate(told):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mhsa_compile.runtime.artifact.manifest import OpReport
+from mhsa_compile.runtime.artifact.manifest import OpReport, SlowOperation
 
 
 @dataclass
@@ -17,3 +17,4 @@ class LoweredModule:
     weights: list[str]
     packed: int
     reports: list[OpReport]
+    slow: tuple[SlowOperation, ...] = ()

@@ -120,6 +120,30 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return f"agrees with {evaluators}{at}: the largest error is {self.error:.2g} of {self.budget:.2g} allowed{rest}"
 
 
+class SlowOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function of TVM's own, by the name that a profile gives it, that is expected to be slow at these sizes of the
+    free dims.
+
+    `runs` is how often a call runs it, `share` its part of the predicted time of a call, `times_limit` how many times
+    longer it takes than the machine would need at its limit.
+    """
+
+    name: str
+    runs: int
+    share: float
+    times_limit: int
+    sizes: dict[str, Size]
+    why: str
+    way_out: str
+
+    def sentence(self) -> str:
+        """The prediction in one sentence."""
+        at = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        runs = f", {self.runs} times a call" if self.runs > 1 else ""
+        share = f"{self.share:.0%} of the predicted time{f' at {at}' if at else ''}"
+        return f"{self.name}{runs}: {share}, {self.times_limit:,} times the machine's limit; {self.why}; {self.way_out}"
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What manifest.json holds, in its order."""
 
@@ -137,6 +161,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ops: tuple[OpReport, ...]
     attention: tuple[AttentionCoverage, ...] = ()
     limits: dict[str, Size] = {}  # symbol -> its largest size, where a table of the model has no more rows
+    slow: tuple[SlowOperation, ...] = ()  # what is expected to be
     check: Check | None = None  # None in artifacts from before there was one
     files: dict[str, Digest]
     sha256: Digest = _UNSEALED  # of manifest.json itself, as it is with zeros in this place
@@ -174,12 +199,14 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 def _encode(manifest: Manifest) -> bytes:
     """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
 
-    `v_embed_dim` and `check` are written where they are set: an artifact without them has the bytes that it had before
-    there were any.
+    `v_embed_dim`, `slow` and `check` are written where they are set: an artifact without them has the bytes that it had
+    before there were any.
     """
     stated = msgspec.to_builtins(manifest, order="deterministic")
     if manifest.check is None:
         del stated["check"]
+    if not manifest.slow:
+        del stated["slow"]
     if manifest.spec is not None and manifest.spec.v_embed_dim is None:
         del stated["spec"]["v_embed_dim"]
     return msgspec.json.format(msgspec.json.encode(stated), indent=2) + b"\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ _PICKS = re.compile(r"(^|_)(take|gather)")
 """In the name of a function of TVM's own: it reads rows of a table, and shapes do not say how many."""
 _LINEAR = re.compile(r"(\d+) -> (\d+(?: \+ \d+)*)")
 """The note of a linear in a manifest, its in-features and the widths of its weights: 512 -> 512 + 512 + 512."""
+
+_SOFTMAX = 5
+"""FLOPs an element: a comparison, a subtraction, an exponential, an addition, a product."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ def work_of(
     size = sum({(array.data_ptr(), array_bytes(array)): array_bytes(array) for array in arrays}.values())
     if op is not None and op.op == "linear":
         return Work(linear_flops(op, math.prod(arrays[0].shape[:-1])), size)
+    if op is not None and op.op == "product":
+        return Work(product_flops([tuple(array.shape) for array in arrays[:3]]), size)
+    if op is not None and op.op == "softmax":
+        return Work(_SOFTMAX * math.prod(arrays[0].shape), size)
     if op is not None and op.op == "scatter":
         return Work()  # of the cache it touches what it writes, which shapes do not say
     if op is None or op.op != "attention":
@@ -56,6 +64,25 @@ def linear_flops(op: OpReport, rows: int) -> int | None:
     if found is None:
         return None
     return 2 * rows * int(found[1]) * sum(map(int, found[2].split("+")))
+
+
+def product_flops(shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """The FLOPs of a product by the shapes of A and B, whose axes may lie in any order, and of Y (batch, M, N). None
+    where these leave open which axis is summed over."""
+    left, right, (*batch, M, N) = shapes
+    inner = _summed(left, M, batch) & _summed(right, N, batch)
+    return 2 * math.prod(shapes[2]) * inner.pop() if len(inner) == 1 else None
+
+
+def _summed(shape: tuple[int, ...], kept: int, batch: Sequence[int]) -> set[int]:
+    """The sizes that may be those of the axis of a factor that is summed over: `kept` is that of its other one, and
+    what remains are axes of the batch."""
+    sizes = set()
+    for axis, size in enumerate(shape):
+        rest = Counter(shape[:axis] + shape[axis + 1 :])
+        if rest[kept] and not {one for one in (rest - Counter((kept,)) - Counter(batch)) if one != 1}:
+            sizes.add(size)
+    return sizes
 
 
 def attention_flops(manifest: Manifest, meaning: Semantics, L: int, S: int, keys: Sequence[int]) -> int | None:

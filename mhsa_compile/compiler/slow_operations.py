@@ -1,0 +1,223 @@
+"""Which functions of TVM's own are expected to run far below what the CPU can do, and to take much of a call.
+
+Predicted in cycles from the loops of each function as it is scheduled, at the sizes that are fixed and, of free dims,
+at a batch of 1 and lengths of 128. The limit is two fused multiply-adds of a vector a cycle on each core, or four
+bytes of memory a cycle. A chain of additions into memory takes four cycles a step, another statement one, a vector of
+either as long as one element; kernels run at half of the limit, and starting any of them takes 3000 cycles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, s_tir, tirx
+
+from mhsa_compile.frontend.relax.imported_module import ImportedModule
+from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, LinearOp, Op, ProductOp
+from mhsa_compile.runtime.artifact.manifest import SlowOperation
+from mhsa_compile.target.profile import CpuProfile
+
+Expr = Any  # TVM has no type stubs
+_BATCH, _LENGTH = 1, 128
+_OF_LIMIT, _OF_TIME = 0.1, 0.1
+"""Named is what stays below this share of the limit and takes more than this share of the predicted time."""
+_CHAIN, _STATEMENT, _START = 4.0, 1.0, 3000.0
+_FLOPS_A_LANE, _BYTES, _KERNELS_REACH = 4, 4, 0.5
+_CALLS = ("relax.call_tir", "relax.call_tir_inplace")
+_TUNE = "with fixed sizes (`dims`) `mhsa tune` can search for better loops"
+_CAST = "cast both factors to float32, whose products a kernel computes"
+
+
+@dataclass
+class _Time:
+    """Cycles of all runs of a function, and what they would be at the limit."""
+
+    predicted: float = 0.0
+    limit: float = 0.0
+
+
+def slow_operations(module: Any, imported: ImportedModule, profile: CpuProfile) -> tuple[SlowOperation, ...]:
+    """A row for each function of TVM's own that is slow, the longest first. `module` is the one in which these have
+    their schedules and kernels are still calls by name."""
+    sizes, kernels = _example_sizes(imported), 0.0
+    runs, times = Counter[str](), dict[str, _Time]()
+    functions = {str(v.name_hint): f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
+    for call in _calls(module["main"].body):
+        if call.op == tvm.ir.Op.get("relax.call_dps_packed"):
+            op = imported.ops.get(str(call.args[0].global_symbol))
+            kernels += _START + (0.0 if op is None else _kernel_cycles(op, call, sizes, profile))
+        elif isinstance(call.op, tvm.ir.Op) and call.op.name in _CALLS:
+            name = str(call.args[0].name_hint)
+            one, all_ = _loops_time(functions[name], call, sizes, profile), times.setdefault(name, _Time())
+            all_.predicted, all_.limit = all_.predicted + one.predicted, all_.limit + one.limit
+            runs[name] += 1
+    total = kernels + sum(time.predicted for time in times.values())
+    slow = sorted(
+        (
+            (name, time)
+            for name, time in times.items()
+            if time.limit < _OF_LIMIT * time.predicted and time.predicted > _OF_TIME * total
+        ),
+        key=lambda row: -row[1].predicted,
+    )
+    return tuple(
+        SlowOperation(
+            name=name,
+            runs=runs[name],
+            share=round(time.predicted / total, 3),
+            times_limit=round(time.predicted / time.limit),
+            sizes=sizes,
+            why="no kernel claims it: loops of TVM",
+            way_out=_CAST if "matmul" in name and _is_of_integers(functions[name]) else _TUNE,
+        )
+        for name, time in slow
+    )
+
+
+def _example_sizes(imported: ImportedModule) -> dict[str, int]:
+    """The size of every free dim of an input. The batch is the first axis of an input that has another free one."""
+    weights = {*imported.weights, *imported.derived}
+    shapes = [p.ty.shape for p in imported.module["main"].params if p.name not in weights]
+    free = [
+        [(axis, str(dim.name)) for axis, dim in enumerate(shape.values) if isinstance(dim, tvm.ir.Var)]
+        for shape in shapes
+        if isinstance(shape, relax.ShapeExpr)
+    ]
+    names = [name for dims in free for _, name in dims]
+    named = {name for name in names if name == "B" or name.lower().startswith("batch")}
+    batch = named or {dims[0][1] for dims in free[:1] if len(dims) > 1 and dims[0][0] == 0}
+    return {name: _BATCH if name in batch else _LENGTH for name in names}
+
+
+def _calls(body: Any) -> Iterator[Any]:
+    """The calls of a function's body and of the branches of its Ifs, in order."""
+    for value in (binding.value for block in body.blocks for binding in block.bindings):
+        if isinstance(value, relax.Call):
+            yield value
+        elif isinstance(value, relax.If):
+            yield from _calls(value.true_branch)
+            yield from _calls(value.false_branch)
+
+
+def _kernel_cycles(op: Op, call: Any, sizes: Mapping[str, int], profile: CpuProfile) -> float:
+    """Of a kernel: its multiply-adds. Of kernels without any, nothing."""
+
+    def size(dim: Dim) -> int:
+        return dim if isinstance(dim, int) else sizes.get(dim, _LENGTH)
+
+    flops = 0
+    if isinstance(op, LinearOp):
+        flops = 2 * math.prod(map(size, op.rows)) * op.in_features * op.out_features
+    elif isinstance(op, ProductOp):
+        rows, inner, columns = map(size, (op.rows, op.inner, op.columns))
+        flops = 2 * math.prod(map(size, op.batch)) * rows * inner * columns
+    elif isinstance(op, AttentionOp):
+        pairs = size(op.batch) * size(op.q_length) * size(op.kv_length)
+        flops = 2 * op.num_heads * pairs * (op.head_dim + op.v_head_dim)
+    return flops / _flops_a_cycle("float32", profile) / _KERNELS_REACH
+
+
+def _flops_a_cycle(dtype: str, profile: CpuProfile) -> float:
+    """The limit of all cores."""
+    lanes = max(1, profile.hardware.vector_bits // max(8, tvm.DataType(dtype).bits))
+    return float(_FLOPS_A_LANE * lanes * profile.hardware.cores)
+
+
+def _loops_time(function: Any, call: Any, sizes: Mapping[str, int], profile: CpuProfile) -> _Time:
+    values = _bound(function, call, sizes)
+    loops = _Loops(profile, values)
+    loops.visit(function.body, 1.0, 1.0)
+    size = sum(
+        min(math.prod(loops.number(dim) for dim in buffer.shape), loops.statements)
+        * -(-tvm.DataType(str(buffer.dtype)).bits // 8)
+        for buffer in _buffers(function)
+    )
+    return _Time(loops.cycles + _START, max(loops.at_limit, size / _BYTES) + _START)
+
+
+def _buffers(function: Any) -> list[Any]:
+    """The arrays among a function's parameters, which may also be sizes."""
+    return [parameter for parameter in function.params if hasattr(parameter, "shape")]
+
+
+def _bound(function: Any, call: Any, sizes: Mapping[str, int]) -> dict[Any, int]:
+    """The size of each symbol of a function, by the shapes of what this call passes."""
+    results = list(call.ty_args[0].fields) if isinstance(call.ty_args[0], relax.TupleType) else list(call.ty_args)
+    types = [*(value.ty for value in call.args[1].fields), *results]
+    arrays = [one for one in types if isinstance(getattr(one, "shape", None), relax.ShapeExpr)]
+    buffers = _buffers(function)
+    values: dict[Any, int] = {}
+    for buffer, array in zip(buffers, arrays, strict=False):
+        for dim, passed in zip(buffer.shape, array.shape.values, strict=False):
+            if isinstance(dim, tvm.ir.Var):
+                values[dim] = _number(passed, {}, sizes)
+    return {p: sizes[p.name] for p in function.params if not hasattr(p, "shape") and p.name in sizes} | values
+
+
+def _number(expr: Expr, values: Mapping[Any, int], sizes: Mapping[str, int]) -> int:
+    """An expression of symbols at these values, or else at the sizes of their names."""
+    if isinstance(expr, int):
+        return expr
+
+    def valued(variable: Any) -> Any:
+        size = values.get(variable, sizes.get(str(variable.name), _LENGTH))
+        return tirx.const(size, str(variable.ty.dtype))
+
+    result = tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(expr, (tvm.ir.Var, valued)))
+    return int(result) if isinstance(result, tirx.IntImm) else 1
+
+
+class _Loops:
+    """Counts a function's statements, how often each runs, and the cycles of all."""
+
+    def __init__(self, profile: CpuProfile, values: dict[Any, int]) -> None:
+        self._profile, self._values = profile, values
+        self.statements = self.cycles = self.at_limit = 0.0
+
+    def number(self, size: Expr) -> int:
+        return _number(size, self._values, {})
+
+    def visit(self, node: Any, times: float, at_once: float) -> None:
+        """`times` a statement here runs, `at_once` of them together: elements of a vector, threads."""
+        if isinstance(node, tirx.For):
+            extent = max(1, self.number(node.extent))
+            if node.kind == tirx.ForKind.VECTORIZED:
+                at_once *= extent
+            elif node.kind == tirx.ForKind.PARALLEL:
+                at_once *= min(extent, self._profile.hardware.cores)
+            self._values[node.loop_var] = extent - 1  # the most of a loop inside whose extent depends on it
+            self.visit(node.body, times * extent, at_once)
+        elif isinstance(node, s_tir.SBlockRealize):
+            self.visit(node.block.body, times, at_once)
+        elif isinstance(node, tirx.IfThenElse):  # parallel loops, or the same ones by one thread where there are few
+            self.visit(node.then_case, times, at_once)
+        elif isinstance(node, tirx.SeqStmt):
+            for part in node.seq:
+                self.visit(part, times, at_once)
+        elif isinstance(node, tirx.BufferStore):
+            self._store(node, times, at_once)
+        elif (body := getattr(node, "body", None)) is not None:
+            self.visit(body, times, at_once)
+
+    def _store(self, node: Any, times: float, at_once: float) -> None:
+        added = _reads_itself(node)
+        self.statements += times
+        self.cycles += times * (_CHAIN if added else _STATEMENT) / at_once
+        self.at_limit += times * (2 if added else 1) / _flops_a_cycle(str(node.buffer.dtype), self._profile)
+
+
+def _reads_itself(store: Any) -> bool:
+    """Whether a statement adds to what lies where it writes, or the like."""
+    read: list[Any] = []
+    tvm_ffi.structural_walk(store.value, (tvm.ir.TensorLoad, read.append))
+    return any(load.source.same_as(store.buffer) for load in read)
+
+
+def _is_of_integers(function: Any) -> bool:
+    return all("int" in str(buffer.dtype) for buffer in _buffers(function))
