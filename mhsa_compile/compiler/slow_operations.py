@@ -30,7 +30,8 @@ _OF_LIMIT, _OF_TIME = 0.1, 0.1
 _CHAIN, _STATEMENT, _START = 4.0, 1.0, 3000.0
 _FLOPS_A_LANE, _BYTES, _KERNELS_REACH = 4, 4, 0.5
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
-_TUNE = "with fixed sizes (`dims`) `mhsa tune` can search for better loops"
+_TUNE = "`mhsa tune` can search for better loops"
+_FIX = f"fix its sizes (`dims`): {_TUNE} of these"
 _CAST = "cast both factors to float32, whose products a kernel computes"
 
 
@@ -74,7 +75,7 @@ def slow_operations(module: Any, imported: ImportedModule, profile: CpuProfile) 
             times_limit=round(time.predicted / time.limit),
             sizes=sizes,
             why="no kernel claims it: loops of TVM",
-            way_out=_CAST if "matmul" in name and _is_of_integers(functions[name]) else _TUNE,
+            way_out=_CAST if "matmul" in name and _is_of_integers(functions[name]) else _FIX if sizes else _TUNE,
         )
         for name, time in slow
     )
