@@ -2,8 +2,9 @@
 
 Predicted in cycles from the loops of each function as it is scheduled, at the sizes that are fixed and, of free dims,
 at a batch of 1 and lengths of 128. The limit is two fused multiply-adds of a vector a cycle on each core, or four
-bytes of memory a cycle. A chain of additions into memory takes four cycles a step, another statement one, a vector of
-either as long as one element; kernels run at half of the limit, and starting any of them takes 3000 cycles.
+bytes of memory a cycle. A step of a chain of floats, each added to what lies there, takes four cycles, any other
+statement one, a vector of either as long as one element; kernels run at half of the limit, and starting any of them
+takes 3000 cycles.
 """
 
 from __future__ import annotations
@@ -207,10 +208,10 @@ class _Loops:
             self.visit(body, times, at_once)
 
     def _store(self, node: Any, times: float, at_once: float) -> None:
-        added = _reads_itself(node)
+        added, dtype = _reads_itself(node), str(node.buffer.dtype)
         self.statements += times
-        self.cycles += times * (_CHAIN if added else _STATEMENT) / at_once
-        self.at_limit += times * (2 if added else 1) / _flops_a_cycle(str(node.buffer.dtype), self._profile)
+        self.cycles += times * (_CHAIN if added and "float" in dtype else _STATEMENT) / at_once
+        self.at_limit += times * (2 if added else 1) / _flops_a_cycle(dtype, self._profile)
 
 
 def _reads_itself(store: Any) -> bool:
