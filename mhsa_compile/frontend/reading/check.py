@@ -12,7 +12,7 @@ from onnx import defs
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, reads, title
-from mhsa_compile.frontend.reading import microsoft
+from mhsa_compile.frontend.reading import microsoft, preview
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
 from mhsa_compile.frontend.reading.row import ANY, Row
 from mhsa_compile.frontend.reading.standard import LAST, STANDARD
@@ -42,6 +42,7 @@ def check_domains(model: onnx.ModelProto) -> None:
     functions = {(function.domain, function.name) for function in model.functions}
     for node in all_nodes(model.graph):
         known = node.domain in _DOMAINS and (node.domain != DOMAIN or node.op_type == "Attention")
+        known |= node.domain == preview.DOMAIN and node.op_type in preview.DEFINED
         if not known and (node.domain, node.op_type) not in functions:
             expected = "an operator of ONNX's or ONNX Runtime's"
             raise ModelError(title(node), expected, f"one of the domain {node.domain!r}", _VENDOR)
@@ -72,6 +73,9 @@ def check_graph(model: onnx.ModelProto) -> None:
     check_domains(model)
     graph = _Graph(model)
     for node in all_nodes(model.graph):
+        if node.domain == preview.DOMAIN:
+            expected = f"one that its definition of version {preview.VERSION} holds, with inputs of known types"
+            raise ModelError(title(node), expected, "another", _WAY_OUT)
         if node.domain == microsoft.DOMAIN:  # in a graph that says it is one of ours, which no pass looks at
             raise ModelError(title(node), "an operator of ONNX's", f"one of {node.domain}", _WAY_OUT)
         if node.domain != DOMAIN and node.op_type in STANDARD:  # the importer says which operators it knows
@@ -83,7 +87,7 @@ def not_understood(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> l
     graph, result = _Graph(model), []
     for node in nodes:
         try:
-            if node.op_type in STANDARD:
+            if node.domain == "" and node.op_type in STANDARD:
                 _check_standard(graph, node)
                 continue
         except ModelError:

@@ -12,6 +12,7 @@ from onnx import defs, helper
 
 from mhsa_compile.frontend.canonicalize.passes.opset import opset_of
 from mhsa_compile.frontend.onnx_graph import GraphView
+from mhsa_compile.frontend.reading import preview
 from mhsa_compile.frontend.reading.check import not_understood
 from mhsa_compile.frontend.reading.functions import inlined
 
@@ -60,6 +61,8 @@ def _once(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _has_definition(node: onnx.NodeProto, opset: int) -> bool:
     """Whether a node is an operator of the standard's that is defined by others."""
+    if node.domain == preview.DOMAIN:
+        return node.op_type in preview.DEFINED
     if node.domain != "" or node.op_type in _KERNELS or not defs.has(node.op_type):
         return False
     try:
@@ -71,9 +74,15 @@ def _has_definition(node: onnx.NodeProto, opset: int) -> bool:
 
 def _definition(graph: GraphView, node: onnx.NodeProto) -> onnx.FunctionProto | None:
     """What a node computes as a function of operators, or None; its attributes' defaults are put into the node."""
-    schema = defs.get_schema(node.op_type, graph.opset, "")
+    if node.domain == preview.DOMAIN:
+        schema = defs.get_schema(node.op_type, preview.VERSION, preview.DOMAIN)
+        imported = next((o.version for o in graph.model.opset_import if o.domain == preview.DOMAIN), 0)
+        least, last = preview.VERSION, imported if imported == preview.VERSION else 0
+    else:
+        schema = defs.get_schema(node.op_type, graph.opset, "")
+        least, last = _LEAST, graph.opset
     versions = (*schema.function_opset_versions, *schema.context_dependent_function_opset_versions)
-    version = max((v for v in versions if _LEAST <= v <= graph.opset), default=None)
+    version = max((v for v in versions if least <= v <= last), default=None)
     kinds = [_kind(graph, name) for name in node.input]
     if version is None or any(kind is None for kind in kinds):
         return None
