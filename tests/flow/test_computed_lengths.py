@@ -63,3 +63,16 @@ def test_a_view_of_an_input_is_no_output() -> None:
     assert np.array_equal(y, x.reshape(2, 6))
     y[:] = -1
     assert np.array_equal(x.ravel(), np.arange(12))
+
+
+def test_a_graph_without_any_code() -> None:
+    text = """
+        <ir_version: 9, opset_import: ["" : 18]>
+        counted (float[B, L] x) => (int64 n)
+        {
+            n = Size (x)
+        }
+    """
+    counted = mhsa.load(mhsa.compile(onnx.parser.parse_model(text), without_attention="accept"))
+    for shape in ((3, 5), (1, 1)):
+        assert counted(np.zeros(shape, np.float32)) == shape[0] * shape[1]

@@ -118,8 +118,9 @@ def _packer(profile: TargetProfile, objects: ObjectFiles) -> Any:
             packed = embed_cubin.with_machine_code(packed, profile.tvm.arch)
             host = json.dumps({"kind": "llvm", "mtriple": profile.tvm.mtriple})
         else:
-            code = next(part for part in [module, *module.imports] if part.kind == "llvm")
-            host = code.get_function("_get_target_string")()
+            code = next((part for part in [module, *module.imports] if part.kind == "llvm"), None)
+            nothing = json.dumps(profile.tvm_config())  # a graph that computes nothing: an input, or a constant
+            host = nothing if code is None else code.get_function("_get_target_string")()
         objects.check_room(partial(most_bytes_of_data, len(packed)))
         blob = tvm_ffi.get_global_func("codegen.codegen_blob")(packed, is_system_lib, host, prefix)
         path = str(Path(folder, "devc.o"))
