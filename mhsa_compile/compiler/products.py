@@ -25,10 +25,10 @@ _NARROW = ("float16", "bfloat16")
 
 def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
     """The module with its products as operations; `takes` says whether a kernel can compute one."""
-    ops, sizes = dict(imported.ops), Sizes()
+    ops, sizes = dict(imported.ops), ProductSizes()
 
     @mutator
-    class Products(PyExprMutator):  # type: ignore[misc]
+    class ProductCalls(PyExprMutator):  # type: ignore[misc]
         def visit_call_(self, call: Any) -> Any:
             call = super().visit_call_(call)
             if call.op != tvm.ir.Op.get("relax.matmul"):
@@ -45,15 +45,15 @@ def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> Impo
                 return relax.op.astype(wide, str(call.ty.dtype))
             return call
 
-    rewrite = Products(imported.module)
+    rewrite = ProductCalls(imported.module)
     main = imported.module.get_global_var("main")
     rewrite.builder_.update_func(main, rewrite.visit_expr(imported.module["main"]))
     module = relax.transform.DeadCodeElimination()(rewrite.builder_.get())
     return replace(imported, module=module, ops=ops)
 
 
-class Sizes:
-    """Sizes as kernels state them: a number, a symbol's name, one name for each expression of them."""
+class ProductSizes:
+    """ProductSizes as kernels state them: a number, a symbol's name, one name for each expression of them."""
 
     def __init__(self) -> None:
         self._computed: list[Expr] = []
@@ -78,7 +78,7 @@ class _Stored:
     axes: tuple[int, ...]
 
 
-def _product(builder: Any, call: Any, sizes: Sizes) -> tuple[ProductOp, list[Expr]] | None:
+def _product(builder: Any, call: Any, sizes: ProductSizes) -> tuple[ProductOp, list[Expr]] | None:
     """(the operation, its inputs) of a matmul, or None where it is none of two matrices of floats."""
     values = list(call.args)
     shapes = [shape for shape in map(_shape, (*values, call)) if shape is not None and len(shape) > 1]

@@ -21,6 +21,8 @@ class GraphView:
     def __init__(self, model: onnx.ModelProto) -> None:
         inferred = onnx.shape_inference.infer_shapes(without_contents(model), data_prop=True, strict_mode=False)
         graph = inferred.graph
+        if any(node.op_type == "Attention" and len(node.output) > 3 for node in graph.node):
+            _forget_zeros(graph)
         self.model = model
         self.nodes = list(model.graph.node)
         self.inputs = [value.name for value in graph.input if value.name not in {i.name for i in graph.initializer}]
@@ -136,6 +138,15 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
         yield node
         yield from inner_nodes(node)
+
+
+def _forget_zeros(graph: onnx.GraphProto) -> None:
+    """Takes out of computed shapes the sizes of 0: onnx infers them for the scores of an Attention whose number of keys
+    it does not know."""
+    for value in (*graph.value_info, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_value") and not dim.dim_value:
+                dim.Clear()
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:

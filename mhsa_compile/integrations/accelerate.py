@@ -22,7 +22,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
-from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, Row
+from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, AccelerationRow
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.padded_encoder import EncoderForward
 from mhsa_compile.integrations.torch_attention import LayerForward
@@ -166,7 +166,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
         if not isinstance(layer, nn.MultiheadAttention):
             continue
         why = torch_attention.why_not(layer)
-        report.rows.append(Row(name, type(layer).__name__, why))
+        report.rows.append(AccelerationRow(name, type(layer).__name__, why))
         if not why:
             replaced.add(layer)
             first_calls = FirstCalls(name, check, report.count_check)
@@ -191,7 +191,7 @@ def _replace_linears(model: nn.Module, profile: TargetProfile, report: Accelerat
         if layer in read or not torch_linear.is_linear(layer):
             continue
         why = torch_linear.why_not(layer)
-        report.linears.append(Row(name, type(layer).__name__, why))
+        report.linears.append(AccelerationRow(name, type(layer).__name__, why))
         if not why:
             first_calls = FirstCalls(name, check, report.count_check)
             forward = LinearForward(layer, partial(_ARTIFACTS.linear, profile), report.count, first_calls)
@@ -234,7 +234,7 @@ def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: A
                 why = first_line(error)
                 for put_back in undo:
                     put_back()
-        report.rows.append(Row(name, type(found).__name__, why))
+        report.rows.append(AccelerationRow(name, type(found).__name__, why))
 
 
 def _why_not_here(model: Any) -> str:
@@ -270,13 +270,14 @@ def _set_attention(config: Any, implementation: str | None) -> None:
     config._attn_implementation_internal = implementation
 
 
-def _others(model: nn.Module, report: AccelerationReport) -> list[Row]:
+def _others(model: nn.Module, report: AccelerationReport) -> list[AccelerationRow]:
     """Modules that are called an attention and that nothing above looked at."""
     covered = [row.name for row in report.rows]
     rows = []
     for name, module in model.named_modules():
         within = any(name == one or not one or name.startswith(f"{one}.") for one in covered)
         if "Attention" in type(module).__name__ and not within:
-            rows.append(Row(name, type(module).__name__, "it is none that is known; mhsa.compile takes any nn.Module"))
+            why = "it is none that is known; mhsa.compile takes any nn.Module"
+            rows.append(AccelerationRow(name, type(module).__name__, why))
             covered.append(name)
     return rows

@@ -12,7 +12,7 @@ NAME = "_mhsa_acceleration"
 
 
 @dataclass(frozen=True)
-class Row:
+class AccelerationRow:
     """One attention or linear: `name` in the model ("" is the model itself), the class, and why it was kept, "" if it
     was replaced."""
 
@@ -33,23 +33,23 @@ class AccelerationReport:
     """
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.linears: list[Row] = []
+        self.rows: list[AccelerationRow] = []
+        self.linears: list[AccelerationRow] = []
         self.calls: dict[str, int] = {}
         self.checked = 0
         self.undo: list[Callable[[], None]] = []  # what `restore` runs, the last first
         self.on_refresh: list[Callable[[], None]] = []
         self.registered: list[Any] = []  # what a copy in another process needs to be there
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[AccelerationRow]:
         return iter(self.rows)
 
     @property
-    def replaced(self) -> list[Row]:
+    def replaced(self) -> list[AccelerationRow]:
         return [row for row in self.rows if row.replaced]
 
     @property
-    def kept(self) -> list[Row]:
+    def kept(self) -> list[AccelerationRow]:
         return [row for row in self.rows if not row.replaced]
 
     def refresh(self) -> None:

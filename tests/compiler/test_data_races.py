@@ -94,7 +94,7 @@ def test_places_of_their_own_are_not(name: str) -> None:
 
 
 def compiled() -> mhsa.Artifact:
-    """A softmax and a product beside an attention, at sizes that are shared among threads."""
+    """A norm, a softmax and a product beside an attention, at sizes that are shared among threads."""
     tensors = tuple(torch.randn(2, 4, 144, 32) for _ in range(3))
     return mhsa.compile(planted_races.EagerCausal(), example_inputs=tensors, dynamic_shapes=({}, {}, {}))
 
@@ -112,11 +112,10 @@ def runs(artifact: mhsa.Artifact, threads: int) -> repeated_runs.Run:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: threads do not run at once")
 def test_verify_finds_a_planted_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted_races.scratch_in_front():
-        with pytest.raises(BuildError, match="hreads would disturb each other"):
-            compiled()
-        with planted_races.unrefused():
-            attention = compiled()
+    with planted_races.scratch_in_front(), pytest.raises(BuildError, match="hreads would disturb each other"):
+        compiled()
+    with planted_races.scratch_of_kernels_in_front("softmax"), planted_races.unrefused():
+        attention = compiled()
     monkeypatch.setattr(self_checks, "SECONDS", 5.0)
     for _ in range(10):  # on a busy machine the threads of a call may run one after the other
         verdict = mhsa.verify(attention, cases=[{}])

@@ -19,9 +19,8 @@ from mhsa_compile.frontend.export.check import check_equal_but_for_sizes, check_
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
-from mhsa_compile.verification import unseen_sizes
 from mhsa_compile.verification.error_budget import max_error
-from mhsa_compile.verification.oracle.evaluate import promoted
+from mhsa_compile.verification.oracle.evaluate import Reference, promoted
 from mhsa_compile.verification.random_inputs import random_inputs
 from mhsa_compile.verification.verify import oracle
 
@@ -146,13 +145,13 @@ def test_long_lengths_are_checked_at_short_ones(case: str, monkeypatch: pytest.M
     fields, fixed = LONG[case]
     seen = []
     for name in ("oracle", "eager"):
-        evaluate = getattr(unseen_sizes, name)
+        evaluate = getattr(Reference, name)
 
-        def recorded(model, inputs, evaluate=evaluate):
+        def recorded(self, inputs, evaluate=evaluate):
             seen.extend(max(array.shape) for array in inputs.values())
-            return evaluate(model, inputs)
+            return evaluate(self, inputs)
 
-        monkeypatch.setattr(unseen_sizes, name, recorded)
+        monkeypatch.setattr(Reference, name, recorded)
     model = export(block(**fields), dims=fixed)
     assert fixed["L"] in dims(model)["x"]
     assert 0 < max(seen) <= 24

@@ -44,7 +44,7 @@ from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing
 from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
-from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, Sizes, as_tensor, is_known
+from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
 from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY
 
@@ -332,7 +332,7 @@ def _described(value: Any) -> str:
     """A node's input in a message: its kind and its dims."""
     if value is None:
         return "none"
-    if isinstance(value, Sizes):
+    if isinstance(value, SizeValues):
         return f"sizes [{_listed(value.entries.reshape(-1))}]"
     kind = value.ty
     if not isinstance(kind, relax.TensorType):

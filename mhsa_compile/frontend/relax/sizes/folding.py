@@ -13,7 +13,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import get_type
 from mhsa_compile.frontend.relax.sizes.size_values import (
     MOST,
     Entry,
-    Sizes,
+    SizeValues,
     array_of,
     entries_of,
     equals,
@@ -28,7 +28,7 @@ def folded(op_name: str, inputs: Sequence[Any], attributes: dict[str, Any]) -> A
     """The result of an operator as Sizes (of Split, a Tuple of lists), None where it is to compute with tensors."""
     if op_name == "Shape":
         return _shape(inputs[0], attributes)
-    if not any(isinstance(value, Sizes) for value in inputs):
+    if not any(isinstance(value, SizeValues) for value in inputs):
         return None
     operands = [None if value is None else entries_of(value) for value in inputs]
     if any(operand is None and value is not None for operand, value in zip(operands, inputs, strict=True)):
@@ -47,9 +47,9 @@ class _NotFollowed(Exception):
     """Where entries are not enough: a tensor computes it."""
 
 
-def _shape(value: Any, attributes: dict[str, Any]) -> Sizes | None:
+def _shape(value: Any, attributes: dict[str, Any]) -> SizeValues | None:
     part = slice(attributes.get("start", 0), attributes.get("end"))
-    if isinstance(value, Sizes):
+    if isinstance(value, SizeValues):
         dims: list[Any] = list(value.entries.shape)
     elif isinstance(value.ty, relax.TensorType) and isinstance(value.ty.shape, relax.ShapeExpr):
         dims = list(value.ty.shape.values)
@@ -57,23 +57,23 @@ def _shape(value: Any, attributes: dict[str, Any]) -> Sizes | None:
         return None
     entries = np.empty(len(dims), dtype=object)
     entries[:] = [literal(dim) for dim in dims]
-    return Sizes(entries[part], "int64")
+    return SizeValues(entries[part], "int64")
 
 
-def _elementwise(function: Callable[..., Entry], result: str | None = None) -> Callable[[list[Any], Any], Sizes]:
+def _elementwise(function: Callable[..., Entry], result: str | None = None) -> Callable[[list[Any], Any], SizeValues]:
     """Entry by entry, broadcast. `result`: the dtype, where it is not the first operand's."""
 
-    def fold(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+    def fold(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
         entries = np.frompyfunc(function, len(operands), 1)(*(operand.entries for operand in operands))
-        return Sizes(_array(entries), result or operands[0].dtype)
+        return SizeValues(_array(entries), result or operands[0].dtype)
 
     return fold
 
 
-def _chained(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], Sizes]:
-    def fold(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _chained(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
+    def fold(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
         entries = functools.reduce(np.frompyfunc(function, 2, 1), (operand.entries for operand in operands))
-        return Sizes(_array(entries), operands[0].dtype)
+        return SizeValues(_array(entries), operands[0].dtype)
 
     return fold
 
@@ -97,14 +97,14 @@ def _divisor(b: Entry) -> Entry:
     )
 
 
-def _modulo(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _modulo(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     if operands[0].dtype.startswith("float"):
         raise _NotFollowed
     remainder = tirx.truncmod if attributes.get("fmod", 0) else tirx.floormod
     return _elementwise(lambda a, b: remainder(a, _divisor(b)))(operands, attributes)
 
 
-def _rounded(function: Callable[[Entry], Entry]) -> Callable[[list[Any], Any], Sizes]:
+def _rounded(function: Callable[[Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
     return _elementwise(lambda a: function(a) if _floating(a) else a)
 
 
@@ -114,33 +114,33 @@ def _square_root(a: Entry) -> Entry:
     return tirx.sqrt(a)
 
 
-def _cast(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _cast(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     return _converted(operands[0], get_type(attributes["to"]))
 
 
-def _converted(sizes: Sizes, kind: str) -> Sizes:
+def _converted(sizes: SizeValues, kind: str) -> SizeValues:
     if not kind.startswith(("int", "bool", "float32", "float64")):
         raise _NotFollowed
     if kind == "bool":
-        return Sizes(
+        return SizeValues(
             _array(np.frompyfunc(lambda a: tirx.Not(equals(a, literal(0, str(a.ty.dtype)))), 1, 1)(sizes.entries)), kind
         )
-    return Sizes(_array(np.frompyfunc(lambda a: a.astype(kind), 1, 1)(sizes.entries)), kind)
+    return SizeValues(_array(np.frompyfunc(lambda a: a.astype(kind), 1, 1)(sizes.entries)), kind)
 
 
-def _clip(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+def _clip(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
     value, low, high = (*operands, None, None)[:3]
     if low is not None:
         value = _elementwise(tirx.max)([value, low], attributes)
     return value if high is None else _elementwise(tirx.min)([value, high], attributes)
 
 
-def _where(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _where(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     def choose(condition: Entry, a: Entry, b: Entry) -> Entry:
         decided = number(condition)
         return tirx.Select(condition, a, b) if decided is None else a if decided else b
 
-    return Sizes(_elementwise(choose)(operands, attributes).entries, operands[1].dtype)
+    return SizeValues(_elementwise(choose)(operands, attributes).entries, operands[1].dtype)
 
 
 def _sign(a: Entry) -> Entry:
@@ -148,15 +148,15 @@ def _sign(a: Entry) -> Entry:
     return tirx.Select(a > none, one, tirx.Select(a < none, none - one, none))
 
 
-def _gather(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _gather(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     data, indices = operands
     try:
-        return Sizes(_array(np.take(data.entries, _numbers(indices), attributes.get("axis", 0))), data.dtype)
+        return SizeValues(_array(np.take(data.entries, _numbers(indices), attributes.get("axis", 0))), data.dtype)
     except IndexError as error:
         raise _NotFollowed from error
 
 
-def _slice(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+def _slice(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
     data, starts, ends, axes, steps = (*operands, None, None)[:5]
     begin, end = _numbers(starts).tolist(), _numbers(ends).tolist()
     along = range(len(begin)) if axes is None else _numbers(axes).tolist()
@@ -169,54 +169,54 @@ def _slice(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
         index[axis] = slice(low if low >= 0 else 0, high if high is not None or step > 0 else None, step)
         if high is None and step > 0:
             index[axis] = slice(0, 0)
-    return Sizes(data.entries[tuple(index)], data.dtype)
+    return SizeValues(data.entries[tuple(index)], data.dtype)
 
 
-def _concat(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
-    return Sizes(np.concatenate([operand.entries for operand in operands], attributes["axis"]), operands[0].dtype)
+def _concat(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
+    return SizeValues(np.concatenate([operand.entries for operand in operands], attributes["axis"]), operands[0].dtype)
 
 
-def _squeeze(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+def _squeeze(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
     entries = operands[0].entries
     axes = None if len(operands) < 2 or operands[1] is None else tuple(_numbers(operands[1]).reshape(-1).tolist())
-    return Sizes(_array(np.squeeze(entries, axes)), operands[0].dtype)
+    return SizeValues(_array(np.squeeze(entries, axes)), operands[0].dtype)
 
 
-def _unsqueeze(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _unsqueeze(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     axes = tuple(_numbers(operands[1]).reshape(-1).tolist())
-    return Sizes(np.expand_dims(operands[0].entries, axes), operands[0].dtype)
+    return SizeValues(np.expand_dims(operands[0].entries, axes), operands[0].dtype)
 
 
-def _reshape(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _reshape(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     data, target = operands[0].entries, _numbers(operands[1]).reshape(-1).tolist()
     if not attributes.get("allowzero", 0):
         target = [data.shape[i] if size == 0 else size for i, size in enumerate(target)]
-    return Sizes(_array(data.reshape(target)), operands[0].dtype)
+    return SizeValues(_array(data.reshape(target)), operands[0].dtype)
 
 
-def _expand(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _expand(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     target = tuple(_numbers(operands[1]).reshape(-1).tolist())
     shape = np.broadcast_shapes(operands[0].entries.shape, target)
-    return Sizes(np.broadcast_to(operands[0].entries, shape).copy(), operands[0].dtype)
+    return SizeValues(np.broadcast_to(operands[0].entries, shape).copy(), operands[0].dtype)
 
 
-def _tile(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
-    return Sizes(np.tile(operands[0].entries, _numbers(operands[1]).tolist()), operands[0].dtype)
+def _tile(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
+    return SizeValues(np.tile(operands[0].entries, _numbers(operands[1]).tolist()), operands[0].dtype)
 
 
-def _transpose(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
-    return Sizes(_array(np.transpose(operands[0].entries, attributes.get("perm"))), operands[0].dtype)
+def _transpose(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
+    return SizeValues(_array(np.transpose(operands[0].entries, attributes.get("perm"))), operands[0].dtype)
 
 
-def _flatten(operands: list[Sizes], attributes: dict[str, Any]) -> Sizes:
+def _flatten(operands: list[SizeValues], attributes: dict[str, Any]) -> SizeValues:
     shape = operands[0].entries.shape
     axis = attributes.get("axis", 1)
     rows = int(np.prod(shape[: axis if axis >= 0 else len(shape) + axis]))
-    return Sizes(operands[0].entries.reshape(rows, -1), operands[0].dtype)
+    return SizeValues(operands[0].entries.reshape(rows, -1), operands[0].dtype)
 
 
-def _reduced(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], Sizes]:
-    def fold(operands: list[Any], attributes: dict[str, Any]) -> Sizes:
+def _reduced(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], Any], SizeValues]:
+    def fold(operands: list[Any], attributes: dict[str, Any]) -> SizeValues:
         data, axes = operands[0].entries, None if len(operands) < 2 else operands[1]
         along = list(range(data.ndim)) if axes is None else [axis % data.ndim for axis in _numbers(axes).tolist()]
         if axes is None and attributes.get("noop_with_empty_axes", 0):
@@ -228,12 +228,12 @@ def _reduced(function: Callable[[Entry, Entry], Entry]) -> Callable[[list[Any], 
             data = _array(functools.reduce(np.frompyfunc(function, 2, 1), parts))
         if attributes.get("keepdims", 1):
             data = np.expand_dims(data, tuple(along))
-        return Sizes(data, operands[0].dtype)
+        return SizeValues(data, operands[0].dtype)
 
     return fold
 
 
-def _numbers(sizes: Sizes) -> Array:
+def _numbers(sizes: SizeValues) -> Array:
     """The numbers that sizes are. Raises _NotFollowed where some are expressions."""
     if any(number(entry) is None for entry in sizes.entries.reshape(-1)):
         raise _NotFollowed
@@ -257,7 +257,7 @@ def _multiply(a: Entry, b: Entry) -> Entry:
     return a * b
 
 
-_FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], Sizes]] = {
+_FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], SizeValues]] = {
     "Abs": _elementwise(lambda a: tirx.max(a, literal(0, str(a.ty.dtype)) - a)),
     "Add": _elementwise(_add),
     "And": _elementwise(lambda a, b: tirx.all(a, b)),
@@ -290,7 +290,7 @@ _FOLDS: dict[str, Callable[[list[Any], dict[str, Any]], Sizes]] = {
     "ReduceSum": _reduced(_add),
     "Reshape": _reshape,
     "Sign": _elementwise(_sign),
-    "Size": lambda operands, attributes: Sizes(_array(literal(operands[0].entries.size)), "int64"),
+    "Size": lambda operands, attributes: SizeValues(_array(literal(operands[0].entries.size)), "int64"),
     "Slice": _slice,
     "Sqrt": _elementwise(_square_root),
     "Squeeze": _squeeze,

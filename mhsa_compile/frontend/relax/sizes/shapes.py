@@ -18,7 +18,7 @@ from mhsa_compile.frontend.relax.sizes.resizing import resized
 from mhsa_compile.frontend.relax.sizes.size_values import (
     Entry,
     SizeNames,
-    Sizes,
+    SizeValues,
     as_tensor,
     ceil_div,
     emitted,
@@ -128,7 +128,7 @@ class ShapeOperators:
         return self._bb.normalize(relax.op.full(relax.ShapeExpr(self._names.shape(shape)), fill, kind))
 
     def _counted(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        if not any(isinstance(value, Sizes) for value in inputs):
+        if not any(isinstance(value, SizeValues) for value in inputs):
             kinds = {str(value.ty.dtype) for value in inputs}
             constant = all(isinstance(value, tvm.ir.GenericConst) for value in inputs)
             if constant or not kinds <= {"int64", "int32"}:
@@ -330,7 +330,7 @@ class ShapeOperators:
     def _triangle(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, diagonal = as_tensor(self._bb, inputs[0]), inputs[1] if len(inputs) > 1 else None
         dims = dims_of(data)
-        if not isinstance(diagonal, Sizes) or is_known(diagonal) or dims is None:
+        if not isinstance(diagonal, SizeValues) or is_known(diagonal) or dims is None:
             return None
         shift, upper = self._names.size(diagonal.entries.reshape(-1)[0]), attributes.get("upper", 1)
 

@@ -25,7 +25,7 @@ _OPAQUE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
+class SizeValues:
     """The elements of a small tensor, in its shape, and their dtype."""
 
     entries: np.ndarray[Any, Any]
@@ -33,14 +33,14 @@ class Sizes:
     ty: None = None  # TVM's importer asks every value of the graph for one
 
 
-def sizes_of(values: Sequence[Entry], dtype: str = "int64") -> Sizes:
+def sizes_of(values: Sequence[Entry], dtype: str = "int64") -> SizeValues:
     """A list of entries."""
-    return Sizes(_objects([_literal(value, dtype) for value in values], (len(values),)), dtype)
+    return SizeValues(_objects([_literal(value, dtype) for value in values], (len(values),)), dtype)
 
 
-def entries_of(value: Any) -> Sizes | None:
+def entries_of(value: Any) -> SizeValues | None:
     """A value of the graph as entries: it is followed as such, or a small constant. None for any other."""
-    if isinstance(value, Sizes):
+    if isinstance(value, SizeValues):
         return value
     if not isinstance(value, tvm.ir.GenericConst) or not isinstance(value.ty, relax.TensorType):
         return None
@@ -50,12 +50,12 @@ def entries_of(value: Any) -> Sizes | None:
     array = value.value.numpy()
     if array.size > MOST:
         return None
-    return Sizes(_objects([_literal(item, kind) for item in array.reshape(-1).tolist()], array.shape), kind)
+    return SizeValues(_objects([_literal(item, kind) for item in array.reshape(-1).tolist()], array.shape), kind)
 
 
 def is_known(value: Any) -> bool:
     """Whether a value is one of sizes that holds numbers alone."""
-    return isinstance(value, Sizes) and all(number(entry) is not None for entry in value.entries.reshape(-1))
+    return isinstance(value, SizeValues) and all(number(entry) is not None for entry in value.entries.reshape(-1))
 
 
 def number(entry: Entry) -> int | float | None:
@@ -67,7 +67,7 @@ def number(entry: Entry) -> int | float | None:
     return float(entry.value) if isinstance(entry, tirx.FloatImm) else None
 
 
-def array_of(sizes: Sizes) -> np.ndarray[Any, Any]:
+def array_of(sizes: SizeValues) -> np.ndarray[Any, Any]:
     """The array of numbers that known sizes are."""
     numbers = [number(entry) for entry in sizes.entries.reshape(-1)]
     return np.array(numbers, dtype=sizes.dtype).reshape(sizes.entries.shape)
@@ -75,7 +75,7 @@ def array_of(sizes: Sizes) -> np.ndarray[Any, Any]:
 
 def as_tensor(bb: Any, value: Any) -> Any:
     """Sizes as a tensor of Relax, for an operator that computes with tensors; other values as they are."""
-    if not isinstance(value, Sizes):
+    if not isinstance(value, SizeValues):
         return value
     if is_known(value):
         return relax.const(array_of(value), value.dtype)
