@@ -14,10 +14,9 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
-from tvm_ffi import structural_equal
 
-from mhsa_compile.frontend.relax.imported_module import ImportedModule
-from mhsa_compile.kernels.interface.ops import Dim, Op, ProductOp, ProductOperand
+from mhsa_compile.frontend.relax.imported_module import DimNames, ImportedModule
+from mhsa_compile.kernels.interface.ops import Op, ProductOp, ProductOperand
 
 Expr = Any  # TVM has no type stubs
 _NARROW = ("float16", "bfloat16")
@@ -25,7 +24,7 @@ _NARROW = ("float16", "bfloat16")
 
 def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
     """The module with its products as operations; `takes` says whether a kernel can compute one."""
-    ops, sizes = dict(imported.ops), ProductSizes()
+    ops, sizes = dict(imported.ops), DimNames("extent")
 
     @mutator
     class ProductCalls(PyExprMutator):  # type: ignore[misc]
@@ -52,24 +51,6 @@ def with_products(imported: ImportedModule, takes: Callable[[Op], bool]) -> Impo
     return replace(imported, module=module, ops=ops)
 
 
-class ProductSizes:
-    """ProductSizes as kernels state them: a number, a symbol's name, one name for each expression of them."""
-
-    def __init__(self) -> None:
-        self._computed: list[Expr] = []
-
-    def __call__(self, size: Expr) -> Dim:
-        if isinstance(size, int | tirx.IntImm):
-            return int(size)
-        if isinstance(size, tvm.ir.Var):
-            return str(size.name)
-        number = next((i for i, known in enumerate(self._computed) if structural_equal(known, size)), None)
-        if number is None:
-            number = len(self._computed)
-            self._computed.append(size)
-        return f"extent_{number}"
-
-
 @dataclass(frozen=True)
 class _Stored:
     """A value as an array with its axes in another order: axis i of it is axis `axes[i]` of `array`."""
@@ -78,7 +59,7 @@ class _Stored:
     axes: tuple[int, ...]
 
 
-def _product(builder: Any, call: Any, sizes: ProductSizes) -> tuple[ProductOp, list[Expr]] | None:
+def _product(builder: Any, call: Any, sizes: DimNames) -> tuple[ProductOp, list[Expr]] | None:
     """(the operation, its inputs) of a matmul, or None where it is none of two matrices of floats."""
     values = list(call.args)
     shapes = [shape for shape in map(_shape, (*values, call)) if shape is not None and len(shape) > 1]

@@ -10,14 +10,13 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from mhsa_compile.compiler.products import ProductSizes
-from mhsa_compile.frontend.relax.imported_module import ImportedModule
+from mhsa_compile.frontend.relax.imported_module import DimNames, ImportedModule
 from mhsa_compile.kernels.interface.ops import Op, SoftmaxOp
 
 
 def with_softmaxes(imported: ImportedModule, takes: Callable[[Op], bool]) -> ImportedModule:
     """The module with its softmaxes of float32 as operations; `takes` says whether a kernel can compute one."""
-    ops, sizes = dict(imported.ops), ProductSizes()
+    ops, sizes = dict(imported.ops), DimNames("extent")
 
     @mutator
     class Softmaxes(PyExprMutator):  # type: ignore[misc]

@@ -111,12 +111,6 @@ class _Entry:
     artifact: CompiledAttention
     joined: dict[str, dict[int, str]] | None
 
-    def takes(self, captured: CapturedGraph, inputs: Sequence[Any]) -> bool:
-        """Whether a call with these inputs can run on it."""
-        if self.numbers != captured.numbers_of(inputs) or not hold(self.states, captured.weights_of(inputs)):
-            return False
-        return self.joined is None or self.joined == captured.joined_dims(inputs)
-
 
 @dataclass
 class _Bound:
@@ -147,8 +141,10 @@ class _Bound:
             return artifact
 
     def _known(self, inputs: Sequence[Any]) -> CompiledAttention | None:
+        weights, numbers = self.captured.weights_of(inputs), self.captured.numbers_of(inputs)
         for entry in self._entries:
-            if entry.takes(self.captured, inputs):
+            alike = entry.numbers == numbers and hold(entry.states, weights)
+            if alike and (entry.joined is None or entry.joined == self.captured.joined_dims(inputs)):
                 return entry.artifact
         return None
 

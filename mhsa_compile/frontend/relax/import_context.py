@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import tvm
 from tvm import relax
-from tvm_ffi import structural_equal
 
-from mhsa_compile.frontend.relax.imported_module import ImportedModule
+from mhsa_compile.frontend.relax.imported_module import DimNames, ImportedModule
 from mhsa_compile.frontend.relax.masks import Size, Value
-from mhsa_compile.kernels.interface.ops import Dim, Op
+from mhsa_compile.kernels.interface.ops import Op
 
 
 class ImportContext:
@@ -22,23 +20,11 @@ class ImportContext:
         self.bb = bb
         self.result = ImportedModule(module=None)
         self._inputs = inputs
-        self._computed: list[tuple[Size, str]] = []  # sizes that are computed, and their names
+        self.dim = DimNames("dim")
 
     def input_name(self, value: Value) -> str | None:
         """The input of the graph that `value` is."""
         return next((name for name, given in self._inputs.items() if given.same_as(value)), None)
-
-    def dim(self, size: Size) -> Dim:
-        """A fixed size, or the name under which a kernel binds the size it finds; what is computed alike has one."""
-        if isinstance(size, int | tvm.tirx.IntImm):
-            return int(size)
-        if isinstance(size, tvm.ir.Var):
-            return str(size.name)
-        found = next((name for known, name in self._computed if structural_equal(known, size)), None)
-        if found is None:
-            found = f"dim_{len(self._computed)}"
-            self._computed.append((size, found))
-        return found
 
     def call(self, op: Op, inputs: list[Value], shape: list[Size]) -> Value:
         """An operation with one result, of its dtype."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
+from tvm_ffi import structural_equal
 
 from mhsa_compile.frontend.relax.masks import Size
 from mhsa_compile.kernels.interface.ops import Dim, Op
@@ -33,6 +34,26 @@ class ImportedModule:
     rows: dict[str, int] = field(default_factory=dict)  # input of ids -> the rows of the table that they pick from
     outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred
     in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
+
+
+class DimNames:
+    """Dims of operations by the sizes of values; what is computed alike has one name, of this prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._computed: list[Size] = []
+
+    def __call__(self, size: Size) -> Dim:
+        """A fixed size, or the name under which a kernel binds the size that it meets."""
+        if isinstance(size, int | tvm.tirx.IntImm):
+            return int(size)
+        if isinstance(size, tvm.ir.Var):
+            return str(size.name)
+        number = next((i for i, known in enumerate(self._computed) if structural_equal(known, size)), None)
+        if number is None:
+            number = len(self._computed)
+            self._computed.append(size)
+        return f"{self._prefix}_{number}"
 
 
 def stated(size: Size) -> Dim:
