@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mhsa_compile.integrations.weight_state import States, hold, states_of
+from mhsa_compile.integrations.weight_state import WeightStates
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -31,20 +31,20 @@ class BoundWeights(Generic[Kind]):
     ) -> None:
         self._weights, self._why_not, self._bind = weights, why_not, bind
         self._lock = threading.Lock()
-        self._bound: tuple[States, dict[Kind, CompiledAttention]] = ((), {})
+        self._bound: tuple[WeightStates, dict[Kind, CompiledAttention]] = (WeightStates(), {})
 
     def get(self, kind: Kind) -> CompiledAttention | str:
         """The artifact for this kind of call, with the weights as they are now; or why none can have them."""
         weights = tuple(self._weights())
         states, artifacts = self._bound
-        if kind in artifacts and hold(states, weights):
+        if kind in artifacts and states.hold(weights):
             return artifacts[kind]
         with self._lock, torch.random.fork_rng(devices=()):  # modules draw the weights that they begin with
             states, artifacts = self._bound
-            if not hold(states, weights):
+            if not states.hold(weights):
                 if reason := self._why_not():
                     return reason
-                states, artifacts = states_of(weights), {}
+                states, artifacts = WeightStates(weights), {}
             if kind not in artifacts:
                 artifacts = {**artifacts, kind: self._bind(kind)}
                 self._bound = (states, artifacts)
@@ -53,4 +53,4 @@ class BoundWeights(Generic[Kind]):
     def forget(self) -> None:
         """Lets go of what is bound: the next call binds the weights again."""
         with self._lock:
-            self._bound = ((), {})
+            self._bound = (WeightStates(), {})

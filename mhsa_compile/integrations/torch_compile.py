@@ -26,7 +26,7 @@ from mhsa_compile.compiler.pipeline import compile
 from mhsa_compile.errors import InputError, MhsaError, ModelError
 from mhsa_compile.integrations.captured_graph import CapturedGraph
 from mhsa_compile.integrations.first_calls import difference
-from mhsa_compile.integrations.weight_state import States, hold, states_of
+from mhsa_compile.integrations.weight_state import WeightStates
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 
 _SLOWER = 1.02
@@ -106,7 +106,7 @@ def _left(graph: fx.GraphModule, why: str, options: BackendOptions) -> Run:
 class _Entry:
     """The artifact of one set of weights and numbers; `joined` are the dims that it takes to be equal, if any."""
 
-    states: States
+    states: WeightStates
     numbers: tuple[float, ...]
     artifact: CompiledAttention
     joined: dict[str, dict[int, str]] | None
@@ -133,7 +133,7 @@ class _Bound:
         with self._lock:
             if (artifact := self._known(inputs)) is not None:
                 return artifact
-            states = states_of(self.captured.weights_of(inputs))
+            states = WeightStates(self.captured.weights_of(inputs), read_alike=True)  # by Dynamo's guards
             with torch.random.fork_rng(devices=()):
                 artifact, joined = self._compile(inputs)
             entry = _Entry(states, self.captured.numbers_of(inputs), artifact, joined)
@@ -143,7 +143,7 @@ class _Bound:
     def _known(self, inputs: Sequence[Any]) -> CompiledAttention | None:
         weights, numbers = self.captured.weights_of(inputs), self.captured.numbers_of(inputs)
         for entry in self._entries:
-            alike = entry.numbers == numbers and hold(entry.states, weights)
+            alike = entry.numbers == numbers and entry.states.hold(weights)
             if alike and (entry.joined is None or entry.joined == self.captured.joined_dims(inputs)):
                 return entry.artifact
         return None

@@ -23,65 +23,71 @@ _MOST_SAMPLES, _LEAST_SAMPLES = 4096, 16
 """Numbers of all weights of a graph together; of each, however many there are."""
 
 
-class WeightState:
-    """One weight as it was bound. It keeps neither the weight nor its memory alive."""
+class WeightStates:
+    """Weights as they were bound, which they do not keep alive; None stands for one that a layer lacks.
 
-    def __init__(self, weight: Tensor, samples: int = SAMPLES) -> None:
-        self._weight = weakref.ref(weight)
-        self._identity = _identity(weight)
-        self._array, self._places = _places(weight, samples)
-        self._sample: bytes = self._array[self._places].tobytes()
+    `read_alike`: somebody else sees to it that the memory is read as it was, by its shape, strides and dtype.
+    """
 
-    def holds(self, weight: Tensor | None) -> bool:
-        """Whether `weight` is that weight, with the same numbers as far as is seen."""
-        if weight is None or self._weight() is not weight or _identity(weight) != self._identity:
+    def __init__(self, weights: Sequence[Tensor | None] = (), *, read_alike: bool = False) -> None:
+        self._identity = _memory if read_alike else _identity
+        samples = max(_LEAST_SAMPLES, min(SAMPLES, _MOST_SAMPLES // max(1, len(weights))))
+        present = [weight for weight in weights if weight is not None]
+        self._weights = [None if weight is None else weakref.ref(weight) for weight in weights]
+        self._identities = [None if weight is None else self._identity(weight) for weight in weights]
+        self._places = _joined([_places(weight, samples) for weight in present if weight.numel()])
+        self._samples = self._read()
+
+    def hold(self, weights: Sequence[Tensor | None]) -> bool:
+        """Whether these are the weights that were bound, in number, too, with the same numbers as far as is seen."""
+        if len(weights) != len(self._weights):
             return False
-        sample: bytes = self._array[self._places].tobytes()  # its memory is there, since the weight is
-        return sample == self._sample
+        for reference, identity, weight in zip(self._weights, self._identities, weights, strict=True):
+            if weight is None or reference is None:
+                if (weight is None) != (reference is None):
+                    return False
+            elif reference() is not weight or self._identity(weight) != identity:
+                return False
+        return self._read() == self._samples  # their memory is there, since they are
+
+    def _read(self) -> list[bytes]:
+        return [memory[index].tobytes() for memory, index in self._places]
 
 
-States = tuple[WeightState | None, ...]
-
-
-def states_of(weights: Sequence[Tensor | None]) -> States:
-    """The weights as they are now, in order. Of many, smaller samples are kept: reading them is what a call pays."""
-    samples = max(_LEAST_SAMPLES, min(SAMPLES, _MOST_SAMPLES // max(1, len(weights))))
-    return tuple(None if weight is None else WeightState(weight, samples) for weight in weights)
-
-
-def hold(states: States, weights: Sequence[Tensor | None]) -> bool:
-    """Whether the weights are those that were bound, in number, too."""
-    if len(states) != len(weights):
-        return False
-    for state, weight in zip(states, weights, strict=True):
-        if (weight is not None) if state is None else not state.holds(weight):
-            return False
-    return True
+def _memory(weight: Tensor) -> tuple[Any, ...]:
+    """Where the numbers lie, and PyTorch's count of writes."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def _identity(weight: Tensor) -> tuple[Any, ...]:
-    """Where the numbers lie and how they are read, and PyTorch's count of writes."""
-    version = 0 if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype, weight.is_neg()
+    """The same, and how the numbers are read."""
+    return *_memory(weight), weight.shape, weight.stride(), weight.dtype, weight.is_neg()
 
 
-def _places(weight: Tensor, samples: int) -> tuple[np.ndarray, Any]:
-    """(the numbers as bytes where they lie, an index of those that are compared): a slice where all lie densely."""
-    size, elements = weight.element_size(), weight.numel()
-    if not elements:
-        return np.empty(0, np.uint8), slice(None)
-    steps = weight.stride()
-    order = sorted(range(weight.ndim), key=lambda axis: steps[axis], reverse=True)
-    dense = weight.permute(order)
-    shape, strides = tuple(dense.shape), [stride * size for stride in dense.stride()]
-    reach = 1 + sum((length - 1) * stride // size for length, stride in zip(shape, strides, strict=True))
-    memory: Any = (ctypes.c_ubyte * (reach * size)).from_address(weight.data_ptr())
-    numbers = np.frombuffer(memory, f"V{size}")
-    step = _step(elements, shape[-1] if shape else 1, samples)
-    if dense.is_contiguous():
-        return numbers, slice(None, None, step)
-    array = np.ndarray(shape, numbers.dtype, numbers, 0, strides)
-    return array, np.unravel_index(np.arange(0, elements, step), shape)
+def _places(weight: Tensor, samples: int) -> tuple[int, np.ndarray]:
+    """(the bytes of a number, the addresses of those that are compared)."""
+    size, strides = weight.element_size(), np.array(weight.stride(), np.int64)
+    order = sorted(range(weight.ndim), key=lambda axis: int(strides[axis]), reverse=True)
+    shape = tuple(weight.shape[axis] for axis in order)
+    numbers = np.arange(0, weight.numel(), _step(weight.numel(), shape[-1] if shape else 1, samples))
+    steps = zip(np.unravel_index(numbers, shape) if shape else (), strides[order], strict=True)
+    return size, weight.data_ptr() + size * sum((place * stride for place, stride in steps), np.zeros_like(numbers))
+
+
+def _joined(places: Sequence[tuple[int, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each size of numbers: a view of the memory from the first of the addresses to the last, and an index into it.
+    One look at all of them takes as long as one at each of two weights."""
+    views = []
+    for size in sorted({size for size, _ in places}):
+        addresses = np.concatenate([one for other, one in places if other == size])
+        first = int(addresses.min())
+        memory: Any = (ctypes.c_ubyte * (int(addresses.max()) + size - first)).from_address(first)
+        offsets = addresses - first
+        if (offsets % size).any():  # numbers that do not begin at multiples of their size
+            views.append((np.frombuffer(memory, np.uint8), (offsets[:, None] + np.arange(size)).ravel()))
+        else:
+            views.append((np.frombuffer(memory, f"V{size}"), offsets // size))
+    return views
 
 
 def _step(elements: int, row: int, samples: int) -> int:

@@ -58,9 +58,14 @@ class Argument:
 
     @property
     def is_told_by_shape(self) -> bool:
-        """Whether a contiguous array of a shape and dtype that were right once is right: no value of it matters, and
-        nothing is written into it."""
-        return self.info.most is None and self.info.rows is None and not self._written
+        """Whether a contiguous array of a shape and dtype that were right once is right, but for its numbers, which
+        `check_values` looks at: nothing is written into it."""
+        return not self._written
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the numbers themselves must lie in bounds."""
+        return self.info.most is not None or self.info.rows is not None
 
     def ready(self, value: Any, sizes: Sizes) -> Any:
         """`value` as an array that TVM reads in place; its symbolic dims join `sizes`. Raises InputError."""
@@ -192,7 +197,7 @@ class Argument:
     def check_values(self, array: Any, sizes: Sizes) -> None:
         """Raises InputError for numbers out of the bounds that the manifest states."""
         if (rows := self.info.rows) is not None and 0 not in array.shape:
-            least, largest = int(array.min()), int(array.max())
+            least, largest = _extremes(array)
             if least < -rows or largest >= rows:
                 expected = f"numbers from {-rows} to {rows - 1}: the table that they pick from has {rows} rows"
                 hint = "The tokenizer knows more tokens than the model, if they are its ids."
@@ -200,7 +205,7 @@ class Argument:
         if self.info.most is None:
             return
         most = size_of(self.info.most, sizes)
-        least, largest = (int(array.min()), int(array.max())) if len(array) else (0, 0)
+        least, largest = _extremes(array) if len(array) else (0, 0)
         if least < 0 or (most is not None and largest > most):
             stated = f"0 to {self.info.most}" + ("" if most in (None, self.info.most) else f" = {most}")
             raise InputError(self.label, f"numbers from {stated}", str(least if least < 0 else largest))
@@ -266,6 +271,7 @@ class Signature:
         self._arguments = [make(info, "input", first_seen, aligned, i in written) for i, info in enumerate(inputs)]
         self._aligned = aligned
         self._told_by_shapes = not self._apart and all(argument.is_told_by_shape for argument in self._arguments)
+        self._bounded = [i for i, argument in enumerate(self._arguments) if argument.is_bounded]
         self._known: dict[tuple[object, ...], Sizes] = {}  # the sizes of shapes and dtypes that were right
         self._to_numpy = [bfloat16_to_numpy if out.dtype == "bfloat16" else np.from_dlpack for out in outputs]
 
@@ -278,6 +284,8 @@ class Signature:
         values = args if len(args) == len(self._names) and not by_name else self._arrange(args, by_name)
         key = self._key(values) if self._told_by_shapes else None
         if key is not None and (known := self._known.get(key)) is not None:
+            if self._bounded:
+                self.check_values(values, known)
             return list(values), known
         arrays, sizes = list(values), Sizes()
         for i in self._order:
@@ -333,12 +341,12 @@ class Signature:
     @property
     def has_bounds(self) -> bool:
         """Whether numbers in some input must lie in bounds."""
-        return any(argument.info.most is not None or argument.info.rows is not None for argument in self._arguments)
+        return bool(self._bounded)
 
     def check_values(self, arrays: Sequence[Any], sizes: Sizes) -> None:
         """Checks again what a value, not a shape, must be. Raises InputError."""
-        for argument, array in zip(self._arguments, arrays, strict=True):
-            argument.check_values(array, sizes)
+        for i in self._bounded:
+            self._arguments[i].check_values(arrays[i], sizes)
 
     def _check_apart(self, arrays: Sequence[Any]) -> None:
         """Checks that what is written shares no byte with any other input. Raises InputError."""
@@ -420,6 +428,12 @@ def _range(value: Any) -> str:
     numbers = value if hasattr(value, "min") else np.from_dlpack(value)
     least, most = int(numbers.min()), int(numbers.max())
     return str(least) if least == most else f"values from {least} to {most}"
+
+
+def _extremes(array: Any) -> tuple[int, int]:
+    """The least and the largest of whole numbers, of which there is one at least, in the CPU's memory."""
+    numbers = array if isinstance(array, np.ndarray) else array.detach().numpy()
+    return int(np.minimum.reduce(numbers, axis=None)), int(np.maximum.reduce(numbers, axis=None))
 
 
 def _description(array: Any) -> str:

@@ -139,7 +139,8 @@ def test_edited_weights_are_noticed() -> None:
     model.out_proj.weight = nn.Parameter(model.out_proj.weight.detach() * 2)
     assert error() < 1e-4
     model.out_proj.weight.data.mul_(2)  # which PyTorch does not count
-    assert error() > 1e-2
+    assert error() < 1e-4
+    model.out_proj.weight.data[0, 1] = 3  # of one number alone a sample does not tell
     report.refresh()
     assert error() < 1e-4
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import mhsa_compile as mhsa
 from mhsa_compile.integrations.torch_linear import LinearForward, LinearKind
-from mhsa_compile.integrations.weight_state import WeightState, hold, states_of
+from mhsa_compile.integrations.weight_state import WeightStates
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
 X = torch.linspace(-1, 1, 2 * 7 * 256).reshape(2, 7, 256)
@@ -43,20 +43,20 @@ def test_a_slice_of_the_campaign() -> None:
 def test_what_a_sample_sees(shape: tuple[int, ...]) -> None:
     """Any row in 256, any scaling, another memory, another object: of the weights themselves it sees nothing new."""
     weight = nn.Parameter(torch.randn(shape))
-    state = WeightState(weight)
-    assert state.holds(weight)
+    state = WeightStates([weight])
+    assert state.hold([weight])
     rows = max(1, -(-shape[0] // 256))
     with torch.no_grad():
         kept = weight.detach().clone()
         for first in range(0, shape[0] - rows + 1, max(1, shape[0] // 5)):
             weight.data[first : first + 2 * rows] += 1
-            assert not state.holds(weight)
+            assert not state.hold([weight])
             weight.data.copy_(kept)
-            assert state.holds(weight)
+            assert state.hold([weight])
     weight.data = kept
-    assert not state.holds(weight)
+    assert not state.hold([weight])
     twin = nn.Parameter(weight.detach())
-    assert not WeightState(weight).holds(twin) and not WeightState(weight).holds(None)
+    assert not WeightStates([weight]).hold([twin]) and not WeightStates([weight]).hold([None])
 
 
 @pytest.mark.parametrize(
@@ -66,25 +66,25 @@ def test_what_a_sample_sees(shape: tuple[int, ...]) -> None:
 )
 def test_the_same_memory_read_otherwise(other: Callable[[Tensor], Tensor]) -> None:
     weight = nn.Parameter(torch.randn(64, 64))
-    state = WeightState(weight)
+    state = WeightStates([weight])
     weight.data = other(weight.data)
-    assert not state.holds(weight)
+    assert not state.hold([weight])
 
 
 def test_a_weight_that_does_not_lie_densely() -> None:
     weight = nn.Parameter(torch.randn(64, 64, 2)[..., 0])
-    state = WeightState(weight)
-    assert state.holds(weight)
+    state = WeightStates([weight])
+    assert state.hold([weight])
     weight.data[1:] *= 2
-    assert not state.holds(weight)
+    assert not state.hold([weight])
 
 
 def test_states_keep_no_weight_alive() -> None:
     weights = [nn.Parameter(torch.ones(4, 4)), None]
-    states = states_of(weights)
-    assert hold(states, weights) and not hold(states, weights[:1])
+    states = WeightStates(weights)
+    assert states.hold(weights) and not states.hold(weights[:1])
     del weights[0]
-    assert states[0] is not None and states[0]._weight() is None
+    assert states._weights[0] is not None and states._weights[0]() is None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
