@@ -11,8 +11,6 @@ import numpy as np
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.runtime.artifact.manifest import WEIGHTS
-from mhsa_compile.runtime.artifact.stored_weights import parsed
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
 Array = np.ndarray
@@ -53,7 +51,7 @@ def weights_of(layer: Any) -> LayerWeights:
     """The weights of a MultiHeadAttention, or of an Artifact compiled from one or from a spec. Raises ModelError."""
     if isinstance(layer, Artifact):
         spec = layer.manifest.spec
-        arrays = {} if spec is None else parsed(layer.contents(WEIGHTS)[WEIGHTS])
+        arrays = {} if spec is None else layer.weights()
     else:
         spec = getattr(layer, "spec", None)
         found = layer.named_parameters() if hasattr(layer, "named_parameters") else ()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from mhsa_compile.errors import MhsaError
 
@@ -34,7 +34,7 @@ def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     raise OSError(errno.EINVAL, f"it is {next((name for is_one, name in _KINDS if is_one(mode)), 'no file')}", path)
 
 
-def opened(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> BinaryIO:
+def opened(path: str | os.PathLike[str], kind: type[MhsaError], argument: str, expected: str) -> BufferedReader:
     """A regular file, for reading. Anything else is refused by a `kind`."""
     try:
         return os.fdopen(regular(path), "rb")

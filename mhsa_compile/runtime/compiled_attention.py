@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -25,8 +25,9 @@ from mhsa_compile.files.foreign_errors import (
     reading,
     refusal_of,
 )
+from mhsa_compile.files.hashed_file import HashedFile
 from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
-from mhsa_compile.runtime.artifact.artifact import Artifact, opened
+from mhsa_compile.runtime.artifact.artifact import Artifact, opened, stored_weights
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
 from mhsa_compile.runtime.artifact.manifest import (
     MODULE,
@@ -43,7 +44,7 @@ from mhsa_compile.runtime.profile.call_profile import CallProfile
 from mhsa_compile.runtime.profile.captured_call import KernelRun, capture
 from mhsa_compile.runtime.profile.profile_call import Turns, profile_call
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
-from mhsa_compile.runtime.weights_at_load import Weights, reads_own, weight_arrays
+from mhsa_compile.runtime.weights_at_load import Weights, own_weights, weight_arrays
 from mhsa_compile.spec.outputs import together
 from mhsa_compile.spec.picture import card, picture_of
 from mhsa_compile.target import host
@@ -85,7 +86,10 @@ def load(
     check_pool(pool)
     with opened(path.path if isinstance(path, Artifact) else path) as held:
         manifest = held.manifest
-        stored = held.contents(MODULE, *([WEIGHTS] if reads_own(manifest, weights) else []))
+        readers: dict[str, Callable[[HashedFile], Any]] = {MODULE: HashedFile.read}
+        if (wanted := own_weights(manifest, weights)) is not None:
+            readers[WEIGHTS] = partial(stored_weights, wanted=wanted)
+        stored = held.read(readers)
     if manifest.target.family == cuda_devices.FAMILY:
         return _on_gpu(manifest, stored, weights, device, threads)
     if device not in (None, "cpu"):
@@ -95,7 +99,7 @@ def load(
     check_loops(manifest, held.path)
     runtime = tvm_runtime.start()
     with runtime.calls.lock:
-        arrays = weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, Argument)
+        arrays = weight_arrays(manifest, stored.pop(WEIGHTS, {}), weights, Argument)
         library = _library(runtime, manifest, stored)
         check_features(library.cpu_features)
         signature = Signature(
@@ -112,14 +116,14 @@ def load(
 
 
 def _on_gpu(
-    manifest: Manifest, stored: dict[str, bytes], weights: Weights | None, device: str | None, threads: int | None
+    manifest: Manifest, stored: dict[str, Any], weights: Weights | None, device: str | None, threads: int | None
 ) -> CompiledAttention:
     """Loads an artifact onto a GPU: what is wrong with the machine is said before anything is loaded, and nothing is
     launched before all is well."""
     if threads is not None:
         raise InputError("threads", "None: a GPU computes", repr(threads))
     gpu = cuda_devices.chosen(manifest, device)
-    arrays = weight_arrays(manifest, stored.pop(WEIGHTS, None), weights, partial(DeviceWeight, gpu))
+    arrays = weight_arrays(manifest, stored.pop(WEIGHTS, {}), weights, partial(DeviceWeight, gpu))
     runtime = tvm_runtime.start_cuda()
     with runtime.calls.lock:
         library = _library(runtime, manifest, stored)
@@ -127,7 +131,7 @@ def _on_gpu(
         return CompiledAttention(manifest, signature, Launches(library, manifest, signature, gpu), arrays)
 
 
-def _library(runtime: tvm_runtime.Runtime, manifest: Manifest, stored: Mapping[str, bytes]) -> tvm_runtime.Library:
+def _library(runtime: tvm_runtime.Runtime, manifest: Manifest, stored: Mapping[str, Any]) -> tvm_runtime.Library:
     hint = "Compile it for this machine. Where memory must not be mapped as code, TMPDIR must not be noexec."
     with reading(ArtifactError, f"artifact file {MODULE!r}", "a library that this machine loads", hint):
         return runtime.library(stored[MODULE], manifest.files[MODULE])

@@ -6,46 +6,41 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from safetensors.numpy import load_file
-
 from mhsa_compile.errors import InputError
 from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.files.unique_json import require_unique_tensors
-from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
-from mhsa_compile.runtime.artifact.stored_weights import parsed
+from mhsa_compile.runtime.artifact.manifest import Manifest
+from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 from mhsa_compile.runtime.call_arguments import Argument
 from mhsa_compile.spec.position_encoding import TABLES
 from mhsa_compile.spec.score_functions import CAPTURED
 
-_LONGEST_HEADER = 100_000_000  # that safetensors reads
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
-def reads_own(manifest: Manifest, weights: Weights | None) -> bool:
-    """Whether the weights that an artifact stores are needed: all of them, or those that nobody has to bring."""
+def own_weights(manifest: Manifest, weights: Weights | None) -> Callable[[str], bool] | None:
+    """Which of the weights that an artifact stores are needed: all of them, or those that nobody has to bring; None
+    where none are."""
     names = {info.name for info in manifest.weights}
-    return any(weights is None or _is_made(name) for name in names)
+    if weights is None:
+        return (lambda name: True) if names else None
+    return is_made if any(map(is_made, names)) else None
 
 
-def _is_made(name: str) -> bool:
+def is_made(name: str) -> bool:
     """Whether a weight is a table that follows from the spec, or what a function of the spec captured: neither is among
     a module's parameters."""
     return name in TABLES or name.startswith(CAPTURED)
 
 
 def weight_arrays(
-    manifest: Manifest, stored: bytes | None, weights: Weights | None, make: Callable[..., Argument]
+    manifest: Manifest, stored: Mapping[str, Any], weights: Weights | None, make: Callable[..., Argument]
 ) -> list[Any]:
-    """The weights in the manifest's order, checked. `stored` is the artifact's own file, where it is needed. Raises
+    """The weights in the manifest's order, checked. `stored` are those of the artifact that are needed. Raises
     InputError."""
-    found: Mapping[str, Any] = {}
-    if stored is not None:
-        with reading(InputError, "weights", f"a .safetensors file, {WEIGHTS!r}"):
-            found = parsed(stored)
+    found = stored
     if weights is not None:
-        tables = {name: array for name, array in found.items() if _is_made(name)}
-        found = {**tables, **(weights if isinstance(weights, Mapping) else _read(weights))}
+        found = {**stored, **(weights if isinstance(weights, Mapping) else _read(weights))}
     names = {info.name for info in manifest.weights}
     if missing := sorted(names - found.keys()):
         raise InputError(
@@ -65,7 +60,4 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         input_files.opened(path, InputError, "weights", expected) as file,
         reading(InputError, "weights", f"{expected}, {str(path)!r}"),
     ):
-        length = file.read(8)
-        require_unique_tensors(length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER)))
-        found: Mapping[str, Any] = load_file(f"/proc/self/fd/{file.fileno()}")
-        return found
+        return read_tensors(file, os.fstat(file.fileno()).st_size)

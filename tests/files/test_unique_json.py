@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 from mhsa_compile.errors import ArtifactError, InputError, SpecError
 from mhsa_compile.files.unique_json import require_unique_keys, require_unique_tensors
 from mhsa_compile.runtime.artifact.manifest import read_manifest
-from mhsa_compile.runtime.artifact.stored_weights import parsed
+from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 from mhsa_compile.runtime.weights_at_load import _read
 from mhsa_compile.spec.attention_spec import AttentionSpec
 
@@ -40,7 +41,7 @@ def test_one_name_in_two_objects_is_none_twice() -> None:
 def test_weights(tmp_path: Path) -> None:
     twice = _file(f'{{"x":{ENTRY},"x":{ENTRY}}}')
     with pytest.raises(ValueError, match="'x'"):
-        parsed(twice)
+        read_tensors(BytesIO(twice), len(twice))
     path = tmp_path / "w.safetensors"
     path.write_bytes(twice)
     with pytest.raises(InputError, match="two entries of one name, 'x'"):

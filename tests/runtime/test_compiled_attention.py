@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -151,15 +152,15 @@ def test_what_was_checked_is_what_runs(artifact: Artifact, tmp_path: Path, monke
     """Files that are exchanged, or written over, after the check: neither foreign code nor foreign weights."""
     place = tmp_path / "attention.mhsa"
     shutil.copytree(artifact.path, place)
-    checked = OpenArtifact.contents
+    checked = OpenArtifact.read
 
-    def exchanged(self: OpenArtifact, *names: str) -> dict[str, bytes]:
-        found = checked(self, *names)
+    def exchanged(self: OpenArtifact, readers: Any) -> dict[str, Any]:
+        found = checked(self, readers)
         for name in self.manifest.files:
             (place / name).write_bytes(b"foreign")
         return found
 
-    monkeypatch.setattr(OpenArtifact, "contents", exchanged)
+    monkeypatch.setattr(OpenArtifact, "read", exchanged)
     x, mask = draw()
     assert_right(load(place)(x, mask), x, mask)
     assert (place / "module.so").read_bytes() == b"foreign"

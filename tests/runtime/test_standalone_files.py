@@ -17,6 +17,7 @@ from fuzz import file_mutations, files_cpp
 from fuzz.file_mutations import Case
 from safetensors.numpy import load_file, save_file
 from support import tiny_artifact
+from support.hostile_tensors import HOSTILE
 
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import (
@@ -107,7 +108,7 @@ def twice(*names: str) -> bytes:
         (struct.pack("<Q", 3) + b'"\xff"', "no UTF-8"),
         (twice('"x"', '"x"'), 'objects name each entry once, got "x" twice'),
         (twice('"x"', r'"\u0078"'), "objects name each entry once"),
-        (twice('"x"', r'"y\\\"x"'), "bytes of its own"),
+        (twice('"x"', r'"y\\\"x"'), "an overlap at byte"),
         (b"\x93NUMPY\1\0", "expected safetensors"),
         (b"", "expected safetensors"),
     ],
@@ -116,6 +117,26 @@ def test_inputs_that_are_no_sound_safetensors(program: Program, tmp_path: Path, 
     (tmp_path / "in").write_bytes(raw)
     (said,) = program.said(("--artifact", program.artifact.path, "--inputs", tmp_path / "in"))
     assert expected in said
+
+
+def test_no_hostile_header_is_taken(program: Program, tmp_path: Path) -> None:
+    """As inputs, and some as the weights of an artifact whose manifest has their hash: refused, and nothing beyond the
+    file is read or asked for."""
+    cases = {}
+    for i, (name, raw) in enumerate(HOSTILE.items()):
+        (tmp_path / str(i)).write_bytes(raw)
+        cases[f"{name}, --inputs '"] = ("--artifact", program.artifact.path, "--inputs", tmp_path / str(i))
+        if i % 5 == 0:
+            folder = program.changed(tmp_path / f"sealed{i}")
+            (folder / WEIGHTS).write_bytes(raw)
+            (folder / MANIFEST).unlink()
+            (folder / "model.onnx").touch()
+            cases[f"{name}, artifact file '"] = (
+                "--artifact",
+                Artifact.assemble(folder, program.artifact.manifest).path,
+            )
+    for name, said in zip(cases, program.said(*cases.values()), strict=True):
+        assert said.startswith(f"Error: {name.rpartition(', ')[2]}"), (name, said)
 
 
 def test_what_is_no_file(program: Program, tmp_path: Path) -> None:

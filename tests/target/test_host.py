@@ -7,16 +7,9 @@ import struct
 from pathlib import Path
 
 import pytest
+from support.cpu_quotas import QUOTAS, machine
 
 from mhsa_compile.target import host
-
-
-def machine(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 @pytest.fixture
@@ -87,32 +80,6 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     assert host.cache_kib(1, tmp_path) is None
     assert host.allowed_cpus(tmp_path) >= 1
     assert host.threads_per_core(tmp_path) == 1
-
-
-V1, V2 = "sys/fs/cgroup/cpu", "sys/fs/cgroup"
-QUOTAS = {
-    "none": ({}, 8),
-    "v2, unlimited": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "max 100000\n"}, 8),
-    "v2": ({"proc/self/cgroup": "0::/app\n", f"{V2}/app/cpu.max": "250000 100000\n"}, 2),
-    "v2, in a parent": (
-        {"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/cpu.max": "300000 100000\n", f"{V2}/a/b/cpu.max": "max 100000\n"},
-        3,
-    ),
-    "v2, path of the host": ({"proc/self/cgroup": "0::/../gone\n", f"{V2}/cpu.max": "400000 100000\n"}, 4),
-    "v2, under one CPU": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "50000 100000\n"}, 1),
-    "v1": (
-        {
-            "proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/job\n0::/\n",
-            f"{V1},cpuacct/job/cpu.cfs_quota_us": "600000\n",
-            f"{V1},cpuacct/job/cpu.cfs_period_us": "100000\n",
-        },
-        6,
-    ),
-    "v1, unlimited": (
-        {"proc/self/cgroup": "4:cpu:/\n", f"{V1}/cpu.cfs_quota_us": "-1\n", f"{V1}/cpu.cfs_period_us": "100000\n"},
-        8,
-    ),
-}
 
 
 @pytest.mark.usefixtures("eight_cpus")

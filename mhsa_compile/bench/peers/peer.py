@@ -17,8 +17,6 @@ import numpy as np
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.runtime.artifact.manifest import WEIGHTS
-from mhsa_compile.runtime.artifact.stored_weights import parsed
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.masks import window
 
@@ -77,7 +75,7 @@ class Problem:
     @cached_property
     def weights(self) -> dict[str, Array]:
         """The weights by PyTorch's names, in PyTorch's layouts; none for the core alone."""
-        return parsed(self.artifact.contents(WEIGHTS)[WEIGHTS]) if self.artifact.manifest.weights else {}
+        return self.artifact.weights() if self.artifact.manifest.weights else {}
 
     @property
     def is_core(self) -> bool:

@@ -15,23 +15,28 @@ import hashlib
 import os
 import shutil
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import Unfinished, replaced, unwritable
+from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.files.hashed_file import HashedFile
 from mhsa_compile.files.opened_once import OpenFolder
 from mhsa_compile.runtime.artifact.manifest import (
     MANIFEST,
+    WEIGHTS,
     Manifest,
     damaged,
     read_manifest,
     seal,
 )
+from mhsa_compile.runtime.artifact.tensor_file import Array, read_tensors
 
 _BLOCK = 2**20  # bytes copied at once
 _ATTEMPTS = 100
@@ -64,6 +69,12 @@ class Artifact:
         since, or another artifact was saved in its place."""
         with self._opened_again() as files:
             return files.contents(*names)
+
+    def weights(self) -> dict[str, Array]:
+        """The weights that it stores, by name. Raises ArtifactError, as `contents`."""
+        with self._opened_again() as files:
+            weights: dict[str, Array] = files.read({WEIGHTS: stored_weights})[WEIGHTS]
+            return weights
 
     @contextmanager
     def _opened_again(self) -> Iterator[OpenArtifact]:
@@ -109,21 +120,26 @@ class OpenArtifact:
         self.path, self._raw, self.manifest, self._files = path, raw, manifest, files
 
     def contents(self, *names: str) -> dict[str, bytes]:
-        """Checks every file against its hash, once, and returns the bytes of these: the very bytes that were checked,
-        in this process's own memory, since a file, mapped or read again, can be changed by whoever may write it.
+        """The bytes of these files; see `read`."""
+        return self.read(dict.fromkeys(names, HashedFile.read))
+
+    def read(self, readers: Mapping[str, Callable[[HashedFile], Any]]) -> dict[str, Any]:
+        """Checks every file against its hash, once, and returns what `readers` make of those that they name: of the
+        very bytes that were checked, in this process's own memory, since a file, mapped or read again, can be changed
+        by whoever may write it.
 
         Raises ArtifactError.
         """
-        held = {}
+        results = {}
         for name, digest in self.manifest.files.items():
             with _readable(self.path):
-                if name in names:
-                    held[name] = self._files[name].read()
-                    found = hashlib.sha256(held[name]).hexdigest()
-                else:
-                    found = hashlib.file_digest(self._files[name], "sha256").hexdigest()
-            self._check(name, digest, found)
-        return held
+                source = HashedFile(self._files[name])
+                try:
+                    if name in readers:
+                        results[name] = readers[name](source)
+                finally:  # damage comes before what a reader says of damaged bytes
+                    self._check(name, digest, source.digest())
+        return results
 
     def copy(self, folder: Path, without: Collection[str] = ()) -> None:
         """Writes all of it, but for the files `without`, to a folder, and checks what was written. Raises ArtifactError
@@ -139,6 +155,13 @@ class OpenArtifact:
     def _check(self, name: str, digest: str, found: str) -> None:
         if found != digest:
             raise damaged(f"artifact file {str(self.path / name)!r}", f"sha256 {digest}", found)
+
+
+def stored_weights(source: HashedFile, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Array]:
+    """What weights.safetensors holds, but for what is not `wanted`. Raises ArtifactError."""
+    expected = "tensors as safetensors writes them"
+    with reading(ArtifactError, f"artifact file {WEIGHTS!r}", expected, "Compile it again."):
+        return read_tensors(source, source.size, wanted)
 
 
 @contextmanager

@@ -8,7 +8,6 @@
 // same shapes are a third argument. An object belongs to the thread that made it, as TVM's workers do.
 #pragma once
 
-#include <sched.h>
 #include <stdlib.h>
 
 #include <tvm/ffi/error.h>
@@ -16,12 +15,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "allowed_cpus.h"
 #include "manifest.h"
 #include "signature.h"
 #include "tensors.h"
@@ -35,7 +36,8 @@ class Attention {
       : manifest_(label(folder, "manifest.json"), read_file("artifact file", folder + "/manifest.json")),
         signature_(manifest_) {
     inputs = manifest_.inputs, outputs = manifest_.outputs;
-    const std::string module = checked_file(folder, "module.so");
+    std::string module;
+    checked(folder, "module.so", [&](InputFile& file) { module = file.rest(); });
     const Tensors bound = weights_for(folder, weights);
     refusing({}, [&] {
       const ffi::Any library = mapped(label(folder, "module.so"), module);
@@ -85,21 +87,35 @@ class Attention {
     return "artifact file " + in_quotes(folder + "/" + name);
   }
 
-  // The bytes of a file that the manifest lists.
-  std::string checked_file(const std::string& folder, const char* name) const {
+  // Reads a file that the manifest lists, and holds it against its hash.
+  template <typename Reader>
+  void checked(const std::string& folder, const char* name, Reader read) const {
     const std::string argument = label(folder, name), hint = "The artifact is damaged: copy it again, or compile it again.";
     const auto listed = manifest_.files.find(name);
     if (listed == manifest_.files.end()) throw Error(argument, "a hash of it in the manifest", "none", hint);
-    std::string bytes = read_file("artifact file", folder + "/" + name);
-    if (const std::string found = Sha256::of(bytes); found != listed->second)
+    InputFile file("artifact file", folder + "/" + name);
+    Sha256 digest;
+    file.hash_into(&digest);
+    std::exception_ptr unsound;
+    try {
+      read(file);
+    } catch (const Error&) {  // damage comes before what is said of damaged bytes
+      unsound = std::current_exception();
+    }
+    file.skip(file.left());
+    if (const std::string found = digest.digits(); found != listed->second)
       throw Error(argument, "sha256 " + listed->second, found, hint);
-    return bytes;
+    if (unsound) std::rethrow_exception(unsound);
   }
 
   // Its own weights, or those that were given. Tables follow from the spec: nobody has to bring them.
   Tensors weights_for(const std::string& folder, const Tensors* given) const {
     const char* const name = "weights.safetensors";
-    const auto own = [&] { return Safetensors(label(folder, name), checked_file(folder, name)).read(); };
+    const auto own = [&] {
+      Tensors stored;
+      checked(folder, name, [&](InputFile& file) { stored = Safetensors(label(folder, name)).read(file); });
+      return stored;
+    };
     if (manifest_.weights.empty() && !given) return {};
     if (!given) return own();
     Tensors found = *given;
@@ -157,13 +173,9 @@ class Attention {
   // the calling thread gets its size when it is first touched.
   void use_threads(const ffi::Any& library, int wanted) {
     if (wanted < 0 || wanted > kMostThreads)
-      throw Error("threads", "a number from 1 to " + std::to_string(kMostThreads) + ", or 0 for all CPUs",
+      throw Error("threads", "a number from 1 to " + std::to_string(kMostThreads) + ", or 0 for the CPUs of this process",
                   std::to_string(wanted), "Choose as many as there are CPUs.");
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    sched_getaffinity(0, sizeof allowed, &allowed);
-    const int own = CPU_COUNT(&allowed);
-    threads = wanted > 0 ? wanted : own > 0 ? own : 1;
+    threads = wanted > 0 ? wanted : std::min(allowed_cpus(), kMostThreads);
     const ffi::Any say = call(global("ffi.ModuleGetFunction"), library, ffi::String("mhsa_threads"), true);
     if (say != nullptr) {
       say_ = say.cast<ffi::Function>();
@@ -171,10 +183,10 @@ class Attention {
       return;
     }
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "1000", 0);
+    const std::vector<int> own = affinity();
     ffi::Array<ffi::String> cpus;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-      if (CPU_ISSET(cpu, &allowed)) cpus.push_back(ffi::String(std::to_string(cpu)));
-    for (int i = 0; own > 0 && static_cast<int>(cpus.size()) < threads; ++i) cpus.push_back(cpus[i % own]);
+    for (size_t i = 0; !own.empty() && i < std::max(own.size(), size_t(threads)); ++i)
+      cpus.push_back(ffi::String(std::to_string(own[i % own.size()])));
     call(global("runtime.config_threadpool"), kShareAllCpus, threads, cpus);
   }
 

@@ -1,4 +1,4 @@
-// Files, whole: read once into memory, so that what was checked is what is used; written beside their place and renamed.
+// Files: read once, so that what was checked is what is used; written beside their place and renamed.
 #pragma once
 
 #include <errno.h>
@@ -9,6 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "errors.h"
+#include "sha256.h"
 
 namespace mhsa {
 
@@ -48,24 +50,61 @@ inline const char* kind_of(mode_t mode) {
   return S_ISREG(mode) ? "a file" : "a socket";
 }
 
-// The bytes of a file; what is none, such as a FIFO, would hang or never end, and is refused.
-inline std::string read_file(const std::string& argument, const std::string& path) {
-  const Descriptor file(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
-  const std::string what = argument + " " + in_quotes(path), hint = "Name a file that is there and can be read.";
-  struct stat found;
-  if (*file < 0 || fstat(*file, &found)) throw Error(what, "a file", strerror(errno), hint);
-  if (!S_ISREG(found.st_mode)) throw Error(what, "a file", kind_of(found.st_mode), hint);
-  check_memory(what, found.st_size);
-  std::string bytes(found.st_size, '\0');
-  for (size_t done = 0; done < bytes.size();) {
-    const ssize_t count = read(*file, &bytes[done], bytes.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) throw Error(what, "a file of " + std::to_string(bytes.size()) + " bytes",
-                                count ? strerror(errno) : std::to_string(done) + " bytes", hint);
-    done += count;
+// A file that is read once, from its beginning to its end; what is none, such as a FIFO, would hang or never end, and is
+// refused.
+class InputFile {
+ public:
+  InputFile(const std::string& argument, const std::string& path)
+      : what_(argument + " " + in_quotes(path)), file_(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
+    struct stat found;
+    if (*file_ < 0 || fstat(*file_, &found)) throw Error(what_, "a file", strerror(errno), kHint);
+    if (!S_ISREG(found.st_mode)) throw Error(what_, "a file", kind_of(found.st_mode), kHint);
+    size_ = found.st_size;
+    check_memory(what_, size_);
   }
-  return bytes;
-}
+
+  // What is read from now on.
+  void hash_into(Sha256* digest) { digest_ = digest; }
+
+  uint64_t left() const { return size_ - done_; }
+
+  // Into memory that is there; no more than is left.
+  void read(char* memory, size_t size) {
+    while (size) {
+      const ssize_t count = ::read(*file_, memory, std::min(size, kBlock));
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0) throw Error(what_, "a file of " + std::to_string(size_) + " bytes",
+                                  count ? strerror(errno) : std::to_string(done_) + " bytes", kHint);
+      if (digest_) digest_->add(memory, count);  // while it is in the CPU's cache
+      memory += count, size -= count, done_ += count;
+    }
+  }
+
+  std::string text(size_t size) {
+    std::string bytes(size, '\0');
+    read(&bytes[0], size);
+    return bytes;
+  }
+
+  std::string rest() { return text(left()); }
+
+  void skip(uint64_t size) {
+    std::string block(std::min<uint64_t>(size, kBlock), '\0');
+    for (; size > block.size(); size -= block.size()) read(&block[0], block.size());
+    read(&block[0], size);
+  }
+
+ private:
+  static constexpr size_t kBlock = 1 << 18;
+  static constexpr const char* kHint = "Name a file that is there and can be read.";
+
+  std::string what_;
+  Descriptor file_;
+  Sha256* digest_ = nullptr;
+  uint64_t size_ = 0, done_ = 0;
+};
+
+inline std::string read_file(const std::string& argument, const std::string& path) { return InputFile(argument, path).rest(); }
 
 inline bool write_all(int file, const char* data, size_t size) {
   while (size) {

@@ -1,6 +1,7 @@
 // SHA-256, as FIPS 180-4 defines it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -13,16 +14,37 @@ class Sha256 {
   // In 64 lower-case digits, as manifests have it.
   static std::string of(const std::string& bytes) {
     Sha256 digest;
-    const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
-    size_t rest = bytes.size();
-    for (; rest >= kBlock; rest -= kBlock, data += kBlock) digest.add(data);
-    uint8_t tail[2 * kBlock] = {};  // the rest, a bit of 1, zeros, and the length in bits
-    if (rest) std::memcpy(tail, data, rest);
-    tail[rest] = 0x80;
-    const size_t end = rest + 9 <= kBlock ? kBlock : 2 * kBlock;
-    for (size_t i = 0; i < 8; ++i) tail[end - 1 - i] = static_cast<uint8_t>(uint64_t{bytes.size()} * 8 >> 8 * i);
-    for (size_t i = 0; i < end; i += kBlock) digest.add(tail + i);
+    digest.add(bytes.data(), bytes.size());
     return digest.digits();
+  }
+
+  void add(const char* bytes, size_t size) {
+    const auto* data = reinterpret_cast<const uint8_t*>(bytes);
+    length_ += size;
+    if (held_) {
+      const size_t more = std::min(kBlock - held_, size);
+      std::memcpy(tail_ + held_, data, more);
+      held_ += more, data += more, size -= more;
+      if (held_ < kBlock) return;
+      mix(tail_);
+      held_ = 0;
+    }
+    for (; size >= kBlock; size -= kBlock, data += kBlock) mix(data);
+    if (size) std::memcpy(tail_, data, size);
+    held_ = size;
+  }
+
+  // Of all that was added; the last call.
+  std::string digits() {
+    std::memset(tail_ + held_, 0, sizeof tail_ - held_);
+    tail_[held_] = 0x80;  // what is left, a bit of 1, zeros, and the length in bits
+    const size_t end = held_ + 9 <= kBlock ? kBlock : 2 * kBlock;
+    for (size_t i = 0; i < 8; ++i) tail_[end - 1 - i] = static_cast<uint8_t>(length_ * 8 >> 8 * i);
+    for (size_t i = 0; i < end; i += kBlock) mix(tail_ + i);
+    std::string text;
+    for (uint32_t word : state_)
+      for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[word >> shift & 15];
+    return text;
   }
 
  private:
@@ -30,7 +52,7 @@ class Sha256 {
 
   static uint32_t turned(uint32_t word, int bits) { return word >> bits | word << (32 - bits); }
 
-  void add(const uint8_t* block) {
+  void mix(const uint8_t* block) {
     static constexpr std::array<uint32_t, 64> kRounds = {
         0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
         0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -60,15 +82,11 @@ class Sha256 {
     for (size_t i = 0; i < state_.size(); ++i) state_[i] += mixed[i];
   }
 
-  std::string digits() const {
-    std::string text;
-    for (uint32_t word : state_)
-      for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[word >> shift & 15];
-    return text;
-  }
-
   std::array<uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                     0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  uint8_t tail_[2 * kBlock] = {};  // of a block that is not full yet
+  size_t held_ = 0;
+  uint64_t length_ = 0;
 };
 
 }  // namespace mhsa

@@ -12,6 +12,7 @@
 #include <map>
 #include <new>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,7 @@ using Shape = std::vector<int64_t>;
 using Tensors = std::map<std::string, ffi::Tensor>;
 
 constexpr size_t kAlignment = 64;  // a cache line
+constexpr size_t kMostAxes = 32;   // as NumPy's arrays may have
 
 struct Dtype {
   const char *name, *in_safetensors;
@@ -96,49 +98,62 @@ inline ffi::Tensor new_tensor(const std::string& dtype, const Shape& shape, cons
 }
 
 // The tensors of a file of safetensors: a header's length in 8 bytes, the header in JSON, then the bytes of all tensors,
-// one behind the other without gaps. What does not fit into the file is refused before memory is asked for.
+// one behind the other without gaps. Each is read into memory of its own. What does not fit into the file is refused
+// before memory is asked for.
 class Safetensors {
  public:
-  Safetensors(std::string argument, std::string bytes) : argument_(std::move(argument)), bytes_(std::move(bytes)) {}
+  explicit Safetensors(std::string argument) : argument_(std::move(argument)) {}
 
-  Tensors read() const {
+  Tensors read(InputFile& file) const {
     uint64_t size = 0;  // these are little-endian machines
-    if (bytes_.size() < sizeof size) refuse("a length of 8 bytes in front", std::to_string(bytes_.size()) + " bytes");
-    std::memcpy(&size, bytes_.data(), sizeof size);
-    const uint64_t rest = bytes_.size() - sizeof size;
-    if (size > rest) refuse("a header of " + std::to_string(size) + " bytes", std::to_string(rest) + " bytes");
-    const char* data = bytes_.data() + sizeof size + size;
+    if (file.left() < sizeof size) refuse("a length of 8 bytes in front", std::to_string(file.left()) + " bytes");
+    file.read(reinterpret_cast<char*>(&size), sizeof size);
+    if (size > file.left()) refuse("a header of " + std::to_string(size) + " bytes", std::to_string(file.left()) + " bytes");
+    const std::string header = file.text(size);
     Tensors tensors;
-    std::map<int64_t, int64_t> parts;  // of the data: where it begins, where it ends
-    for (const auto& [name, entry] : Json::parse(argument_, bytes_.substr(sizeof size, size)).members()) {
-      if (name == "__metadata__") continue;
-      const Part part = part_of(name, entry, rest - size);
+    for (const Part& part : parts(header, file.left())) {
       ffi::Tensor tensor = new_tensor(part.dtype, part.shape, argument_);
-      if (part.begin < part.end) {
-        std::memcpy(tensor.data_ptr(), data + part.begin, part.end - part.begin);
-        if (!parts.emplace(part.begin, part.end).second) refuse("bytes of its own for " + in_quotes(name), "shared ones");
-      }
-      if (part.dtype == "bool") check_bools(name, tensor);
-      tensors.emplace(name, tensor);
+      file.read(static_cast<char*>(tensor.data_ptr()), part.end - part.begin);
+      if (part.dtype == "bool") check_bools(part.name, tensor);
+      tensors.emplace(part.name, tensor);
     }
-    check_gaps(parts, rest - size);
     return tensors;
   }
 
  private:
   struct Part {
-    std::string dtype;
+    std::string name, dtype;
     Shape shape;
     int64_t begin, end;
   };
 
+  // In the order in which they lie in the `bytes` behind the header.
+  std::vector<Part> parts(const std::string& header, uint64_t bytes) const {
+    std::vector<Part> found;
+    for (const auto& [name, entry] : Json::parse(argument_, header).members())
+      if (name != "__metadata__") found.push_back(part_of(name, entry, bytes));
+    std::sort(found.begin(), found.end(), [](const Part& one, const Part& other) {
+      return std::tie(one.begin, one.end) < std::tie(other.begin, other.end);
+    });
+    int64_t end = 0;
+    for (const Part& part : found) {
+      if (part.begin != end) refuse_place(end, bytes, in_quotes(part.name));
+      end = part.end;
+    }
+    if (static_cast<uint64_t>(end) != bytes) refuse_place(end, bytes, "the end");
+    return found;
+  }
+
   Part part_of(const std::string& name, const Json& entry, uint64_t most) const {
     const std::string word = entry["dtype"].text();
     Part part;
+    part.name = name;
     for (const Dtype& known : dtypes())
       if (word == known.in_safetensors) part.dtype = known.name;
     if (part.dtype.empty()) refuse("a dtype known here for " + in_quotes(name), in_quotes(word));
     for (const Json& size : entry["shape"].list()) part.shape.push_back(size.size());
+    if (part.shape.size() > kMostAxes)
+      refuse("at most " + std::to_string(kMostAxes) + " axes for " + in_quotes(name), std::to_string(part.shape.size()));
     const std::vector<Json> offsets = entry["data_offsets"].list();
     if (offsets.size() != 2) refuse("two offsets for " + in_quotes(name), std::to_string(offsets.size()));
     part.begin = offsets[0].size(), part.end = offsets[1].size();
@@ -156,26 +171,21 @@ class Safetensors {
         refuse("0 or 1 in each byte of " + in_quotes(name), std::to_string(value));
   }
 
-  void check_gaps(const std::map<int64_t, int64_t>& parts, int64_t total) const {
-    int64_t end = 0;
-    for (const auto& [begins, ends] : parts) {
-      if (begins != end) break;
-      end = ends;
-    }
-    if (end != total)
-      refuse("tensors that lie one behind the other, to its end",
-             "a gap or an overlap at byte " + std::to_string(end) + " of " + std::to_string(total));
+  [[noreturn]] void refuse_place(int64_t end, uint64_t bytes, const std::string& next) const {
+    refuse("tensors that lie one behind the other, to its end",
+           "a gap or an overlap at byte " + std::to_string(end) + " of " + std::to_string(bytes) + ", before " + next);
   }
 
   [[noreturn]] void refuse(const std::string& expected, const std::string& got) const {
     throw Error(argument_, "safetensors with " + expected, got, "Write it with safetensors' save_file.");
   }
 
-  std::string argument_, bytes_;
+  std::string argument_;
 };
 
 inline Tensors read_safetensors(const std::string& argument, const std::string& path) {
-  return Safetensors(argument + " " + in_quotes(path), read_file(argument, path)).read();
+  InputFile file(argument, path);
+  return Safetensors(argument + " " + in_quotes(path)).read(file);
 }
 
 // Into a file that the caller commits.

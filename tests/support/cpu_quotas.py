@@ -1,0 +1,68 @@
+"""Other machines' control groups: files of /proc and /sys, and how many of 8 CPUs they grant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """A root of a file system with these files."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V1, V2 = "sys/fs/cgroup/cpu", "sys/fs/cgroup"
+QUOTAS = {
+    "none": ({}, 8),
+    "v2, unlimited": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "max 100000\n"}, 8),
+    "v2": ({"proc/self/cgroup": "0::/app\n", f"{V2}/app/cpu.max": "250000 100000\n"}, 2),
+    "v2, in a parent": (
+        {"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/cpu.max": "300000 100000\n", f"{V2}/a/b/cpu.max": "max 100000\n"},
+        3,
+    ),
+    "v2, path of the host": ({"proc/self/cgroup": "0::/../gone\n", f"{V2}/cpu.max": "400000 100000\n"}, 4),
+    "v2, under one CPU": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "50000 100000\n"}, 1),
+    "v1": (
+        {
+            "proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/job\n0::/\n",
+            f"{V1},cpuacct/job/cpu.cfs_quota_us": "600000\n",
+            f"{V1},cpuacct/job/cpu.cfs_period_us": "100000\n",
+        },
+        6,
+    ),
+    "v1, unlimited": (
+        {"proc/self/cgroup": "4:cpu:/\n", f"{V1}/cpu.cfs_quota_us": "-1\n", f"{V1}/cpu.cfs_period_us": "100000\n"},
+        8,
+    ),
+    "v1, in a parent, controllers in another order": (
+        {
+            "proc/self/cgroup": "11:cpuacct,cpu:/a/b/c\n",
+            f"{V1}/a/cpu.cfs_quota_us": "250000\n",
+            f"{V1}/a/cpu.cfs_period_us": "50000\n",
+            f"{V1}acct,cpu/a/b/cpu.cfs_quota_us": "700000\n",
+            f"{V1}acct,cpu/a/b/cpu.cfs_period_us": "100000\n",
+        },
+        5,
+    ),
+    "v1 and v2": (
+        {
+            "proc/self/cgroup": "3:cpuset:/x\n1:name=systemd:/x\n2:cpu:/x\n0::/x\n",
+            f"{V1}/cpu.cfs_quota_us": "600000\n",
+            f"{V1}/cpu.cfs_period_us": "100000\n",
+            f"{V2}/unified/x/cpu.max": "380000 100000\n",
+        },
+        3,
+    ),
+    "the mount alone": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "200000 100000\n"}, 2),
+    "v2, a colon in the name": ({"proc/self/cgroup": "0::/a:b\n", f"{V2}/a:b/cpu.max": "200000 100000\n"}, 2),
+    "of another controller": (
+        {"proc/self/cgroup": "4:cpuset,cpuacct:/\n", f"{V2}/cpu.max": "100000 100000\n"},
+        8,
+    ),
+    "no period": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "100000\n"}, 8),
+    "a period of 0": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "100000 0\n"}, 8),
+    "no numbers": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "lots -5\n"}, 8),
+}
