@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -30,38 +31,42 @@ class WeightStates:
     """
 
     def __init__(self, weights: Sequence[Tensor | None] = (), *, read_alike: bool = False) -> None:
-        self._identity = _memory if read_alike else _identity
         samples = max(_LEAST_SAMPLES, min(SAMPLES, _MOST_SAMPLES // max(1, len(weights))))
         present = [weight for weight in weights if weight is not None]
-        self._weights = [None if weight is None else weakref.ref(weight) for weight in weights]
-        self._identities = [None if weight is None else self._identity(weight) for weight in weights]
+        self._read_alike, self._count = read_alike, len(present)
+        self._counted = not any(weight.is_inference() for weight in present)
+        self._references = [_nothing if weight is None else weakref.ref(weight) for weight in weights]
         self._places = _joined([_places(weight, samples) for weight in present if weight.numel()])
-        self._samples = self._read()
+        self._identity, self._samples = self._identities(present), self._read()
 
     def hold(self, weights: Sequence[Tensor | None]) -> bool:
         """Whether these are the weights that were bound, in number, too, with the same numbers as far as is seen."""
-        if len(weights) != len(self._weights):
+        present = [weight for weight in weights if weight is not None]
+        if len(weights) != len(self._references) or len(present) != self._count:
             return False
-        for reference, identity, weight in zip(self._weights, self._identities, weights, strict=True):
-            if weight is None or reference is None:
-                if (weight is None) != (reference is None):
-                    return False
-            elif reference() is not weight or self._identity(weight) != identity:
-                return False
-        return self._read() == self._samples  # their memory is there, since they are
+        if not all(map(operator.is_, map(operator.call, self._references), weights)):
+            return False
+        # their memory is there, since they are
+        return self._identities(present) == self._identity and self._read() == self._samples
+
+    def _identities(self, weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
+        """Where the numbers of each lie, PyTorch's counts of writes, and how the numbers are read."""
+        versions = map(_version, weights) if self._counted else (_version(w) for w in weights if not w.is_inference())
+        return list(map(_address, weights)), list(versions), [] if self._read_alike else list(map(_reading, weights))
 
     def _read(self) -> list[bytes]:
-        return [memory[index].tobytes() for memory, index in self._places]
+        return [memory.take(index).tobytes() for memory, index in self._places]
 
 
-def _memory(weight: Tensor) -> tuple[Any, ...]:
-    """Where the numbers lie, and PyTorch's count of writes."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+_address, _version = Tensor.data_ptr, operator.attrgetter("_version")
 
 
-def _identity(weight: Tensor) -> tuple[Any, ...]:
-    """The same, and how the numbers are read."""
-    return *_memory(weight), weight.shape, weight.stride(), weight.dtype, weight.is_neg()
+def _nothing() -> None:
+    """The reference to a weight that a layer lacks."""
+
+
+def _reading(weight: Tensor) -> tuple[Any, ...]:
+    return weight.shape, weight.stride(), weight.dtype, weight.is_neg()
 
 
 def _places(weight: Tensor, samples: int) -> tuple[int, np.ndarray]:
@@ -86,7 +91,7 @@ def _joined(places: Sequence[tuple[int, np.ndarray]]) -> list[tuple[np.ndarray, 
         if (offsets % size).any():  # numbers that do not begin at multiples of their size
             views.append((np.frombuffer(memory, np.uint8), (offsets[:, None] + np.arange(size)).ravel()))
         else:
-            views.append((np.frombuffer(memory, f"V{size}"), offsets // size))
+            views.append((np.frombuffer(memory, f"u{size}" if size <= 8 else f"V{size}"), offsets // size))
     return views
 
 

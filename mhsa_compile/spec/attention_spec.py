@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 MASKS = ("bool", "additive", "key_padding")
 SPEC_KEY = "mhsa.spec"
 """The entry of metadata_props in which an exported ONNX model keeps its spec as JSON."""
-LIMITS_KEY = "mhsa.limits"  # the largest size of a symbol, or how many rows an input picks from
+LIMITS_KEY = "mhsa.limits"  # JSON, symbol -> its largest size
+ROWS_KEY = "mhsa.rows"  # JSON, input of ids -> the rows of the table that they pick from
 IN_PLACE_KEY = "mhsa.in_place"
 """The entry of metadata_props that says which inputs a call writes into: JSON, input -> the output that it becomes."""
 DOMAIN = "mhsa"

@@ -15,7 +15,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.symbolic_dims import is_expression, size_of
-from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, SPEC_KEY, AttentionSpec
+from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY, SPEC_KEY, AttentionSpec
 
 if TYPE_CHECKING:  # what an artifact is called with is drawn where no compiler is installed, too
     import onnx
@@ -64,10 +64,21 @@ def _longest(model: onnx.ModelProto, spec: AttentionSpec | None) -> int:
 
 
 def largest_sizes(source: Any) -> dict[str, int]:
-    """The largest sizes of symbols, and the numbers of rows that inputs pick from."""
-    said = {prop.key: prop.value for prop in getattr(source, "metadata_props", ())}.get(LIMITS_KEY)
-    with reading(ModelError, f"metadata {LIMITS_KEY!r}", "a JSON object of sizes"):
-        return msgspec.json.decode(said, type=dict[str, int]) if said else {}
+    """The largest sizes of symbols."""
+    return dict(source.limits) if isinstance(source, Manifest) else _stated_sizes(source, LIMITS_KEY)
+
+
+def table_rows(source: Any) -> dict[str, int]:
+    """How many rows the tables have that inputs of ids pick from."""
+    if isinstance(source, Manifest):
+        return {info.name: info.rows for info in source.inputs if info.rows is not None}
+    return _stated_sizes(source, ROWS_KEY)
+
+
+def _stated_sizes(model: onnx.ModelProto, key: str) -> dict[str, int]:
+    text = {prop.key: prop.value for prop in getattr(model, "metadata_props", ())}.get(key)
+    with reading(ModelError, f"metadata {key!r}", "a JSON object of sizes"):
+        return msgspec.json.decode(text, type=dict[str, int]) if text else {}
 
 
 def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
@@ -82,7 +93,7 @@ def random_inputs(source: Any, dims: Mapping[str, int], seed: int = 0) -> dict[s
     length = dims.get("L", 1)
     known = {"mask_B": dims.get("B", 1), "mask_H": 1, "mask_L": length, "mask_S": dims.get("S", length), **dims}
     inputs: dict[str, Array] = {}
-    below, signature, keys = largest_sizes(source), list(_signature(source)), _numbers_of_keys(source)
+    below, signature, keys = table_rows(source), list(_signature(source)), _numbers_of_keys(source)
     shapes = {name: [size_of(dim, known) for dim in shape] for name, _, shape in signature}
     most = {name: size_of(dim, known) or 0 for name, dim in keys.items()}
     for name, dtype, shape in signature:

@@ -84,7 +84,7 @@ def test_states_keep_no_weight_alive() -> None:
     states = WeightStates(weights)
     assert states.hold(weights) and not states.hold(weights[:1])
     del weights[0]
-    assert states._weights[0] is not None and states._weights[0]() is None
+    assert states._references[0]() is None and not states.hold([None, None])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

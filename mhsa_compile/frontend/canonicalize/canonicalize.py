@@ -39,7 +39,7 @@ from mhsa_compile.frontend.canonicalize.rewriting.shape_propagation import propa
 from mhsa_compile.frontend.detach_weights import Tensors, light, whole
 from mhsa_compile.frontend.onnx_graph import all_nodes
 from mhsa_compile.runtime.artifact.manifest import AttentionCoverage
-from mhsa_compile.spec.attention_spec import LIMITS_KEY, SPEC_KEY
+from mhsa_compile.spec.attention_spec import LIMITS_KEY, ROWS_KEY, SPEC_KEY
 from mhsa_compile.spec.outputs import LayerWord
 
 _OTHERS = ("RotaryEmbedding", "TensorScatter")  # what attention is made of, too
@@ -84,10 +84,9 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
     layers = in_order(small, blocks)
     small = layer_outputs.with_outputs(small, layers, outputs)
     result = whole(small, tensors)
-    sizes = limits | _index_limits(small)
-    if sizes:
-        said = {entry.key: entry.value for entry in result.metadata_props}
-        helper.set_model_props(result, said | {LIMITS_KEY: json.dumps(sizes)})
+    facts = {LIMITS_KEY: limits, ROWS_KEY: _table_rows(small)}
+    stated = {entry.key: entry.value for entry in result.metadata_props}
+    helper.set_model_props(result, stated | {key: json.dumps(sizes) for key, sizes in facts.items() if sizes})
     return Canonical(result, (*(layer.block for layer in layers), *inner), limits, instead)
 
 
@@ -119,19 +118,19 @@ def _stated_limits(model: onnx.ModelProto) -> dict[str, int]:
     return {symbol: most for symbol, most in json.loads(said.get(LIMITS_KEY, "{}")).items() if symbol in symbols}
 
 
-def _index_limits(model: onnx.ModelProto) -> dict[str, int]:
+def _table_rows(model: onnx.ModelProto) -> dict[str, int]:
     """Input -> the number of rows of the table that it picks from; of several tables, the smallest number."""
     tables = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
     sources = {value.name: value.name for value in model.graph.input if value.name not in tables}
-    limits: dict[str, int] = {}
+    picked: dict[str, int] = {}
     for node in model.graph.node:  # in the order of computation
         if node.op_type in _SAME_NUMBERS and node.input[0] in sources:
             sources[node.output[0]] = sources[node.input[0]]
         first = all(attribute.i == 0 for attribute in node.attribute if attribute.name == "axis")
         if node.op_type == "Gather" and first and node.input[0] in tables and node.input[1] in sources:
             name, rows = sources[node.input[1]], tables[node.input[0]]
-            limits[name] = min(rows, limits.get(name, rows))
-    return limits
+            picked[name] = min(rows, picked.get(name, rows))
+    return picked
 
 
 _SAME_NUMBERS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")

@@ -46,7 +46,7 @@ from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
 from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
-from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY
+from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY
 
 
 def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> ImportedModule:
@@ -57,7 +57,8 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     """
     check_graph(model)
     fused = fuse(model)
-    importer = _Importer(int8_weights)
+    stated = {entry.key: entry.value for entry in model.metadata_props}
+    importer = _Importer(int8_weights, limits=json.loads(stated.get(LIMITS_KEY, "{}")))
     opset = next(o.version for o in fused.opset_import if o.domain in ("", "ai.onnx"))
     with contextlib.redirect_stdout(io.StringIO()):  # TVM prints the node it fails at; the error says it again
         try:
@@ -72,7 +73,7 @@ def import_onnx(model: onnx.ModelProto, *, int8_weights: bool = False) -> Import
     result = importer.context.result
     result.module = module
     result.in_place = {output: source for source, output in declared_in_place(model).items()}
-    result.rows = json.loads({entry.key: entry.value for entry in model.metadata_props}.get(LIMITS_KEY, "{}"))
+    result.rows = json.loads(stated.get(ROWS_KEY, "{}"))
     result.outputs = _output_dims(module["main"])
     if int8_weights and not any(isinstance(op, LinearOp) for op in result.ops.values()):
         raise ModelError("weights", 'a model with a linear for "int8"', "one without")
@@ -84,8 +85,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     _nodes: dict[str, Any]  # by name, what was converted
 
-    def __init__(self, int8_weights: bool) -> None:
+    def __init__(self, int8_weights: bool, limits: dict[str, int]) -> None:
         super().__init__(None, None, keep_params_in_input=True)
+        self._limits = limits
         self.node: onnx.NodeProto | None = None  # that is being converted
         self.context = ImportContext(self.bb, self._inputs)  # TVM's methods fill these two
         self._int8_weights = int8_weights
@@ -150,7 +152,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         shapes = [value.ty.shape for value in self._inputs.values() if isinstance(value, relax.Var)]
         sizes = [size for shape in shapes if shape is not None for size in shape.values]
         symbols = {str(v.name): v for size in sizes for v in tvm.tirx.analysis.undefined_vars(size)}
-        self._names = SizeNames(self.bb, list(symbols.values()))
+        self._names = SizeNames(self.bb, list(symbols.values()), self._limits)
         self._shapes = ShapeOperators(self.bb, self._names)
 
     def _construct_nodes(self, graph: Any) -> None:

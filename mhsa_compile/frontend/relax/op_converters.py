@@ -7,10 +7,10 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm.relax.frontend.onnx.onnx_frontend import _axis_extent, _normalize_negative_indices
 
 from mhsa_compile.frontend.relax.contractions import contraction
 from mhsa_compile.frontend.relax.edge_converters import EDGES
+from mhsa_compile.frontend.relax.gathering import gather_within_bounds
 from mhsa_compile.frontend.relax.plain_converters import PLAIN
 
 
@@ -20,19 +20,6 @@ def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]
     if any(not isinstance(value.ty, relax.TensorType) for value in inputs) or base.ty.dtype == exponent.ty.dtype:
         return None
     return bb.normalize(relax.op.power(base, bb.normalize(relax.op.astype(exponent, str(base.ty.dtype)))))
-
-
-def gather_within_bounds(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Gather of a tensor. An index out of bounds, which ONNX forbids, gives NaN where floats are gathered, and the
-    nearest element elsewhere; TVM's reads whatever memory it points at."""
-    data, indices = inputs
-    tensors = all(isinstance(value.ty, relax.TensorType) for value in inputs)
-    if not tensors or all(isinstance(value, tvm.ir.GenericConst) for value in inputs):
-        return None
-    axis, kind = attributes.get("axis", 0), str(indices.ty.dtype)
-    indices = _normalize_negative_indices(bb, indices, _axis_extent(bb, data, axis, kind))
-    floating = str(data.ty.dtype).startswith(("float", "bfloat"))
-    return bb.normalize(relax.op.take(data, indices, axis, mode="nan" if floating else "clip"))
 
 
 def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:

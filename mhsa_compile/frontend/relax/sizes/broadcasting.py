@@ -89,9 +89,9 @@ def _together(names: SizeNames, one: Any, other: Any) -> Any:
         if number(known) is not None:  # the other one is that, or 1
             names.checked([tirx.Select(equals(free, literal(1)), known, free)], [known])
             return known
-    choice = names.size(tirx.Select(equals(one, literal(1)), other, one))
-    names.checked([tirx.Select(equals(other, literal(1)), one, other)], [choice])
-    return choice
+    return names.agreed(
+        tirx.Select(equals(one, literal(1)), other, one), tirx.Select(equals(other, literal(1)), one, other)
+    )
 
 
 def spread(bb: Any, names: SizeNames, value: Any, shape: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,17 +115,16 @@ class SizeNames:
     computed from. Equal expressions have one name.
     """
 
-    def __init__(self, bb: Any, symbols: Sequence[Any] = ()) -> None:
+    def __init__(self, bb: Any, symbols: Sequence[Any] = (), limits: Mapping[str, int] | None = None) -> None:
+        """`limits`: the largest size of a symbol that a call may have, by its name."""
         self._bb, self._taken = bb, {str(symbol.name) for symbol in symbols}
         self._known: list[tuple[Entry, Any]] = []
         self._analyzer, self._proofs = Analyzer(), Analyzer()  # the latter knows what names stand for
         self._count = 0
         for symbol in symbols:
-            self._not_negative(symbol)
-
-    def _not_negative(self, size: Any) -> None:
-        for analyzer in (self._analyzer, self._proofs):
-            analyzer.update(size, ConstIntBound(0, ConstIntBound.POS_INF), True)
+            bound = ConstIntBound(0, (limits or {}).get(str(symbol.name), ConstIntBound.POS_INF))
+            for analyzer in (self._analyzer, self._proofs):
+                analyzer.update(symbol, bound, True)
 
     def scope(self) -> list[tuple[Entry, Any]]:
         """The names that are known, for `restore` to come back to where a branch of an If ends."""
@@ -171,15 +170,30 @@ class SizeNames:
         if new:
             self._bind([entry for entry, _ in new], [name for _, name in new])
             for entry, name in new:
-                if self.at_least(entry, 0):
-                    self._analyzer.update(name, ConstIntBound(0, ConstIntBound.POS_INF), True)
-                self._proofs.bind(name, entry, True)
-            self._known += new
+                self._named(entry, name)
         return dims
+
+    def _named(self, entry: Entry, name: Any) -> None:
+        if self.at_least(entry, 0):
+            self._analyzer.update(name, ConstIntBound(0, ConstIntBound.POS_INF), True)
+        self._proofs.bind(name, entry, True)
+        self._known.append((entry, name))
 
     def checked(self, entries: Sequence[Entry], dims: Sequence[Any]) -> None:
         """Holds every call to sizes being what `dims` says."""
         self._bind(entries, dims)
+
+    def agreed(self, one: Entry, other: Entry) -> Any:
+        """A name for a size that two expressions give, to which every call is held."""
+        first, second = self.simplified(one), self.simplified(other)
+        known = next((name for entry, name in self._known if structural_equal(entry, first)), None)
+        if known is None:
+            known = self.variable()
+            self._bind([first, second], [known, known])
+            self._named(first, known)
+        else:
+            self._bind([second], [known])
+        return known
 
     def of_tensor(self, tensor: Any, count: int) -> list[Any]:
         """The elements of a tensor that a call computes, as sizes."""
