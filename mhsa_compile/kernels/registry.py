@@ -9,6 +9,7 @@ from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
+from mhsa_compile.kernels.cpu.recurrence.kernel import CpuRecurrenceKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
@@ -29,6 +30,7 @@ from mhsa_compile.kernels.interface.ops import (
     KvScatterOp,
     LinearOp,
     ProductOp,
+    RecurrenceOp,
     RotaryOp,
     SoftmaxOp,
     SoftmaxStatsOp,
@@ -38,6 +40,7 @@ AnyKernel = (
     Kernel[LinearOp]
     | Kernel[ProductOp]
     | Kernel[SoftmaxOp]
+    | Kernel[RecurrenceOp]
     | Kernel[AttentionOp]
     | Kernel[SoftmaxStatsOp]
     | Kernel[AttentionProbsOp]
@@ -52,6 +55,7 @@ KERNELS: dict[str, tuple[AnyKernel, ...]] = {
         CpuLinearKernel(),
         CpuProductKernel(),
         CpuSoftmaxKernel(),
+        CpuRecurrenceKernel(),
         CpuDecodeKernel(),
         CpuAttentionKernel(),
         CpuSoftmaxStatsKernel(),

@@ -202,8 +202,9 @@ def test_every_row_has_its_converter() -> None:
     from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
 
     from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
+    from mhsa_compile.kernels.interface.ops import GATES
 
-    assert STANDARD.keys() <= {*_get_convert_map(), *CONVERSIONS, "If"}
+    assert STANDARD.keys() <= {*_get_convert_map(), *CONVERSIONS, *GATES, "If"}
 
 
 def test_names_that_microsoft_shares_with_onnx() -> None:

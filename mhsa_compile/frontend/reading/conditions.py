@@ -107,5 +107,11 @@ def finite_scales(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     return ("scales that are finite and above 0", f"{node.input[1]!r} with {wrong[0]}") if wrong.size else None
 
 
+def not_of_doubles(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """LSTM, GRU, RNN: of float16 or float32."""
+    kind = graph.dtype(node.input[0])
+    return ("float16 or float32", kind) if kind == "float64" else None
+
+
 def _floating(kind: str) -> bool:
     return kind.startswith(("float", "bfloat"))

@@ -31,6 +31,7 @@ _REDUCTIONS = (
     "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
     "ReduceSum", "ReduceSumSquare",
 )  # fmt: skip
+_RECURRENT = ("activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "layout")
 _POOL = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
 _CONVOLUTION = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
@@ -73,6 +74,7 @@ STANDARD: dict[str, Row] = {
     "Elu": row("alpha"),
     "EyeLike": row("dtype", "k"),
     "Flatten": row("axis"),
+    "GRU": row(*_RECURRENT, "linear_before_reset", inputs=6, outputs=2, condition=conditions.not_of_doubles),
     "Gather": row("axis", inputs=2),
     "GatherElements": row("axis", inputs=2),
     "GatherND": row("batch_dims", inputs=2),
@@ -87,6 +89,7 @@ STANDARD: dict[str, Row] = {
     "InstanceNormalization": row("epsilon", inputs=3),
     "IsInf": row("detect_negative", "detect_positive"),
     "LRN": row("alpha", "beta", "bias", "size"),
+    "LSTM": row(*_RECURRENT, "input_forget", inputs=8, outputs=3, condition=conditions.not_of_doubles),
     "LayerNormalization": row("axis", "epsilon", inputs=3, dtypes=_NOT_DOUBLE),
     "LeakyRelu": row("alpha"),
     "LogSoftmax": row("axis"),
@@ -104,6 +107,7 @@ STANDARD: dict[str, Row] = {
     "Pow": row(inputs=2, condition=conditions.floating_base),
     "QuantizeLinear": row("axis", "output_dtype", inputs=3, condition=conditions.finite_scales),
     "RMSNormalization": row("axis", "epsilon", "stash_type", inputs=2, condition=conditions.an_axis_left),
+    "RNN": row(*_RECURRENT, inputs=6, outputs=2, condition=conditions.not_of_doubles),
     "Range": row(inputs=3, constants=(0, 1, 2)),
     "Reshape": row("allowzero", inputs=2),
     "Resize": row(

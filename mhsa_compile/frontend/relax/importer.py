@@ -41,11 +41,12 @@ from mhsa_compile.frontend.relax.imported_module import ImportedModule, stated
 from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
+from mhsa_compile.frontend.relax.recurrent import recurrent
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing
 from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
-from mhsa_compile.kernels.interface.ops import Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
+from mhsa_compile.kernels.interface.ops import GATES, Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY
 
 
@@ -230,7 +231,10 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 return computed
             inputs[:] = agreeing(self.bb, self._names, op_name, [as_tensor(self.bb, value) for value in inputs])
             inputs[:], narrow = float32_sums.widened(self.bb, op_name, list(inputs))
-            converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
+            if op_name in GATES:
+                converted = recurrent(self.context, op_name, list(inputs), attrs)
+            else:
+                converted = CONVERSIONS[op_name](self.bb, list(inputs), attrs) if op_name in CONVERSIONS else None
             if converted is None:
                 converted = super()._convert_operator(op_name, inputs, attrs, opset)
             if narrow is not None:

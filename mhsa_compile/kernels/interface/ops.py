@@ -124,6 +124,68 @@ class SoftmaxOp:
         return f"axis {self.axis} of {list(self.dims)}"
 
 
+Cell = Literal["LSTM", "GRU", "RNN"]
+GATES: dict[Cell, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}
+PANEL: dict[Cell, int] = {"LSTM": 16, "GRU": 16, "RNN": 64}
+"""Units of a panel of recurrent weights: a vector or more for each gate, whatever the machine."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of ONNX's recurrent operators, by its name, and its parameters where it has any."""
+
+    name: str
+    alpha: float = 0.0
+    beta: float = 0.0
+
+
+@dataclass(frozen=True)
+class RecurrenceOp:
+    """A recurrent layer, from what its gates get of the inputs on, step by step: float32.
+
+    T is `steps`, B `batch`, U `units`, G the gates of `cell` in ONNX's order, D directions, of which
+    `backwards[d]` begin at the last step. Inputs:
+
+        x          (T, B, D * G * U), products of the inputs and their weights
+        weights    (D, U * G * U), which states are multiplied by: for each panel of PANEL units (the last one may have
+                   fewer) that of state k to gate g of unit u lies at (k, g, u)
+        biases     (D, G * U)
+        state      (D, B, U), that of before the first step
+        memory     (D, B, U), the same of an LSTM's cells
+        peepholes  (D, 3 * U), of an LSTM with `peepholes`, in ONNX's order: input, output, forget
+        hidden     (D, U), of a GRU with `linear_before_reset`: the bias within the reset
+        lengths    (B,) int32, with `lengths`: later steps of a row are not taken, and give 0;
+                   a row without any ends with states of 0
+
+    Outputs: states (T, D, B, U), the last state (D, B, U), and of an LSTM the last memory (D, B, U). `activations` has
+    the functions of each direction, in ONNX's order; what gates get is clipped to -`clip` .. `clip`.
+    """
+
+    kind: ClassVar[str] = "recurrence"
+    dtype: ClassVar[DType] = "float32"
+
+    cell: Cell
+    steps: Dim
+    batch: Dim
+    units: int
+    backwards: tuple[bool, ...]
+    activations: tuple[tuple[Activation, ...], ...]
+    clip: float | None = None
+    linear_before_reset: bool = False
+    input_forget: bool = False
+    peepholes: bool = False
+    lengths: bool = False
+    lengths_name: str = ""
+
+    @property
+    def gates(self) -> int:
+        return GATES[self.cell]
+
+    def summary(self) -> str:
+        directions = "in both directions" if len(self.backwards) > 1 else "backwards" if self.backwards[0] else ""
+        return f"{self.cell} of {self.units} units{directions and ', '}{directions}"
+
+
 @dataclass(frozen=True)
 class HeadLayout:
     """Where the heads of Q, K, V or Y lie: in input number `buffer`, read in place.
@@ -462,6 +524,7 @@ Op = (
     | AttentionOp
     | ScoresOp
     | SoftmaxOp
+    | RecurrenceOp
     | SoftmaxStatsOp
     | AttentionProbsOp
     | KvConcatOp

@@ -27,6 +27,7 @@ from mhsa_compile.nn.functional import (
 )
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
+from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
 
 Array = np.ndarray
@@ -114,7 +115,13 @@ class Reference:
             self._filled |= scoring.filled is not None
             return attend_exactly(q, k, v, scoring)
 
-        operators = [_GatherElements, _Erf, _WideMatMul, *attention_operators(Arithmetic(attend, look_exactly))]
+        operators = [
+            _GatherElements,
+            _Erf,
+            _WideMatMul,
+            *RECURRENT,
+            *attention_operators(Arithmetic(attend, look_exactly)),
+        ]
         return ReferenceEvaluator(self._promoted[0], new_ops=operators)
 
     @cached_property
@@ -125,7 +132,13 @@ class Reference:
             y, rows = attend_exactly(q, k, v, scoring), scoring.filled
             return y if rows is None else np.where(rows, np.nan, y)
 
-        operators = [_GatherElements, _Erf, _WideMatMul, *attention_operators(Arithmetic(attend, look_exactly))]
+        operators = [
+            _GatherElements,
+            _Erf,
+            _WideMatMul,
+            *RECURRENT,
+            *attention_operators(Arithmetic(attend, look_exactly)),
+        ]
         return ReferenceEvaluator(self._promoted[0], new_ops=operators)
 
     @cached_property
@@ -133,6 +146,7 @@ class Reference:
         operators = [
             _GatherElements,
             _Erf,
+            *RECURRENT,
             *attention_operators(Arithmetic(_attend_in_torch, _look_in_torch)),
             _Int8MatMul if self._int8_weights else _MatMul,
             _Gemm,

@@ -1,0 +1,1 @@
+"""Recurrent layers: LSTM, GRU and RNN, step by step. Imports `simd`."""

@@ -1,0 +1,132 @@
+"""LSTM, GRU and RNN for onnx's evaluator, which itself leaves out lengths, functions, clips and coupled gates.
+
+Notation: T steps, B batch, D directions, U units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from onnx.reference.op_run import OpRun
+
+Array = np.ndarray[Any, Any]
+Function = Callable[[Array], Array]
+
+_DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
+_FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "affine": lambda x, alpha, beta: alpha * x + beta,
+    "elu": lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(x), x),
+    "hardsigmoid": lambda x, alpha=0.2, beta=0.5: np.clip(alpha * x + beta, 0, 1),
+    "leakyrelu": lambda x, alpha=0.01: np.where(x < 0, alpha * x, x),
+    "relu": lambda x: np.maximum(x, 0),
+    "scaledtanh": lambda x, alpha, beta: alpha * np.tanh(beta * x),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "softplus": lambda x: np.logaddexp(0, x),
+    "softsign": lambda x: x / (1 + np.abs(x)),
+    "tanh": lambda x: np.tanh(x),
+    "thresholdedrelu": lambda x, alpha: np.where(x < alpha, 0, x),
+}
+_ALPHA = ("affine", "elu", "hardsigmoid", "leakyrelu", "scaledtanh", "thresholdedrelu")
+_BETA = ("affine", "hardsigmoid", "scaledtanh")
+
+
+class _Recurrent(OpRun):  # type: ignore[misc]
+    """A cell's steps in each direction; inputs and attributes as ONNX has them."""
+
+    def _run(
+        self,
+        x: Array,
+        w: Array,
+        r: Array,
+        b: Array | None = None,
+        lengths: Array | None = None,
+        h: Array | None = None,
+        c: Array | None = None,
+        p: Array | None = None,
+        **attributes: Any,
+    ) -> tuple[Array, ...]:
+        kind = np.float64 if x.dtype == np.float64 else np.float32
+        batch_first, units = attributes.get("layout"), r.shape[-1]
+        directions = len(w)
+        if batch_first:
+            x, h, c = (None if value is None else value.swapaxes(0, 1) for value in (x, h, c))  # type: ignore[assignment]
+        steps, batch = x.shape[:2]
+        lengths = np.full(batch, steps) if lengths is None else lengths
+        kept = [np.zeros((directions, batch, units), kind) if value is None else value.astype(kind) for value in (h, c)]
+        for value in kept:
+            value[:, lengths == 0] = 0  # as ONNX Runtime has it
+        y = np.zeros((steps, directions, batch, units), kind)
+        biases = np.zeros((directions, 2 * w.shape[1]), kind) if b is None else b.astype(kind)
+        peepholes = np.zeros((directions, 3 * units), kind) if p is None else p.astype(kind)
+        functions = self._functions(attributes, directions)
+        for d in range(directions):
+            backwards = attributes["direction"] == "reverse" or d == 1
+            cell = self._cell(r[d].astype(kind), biases[d], peepholes[d], functions[d], attributes)
+            for step in range(steps):
+                rows = np.flatnonzero(step < lengths)
+                at = lengths[rows] - 1 - step if backwards else np.full(len(rows), step)
+                states = cell(x[at, rows].astype(kind) @ w[d].astype(kind).T, kept[0][d, rows], kept[1][d, rows])
+                kept[0][d, rows], kept[1][d, rows] = states
+                y[at, d, rows] = states[0]
+        results = [y, *kept][: 3 if self.op_type == "LSTM" else 2]
+        if batch_first:
+            results = [y.transpose(2, 0, 1, 3), *(value.swapaxes(0, 1) for value in results[1:])]
+        return tuple(value.astype(x.dtype) for value in results[: len(self.onnx_node.output)])
+
+    def _functions(self, attributes: dict[str, Any], directions: int) -> list[list[Function]]:
+        names = [name.lower() for name in attributes.get("activations") or _DEFAULTS[self.op_type] * directions]
+        stated = [list(attributes.get(f"activation_{word}") or ()) for word in ("alpha", "beta")]
+        functions: list[Function] = []
+        for name in names:
+            values = {
+                word: numbers.pop(0)
+                for word, numbers, having in zip(("alpha", "beta"), stated, (_ALPHA, _BETA), strict=True)
+                if name in having and numbers
+            }
+            functions.append(lambda x, name=name, values=values: _FUNCTIONS[name](x, **values))  # type: ignore[misc]
+        each = len(names) // directions
+        return [functions[d * each : (d + 1) * each] for d in range(directions)]
+
+    def _cell(
+        self, r: Array, b: Array, p: Array, functions: list[Function], attributes: dict[str, Any]
+    ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
+        """(products of the inputs, states, memories), each a row of the batch -> (states, memories)."""
+        clip = attributes.get("clip")
+        gates = len(r) // r.shape[1]
+        of_inputs, of_states = (part.reshape(gates, -1) for part in np.split(b, 2))
+
+        def bounded(values: Array) -> Array:
+            return values if clip is None else np.clip(values, -clip, clip)
+
+        def products(rows: Array) -> Array:
+            return rows.reshape(len(rows), gates, -1).swapaxes(0, 1)
+
+        def lstm(x: Array, h: Array, c: Array) -> tuple[Array, Array]:
+            f, g, last = functions
+            i, o, forget, new = products(x + h @ r.T + b[: len(r)] + b[len(r) :])
+            peep = p.reshape(3, -1)
+            taken = f(bounded(i + peep[0] * c))
+            left = 1 - taken if attributes.get("input_forget") else f(bounded(forget + peep[2] * c))
+            c = left * c + taken * g(bounded(new))
+            return f(bounded(o + peep[1] * c)) * last(c), c
+
+        def gru(x: Array, h: Array, c: Array) -> tuple[Array, Array]:
+            f, g = functions
+            inputs = products(x) + of_inputs[:, None]
+            states = products(h @ r.T) + of_states[:, None]
+            update, reset = (f(bounded(inputs[i] + states[i])) for i in (0, 1))
+            within = reset * states[2]
+            if not attributes.get("linear_before_reset"):
+                within = (reset * h) @ np.split(r, 3)[2].T + of_states[2]
+            return (1 - update) * g(bounded(inputs[2] + within)) + update * h, c
+
+        def rnn(x: Array, h: Array, c: Array) -> tuple[Array, Array]:
+            return functions[0](bounded(x + h @ r.T + of_inputs[0] + of_states[0])), c
+
+        return {"LSTM": lstm, "GRU": gru, "RNN": rnn}[self.op_type]
+
+
+RECURRENT = tuple(type(name, (_Recurrent,), {"op_type": name}) for name in ("LSTM", "GRU", "RNN"))
+"""The operators, which the evaluator finds by the names of their classes."""
