@@ -27,6 +27,7 @@ from mhsa_compile.nn.functional import (
 )
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
+from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_weights
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
 from mhsa_compile.verification.oracle.scores import Scoring, attend_exactly, look_exactly
 
@@ -115,13 +116,7 @@ class Reference:
             self._filled |= scoring.filled is not None
             return attend_exactly(q, k, v, scoring)
 
-        operators = [
-            _GatherElements,
-            _Erf,
-            _WideMatMul,
-            *RECURRENT,
-            *attention_operators(Arithmetic(attend, look_exactly)),
-        ]
+        operators = [*_EXACT, *attention_operators(Arithmetic(attend, look_exactly))]
         return ReferenceEvaluator(self._promoted[0], new_ops=operators)
 
     @cached_property
@@ -132,13 +127,7 @@ class Reference:
             y, rows = attend_exactly(q, k, v, scoring), scoring.filled
             return y if rows is None else np.where(rows, np.nan, y)
 
-        operators = [
-            _GatherElements,
-            _Erf,
-            _WideMatMul,
-            *RECURRENT,
-            *attention_operators(Arithmetic(attend, look_exactly)),
-        ]
+        operators = [*_EXACT, *attention_operators(Arithmetic(attend, look_exactly))]
         return ReferenceEvaluator(self._promoted[0], new_ops=operators)
 
     @cached_property
@@ -167,21 +156,29 @@ def _digest(inputs: Arrays) -> str:
 
 
 def promoted(model: onnx.ModelProto, known: Arrays) -> tuple[onnx.ModelProto, dict[str, Array]]:
-    """(a copy whose floating constants and casts are float64, its floating weights in float64).
+    """(a copy whose floating constants and casts are float64, its floating weights in float64, or as they are where the
+    operators that read them widen them).
 
     The copy has no floating weights of its own: it is fed with them. As tensors of the file they would be written out
     as bytes and read again, which takes longer than a run. `known` has some of them, by name.
     """
-    wide = onnx.ModelProto()
-    wide.CopyFrom(model)
-    weights = {}
+    weights, others, narrow = {}, [], narrow_weights(model.graph)
     for tensor in model.graph.initializer:
         if tensor.data_type in FLOATS:
             array, other = numpy_helper.to_array(tensor), known.get(tensor.name)
-            weights[tensor.name] = other if other is not None and np.array_equal(array, other) else _wide(array)
-    for i in reversed(range(len(wide.graph.initializer))):
-        if wide.graph.initializer[i].name in weights:
-            del wide.graph.initializer[i]
+            if other is None or not np.array_equal(array, other):
+                other = array if tensor.name in narrow else _wide(array)
+            weights[tensor.name] = other
+        else:
+            others.append(tensor)
+    graph, sparse = model.graph, list(model.graph.sparse_initializer)
+    parts = (graph.node, graph.name, graph.input, graph.output, others)
+    wide = helper.make_model(
+        helper.make_graph(*parts, value_info=graph.value_info, sparse_initializer=sparse),
+        opset_imports=model.opset_import,
+        functions=model.functions,
+        ir_version=model.ir_version,
+    )
     for graph in (wide.graph, *wide.functions):
         _promote(graph)
     return wide, weights
@@ -232,13 +229,6 @@ def _in_torch(scoring: Scoring) -> tuple[Tensor, Tensor | None, float, float, Te
     return to_torch(scoring.visible), bias, scoring.scale, scoring.softcap, sinks
 
 
-class _WideMatMul(OpRun):  # type: ignore[misc]  # one product for all rows, where onnx's own makes one for each entry
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
-        if b.ndim != 2 or a.ndim < 3:
-            return (np.matmul(a, b),)
-        return ((a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1]),)
-
-
 class _MatMul(OpRun):  # type: ignore[misc]
     def _run(self, a: Array, b: Array) -> tuple[Array]:
         return (to_numpy(to_torch(a) @ to_torch(b)),)
@@ -284,5 +274,7 @@ class _GatherElements(OpRun):  # type: ignore[misc]  # onnx's own fails on one r
 
 _GatherElements.__name__ = "GatherElements"
 _Erf.__name__ = "Erf"
-_WideMatMul.__name__ = _MatMul.__name__ = _Int8MatMul.__name__ = "MatMul"  # the evaluator goes by these names
+_MatMul.__name__ = _Int8MatMul.__name__ = "MatMul"  # the evaluator goes by these names
 _Gemm.__name__ = "Gemm"
+_EXACT = (_GatherElements, _Erf, *WIDENING, *RECURRENT)
+"""Operators of the float64 evaluation, beside attention."""
