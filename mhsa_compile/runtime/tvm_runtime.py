@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
+from mhsa_compile.files import proc, user_folders
 from mhsa_compile.files.opened_once import mappable
 from mhsa_compile.runtime.calls_at_exit import CallsAtExit
 from mhsa_compile.target import environment, host
@@ -41,6 +43,7 @@ _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")
 from one parallel loop to the next. TVM's own 300,000 took 0.12 s of CPU time after every call, which other libraries'
 threads then lacked (docs/threads.md)."""
 _CUDART = "libcudart.so.13"
+_SHARED_MEMORY = Path("/dev/shm")
 _SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
 
 
@@ -157,15 +160,38 @@ class Runtime:
         with self.calls.lock:
             found = self._libraries.get(digest)
             if found is None:
-                spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
-                handle = mappable(code, "module.so")
-                try:
-                    module = self._load(f"/proc/self/fd{spelled}/{handle}", "so")
-                except BaseException:
-                    os.close(handle)
-                    raise
-                found = self._libraries.setdefault(digest, Library(module))
+                found = self._libraries.setdefault(digest, Library(self._mapped(code, digest)))
         return found
+
+    def _mapped(self, code: bytes, digest: str) -> Any:
+        if not proc.is_mounted():
+            return self._mapped_from_disk(code, digest)
+        spelled = "".join("/." if bit == "1" else "/" for bit in f"{int(digest[:16], 16):064b}")
+        handle = mappable(code, "module.so")
+        try:
+            return self._load(f"/proc/self/fd{spelled}/{handle}", "so")
+        except BaseException:
+            os.close(handle)
+            raise
+
+    def _mapped_from_disk(self, code: bytes, digest: str) -> Any:
+        """Maps a file that is gone when this returns, in a folder of this process's alone: what has no name has no path
+        where there is no /proc."""
+        reasons = []
+        for place in (user_folders.temporary_place(), _SHARED_MEMORY, user_folders.cache_home()):
+            try:
+                with tempfile.TemporaryDirectory(prefix="mhsa_compile-", dir=place) as folder:
+                    path = Path(folder, f"{digest}.so")
+                    path.write_bytes(code)
+                    return self._load(str(path), "so")
+            except (OSError, RuntimeError) as error:
+                reasons.append(f"{place}: {' '.join(str(error).split())}")
+        raise InstallationError(
+            "/proc",
+            "mounted, or a folder for temporary files from which code may be mapped",
+            "; ".join(reasons),
+            "Mount /proc, or point TMPDIR to a folder that is not mounted noexec.",
+        )
 
     def use_threads(self, threads: int) -> None:
         """Makes the calling thread's parallel loops use `threads` from now on. Its affinity stays as it is.

@@ -1,6 +1,7 @@
 """What this machine is, and how much of it this process may use. The standard library only.
 
-`root` is the root of the file system: a test points it at another machine's /proc and /sys. Whatever those lack is
+The CPU itself is asked what it is and has; files of the system's are the last resort. `root` is the root of the file
+system: a test points it at another machine's /proc and /sys, and then these are all there is. Whatever they lack is
 answered with nothing (an empty set, None, "unknown"), so that callers can fall back on their own defaults.
 """
 
@@ -8,31 +9,25 @@ from __future__ import annotations
 
 import os
 import platform
-import struct
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.files.input_files import text_or_nothing
+from mhsa_compile.target import arm_cpu, cpuid, microarchitecture
+from mhsa_compile.target.arm_cpu import Core
+from mhsa_compile.target.cpuid import CpuId
 
 ROOT = Path("/")
+CPUINFO = "proc/cpuinfo"
 _MOST_THREADS_PER_CPU = 16
 """More threads than CPUs only wait for one another. A few may be asked for on purpose, to see that results do not
 depend on their number; beyond this it is a slip, and starting them would look like a hang."""
 _SPELLINGS = {"arm64": "aarch64", "amd64": "x86_64"}
-# Features of aarch64, bit by bit, as the auxiliary vector has them: AT_HWCAP and AT_HWCAP2, named as in /proc/cpuinfo
-# (arch/arm64/include/uapi/asm/hwcap.h and kernel/cpuinfo.c of Linux).
-_HWCAPS = {
-    16: """
-        fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3
-        sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs sb paca pacg
-    """,
-    26: """
-        dcpodp sve2 sveaes svepmull svebitperm svesha3 svesm4 flagm2 frint svei8mm svef32mm svef64mm svebf16 i8mm bf16
-        dgh rng bti mte
-    """,
-}
 _EMULATOR = "qemu-"  # how the names of QEMU's user-mode programs begin
+_EMULATING_HYPERVISOR = "TCGTCGTCGTCG"  # what QEMU says where no hardware runs the code
+_OWN_GROUP = ("0::/", "1:cpu,cpuacct:/")
+"""The control groups of a process for which there is no /proc: those that are mounted, as containers see their own."""
 
 
 def architecture() -> str:
@@ -42,33 +37,50 @@ def architecture() -> str:
 
 
 def cpu_features(root: Path = ROOT) -> frozenset[str]:
-    """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM).
+    """Features as /proc/cpuinfo names them: avx2, avx512f, fma (x86); asimd, asimddp (ARM). None where nobody tells."""
+    return _told_features(root)[0]
 
-    On aarch64 they come from the auxiliary vector, from which Linux prints that file: an emulator shows a process the
-    right vector, and QEMU before 8.1 the file of the machine that it runs on.
-    """
-    if architecture() == "aarch64" and (found := _hwcap_features(root)):
-        return found
-    cpu = _first_cpu(root)
-    return frozenset((cpu.get("flags") or cpu.get("Features") or "").split())
+
+def features_from(root: Path = ROOT) -> str:
+    """Who tells the features: "CPUID", "the auxiliary vector", "/proc/cpuinfo", or "nobody"."""
+    return _told_features(root)[1]
+
+
+def microarchitecture_name(root: Path = ROOT) -> str:
+    """The microarchitecture, such as zen5 or neoverse-n1: what is tuned serves one. Empty where nobody tells."""
+    if architecture() == "aarch64":
+        return microarchitecture.of_arm(_cores(root))
+    if architecture() != "x86_64":
+        return ""
+    if (cpu := _asked(root)) is not None:
+        return microarchitecture.of_x86(cpu.vendor, cpu.family, cpu.model, cpu.stepping)
+    fields = next(_cpuinfo(root), {})
+    numbers = [fields.get(key, "") for key in ("cpu family", "model", "stepping")]
+    if "vendor_id" not in fields or not all(number.isdigit() for number in numbers):
+        return ""
+    family, model, stepping = map(int, numbers)
+    return microarchitecture.of_x86(fields["vendor_id"], family, model, stepping)
 
 
 def emulated(root: Path = ROOT) -> bool:
-    """Whether QEMU's user mode runs this process, as far as it shows: by the name that the kernel has for the process,
-    or by a /proc/cpuinfo of another architecture."""
+    """Whether QEMU runs this process without hardware's help, as far as it shows: by what its CPU says, by the name
+    that the kernel has for the process, or by a /proc/cpuinfo of another architecture."""
+    if (cpu := _asked(root)) is not None and cpu.hypervisor == _EMULATING_HYPERVISOR:
+        return True
     foreign = {"x86_64": "Features", "aarch64": "flags"}.get(architecture())
-    return foreign in _first_cpu(root) or text_or_nothing(root / "proc/self/comm").startswith(_EMULATOR)
+    return foreign in next(_cpuinfo(root), {}) or text_or_nothing(root / "proc/self/comm").startswith(_EMULATOR)
 
 
 def cpu_model(root: Path = ROOT) -> str:
     """The marketing name on x86; implementer and part number on ARM, which has no name there."""
-    cpu = _first_cpu(root)
     if emulated(root):
         return f"an emulated {architecture()} CPU"
-    if "model name" in cpu:
-        return cpu["model name"]
-    if "CPU part" in cpu:
-        return f"implementer {cpu.get('CPU implementer', 'unknown')} part {cpu['CPU part']}"
+    if (cpu := _asked(root)) is not None and cpu.brand:
+        return cpu.brand
+    if name := next(_cpuinfo(root), {}).get("model name"):
+        return name
+    for core in _cores(root):
+        return f"implementer {core.implementer:#04x} part {core.part:#05x}"
     return "unknown"
 
 
@@ -79,7 +91,7 @@ def cache_kib(level: int, root: Path = ROOT) -> int | None:
             size = text_or_nothing(cache / "size")
             unit = {"K": 1, "M": 1024}.get(size[-1:])
             return int(size[:-1]) * unit if unit and size[:-1].isdigit() else None
-    return None
+    return None if (cpu := _asked(root)) is None else cpu.cache_kib(level)
 
 
 def allowed_cpus(root: Path = ROOT) -> int:
@@ -87,8 +99,7 @@ def allowed_cpus(root: Path = ROOT) -> int:
 
     A quota of 2.5 CPUs counts as 2: a third spinning thread would only get the other two throttled.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([affinity, *(int(quota) for quota in _cpu_quotas(root))]))
+    return max(1, min([len(_affinity()), *(int(quota) for quota in _cpu_quotas(root))]))
 
 
 def thread_count(given: int | None) -> int:
@@ -113,7 +124,7 @@ def threads_per_core(root: Path = ROOT) -> int:
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """CPUs granted by every control group above this process, of version 2 ("0::/a/b") and 1 ("4:cpu,cpuacct:/a/b")."""
-    for line in text_or_nothing(root / "proc/self/cgroup").splitlines():
+    for line in text_or_nothing(root / "proc/self/cgroup").splitlines() or _OWN_GROUP:
         _, controllers, group = line.split(":", 2)
         if not controllers:
             mounts = ["", "unified"]
@@ -136,17 +147,42 @@ def _quota(folder: Path) -> Iterator[float]:
         yield int(quota) / int(period)
 
 
-def _hwcap_features(root: Path) -> frozenset[str]:
-    try:
-        vector = dict(struct.iter_unpack("=QQ", (root / "proc/self/auxv").read_bytes()))
-    except (OSError, struct.error):
-        return frozenset()
-    said = ((vector.get(place, 0), names.split()) for place, names in _HWCAPS.items())
-    return frozenset(name for bits, names in said for bit, name in enumerate(names) if bits >> bit & 1)
+def _asked(root: Path) -> CpuId | None:
+    """What an x86 CPU says itself, where `root` is this machine's."""
+    return cpuid.read() if root == ROOT and architecture() == "x86_64" else None
 
 
-def _first_cpu(root: Path) -> dict[str, str]:
-    """The first block of /proc/cpuinfo. Cores of one machine differ in their features only where Linux hides it."""
-    block = text_or_nothing(root / "proc/cpuinfo").split("\n\n", 1)[0]
-    fields = (line.partition(":") for line in block.splitlines())
-    return {key.strip(): value.strip() for key, _, value in fields}
+def _told_features(root: Path) -> tuple[frozenset[str], str]:
+    if (cpu := _asked(root)) is not None:
+        return cpu.features, "CPUID"
+    if root == ROOT and architecture() == "aarch64" and (has := arm_cpu.features(arm_cpu.auxiliary_vector())):
+        return has, "the auxiliary vector"
+    fields = next(_cpuinfo(root), {})
+    listed = frozenset((fields.get("flags") or fields.get("Features") or "").split())
+    return listed, f"/{CPUINFO}" if listed else "nobody"
+
+
+def _cores(root: Path) -> list[Core]:
+    """ARM's cores that this process may run on, by what each says of itself; one of each kind at least."""
+    files = (root / f"sys/devices/system/cpu/cpu{cpu}/regs/identification/midr_el1" for cpu in _affinity())
+    listed = [Core.of(int(text, 16)) for file in files if (text := text_or_nothing(file))]
+    running = None
+    if root == ROOT and architecture() == "aarch64":
+        running = arm_cpu.running_core(arm_cpu.auxiliary_vector())
+    if running is not None and running not in listed:  # an emulator shows the files of what it runs on
+        return [running]
+    if listed:
+        return listed
+    blocks = [block for block in _cpuinfo(root) if "CPU part" in block]
+    return [Core(int(block.get("CPU implementer", "0"), 16), int(block["CPU part"], 16)) for block in blocks]
+
+
+def _affinity() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def _cpuinfo(root: Path) -> Iterator[dict[str, str]]:
+    """The blocks of /proc/cpuinfo, one a CPU. On x86 they differ in their features only where Linux hides it."""
+    for block in text_or_nothing(root / CPUINFO).split("\n\n"):
+        fields = (line.partition(":") for line in block.splitlines())
+        yield {key.strip(): value.strip() for key, _, value in fields}

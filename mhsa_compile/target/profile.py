@@ -62,6 +62,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     l2_kib: Count = 256
     features: tuple[str, ...] = ()
     modelled_as: str = ""
+    microarchitecture: str = ""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -277,6 +278,7 @@ def detect(root: Path = host.ROOT) -> CpuProfile:
             l1d_kib=host.cache_kib(1, root) or 32,
             l2_kib=host.cache_kib(2, root) or 256,
             features=tuple(sorted(features | dots.keys())),
+            microarchitecture=host.microarchitecture_name(root),
         ),
         link=Link(triple=f"{architecture}-linux-gnu{glibc}"),
     )

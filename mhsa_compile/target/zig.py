@@ -18,6 +18,7 @@ from typing import Literal
 
 from mhsa_compile.errors import BuildError, OutputError
 from mhsa_compile.files import user_folders
+from mhsa_compile.files.proc import require_proc
 from mhsa_compile.files.room import without_room
 from mhsa_compile.target import environment
 
@@ -51,6 +52,7 @@ def run(
     it writes, and InstallationError.
     """
     environment.require("ziglang", extra="compile")
+    require_proc("Zig's compiler, which links, finds itself there.")
     command = [sys.executable, "-m", "ziglang", language, "-target", triple, *map(str, words)]
     cache = cache_folder()
     child = subprocess.Popen(

@@ -62,6 +62,11 @@ QUOTAS = {
         {"proc/self/cgroup": "4:cpuset,cpuacct:/\n", f"{V2}/cpu.max": "100000 100000\n"},
         8,
     ),
+    "v2, no /proc": ({f"{V2}/cpu.max": "300000 100000\n"}, 3),
+    "v1, no /proc": (
+        {f"{V1},cpuacct/cpu.cfs_quota_us": "200000\n", f"{V1},cpuacct/cpu.cfs_period_us": "100000\n"},
+        2,
+    ),
     "no period": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "100000\n"}, 8),
     "a period of 0": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "100000 0\n"}, 8),
     "no numbers": ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "lots -5\n"}, 8),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,9 @@ def test_arm_features_and_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_aarch64")
-def test_an_emulator_is_noticed_and_asked_for_the_features(tmp_path: Path) -> None:
-    """QEMU 7.2 shows the file of the machine it runs on, and the right auxiliary vector: here of a Neoverse N1."""
+def test_an_emulator_is_noticed(tmp_path: Path) -> None:
+    """QEMU 7.2 shows the file of the machine it runs on."""
     root = machine(tmp_path, {"proc/cpuinfo": "model name\t: AMD EPYC\nflags\t: avx2 fma\n"})
-    (root / "proc/self").mkdir()
-    (root / "proc/self/auxv").write_bytes(struct.pack("=6Q", 16, 0x119FFB, 26, 1 << 13, 0, 0))
-    assert host.cpu_features(root) == {
-        "fp", "asimd", "aes", "pmull", "sha1", "sha2", "crc32", "atomics", "fphp", "asimdhp", "cpuid", "asimdrdm",
-        "lrcpc", "dcpop", "asimddp", "i8mm",
-    }  # fmt: skip
     assert host.emulated(root)
     assert host.cpu_model(root) == "an emulated aarch64 CPU"
 

@@ -19,6 +19,8 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
+from mhsa_compile.files.proc import thread_numbers
+
 Call = Callable[[], Any]
 
 SETTLE = 0.005
@@ -101,8 +103,8 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def tasks() -> set[int]:
-    """The threads of this process, those of native pools among them."""
-    return {int(task) for task in os.listdir("/proc/self/task")}
+    """The threads of this process, those of native pools among them. Raises InstallationError."""
+    return set(thread_numbers())
 
 
 @contextmanager

@@ -44,10 +44,20 @@ def check_cpu(manifest: Manifest) -> None:
 
 def check_features(needed: set[str]) -> None:
     """Raises ArtifactError unless this CPU has them."""
-    if missing := needed - host.cpu_features():
+    present = host.cpu_features()
+    if not (missing := needed - present):
+        return
+    expected = f"a CPU with {' '.join(sorted(needed))}, as it was compiled for one"
+    if not present:
         raise ArtifactError(
             "artifact",
-            f"a CPU with {' '.join(sorted(needed))}, as it was compiled for one",
-            f"{host.cpu_model()} without {' '.join(sorted(missing))}",
-            "Compile it for this machine: --target native here, or elsewhere another of `mhsa targets`.",
+            expected,
+            "one of which nobody tells what it has: it could not be asked itself, and /proc/cpuinfo cannot be read",
+            "Mount /proc, or let this process map memory as code, with which it asks. `mhsa doctor` shows the rest.",
         )
+    raise ArtifactError(
+        "artifact",
+        expected,
+        f"{host.cpu_model()} without {' '.join(sorted(missing))}, as {host.features_from()} says",
+        "Compile it for this machine: --target native here, or elsewhere another of `mhsa targets`.",
+    )

@@ -8,7 +8,6 @@ process's threads.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mhsa_compile.files.proc import thread_numbers
 from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
 from mhsa_compile.runtime.profile.call_profile import CallProfile, OpProfile, TraceEvent
 from mhsa_compile.runtime.profile.captured_call import KernelRun
@@ -117,7 +117,7 @@ def _measured(kernels: Sequence[KernelRun], turns: Turns, seconds: float) -> _Ti
 def _both_clocks() -> Callable[[], Any]:
     """A clock of the CPU time that the threads which this process has now have had, and of the wall. The process's own
     clock counts what a thread does on another CPU at each tick of the kernel only, milliseconds apart."""
-    clocks = [~int(thread) << 3 | 6 for thread in os.listdir("/proc/self/task")]  # CPUCLOCK_SCHED of one thread
+    clocks = [~thread << 3 | 6 for thread in thread_numbers()]  # CPUCLOCK_SCHED of one thread
 
     def read() -> Any:
         total = 0

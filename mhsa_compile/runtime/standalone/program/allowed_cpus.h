@@ -36,10 +36,14 @@ class CpuQuotas {
   explicit CpuQuotas(std::string root) : root_(std::move(root)) {}
 
   // The least of those of every control group above this process, of version 2 ("0::/a/b") and 1 ("4:cpu,cpuacct:/a/b"),
-  // in whole CPUs; `most` where none is less.
+  // in whole CPUs; `most` where none is less. Where there is no /proc they are those that are mounted, as containers see
+  // their own.
   int64_t least(int64_t most) const {
     std::ifstream groups(root_ + "/proc/self/cgroup");
-    for (std::string line; std::getline(groups, line);) {
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(groups, line);) lines.push_back(line);
+    if (lines.empty()) lines = {"0::/", "1:cpu,cpuacct:/"};
+    for (const std::string& line : lines) {
       const size_t first = line.find(':'), second = line.find(':', first + 1);
       if (first == std::string::npos || second == std::string::npos) continue;
       const std::string controllers = line.substr(first + 1, second - first - 1), group = line.substr(second + 1);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/module.h>
@@ -23,6 +24,7 @@
 #include <vector>
 
 #include "allowed_cpus.h"
+#include "code_on_disk.h"
 #include "manifest.h"
 #include "signature.h"
 #include "tensors.h"
@@ -77,6 +79,7 @@ class Attention {
   int threads = 1;
 
  private:
+  static constexpr const char* kDescriptors = "/proc/self/fd";
   static constexpr int kPooled = 2;         // the VM's kind of memory allocator
   static constexpr int kShareAllCpus = -3;  // each worker may run on every CPU listed
   static constexpr int kMostThreads = 1024;
@@ -147,13 +150,31 @@ class Attention {
     const std::lock_guard<std::mutex> held(lock);
     const std::string hash = Sha256::of(bytes);
     if (const auto found = libraries.find(hash); found != libraries.end()) return found->second.second;
+    if (access(kDescriptors, X_OK))
+      return libraries.emplace(hash, std::make_pair(Descriptor(-1), mapped_from_disk(hash, bytes))).first->second.second;
     Descriptor file = sealed(argument, bytes);
-    std::string path = "/proc/self/fd";
+    std::string path = kDescriptors;
     for (char digit : hash.substr(0, 16))
       for (int bit = 8, value = digit > '9' ? digit - 'a' + 10 : digit - '0'; bit; bit >>= 1) path += value & bit ? "/." : "/";
     path += "/" + std::to_string(*file);
-    const ffi::Any library = call(global("ffi.Module.load_from_file.so"), ffi::String(path), ffi::String("so"));
-    return libraries.emplace(hash, std::make_pair(std::move(file), library)).first->second.second;
+    return libraries.emplace(hash, std::make_pair(std::move(file), opened(path))).first->second.second;
+  }
+
+  static ffi::Any mapped_from_disk(const std::string& hash, const std::string& bytes) {
+    const char* const temporary = getenv("TMPDIR");
+    std::string reasons;
+    for (const std::string& place : {std::string(temporary ? temporary : "/tmp"), std::string("/dev/shm")}) {
+      try {
+        return opened(CodeOnDisk(place, hash + ".so", bytes).path);
+      } catch (const std::exception& error) {
+        reasons += (reasons.empty() ? "" : "; ") + place + ": " + error.what();
+      }
+    }
+    throw Error("/proc", "mounted, or a folder for temporary files from which code may be mapped", reasons, CodeOnDisk::kHint);
+  }
+
+  static ffi::Any opened(const std::string& path) {
+    return call(global("ffi.Module.load_from_file.so"), ffi::String(path), ffi::String("so"));
   }
 
   static ffi::Function function(const ffi::Any& module, const char* name) {

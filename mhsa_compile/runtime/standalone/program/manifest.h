@@ -88,6 +88,9 @@ struct Manifest {
     std::string missing;
     for (std::string feature; words >> feature;)
       if (!present.count(feature)) missing += " " + feature;
+    if (!missing.empty() && present.empty())
+      throw Error("artifact", "a CPU with" + needed, "one of which nobody tells what it has: /proc/cpuinfo cannot be read",
+                  "Mount /proc.");
     if (!missing.empty())
       throw Error("artifact", "a CPU with" + needed, "one without" + missing,
                   "Compile it for this machine: --target, see `mhsa targets`.");
