@@ -1,14 +1,13 @@
 """Every operation gets a kernel and a config; weights are packed by a function of their own.
 
-Out comes a module with `main` (inputs, packed weights -> outputs), `bind_weights` (weights -> packed weights) and the
-kernels as PrimFuncs, and a report of what runs what. Operators that no kernel claims are left to TVM, and show there
-as `fallback`.
+Out comes a module with `main` (inputs, packed weights -> outputs), functions that pack weights (`weight_binding`) and
+the kernels as PrimFuncs, and a report of what runs what. Operators that no kernel claims are left to TVM, and show
+there as `fallback`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from mhsa_compile.compiler.products import with_products
 from mhsa_compile.compiler.selection.select_kernel import KernelChoice, kernels_for, select_kernel
 from mhsa_compile.compiler.slow_operations import slow_operations
 from mhsa_compile.compiler.softmaxes import with_softmaxes
+from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
 from mhsa_compile.kernels.interface.kernel import Emitted
@@ -33,7 +33,7 @@ from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.target.profile import CpuProfile, CudaProfile, TargetProfile
 
-MAIN, BIND = "main", "bind_weights"
+MAIN = "main"
 
 
 @dataclass
@@ -59,13 +59,19 @@ def schedule(imported: ImportedModule, profile: TargetProfile, shelf: RecordSet)
     slow = slow_operations(others, imported, profile) if isinstance(profile, CpuProfile) else ()
     builder = relax.BlockBuilder(others)
     run = {name: builder.add_func(c.emitted.run, f"{c.op.kind}_{name}") for name, c in choices.items()}
-    main, packed, passed = _rewrite_main(imported, others, choices, run)
-    builder.update_func(others.get_global_var(MAIN), main)
-    if packed or passed:
-        _add_bind_function(builder, others[MAIN], imported, choices, packed, passed)
+    body, bound = _with_kernels(imported, others, choices, run)
+    packed = add_bind_functions(builder, others, imported, bound)
+    main = others[MAIN]
+    inputs = [p for p in main.params if p.name not in {*imported.weights, *imported.derived}]
+    builder.update_func(
+        others.get_global_var(MAIN),
+        relax.Function([*inputs, *packed], body, main.ret_ty).with_attr("global_symbol", MAIN),
+    )
+    module = builder.get()
+    if imported.derived:
+        del module[DERIVE]
     reports = [*(_report(name, imported.ops[name], choice) for name, choice in chosen.items()), *reports, *fallbacks]
-    bound = sum(map(len, packed.values())) + len(passed)
-    return LoweredModule(builder.get(), list(imported.weights.values()), bound, reports, slow)
+    return LoweredModule(module, list(imported.weights.values()), len(packed), reports, slow)
 
 
 def prepared(imported: ImportedModule, profile: TargetProfile) -> ImportedModule:
@@ -127,10 +133,10 @@ def _written_out(module: Any, plain: dict[str, Op]) -> Any:
     return rewrite.builder_.get()
 
 
-def _rewrite_main(
+def _with_kernels(
     imported: ImportedModule, others: Any, choices: dict[str, _Chosen], run: dict[str, Any]
-) -> tuple[Any, dict[str, list[Any]], list[Any]]:
-    """(main with kernels for its operations, the packed weights of each, the weights it takes as they are)."""
+) -> tuple[Any, list[Bound]]:
+    """(the body of main with kernels for its operations, what it takes of weights: packed, or as they are)."""
     main = others[MAIN]
     packed = {
         name: [
@@ -162,61 +168,13 @@ def _rewrite_main(
             return relax.call_tir(run[name], inputs, list(made.fields) if isinstance(made, relax.TupleType) else made)
 
     body = _without_unused(main.params, KernelCalls(others).visit_expr(main.body))
-    bound = {*imported.weights, *imported.derived}
-    inputs = [p for p in main.params if p.name not in bound]
-    used = set(relax.analysis.free_vars(body))
-    passed = [p for p in main.params if p.name in bound and p in used]
-    params = [*inputs, *(v for group in packed.values() for v in group), *passed]
-    return relax.Function(params, body, main.ret_ty).with_attr("global_symbol", MAIN), packed, passed
-
-
-def _add_bind_function(
-    builder: Any,
-    main: Any,
-    imported: ImportedModule,
-    choices: dict[str, _Chosen],
-    packed: dict[str, list[Any]],
-    passed: list[Any],
-) -> None:
-    """Adds bind_weights: weights -> everything that `main` takes after its inputs. `main` is as it was before."""
-    params = {p.name: relax.Var(p.name, p.ty) for p in main.params if p.name in imported.weights}
-    weights_of, derive = _weights_of(main, choices), builder.get().get_global_var(DERIVE) if imported.derived else None
-    with builder.function(BIND, list(params.values())):
-        with builder.dataflow():
-            sources = dict(params)
-            if derive is not None:
-                values = builder.emit(relax.Call(derive, list(params.values())))
-                sources |= {n: builder.emit(relax.TupleGetItem(values, i)) for i, n in enumerate(imported.derived)}
-            parts, results = _Parts(builder, main, sources), []
-            for name, variables in packed.items():
-                pack = builder.add_func(choices[name].emitted.pack, f"pack_{name}")
-                packs = [parts.visit_expr(weight) for weight in weights_of[name]]
-                made = builder.emit(relax.call_tir(pack, packs, [v.ty for v in variables]))
-                results += [builder.emit(relax.TupleGetItem(made, i)) for i in range(len(variables))]
-            results += [sources[p.name] for p in passed]
-            output = builder.emit_output(relax.Tuple(results))
-        builder.emit_func_output(output)
-
-
-@mutator
-class _Parts(PyExprMutator):  # type: ignore[misc]
-    """Weights as they stand in `main`, which may cut them from its parameters, computed anew from `params`."""
-
-    def __init__(self, builder: Any, main: Any, params: dict[str, Any]) -> None:
-        super().__init__()
-        self._target, self._made = builder, {p: params[p.name] for p in main.params if p.name in params}
-        self._values = dict(_bindings(main.body))
-
-    def visit_var_(self, variable: Any) -> Any:
-        return self._computed(variable)
-
-    def visit_dataflow_var_(self, variable: Any) -> Any:
-        return self._computed(variable)
-
-    def _computed(self, variable: Any) -> Any:
-        if variable not in self._made:
-            self._made[variable] = self._target.emit(self.visit_expr(self._values[variable]))
-        return self._made[variable]
+    used, weights_of = set(relax.analysis.free_vars(body)), _weights_of(main, choices)
+    bound = [
+        Bound(tuple(results), tuple(weights_of[name]), choices[name].emitted.pack, name)
+        for name, results in packed.items()
+    ]
+    passed = [p for p in main.params if p.name in {*imported.weights, *imported.derived} and p in used]
+    return body, [*bound, *(Bound((p,), (p,)) for p in passed)]
 
 
 def _operands(op: Op, inputs: list[Any]) -> list[Any]:
@@ -229,15 +187,6 @@ def _without_unused(params: Any, body: Any) -> Any:
     """The body without what was computed for nobody but `bind_weights`."""
     free = [variable for variable in relax.analysis.free_vars(body) if variable not in set(params)]
     return relax.analysis.remove_all_unused(relax.Function([*params, *free], body, body.ty)).body
-
-
-def _bindings(body: Any) -> Iterator[tuple[Any, Any]]:
-    """(variable, value) of a function's body, and of the branches of its Ifs."""
-    for binding in (binding for block in body.blocks for binding in block.bindings):
-        yield binding.var, binding.value
-        if isinstance(binding.value, relax.If):
-            yield from _bindings(binding.value.true_branch)
-            yield from _bindings(binding.value.false_branch)
 
 
 def _calls(body: Any, *, nested: bool = False) -> list[tuple[Any, bool]]:

@@ -44,6 +44,7 @@ from mhsa_compile.runtime.profile.call_profile import CallProfile
 from mhsa_compile.runtime.profile.captured_call import KernelRun, capture
 from mhsa_compile.runtime.profile.profile_call import Turns, profile_call
 from mhsa_compile.runtime.threads.call_threads import CallThreads, Pool, ThreadSettings, check_pool, openmp_path
+from mhsa_compile.runtime.weight_binding import bound
 from mhsa_compile.runtime.weights_at_load import Weights, own_weights, weight_arrays
 from mhsa_compile.spec.outputs import together
 from mhsa_compile.spec.picture import card, picture_of
@@ -380,11 +381,14 @@ class _Threads(threading.local):
             self._sizes = sizes
 
     def bind(self, weights: list[Any]) -> tuple[Any, ...]:
-        """Packs the weights; all threads share the result."""
+        """Packs the weights, and takes them out of their list; all threads share the result."""
         self._prepare({})
-        if self._vm.bind_weights is None:
-            return ()
-        return tuple(self._vm.bind_weights(*map(self.runtime.ffi.from_dlpack, weights)))
+        return bound(self._vm.machine, weights, self._bind)
+
+    def _bind(self, function: Callable[..., Any], weights: list[Any]) -> Any:
+        packed = function(*map(self.runtime.ffi.from_dlpack, weights))
+        self.runtime.release_memory()  # what lay between weights and packed ones
+        return packed
 
 
 def _call_threads(library: tvm_runtime.Library, settings: ThreadSettings) -> CallThreads | None:

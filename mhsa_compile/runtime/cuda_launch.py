@@ -20,6 +20,7 @@ from mhsa_compile.runtime.artifact.manifest import Manifest, OpReport
 from mhsa_compile.runtime.call_arguments import Sizes
 from mhsa_compile.runtime.cuda_arguments import DeviceSignature, empty, torch_of_cuda
 from mhsa_compile.runtime.cuda_devices import Gpu
+from mhsa_compile.runtime.weight_binding import bound
 
 _KNOWN_SIZES = 1024  # plans that are kept: a few hundred bytes each
 _FIRST_CALLS = threading.Lock()
@@ -46,17 +47,19 @@ class Launches(threading.local):
         self._has_run = False
 
     def bind(self, weights: list[Any]) -> tuple[Any, ...]:
-        """Packs the weights on the GPU; all threads share the result. Raises DeviceError."""
-        if self._vm.bind_weights is None:
-            return ()
+        """Packs the weights on the GPU, and takes them out of their list; all threads share the result. Raises
+        DeviceError."""
         with _current_device_kept(self._gpu):
-            try:
-                _wait_for_torch(self._gpu)
-                packed = tuple(self._vm.bind_weights(*self._runtime.on_gpu(weights, self._gpu.index)))
-                self._runtime.wait(self._gpu.index)
-            except RuntimeError as error:
-                raise self._failed(error, self._vm.bind_weights, []) from error
-            self._runtime.release_memory()
+            _wait_for_torch(self._gpu)
+            return bound(self._vm.machine, weights, self._bind)
+
+    def _bind(self, function: Callable[..., Any], weights: list[Any]) -> Any:
+        try:
+            packed = function(*self._runtime.on_gpu(weights, self._gpu.index))
+            self._runtime.wait(self._gpu.index)
+        except RuntimeError as error:
+            raise self._failed(error, function, []) from error
+        self._runtime.release_memory()
         return packed
 
     def run(self, arrays: Sequence[Any], sizes: Sizes, packed: Sequence[Any]) -> list[Any]:

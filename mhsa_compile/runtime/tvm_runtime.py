@@ -3,7 +3,7 @@
     runtime = tvm_runtime.start()
     library = runtime.library(code, digest)   # a compiled module.so
     vm = library.new_vm()                     # one for each thread: a VM keeps its frames unlocked
-    packed = vm.bind_weights(*weights)
+    packed = weight_binding.bound(vm.machine, weights, call)
     y = vm.main(x, *packed)
 
 Facts this file is built on, of TVM 0.27 and read in its sources (src/runtime: thread_pool.cc, threading_backend.cc,
@@ -49,10 +49,11 @@ _SHARE_ALL_CPUS = -3  # affinity mode: each worker may run on every CPU listed
 
 @dataclass(frozen=True)
 class Vm:
-    """The functions of a compiled module, for one thread. `plan` is there on a GPU: see `caller_memory`."""
+    """The functions of a compiled module, for one thread; `machine` has them all by name (`weight_binding`). `plan` is
+    there on a GPU: see `caller_memory`."""
 
+    machine: Any
     main: Callable[..., Any]
-    bind_weights: Callable[..., Any] | None
     plan: Callable[..., Any] | None
     instrument: Callable[[Any], None]
 
@@ -90,8 +91,8 @@ class Library:
         vm = self.module["vm_load_executable"]()
         device = () if gpu is None else (_CUDA, gpu, _POOLED)
         vm["vm_initialization"](*device, _CPU, 0, _POOLED)
-        bind, plan = (vm[name] if vm.implements_function(name) else None for name in ("bind_weights", "plan"))
-        return Vm(vm["main"], bind, plan, vm["set_instrument"])
+        plan = vm["plan"] if vm.implements_function("plan") else None
+        return Vm(vm, vm["main"], plan, vm["set_instrument"])
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ def test_weights(tmp_path: Path) -> None:
 
 
 def test_manifests_and_specs() -> None:
-    fields = json.dumps({"format_version": 5})
+    fields = json.dumps({"format_version": 6})
     with pytest.raises(ArtifactError, match="two entries of one name, 'format_version'"):
-        read_manifest(f'{fields[:-1]}, "format_version": 5}}'.encode(), "manifest")
+        read_manifest(f'{fields[:-1]}, "format_version": 6}}'.encode(), "manifest")
     with pytest.raises(SpecError, match="two entries of one name, 'num_heads'"):
         AttentionSpec.from_json('{"embed_dim": 8, "num_heads": 2, "num_heads": 4}')

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
+from support.bind_functions import Machine
 from tvm import relax
 
 from mhsa_compile.compiler.codegen import caller_memory
@@ -251,7 +252,7 @@ def test_outputs_are_new_tensors_of_pytorch(calls: cuda_launch.Launches) -> None
 
 def test_sizes_are_planned_once(calls: cuda_launch.Launches) -> None:
     calls.run([torch.randn(3, 8)], {"L": 3}, [torch.randn(8)])
-    planned, calls._vm = calls._vm, Vm(calls._vm.main, None, None, calls._vm.instrument)
+    planned, calls._vm = calls._vm, Vm(calls._vm.machine, calls._vm.main, None, calls._vm.instrument)
     calls.run([torch.randn(3, 8)], {"L": 3}, [torch.randn(8)])
     assert planned.plan is not None
 
@@ -272,7 +273,7 @@ def failing(message: str, last: str, again: bool) -> Vm:
     def instrument(note: Any) -> None:
         notes[0] = note
 
-    return Vm(main, None, lambda *_: [(64,), (1, 8), (1, 8)], instrument)
+    return Vm(Machine(), main, lambda *_: [(64,), (1, 8), (1, 8)], instrument)
 
 
 LAUNCH = "InternalError: CUDALaunch Error: CUDA_ERROR_INVALID_VALUE\n grid=(1,1,1),  block=(2048,1,1)\n"
@@ -335,7 +336,7 @@ def test_first_calls_of_threads_come_one_after_another(monkeypatch: pytest.Monke
 
     def vm(_: Any) -> Vm:
         calls = iter([first, first])
-        return Vm(lambda *given: next(calls, later)(*given), None, lambda *_: [(64,), (1, 8), (1, 8)], None)  # type: ignore[arg-type]
+        return Vm(Machine(), lambda *given: next(calls, later)(*given), lambda *_: [(64,), (1, 8), (1, 8)], None)  # type: ignore[arg-type]
 
     launched = made(monkeypatch, vm)
 
@@ -360,7 +361,9 @@ def test_weights_that_pytorch_is_still_making_are_waited_for(calls: cuda_launch.
         cuda=SimpleNamespace(current_stream=lambda index: stream, device=lambda index: nullcontext())
     )
     monkeypatch.setattr(cuda_launch, "torch_of_cuda", lambda: fake)
-    calls._vm = Vm(calls._vm.main, lambda *_: done.append("packed") or [], None, calls._vm.instrument)
+    machine = Machine(bind_weights_0=[0])
+    machine["bind_weights_0"] = lambda *_: done.append("packed") or []
+    calls._vm = Vm(machine, calls._vm.main, None, calls._vm.instrument)
     calls._runtime = SimpleNamespace(
         on_gpu=lambda weights, _: weights, wait=lambda _: None, release_memory=lambda: None
     )

@@ -53,9 +53,9 @@ def tiny_module(scale: float) -> object:
                                 Y[b, l, j] = Y[b, l, j] + T.float32(scale) * X[b, l, k] * P[k, j]
 
         @R.function
-        def bind_weights(w: R.Tensor((8, 8), "float32")):
+        def bind_weights_0(weight_0: R.Tensor((8, 8), "float32")):
             with R.dataflow():
-                p = R.call_tir(Module.transpose, (w,), out_ty=R.Tensor((8, 8), "float32"))
+                p = R.call_tir(Module.transpose, (weight_0,), out_ty=R.Tensor((8, 8), "float32"))
                 packed = (p,)
                 R.output(packed)
             return packed

@@ -10,7 +10,7 @@ from mhsa_compile.runtime.artifact.manifest import OpReport, SlowOperation
 
 @dataclass
 class LoweredModule:
-    """What `build` compiles. `weights` are the initializers in the order `bind_weights` takes them; `packed` is how
+    """What `build` compiles. `weights` are the initializers, of which `weight_binding` has numbers; `packed` is how
     many parameters of main it makes of them, after the inputs."""
 
     module: Any

@@ -18,8 +18,8 @@ from mhsa_compile.spec.checks import LARGEST
 from mhsa_compile.spec.semantics import Semantics
 from mhsa_compile.target.profile import TargetProfile
 
-FORMAT_VERSION = 5
-_READ = (3, 4, FORMAT_VERSION)
+FORMAT_VERSION = 6
+_READ = (3, 4, 5, FORMAT_VERSION)
 """Formats that are read. Of 3 `load_checks` refuses some: threads disturbed each other in their code."""
 _ANY_ADDRESS = 5
 """The first format in which TVM's own code, too, reads arrays at any address."""

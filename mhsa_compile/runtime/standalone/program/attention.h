@@ -40,7 +40,7 @@ class Attention {
     inputs = manifest_.inputs, outputs = manifest_.outputs;
     std::string module;
     checked(folder, "module.so", [&](InputFile& file) { module = file.rest(); });
-    const Tensors bound = weights_for(folder, weights);
+    Tensors bound = weights_for(folder, weights);
     refusing({}, [&] {
       const ffi::Any library = mapped(label(folder, "module.so"), module);
       check_code(library);
@@ -48,7 +48,7 @@ class Attention {
       machine_ = call(function(library, "vm_load_executable"));
       call(function(machine_, "vm_initialization"), static_cast<int>(kDLCPU), 0, kPooled);
       main_ = function(machine_, "main");
-      bind(bound);
+      bind(std::move(bound));
     });
   }
 
@@ -220,16 +220,50 @@ class Attention {
     said_ = now;
   }
 
-  void bind(const Tensors& given) {
+  // By the functions bind_weights_0, bind_weights_1, ... of the code: what one is the last to read is let go of before the
+  // next begins, so that not all weights lie in memory twice. Their parameters are called weight_N, the N-th of
+  // the manifest.
+  void bind(Tensors given) {
+    std::vector<ffi::Tensor> weights;
     Sizes none;
-    std::vector<ffi::Any> arguments;
     for (const TensorInfo& info : manifest_.weights) {
       const ffi::Tensor tensor = at(given, info.name);
-      arguments.push_back(Argument(info, "weight", {}, false).ready(&tensor, none));
+      weights.push_back(Argument(info, "weight", {}, false).ready(&tensor, none));
     }
-    if (arguments.empty()) return;
-    for (const ffi::Any& one : call_all(function(machine_, "bind_weights"), arguments).cast<ffi::Array<ffi::Any>>())
-      packed_.push_back(one);
+    given.clear();
+    std::vector<std::pair<ffi::Function, std::vector<size_t>>> steps;
+    std::vector<size_t> last(weights.size(), 0);  // the step behind which nobody reads it
+    while (true) {
+      const std::string name = "bind_weights_" + std::to_string(steps.size());
+      const ffi::Any step = call(global("ffi.ModuleGetFunction"), machine_, ffi::String(name), false);
+      if (step == nullptr) break;
+      const std::vector<size_t> places = weights_of(name, weights.size());
+      for (size_t place : places) last[place] = steps.size();
+      steps.emplace_back(step.cast<ffi::Function>(), places);
+    }
+    for (size_t number = 0; number < steps.size(); ++number) {
+      std::vector<ffi::Any> arguments;
+      for (size_t place : steps[number].second) arguments.push_back(weights[place]);
+      for (size_t place = 0; place < weights.size(); ++place)
+        if (last[place] <= number) weights[place] = ffi::Tensor();
+      for (const ffi::Any& one : call_all(steps[number].first, arguments).cast<ffi::Array<ffi::Any>>()) packed_.push_back(one);
+      arguments.clear();
+      call(global("vm.builtin.memory_manager.clear"));  // what lay between weights and packed ones
+    }
+  }
+
+  std::vector<size_t> weights_of(const std::string& step, size_t count) const {
+    const std::string prefix = "weight_";
+    std::vector<size_t> places;
+    const int64_t arity = call(function(machine_, "get_function_arity"), ffi::String(step)).cast<int64_t>();
+    for (int64_t i = 0; i < arity; ++i) {
+      const std::string name = call(function(machine_, "get_function_param_name"), ffi::String(step), i).cast<ffi::String>();
+      const std::string place = name.substr(0, prefix.size()) == prefix ? name.substr(prefix.size()) : "";
+      if (place.empty() || place.size() > 9 || !is_number(place) || static_cast<size_t>(std::stol(place)) >= count)
+        throw Error("artifact file 'module.so'", "weights of the manifest for " + step, in_quotes(name), kCompileAgain);
+      places.push_back(std::stol(place));
+    }
+    return places;
   }
 
   // Whether some size is 0 and so there is nothing to compute; `found` then has the outputs.

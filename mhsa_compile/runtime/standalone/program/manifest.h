@@ -61,7 +61,7 @@ struct TensorInfo {
 };
 
 struct Manifest {
-  static constexpr int64_t kFormat = 5;
+  static constexpr int64_t kFormat = 6;
 
   std::vector<TensorInfo> inputs, outputs, weights;
   std::map<std::string, std::string> in_place;  // output -> the input that a call turns into it
