@@ -58,7 +58,7 @@ def _move_weights(branch: onnx.GraphProto, graph: onnx.GraphProto, taken: set[st
         graph.initializer.add().CopyFrom(tensor)
         graph.initializer[-1].name = renamed[name]
     _replace(branch, nodes, kept)
-    _rename(branch, renamed)
+    rename(branch, renamed)
 
 
 def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None = None) -> onnx.ModelProto:
@@ -87,7 +87,7 @@ def rewritten(model: onnx.ModelProto, rewrite: Rewrite, around: GraphView | None
             for tensor in new:
                 result.graph.initializer.add().CopyFrom(tensor)
                 result.graph.initializer[-1].name = renamed.get(tensor.name, tensor.name)
-            _rename(body, renamed)
+            rename(body, renamed)
             _replace(branch, list(body.node), [])
             del branch.value_info[:]
             branch.value_info.extend(value for value in body.value_info if value.name not in renamed)
@@ -154,15 +154,17 @@ def _fresh(name: str, taken: set[str]) -> str:
     return result
 
 
-def _rename(graph: onnx.GraphProto, names: dict[str, str]) -> None:
+def rename(graph: onnx.GraphProto, names: dict[str, str]) -> None:
+    """Puts other names in the place of some that a graph reads or makes; what a graph in it makes hides them there."""
     for node in graph.node:
         for place, name in enumerate(node.input):
             node.input[place] = names.get(name, name)
         for place, name in enumerate(node.output):
             node.output[place] = names.get(name, name)
         for inner in branches(node):
-            hidden = {t.name for t in inner.initializer} | {name for each in inner.node for name in each.output}
-            _rename(inner, {name: new for name, new in names.items() if name not in hidden})
+            hidden = {value.name for value in (*inner.input, *inner.initializer)}
+            hidden |= {name for each in inner.node for name in each.output}
+            rename(inner, {name: new for name, new in names.items() if name not in hidden})
     for value in graph.output:
         value.name = names.get(value.name, value.name)
 

@@ -1,10 +1,10 @@
 """ONNX -> ONNX: whatever dialect a graph's attention is written in, the standard operator Attention says it after this.
 
-Nine steps, each from a whole model to a whole model: weights become initializers, the opset is raised, operators that
-ONNX defines by others are written out where nothing reads them as they are, Einsum becomes MatMul, ends of tables get
-the length of the sequence, convolutions of one pixel become linears and sequences the parts of a Split, what is known
-of shapes becomes constants, Microsoft's operators become standard ones, and decomposed attention becomes one node. Then
-outputs are added that say what attentions do inside, where they are asked for.
+Ten steps, each from a whole model to a whole model: weights become initializers, loops their steps, the opset is
+raised, operators that ONNX defines by others are written out where nothing reads them as they are, Einsum becomes
+MatMul, ends of tables get the length of the sequence, convolutions of one pixel become linears and sequences the parts
+of a Split, what is known of shapes becomes constants, Microsoft's operators become standard ones, and decomposed
+attention becomes one node. Then outputs are added that say what attentions do inside, where they are asked for.
 A model of this library's own is left alone. Every attention found is reported, with the reason where it stayed as it
 was.
 """
@@ -27,6 +27,7 @@ from mhsa_compile.frontend.canonicalize.microsoft import rewrite as microsoft
 from mhsa_compile.frontend.canonicalize.passes import (
     einsum,
     gather,
+    loops,
     opset,
     pointwise_conv,
     schema_functions,
@@ -72,6 +73,7 @@ def canonicalize(model: onnx.ModelProto, outputs: Sequence[LayerWord] = ()) -> C
         return Canonical(model, _standard(model), _stated_limits(model))
     limits = _stated_limits(model)
     small, tensors = light(weight_constants.rewrite(branch_graphs.with_weights_outside(model)))
+    small = loops.rewrite(small, limits)  # before the opset is raised: that of a Scan's batch is one of its own
     if opset.opset_of(small) < opset.BOUNDS_AS_INPUTS:
         small = opset.raised(small, opset.SOFTMAX_OF_ONE_AXIS - 1)
     if opset.opset_of(small) < opset.SOFTMAX_OF_ONE_AXIS:  # the converter must know the rank of what a Softmax gets
@@ -95,6 +97,8 @@ def _in_standard_words(
 ) -> tuple[onnx.ModelProto, list[AttentionCoverage], list[AttentionCoverage]]:
     """(a model of this opset with its attentions as the standard operator, one entry for each of them, one for each in
     the branches of its Ifs)."""
+    small = loops.rewrite(small, limits)
+    loops.refuse(small)
     standard = _standard(small)
     small = propagate_shapes(trailing_inputs.rewrite(without_aliases(einsum.rewrite(small)), limits), limits)
     if (plain := sequences.rewrite(pointwise_conv.rewrite(small))) is not small:
