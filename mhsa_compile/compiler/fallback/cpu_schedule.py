@@ -21,6 +21,7 @@ from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile.compiler.fallback import traces
 from mhsa_compile.compiler.fallback.any_address import at_any_address
+from mhsa_compile.compiler.fallback.edges import EDGES
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
@@ -62,7 +63,7 @@ def legalized(module: Any, profile: TargetProfile, given: dict[str, Any]) -> Any
     """Every operator as a PrimFunc, not scheduled; `given` says how some are lowered, by name."""
     passes = [
         relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
-        relax.transform.LegalizeOps(given),
+        relax.transform.LegalizeOps(EDGES | given),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
@@ -175,8 +176,29 @@ def scheduled(function: Function, lanes: int) -> Function:
         ruled = schedule.copy()
         with suppress(ScheduleError):
             if rule(ruled, lanes):
+                _begin_sums(ruled)
                 return _in_parallel_if_large(ruled.mod["main"], size)
+    _begin_sums(schedule)
     return schedule.mod["main"]
+
+
+def _begin_sums(schedule: Schedule) -> None:
+    """Writes what a sum over axes that may be 0 begins with in front of its loops: within, as TVM has it, such an axis
+    would leave it out."""
+    for block in _blocks(schedule):
+        summed = [axis for axis in schedule.get(block).iter_vars if axis.iter_type != tirx.IterVar.DataPar]
+        if schedule.get(block).init is None or all(map(_has_steps, summed)):
+            continue
+        for loop in reversed(schedule.get_loops(block)):
+            with suppress(ScheduleError):  # another loop that it sums over lies around this one
+                schedule.decompose_reduction(block, loop)
+                break
+
+
+def _has_steps(axis: Any) -> bool:
+    """Whether an axis is known to be longer than 0."""
+    extent = axis.dom.extent
+    return isinstance(extent, tirx.IntImm) and int(extent.value) > 0
 
 
 def _is_tree_of_blocks(function: Function) -> bool:

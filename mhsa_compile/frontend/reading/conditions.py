@@ -23,13 +23,17 @@ def floating_base(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
 
 
 def some_numbers(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """Sums and extremes: of one number or more. ReduceMean, of floats: the mean of whole numbers is rounded."""
-    for name in node.input if node.op_type == "MatMul" else node.input[:1]:
+    """MatMul: of one number or more."""
+    for name in node.input:
         if 0 in (dims := graph.shape(name) or ()):
             return "axes of 1 or more", f"{name!r} of {dims}"
+    return None
+
+
+def floating_mean(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
+    """ReduceMean: of floats, as the mean of whole numbers is rounded."""
     kind = graph.dtype(node.input[0])
-    whole = node.op_type == "ReduceMean" and kind is not None and not _floating(kind)
-    return ("floating numbers", str(kind)) if whole else None
+    return None if kind is None or _floating(kind) else ("floating numbers", str(kind))
 
 
 def parts_of_some_length(graph: GraphView, node: onnx.NodeProto) -> Mismatch:

@@ -28,7 +28,7 @@ _BINARY = (
     "Less", "LessOrEqual", "Mul", "Or", "PRelu", "Sub", "Tile", "Xor",
 )  # fmt: skip
 _REDUCTIONS = (
-    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd",
     "ReduceSum", "ReduceSumSquare",
 )  # fmt: skip
 _RECURRENT = ("activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "layout")
@@ -43,7 +43,7 @@ _SIGNED = frozenset(("bfloat16", "float16", "float32", "float64", "int8", "int16
 STANDARD: dict[str, Row] = {
     **dict.fromkeys(_UNARY, row()),
     **dict.fromkeys(_BINARY, row(inputs=2)),
-    **dict.fromkeys(_REDUCTIONS, row("keepdims", "noop_with_empty_axes", inputs=2, condition=conditions.some_numbers)),
+    **dict.fromkeys(_REDUCTIONS, row("keepdims", "noop_with_empty_axes", inputs=2)),
     **dict.fromkeys(("Max", "Mean", "Min", "Sum"), row(inputs=MANY)),
     "AffineGrid": row("align_corners", inputs=2),
     "ArgMax": row("axis", "keepdims", "select_last_index"),
@@ -121,6 +121,7 @@ STANDARD: dict[str, Row] = {
         constants=(1, 2),
         condition=conditions.resized_by_ratio,
     ),
+    "ReduceMean": row("keepdims", "noop_with_empty_axes", inputs=2, condition=conditions.floating_mean),
     "ScatterElements": row("axis", "reduction", inputs=3),
     "ScatterND": row("reduction", inputs=3),
     "Selu": row("alpha", "gamma"),

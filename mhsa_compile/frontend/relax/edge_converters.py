@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import ArgMax, ArgMin, DynamicQuantizeLinear, OneHot
@@ -119,32 +120,35 @@ def reduction_of_nothing(function: Callable[[Any], Any]) -> Converter:
 
 
 def extreme(operator: Callable[..., Any]) -> Converter:
-    """The largest or the smallest: of flags, as numbers, as TVM knows no bounds of bool; of floats, an infinity where
-    there is nothing else.
-
-    TVM begins with the lowest float, not with -inf. Of halves no number is as low, so that twice that float, which is
-    infinite, is what only infinities come to.
-    """
+    """The largest or the smallest of flags, as numbers, as TVM knows no bounds of bool, and of narrow floats, in
+    float32."""
 
     def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        axes = inputs[1] if len(inputs) > 1 else None
-        if not (axes is None or isinstance(axes, tvm.ir.GenericConst)) or not isinstance(
-            inputs[0].ty, relax.TensorType
-        ):
+        axes, kind = inputs[1] if len(inputs) > 1 else None, str(_dtype(inputs[0]))
+        if not (axes is None or isinstance(axes, tvm.ir.GenericConst)) or kind not in ("bool", *_NARROW):
             return None
         over = None if axes is None or not axes.value.numpy().size else axes.value.numpy().tolist()
         if over is None and attributes.get("noop_with_empty_axes", 0):
             return inputs[0]
-        kind, keepdims = str(_dtype(inputs[0])), bool(attributes.get("keepdims", 1))
-        if kind in ("float32", "float64"):
-            halves = bb.normalize(relax.op.multiply(inputs[0], relax.const(0.5, kind)))
-            return bb.normalize(relax.op.multiply(bb.normalize(operator(halves, over, keepdims)), relax.const(2, kind)))
-        if kind != "bool" and kind not in _NARROW:
-            return None
         wide = bb.normalize(relax.op.astype(inputs[0], "uint8" if kind == "bool" else "float32"))
+        keepdims = bool(attributes.get("keepdims", 1))
         return bb.normalize(relax.op.astype(bb.normalize(operator(wide, over, keepdims)), kind))
 
     return convert
+
+
+def clip(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Clip: NaN stays NaN, and a bound that is NaN is none."""
+    x, *bounds = inputs
+    kind = _dtype(x)
+    if kind is None or not kind.startswith(("float", "bfloat")):
+        return None
+    for bound, operator, none in zip(bounds, (relax.op.maximum, relax.op.minimum), (-np.inf, np.inf), strict=False):
+        if bound is not None:
+            wide = bb.normalize(relax.op.astype(bound, "float32")) if kind in _NARROW else bound
+            missing = bb.normalize(relax.op.isnan(wide))
+            x = bb.normalize(operator(x, bb.normalize(relax.op.where(missing, relax.const(none, kind), bound))))
+    return x
 
 
 def extreme_of_several(operator: Callable[..., Any]) -> Converter:
@@ -177,6 +181,41 @@ def place_of_the_extreme(converter: Any) -> Converter:
     return convert
 
 
+def hardmax(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """Hardmax: the first of equals, also where nothing but -inf is."""
+    (x,) = inputs
+    shape, axis = getattr(x.ty, "shape", None), attributes.get("axis", -1)
+    if not isinstance(shape, relax.ShapeExpr) or not isinstance(size := shape.values[axis], tirx.IntImm):
+        return None
+    place = bb.normalize(relax.op.argmax(x, axis=axis % len(shape.values), keepdims=True))
+    place = bb.normalize(relax.op.maximum(place, relax.const(0, "int64")))
+    sizes = [1] * len(shape.values)
+    sizes[axis] = size.value
+    places = relax.const(np.arange(size.value).reshape(sizes), "int64")
+    return bb.normalize(relax.op.astype(bb.normalize(relax.op.equal(place, places)), str(_dtype(x))))
+
+
+def log_of_exponentials(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """ReduceLogSumExp: an infinity where the largest is one; TVM's takes it off itself, which is NaN."""
+    x, axes = (*inputs, None)[:2]
+    kind = _dtype(x)
+    if kind is None or not (axes is None or isinstance(axes, tvm.ir.GenericConst)):
+        return None
+    over = None if axes is None or not axes.value.numpy().size else axes.value.numpy().tolist()
+    if over is None and attributes.get("noop_with_empty_axes", 0):
+        return x
+
+    def emit(value: Any) -> Any:
+        return bb.normalize(value)
+
+    highest = emit(relax.op.max(x, over, True))
+    finite = emit(relax.op.less(emit(relax.op.abs(highest)), relax.const(np.inf, kind)))
+    highest = emit(relax.op.where(finite, highest, relax.const(0, kind)))
+    exponentials = emit(relax.op.exp(emit(relax.op.subtract(x, highest))))
+    result = emit(relax.op.add(emit(relax.op.log(emit(relax.op.sum(exponentials, over, True)))), highest))
+    return result if attributes.get("keepdims", 1) else emit(relax.op.squeeze(result, over))
+
+
 def above_a_threshold(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """ThresholdedRelu chooses: TVM's multiplies by 0, which makes NaN of -inf."""
     (x,) = inputs
@@ -197,8 +236,10 @@ EDGES: dict[str, Converter] = {
     "ArgMax": place_of_the_extreme(ArgMax),
     "ArgMin": place_of_the_extreme(ArgMin),
     "BitShift": shift_of_any_length,
+    "Clip": clip,
     "DynamicQuantizeLinear": quantised_zeros,
     "Equal": equal_flags,
+    "Hardmax": hardmax,
     "Max": extreme_of_several(relax.op.maximum),
     "Min": extreme_of_several(relax.op.minimum),
     "Mod": remainder_of_its_divisors_sign,
@@ -206,6 +247,7 @@ EDGES: dict[str, Converter] = {
     "ReduceL1": reduction_of_nothing(relax.op.abs),
     "ReduceL2": reduction_of_nothing(relax.op.abs),
     "ReduceLogSum": reduction_of_nothing(relax.op.log),
+    "ReduceLogSumExp": log_of_exponentials,
     "ReduceMax": extreme(relax.op.max),
     "ReduceMin": extreme(relax.op.min),
     "ReduceSumSquare": reduction_of_nothing(relax.op.square),

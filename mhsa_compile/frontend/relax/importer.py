@@ -43,6 +43,7 @@ from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.recurrent import recurrent
 from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing
+from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
 from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
@@ -153,7 +154,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         shapes = [value.ty.shape for value in self._inputs.values() if isinstance(value, relax.Var)]
         sizes = [size for shape in shapes if shape is not None for size in shape.values]
         symbols = {str(v.name): v for size in sizes for v in tvm.tirx.analysis.undefined_vars(size)}
-        self._names = SizeNames(self.bb, list(symbols.values()), self._limits)
+        checks = CallChecks(self.bb, self.context.input_name)
+        self._names = SizeNames(self.bb, checks, list(symbols.values()), self._limits)
         self._shapes = ShapeOperators(self.bb, self._names)
 
     def _construct_nodes(self, graph: Any) -> None:
@@ -219,6 +221,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
         if op_name in self._ours:
             return self._ours[op_name]([as_tensor(self.bb, value) for value in inputs], attrs)
+        self._names.checks.node = f"{op_name} node {_name(attrs)!r}"
         for i, value in enumerate(inputs):
             if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
                 inputs[i] = self.bb.emit(value)

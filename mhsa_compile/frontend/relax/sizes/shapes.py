@@ -12,8 +12,8 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
 
-from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
+from mhsa_compile.frontend.relax.sizes.reductions import reduced_by_call
 from mhsa_compile.frontend.relax.sizes.resizing import resized
 from mhsa_compile.frontend.relax.sizes.size_values import (
     Entry,
@@ -27,6 +27,7 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     literal,
     number,
     product,
+    unknown,
 )
 
 
@@ -51,6 +52,8 @@ class ShapeOperators:
 
     def convert(self, op_name: str, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         """The operator's result, None where it reads no sizes that the graph computes."""
+        if op_name.startswith("Reduce"):
+            return reduced_by_call(self._bb, self._names, op_name, inputs, attributes)
         converter = self._converters.get(op_name)
         return None if converter is None else converter(inputs, attributes)
 
@@ -73,7 +76,7 @@ class ShapeOperators:
             return None
         wanted = self._entries(target)
         if wanted is None or dims is None:
-            raise _unknown("Reshape", "a target of known length, and dims of its data", attributes)
+            raise unknown("Reshape", "a target of known length, and dims of its data", attributes)
         result: list[Any] = [
             dims[i] if number(size) == 0 and not attributes.get("allowzero", 0) else size
             for i, size in enumerate(wanted)
@@ -112,7 +115,7 @@ class ShapeOperators:
             return None
         wanted, dims = self._entries(target), dims_of(data)
         if wanted is None or dims is None:
-            raise _unknown("Expand", "a shape of known length", attributes)
+            raise unknown("Expand", "a shape of known length", attributes)
         shape = broadcast_dims(self._names, [dims, self._names.shape(wanted)])
         return spread(self._bb, self._names, data, shape)
 
@@ -121,7 +124,7 @@ class ShapeOperators:
             return None
         shape = self._entries(inputs[0])
         if shape is None:
-            raise _unknown("ConstantOfShape", "a shape of known length", attributes)
+            raise unknown("ConstantOfShape", "a shape of known length", attributes)
         value = get_numpy(attributes["value"]).reshape(-1)[0] if "value" in attributes else None
         kind = "float32" if value is None else str(value.dtype)
         fill = relax.const(0.0 if value is None else value, kind)
@@ -145,7 +148,7 @@ class ShapeOperators:
             start, end, step = (bound.astype("int64") for bound in bounds)
             steps = number(step)
             if steps is None or not steps:
-                raise _unknown("Range", "a constant delta", attributes)
+                raise unknown("Range", "a constant delta", attributes)
             count = ceil_div(end - start if steps > 0 else start - end, int(abs(steps)))
         else:
             count = tirx.ceil((end - start).astype("float64") / step.astype("float64")).astype("int64")
@@ -169,7 +172,7 @@ class ShapeOperators:
             return None
         times = self._entries(repeats)
         if times is None or len(times) != len(dims):
-            raise _unknown("Tile", "repeats of known length", attributes)
+            raise unknown("Tile", "repeats of known length", attributes)
         shape = self._names.shape([size * count for size, count in zip(dims, times, strict=True)])
 
         def tiled(data: Any, shape: list[Any]) -> Any:
@@ -193,9 +196,9 @@ class ShapeOperators:
         strides = None if steps is None else self._entries(steps)
         along = None if axes is None else self._entries(axes)
         if begin is None or end is None or (steps is not None and strides is None):
-            raise _unknown("Slice", "bounds of known number", attributes)
+            raise unknown("Slice", "bounds of known number", attributes)
         if any(number(value) is None for value in (*(along or ()), *(strides or ()))):
-            raise _unknown("Slice", "constant axes and steps", attributes)
+            raise unknown("Slice", "constant axes and steps", attributes)
         places = range(len(begin)) if along is None else [int(number(axis) or 0) % len(dims) for axis in along]
         shape, first, step = list(dims), [literal(0)] * len(dims), [1] * len(dims)
         for i, axis in enumerate(places):
@@ -254,7 +257,7 @@ class ShapeOperators:
         else:
             entries = self._entries(lengths)
             if entries is None:
-                raise _unknown("Split", "a known number of lengths", attributes)
+                raise unknown("Split", "a known number of lengths", attributes)
             parts = entries
             total = sum(parts, start=literal(0))
             if not self._names.same(total, dims[axis]):
@@ -278,7 +281,7 @@ class ShapeOperators:
         amounts = self._entries(pads)
         along = None if axes is None else self._entries(axes)
         if amounts is None or any(number(axis) is None for axis in along or ()):
-            raise _unknown("Pad", "a known number of pads, and constant axes", attributes)
+            raise unknown("Pad", "a known number of pads, and constant axes", attributes)
         places = range(len(dims)) if along is None else [int(number(axis) or 0) % len(dims) for axis in along]
         before: list[Any] = [literal(0)] * len(dims)
         shape = list(dims)
@@ -315,7 +318,7 @@ class ShapeOperators:
             return None
         axis, wanted = attributes.get("axis", -1) % len(dims), self._entries(count)
         if wanted is None:
-            raise _unknown("TopK", "one number of elements", attributes)
+            raise unknown("TopK", "one number of elements", attributes)
         ordered = self._bb.emit(
             relax.op.topk(data, -1, axis, ret_type="both", largest=bool(attributes.get("largest", 1)), dtype="int64")
         )
@@ -368,7 +371,7 @@ class ShapeOperators:
             return None
         entries = self._entries(target)
         if entries is None or len(entries) != len(dims):
-            raise _unknown("Resize", "sizes for each axis", attributes)
+            raise unknown("Resize", "sizes for each axis", attributes)
         return resized(self._bb, data, self._names.shape(entries), None, attributes)
 
 
@@ -387,9 +390,3 @@ def _count(value: Any) -> int | None:
     dims = dims_of(value)
     total = None if dims is None else number(tvm.sym.Analyzer().simplify(product(dims)))
     return None if total is None else int(total)
-
-
-def _unknown(operator: str, expected: str, attributes: dict[str, Any]) -> ModelError:
-    hint = "Fix free sizes with dims, or give the model what it computes from them."
-    name = attributes["tvm_custom"]["name"]
-    return ModelError(f"{operator} node {name!r}", expected, "what only a call knows", hint)

@@ -13,6 +13,9 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer, ConstIntBound
 from tvm_ffi import structural_equal
 
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
+
 Entry = Any
 """An expression of tirx: of sizes, numbers and arithmetic."""
 
@@ -115,8 +118,11 @@ class SizeNames:
     computed from. Equal expressions have one name.
     """
 
-    def __init__(self, bb: Any, symbols: Sequence[Any] = (), limits: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, bb: Any, checks: CallChecks, symbols: Sequence[Any] = (), limits: Mapping[str, int] | None = None
+    ) -> None:
         """`limits`: the largest size of a symbol that a call may have, by its name."""
+        self.checks = checks
         self._bb, self._taken = bb, {str(symbol.name) for symbol in symbols}
         self._known: list[tuple[Entry, Any]] = []
         self._analyzer, self._proofs = Analyzer(), Analyzer()  # the latter knows what names stand for
@@ -226,6 +232,13 @@ def _is_short(entry: Entry) -> bool:
             operations += 1
             stack += [item.a, item.b]
     return operations <= _LARGE
+
+
+def unknown(operator: str, expected: str, attributes: dict[str, Any]) -> ModelError:
+    """The error for a node that reads what only a call knows, in a form that cannot be compiled."""
+    hint = "Fix free sizes with dims, or give the model what it computes from them."
+    name = attributes["tvm_custom"]["name"]
+    return ModelError(f"{operator} node {name!r}", expected, "what only a call knows", hint)
 
 
 def ceil_div(a: Entry, b: int) -> Entry:

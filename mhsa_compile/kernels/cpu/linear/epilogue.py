@@ -6,13 +6,14 @@ As scalars in a loop over a vector's lanes, of which TVM makes vectors, so that 
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.cpu.simd import scalar_math, vectors
 from mhsa_compile.kernels.interface.epilogue import UNARY, Epilogue
+from mhsa_compile.kernels.interface.extremes import larger, smaller
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 
@@ -21,8 +22,8 @@ _OPS = {
     "sub": operator.sub,
     "mul": operator.mul,
     "div": operator.truediv,
-    "min": tirx.min,
-    "max": tirx.max,
+    "min": partial(smaller, dtype="float32"),
+    "max": partial(larger, dtype="float32"),
     **{name: getattr(scalar_math, name) for name in UNARY},
 }
 

@@ -1,0 +1,156 @@
+"""Operators that TVM's own lowering has wrong at the edge: NaN, infinities and axes of nothing among the largest and
+the smallest, which include Relu and pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tvm
+from tvm import te, tirx
+
+from mhsa_compile.kernels.interface.extremes import larger, largest, smaller, smallest
+
+Legalize = Callable[[Any, Any], Any]
+"""A relax.BlockBuilder and a call -> what takes its place: how LegalizeOps lowers an operator."""
+
+_WIDE = ("float32", "float64")
+
+
+def _of_floats(legalize: Legalize) -> Legalize:
+    """A rule for floats; of whole numbers TVM's is right."""
+
+    def rule(builder: Any, call: Any) -> Any:
+        if not str(call.args[0].ty.dtype).startswith(("float", "bfloat")):
+            return call.op.get_attr("FLegalize")(builder, call)
+        return legalize(builder, call)
+
+    return rule
+
+
+def _of_two(chosen: Callable[[Any, Any, str], Any], name: str) -> Legalize:
+    def computed(one: Any, other: Any) -> Any:
+        rank = max(len(one.shape), len(other.shape))
+        shape = [_wider(_size(one, axis), _size(other, axis)) for axis in range(-rank, 0)]
+
+        def element(*at: Any) -> Any:
+            return chosen(_element(one, at), _element(other, at), str(one.dtype))
+
+        return te.compute(tuple(shape), element, name)
+
+    def legalize(builder: Any, call: Any) -> Any:
+        return builder.call_te(computed, *call.args, primfunc_name_hint=name)
+
+    return _of_floats(legalize)
+
+
+def _size(array: Any, axis: int) -> Any:
+    return array.shape[axis] if len(array.shape) >= -axis else tirx.const(1, "int64")
+
+
+def _wider(one: Any, other: Any) -> Any:
+    return other if _is_one(one) else one
+
+
+def _is_one(size: Any) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(size, 1))
+
+
+def _element(array: Any, at: Sequence[Any]) -> Any:
+    """An element as it broadcasts."""
+    own = at[len(at) - len(array.shape) :]
+    places = [0 if _is_one(size) else i for i, size in zip(own, array.shape, strict=True)]
+    return array(*places)
+
+
+def _along_axes(extreme: Callable[..., Any], name: str) -> Legalize:
+    def legalize(builder: Any, call: Any) -> Any:
+        axes, keepdims = call.attrs.axis, bool(call.attrs.keepdims)
+
+        def computed(data: Any) -> Any:
+            rank = len(data.shape)
+            along = {int(axis) % rank for axis in (range(rank) if axes is None else axes)}
+            steps = {axis: te.reduce_axis((0, data.shape[axis]), f"k{axis}") for axis in sorted(along)}
+            own = [axis for axis in range(rank) if axis not in along]
+            kept = range(rank) if keepdims else own
+            shape = [tirx.const(1, "int64") if axis in along else data.shape[axis] for axis in kept]
+
+            def element(*at: Any) -> Any:
+                places = dict(zip(kept, at, strict=True)) | steps
+                return data(*(places[axis] for axis in range(rank)))
+
+            return extreme(tuple(shape), element, list(steps.values()), str(data.dtype))
+
+        return builder.call_te(computed, call.args[0], primfunc_name_hint=name)
+
+    return _of_floats(legalize)
+
+
+def _relu(builder: Any, call: Any) -> Any:
+    def computed(x: Any) -> Any:
+        zero = tirx.const(0, x.dtype)
+        return te.compute(x.shape, lambda *at: tirx.Select(x(*at) < zero, zero, x(*at)), "relu")
+
+    return builder.call_te(computed, call.args[0], primfunc_name_hint="relu")
+
+
+def _sign(builder: Any, call: Any) -> Any:
+    def computed(x: Any) -> Any:
+        zero, one = tirx.const(0, x.dtype), tirx.const(1, x.dtype)
+
+        def element(*at: Any) -> Any:
+            return tirx.Select(x(*at) > zero, one, tirx.Select(x(*at) < zero, -one, x(*at)))
+
+        return te.compute(x.shape, element, "sign")
+
+    return builder.call_te(computed, call.args[0], primfunc_name_hint="sign")
+
+
+def _clip(builder: Any, call: Any) -> Any:
+    low, high = (tirx.const(float(bound.value), call.args[0].ty.dtype) for bound in call.args[1:])
+
+    def computed(x: Any) -> Any:
+        def element(*at: Any) -> Any:
+            return tirx.Select(x(*at) < low, low, tirx.Select(x(*at) > high, high, x(*at)))
+
+        return te.compute(x.shape, element, "clip")
+
+    return builder.call_te(computed, call.args[0], primfunc_name_hint="clip")
+
+
+def _max_pool(builder: Any, call: Any) -> Any:
+    attrs = call.attrs
+    if attrs.layout != attrs.out_layout or str(attrs.layout) not in ("NCW", "NCHW", "NCDHW"):
+        return call.op.get_attr("FLegalize")(builder, call)
+    window, strides, dilations = (list(map(int, one)) for one in (attrs.pool_size, attrs.strides, attrs.dilation))
+    before = [int(n) for n in attrs.padding][: len(window)]
+    shape = call.ty.shape.values
+
+    def computed(x: Any) -> Any:
+        steps = [te.reduce_axis((0, n), f"k{i}") for i, n in enumerate(window)]
+        lowest = tirx.const(-float("inf"), x.dtype)
+
+        def element(*at: Any) -> Any:
+            places = [
+                i * stride + step * dilation - pad
+                for i, stride, step, dilation, pad in zip(at[2:], strides, steps, dilations, before, strict=True)
+            ]
+            inside = [tirx.all(p >= 0, p < n) for p, n in zip(places, x.shape[2:], strict=True)]
+            return tirx.if_then_else(tirx.all(*inside), x(*at[:2], *places), lowest)
+
+        return largest(tuple(shape), element, steps, str(x.dtype))
+
+    return builder.call_te(computed, call.args[0], primfunc_name_hint=str(call.op.name).rpartition(".")[2])
+
+
+EDGES: dict[str, Legalize] = {
+    "relax.clip": _of_floats(_clip),
+    "relax.max": _along_axes(largest, "max"),
+    "relax.maximum": _of_two(larger, "maximum"),
+    "relax.min": _along_axes(smallest, "min"),
+    "relax.minimum": _of_two(smaller, "minimum"),
+    **{f"relax.nn.max_pool{rank}d": _of_floats(_max_pool) for rank in (1, 2, 3)},
+    "relax.nn.relu": _of_floats(_relu),
+    "relax.sign": _of_floats(_sign),
+}
+"""By operator of Relax."""
