@@ -50,7 +50,7 @@ def _names_in_branches(graph: onnx.GraphProto) -> set[str]:
 def widened_product(a: Array, b: Array) -> Array:
     """a (M, K) times b (K, N), of which b may be narrower than a."""
     if b.dtype == a.dtype or not b.size:
-        return np.matmul(a, b)
+        return np.asarray(a @ b)
     K, N = b.shape
     by_columns = b.flags.f_contiguous
     result = np.zeros((a.shape[0], N))
