@@ -184,14 +184,21 @@ EDITS: tuple[Edit, ...] = (
 )  # fmt: skip
 
 
-def copied(model: nn.Module, plain: nn.Module, random: Random) -> nn.Module:
-    """A copy, by one of the ways that programs have; itself where PyTorch copies none: of computed weights."""
+def copied(model: nn.Module, plain: nn.Module, random: Random) -> tuple[nn.Module, nn.Module]:
+    """Copies of both, by one of the ways that programs have; themselves where PyTorch copies none: of computed weights.
+
+    Of both, since copies lie otherwise in memory, and PyTorch's fused optimizers step as memory lies.
+    """
     way = int(random.integers(3))
     try:
         pickle.dumps(plain)
         copy.deepcopy(plain)
     except Exception:
-        return model
+        return model, plain
+    return _copied(model, way), _copied(plain, way)
+
+
+def _copied(model: nn.Module, way: int) -> nn.Module:
     if way == 0:
         return copy.deepcopy(model)
     if way == 1:
@@ -234,7 +241,7 @@ def campaign(edits: int, seed: int) -> Counter[str]:
                 wrong[f"{edit.__name__}: refused of one model alone"] += 1
                 break
             if random.integers(8) == 0 and not kinds:
-                model = copied(model, plain, random)
+                model, plain = copied(model, plain, random)
             rows = (2, int(random.integers(1, 12)), SIZE)
             x = drawn(random, *rows).to(next(plain.parameters()).dtype) * 10
             if (error := off(model, plain, x)) > (1e-4 if x.dtype == torch.float32 else 1e-10):
