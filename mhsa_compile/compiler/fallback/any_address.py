@@ -12,12 +12,15 @@ from typing import Any
 import tvm
 
 _BUFFER = "tirx.BufferType"
+_SCOPE = "pragma_scope"
+"""What TVM writes around the loops of its scatters, and what its generator of code then warns of, on stderr."""
 
 
 def at_any_address(function: Any) -> Any:
     """A PrimFunc, with every buffer aligned to one element. That is part of a buffer's type, which stands wherever the
     buffer does: in TVM's own form of a function as text each stands once."""
-    graph = json.loads(tvm.ir.save_json(function))
+    text = tvm.ir.save_json(function)
+    graph = json.loads(text.replace(f'"{_SCOPE}"', '"scope"'))
     nodes = graph["nodes"]
     for node in nodes:
         if node["type"] == _BUFFER:

@@ -8,6 +8,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from mhsa_compile.frontend.relax.casts import cast_of_floats
 from mhsa_compile.frontend.relax.contractions import contraction
 from mhsa_compile.frontend.relax.edge_converters import EDGES
 from mhsa_compile.frontend.relax.gathering import gather_within_bounds
@@ -112,6 +113,7 @@ def _clamped(constant: Any) -> list[int]:
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     **EDGES,
     **PLAIN,
+    "Cast": cast_of_floats,
     "Concat": concat_of_dims_that_must_agree,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
