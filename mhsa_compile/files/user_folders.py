@@ -41,10 +41,16 @@ def spare() -> Path:
     return Path(tempfile.mkdtemp(prefix="mhsa_compile-"))
 
 
+def has_home() -> bool:
+    """Whether this user has a home. HOME may be unset, for a number that no user has: then "~" stays what it is, a
+    folder of that name."""
+    return os.path.expanduser("~") != "~"
+
+
 def let_tvm_load() -> None:
     """TVM's compiler names a cache of its own as it loads, and fails where there is no home: before it is imported it
     is told of another place, for this process."""
-    if not os.environ.get("XDG_CACHE_HOME") and _has_no_home():
+    if not os.environ.get("XDG_CACHE_HOME") and not has_home():
         os.environ["XDG_CACHE_HOME"] = str(cache_home())
 
 
@@ -62,9 +68,4 @@ def can_write(folder: Path) -> bool:
 def _home(variable: str, below: str) -> Path:
     if said := os.environ.get(variable):
         return Path(said)
-    return spare() / below if _has_no_home() else Path(os.path.expanduser("~"), below)
-
-
-def _has_no_home() -> bool:
-    """Whether HOME is unset, for a number that no user has: then "~" stays what it is, a folder of that name."""
-    return os.path.expanduser("~") == "~"
+    return spare() / below if not has_home() else Path(os.path.expanduser("~"), below)

@@ -15,7 +15,7 @@ from mhsa_compile.target import environment
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
 T = TypeVar("T")
-FORMAT = 1
+FORMAT = 2
 STEADY = 0.05
 """The largest spread of a record that is shipped: a machine that is quieter than this tells the choices apart."""
 
@@ -102,10 +102,22 @@ def isa_of(profile: TargetProfile) -> Isa:
     )
 
 
-def as_kept(device: Device, isa: Isa) -> Device:
+def as_kept(device: Device, profile: TargetProfile) -> Device:
     """A device without its list of features, long and apt to change with the system's kernel: a record's `isa` says
-    which of them its code may use. Without its GPU, where that took no part."""
-    return msgspec.structs.replace(device, features=(), gpu=device.gpu if isa.gpu else None)
+    which of them its code may use. Without its GPU, where that took no part. One that does not tell its
+    microarchitecture is of that for which whoever measured there chose the target."""
+    on_gpu = isinstance(profile, CudaProfile)
+    return msgspec.structs.replace(
+        device,
+        features=(),
+        gpu=device.gpu if on_gpu else None,
+        microarchitecture=device.microarchitecture or microarchitecture_of(profile),
+    )
+
+
+def microarchitecture_of(profile: TargetProfile) -> str:
+    """That of a target's CPU; empty for one that is for many, or for a GPU."""
+    return "" if isinstance(profile, CudaProfile) else profile.hardware.microarchitecture
 
 
 def why_not_on(record: Record, profile: TargetProfile) -> str | None:
@@ -123,7 +135,13 @@ def why_not_on(record: Record, profile: TargetProfile) -> str | None:
         return f"made for {made}, not {target}"
     if missing := sorted(set(isa.features) - set(own.features)):
         return f"made for {', '.join(missing)}, which the target lacks"
-    return None
+    here = microarchitecture_of(profile)
+    return record.device.why_unlike(here) if here else None
+
+
+def does_not_tell(record: Record) -> bool:
+    """Whether a record of a CPU leaves open on which microarchitecture it was measured, as those of format 1 do."""
+    return not record.isa.gpu and not record.device.known_microarchitecture
 
 
 def why_doubtful(record: Record) -> str | None:
@@ -132,6 +150,8 @@ def why_doubtful(record: Record) -> str | None:
         return f"over the error budget: {record.error_share:.3g} of it"
     if record.device.emulated:
         return "an emulator ran it: its times say nothing about hardware"
+    if does_not_tell(record):
+        return "it does not say on which microarchitecture: `mhsa records measured-on` adds that"
     if record.spread > STEADY:
         return f"its times spread over {record.spread:.1%} of their median, where {STEADY:.0%} are allowed"
     if record.median_us > record.default_us:

@@ -19,10 +19,12 @@ from mhsa_compile.records import append_log
 from mhsa_compile.records.record import (
     FORMAT,
     Record,
+    does_not_tell,
     encoded,
     merged,
 )
 
+_SPLIT = "Split the file by device first."
 _BEGIN = b'{"format":'
 
 
@@ -53,7 +55,8 @@ def read(path: Path) -> Contents:
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
-    """(the records of several files, a sentence for each file whose last line is torn). Raises RecordsError."""
+    """(the records of several files, a sentence for each file whose last line is torn, or whose records do not tell the
+    microarchitecture that they were measured on). Raises RecordsError."""
     found: list[Record] = []
     warnings = []
     for path in paths:
@@ -61,6 +64,11 @@ def gather(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
         found += contents.records
         if contents.torn:
             warnings.append(f"records {str(path)!r}: the last line is torn, and left out; the next record replaces it")
+        if count := sum(does_not_tell(record) for record in contents.records):
+            warnings.append(
+                f"records {str(path)!r}: {count} do not tell the microarchitecture that they were measured on, and "
+                f"serve targets for many alone: `mhsa records measured-on {path} NAME` adds it"
+            )
     return found, warnings
 
 
@@ -105,6 +113,43 @@ def merge_into(path: Path, more: Iterable[Record]) -> list[Record]:
     with _room_for(path):
         append_log.rewrite(path, change)
     return best
+
+
+def state_microarchitecture(path: Path, name: str, cpu: str | None) -> int:
+    """Says of the records of a file that do not tell on which microarchitecture they were measured: this one. Of those
+    of a CPU's marketing name alone, if that is given. Returns how many. Raises RecordsError, and leaves the file as it
+    was."""
+    count = 0
+
+    def change(lines: list[bytes], tail: bytes) -> list[bytes]:
+        nonlocal count
+        found, flaws = _sorted_out(path, lines, tail)
+        for flaw in flaws:
+            if flaw.error is not None:
+                raise flaw.error
+        untold = [does_not_tell(record) and cpu in (None, record.device.cpu) for _, record in found]
+        kept = [record.device for (_, record), is_untold in zip(found, untold, strict=True) if is_untold]
+        devices = {(device.cpu, device.l1d_kib, device.l2_kib) for device in kept}
+        if len({device[0] for device in devices}) > 1:
+            names = ", ".join(sorted({repr(device[0]) for device in devices}))
+            raise RecordsError("--cpu", "one of the names that the records have", names, "Name one at a time.")
+        if len(devices) > 1:
+            expected = "records of one microarchitecture"
+            raise RecordsError(f"records {str(path)!r}", expected, f"caches of several: {sorted(devices)}", _SPLIT)
+        count = len(kept)
+        return [
+            _stated(record, name) if is_untold else line
+            for (line, record), is_untold in zip(found, untold, strict=True)
+        ]
+
+    with _room_for(path):
+        append_log.rewrite(path, change)
+    return count
+
+
+def _stated(record: Record, name: str) -> bytes:
+    device = msgspec.structs.replace(record.device, microarchitecture=name)
+    return encoded(msgspec.structs.replace(record, device=device, format=FORMAT))
 
 
 def repair(path: Path, rejected: Path) -> list[Flaw]:

@@ -18,7 +18,7 @@ from mhsa_compile.target import arm_cpu, cpuid, microarchitecture
 from mhsa_compile.target.arm_cpu import Core
 from mhsa_compile.target.cpuid import CpuId
 
-ROOT = Path("/")
+ROOT, UNKNOWN = Path("/"), "unknown"
 CPUINFO = "proc/cpuinfo"
 _MOST_THREADS_PER_CPU = 16
 """More threads than CPUs only wait for one another. A few may be asked for on purpose, to see that results do not
@@ -47,17 +47,17 @@ def features_from(root: Path = ROOT) -> str:
 
 
 def microarchitecture_name(root: Path = ROOT) -> str:
-    """The microarchitecture, such as zen5 or neoverse-n1: what is tuned serves one. Empty where nobody tells."""
+    """The microarchitecture, such as zen5 or neoverse-n1: what is tuned serves one. UNKNOWN where nobody tells."""
     if architecture() == "aarch64":
-        return microarchitecture.of_arm(_cores(root))
+        return microarchitecture.of_arm(_cores(root)) or UNKNOWN
     if architecture() != "x86_64":
-        return ""
+        return next(_cpuinfo(root), {}).get("uarch") or UNKNOWN  # of RISC-V
     if (cpu := _asked(root)) is not None:
         return microarchitecture.of_x86(cpu.vendor, cpu.family, cpu.model, cpu.stepping)
     fields = next(_cpuinfo(root), {})
     numbers = [fields.get(key, "") for key in ("cpu family", "model", "stepping")]
     if "vendor_id" not in fields or not all(number.isdigit() for number in numbers):
-        return ""
+        return UNKNOWN
     family, model, stepping = map(int, numbers)
     return microarchitecture.of_x86(fields["vendor_id"], family, model, stepping)
 
@@ -81,7 +81,7 @@ def cpu_model(root: Path = ROOT) -> str:
         return name
     for core in _cores(root):
         return f"implementer {core.implementer:#04x} part {core.part:#05x}"
-    return "unknown"
+    return UNKNOWN
 
 
 def cache_kib(level: int, root: Path = ROOT) -> int | None:

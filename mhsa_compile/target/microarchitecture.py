@@ -41,6 +41,12 @@ def of_arm(cores: Iterable[Core]) -> str:
     return "+".join(sorted({_name_of(core) for core in cores}))
 
 
+def names() -> list[str]:
+    """All that the table has, in order."""
+    of_x86 = (name for row in _table()["x86"] for name in row["names"])
+    return sorted({*of_x86, *(name for parts in _table()["arm"].values() for name in parts)})
+
+
 def _name_of(core: Core) -> str:
     parts = _table()["arm"].get(f"0x{core.implementer:02X}", {})
     names = (name for name, part in parts.items() if part == core.part)

@@ -200,7 +200,6 @@ def make_record(
     trace: str = "",
 ) -> Record:
     """The record of what was found, as of now; the keywords are fields of it."""
-    isa = isa_of(on.profile)
     return Record(
         op=op,
         key=key,
@@ -213,8 +212,8 @@ def make_record(
         default_us=found.default_us,
         error_share=found.error_share,
         threads=on.threads,
-        isa=isa,
-        device=as_kept(on.device, isa),
+        isa=isa_of(on.profile),
+        device=as_kept(on.device, on.profile),
         versions=on.versions,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )

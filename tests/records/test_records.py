@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.records_made import DEVICE, made
+from support.records_made import DEVICE, device_of, made
 
 from mhsa_compile.errors import RecordsError
 from mhsa_compile.records import append_log, record_files
@@ -86,7 +86,7 @@ FOREIGN = {
     "a time of nothing": (LINE.replace(b'"median_us":80.0', b'"median_us":0.0'), "$.median_us"),
     "not text": (b"\xff" + LINE, "malformed"),
     "two grown together": (LINE[:50] + LINE, "record"),
-    "newer": (LINE.replace(b'"format":1', b'"format":2'), "expected format 1, got format 2. Update mhsa-compile."),
+    "newer": (LINE.replace(b'"format":2', b'"format":3'), "expected format 2, got format 3. Update mhsa-compile."),
 }
 
 
@@ -244,7 +244,8 @@ FITS = {  # (what a record was made for, the targets that may use it), besides i
 @pytest.mark.parametrize("target", ISAS)
 @pytest.mark.parametrize("of", ISAS)
 def test_a_record_is_used_only_where_its_instructions_are(of: str, target: str) -> None:
-    profile, record = load_profile(target), made(of)
+    profile = load_profile(target)
+    record = made(of, device=device_of(profile))
     fits = target == of or target in FITS.get(of, set())
     assert (why_not_on(record, profile) is None) == fits
     found, reason = RecordSet([record], profile).candidates(record.op, record.key)

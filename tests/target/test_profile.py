@@ -160,7 +160,7 @@ def test_a_name_may_have_its_architecture_in_front() -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("znver5", "znver4"), ("x86_64_v3", "x86-64-v3"), ("neoverse-v3", "neoverse-v"), ("qqq", "mhsa targets")],
+    [("znver6", "znver5"), ("x86_64_v3", "x86-64-v3"), ("neoverse-v3", "neoverse-v"), ("qqq", "mhsa targets")],
 )
 def test_unknown_names_are_answered_with_near_ones(name: str, near: str) -> None:
     with pytest.raises(TargetError, match=near) as refusal:

@@ -80,7 +80,7 @@ def test_the_fastest_is_found_and_recorded(request_: Request):
     assert op.speedup == pytest.approx(far(DEFAULT) / far(Point.of(op.kernel, op.config)))
     (record,) = record_files.read(request_.records).records
     assert (record.kernel, record.config, record.threads) == (op.kernel, op.config, 2)
-    assert record.device == as_kept(DEVICE, record.isa)
+    assert record.device == as_kept(DEVICE, PROFILE)
     assert record.median_us < record.default_us and record.sizes == {"rows": 3}
     assert len(session.measured) - len(set(session.measured)) <= 2 + search.FINALISTS  # beside noise and confirmation
 

@@ -51,7 +51,8 @@ def serve(
     if json:
         output.print_json({"host": host, "port": listening.getsockname()[1], "threads": count, "device": device})
     else:
-        output.line(f"{device.cpu} ({device.architecture}), {count} threads, at {host}:{listening.getsockname()[1]}")
+        where = f"at {host}:{listening.getsockname()[1]}"
+        output.line(f"{device.cpu} ({device.microarchitecture}, {device.architecture}), {count} threads, {where}")
         output.line("Ctrl-C ends it.", err=True)
     if not rpc_server.is_loopback(host):
         typer.secho(

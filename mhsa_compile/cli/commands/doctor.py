@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import typer
 
+from mhsa_compile.cli.commands.findings import places
+from mhsa_compile.cli.commands.findings.finding import Finding
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InstallationError
-from mhsa_compile.target import environment, host, zig
+from mhsa_compile.target import environment, host
+
+if TYPE_CHECKING:
+    from mhsa_compile.target.profile import CpuProfile
 
 _COMPILE_PACKAGES = ("torch", "onnx", "onnxscript", "ziglang")
-_CACHE_BYTES = 500 * 2**20  # what Zig's cache grows to over a few targets, with room
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row of the report."""
-
-    check: str
-    status: Literal["ok", "warn", "fail"]
-    found: str
-    advice: str = ""
 
 
 def doctor(*, json: options.Json = False) -> None:
@@ -84,17 +76,35 @@ def _cpu() -> Iterator[Finding]:
 
     native = detect()
     hardware = native.hardware
-    yield Finding("CPU", "ok", f"{host.cpu_model()} ({host.architecture()})")
-    slow = host.architecture() == "x86_64" and hardware.vector_bits < 256
-    found = f"{native.tvm.mcpu}: {hardware.vector_bits}-bit vectors, {hardware.vector_registers} registers"
-    advice = "No AVX2: it works, slowly. In a virtual machine, ask for the host's CPU model." if slow else ""
-    yield Finding("CPU features", "warn" if slow else "ok", found, advice)
+    untold = hardware.microarchitecture == host.UNKNOWN
+    name = "of no known microarchitecture" if untold else f"microarchitecture {hardware.microarchitecture}"
+    advice = "Nobody tells which CPU this is: only records that were tuned here serve it." if untold else ""
+    yield Finding("CPU", "warn" if untold else "ok", f"{host.cpu_model()} ({host.architecture()}), {name}", advice)
+    yield _features(native)
     yield Finding("caches", "ok", f"L1d {hardware.l1d_kib} KiB, L2 {hardware.l2_kib} KiB")
     allowed, present = host.allowed_cpus(), os.cpu_count() or 1
     yield Finding("CPUs", "ok", f"{allowed} allowed of {present}: the threads a call gets by default")
     beside = "on PyTorch's OpenMP where its workers are awake" if environment.installed_version("torch") else ""
     runs = "their own pool, one for the process" + (f"; {beside} in a program that imports it" if beside else "")
     yield Finding("threads of calls", "ok", runs)
+
+
+def _features(native: CpuProfile) -> Finding:
+    hardware, source = native.hardware, host.features_from()
+    vectors = f"{hardware.vector_bits}-bit vectors, {hardware.vector_registers} registers"
+    found = f"{native.tvm.mcpu or native.tvm.mtriple}: {vectors}; {source} says so"
+    asks = host.architecture() in ("x86_64", "aarch64")
+    if source == "nobody" and asks:
+        advice = "Mount /proc, or let processes map code: artifacts that need a feature are refused until then."
+        return Finding(
+            "CPU features", "fail", "nobody tells: the CPU could not be asked, and there is no /proc", advice
+        )
+    if source == f"/{host.CPUINFO}" and asks:
+        return Finding("CPU features", "warn", found, "The CPU could not be asked itself: processes may map no code.")
+    if host.architecture() == "x86_64" and hardware.vector_bits < 256:
+        advice = "No AVX2: it works, slowly. In a virtual machine, ask for the host's CPU model."
+        return Finding("CPU features", "warn", found, advice)
+    return Finding("CPU features", "ok", found)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -120,26 +130,13 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(str(gpu), "ok", f"{gpu.name}, {capability}: {runs}")
 
 
-def _cache_folder() -> Iterator[Finding]:
-    """A finding on the folder into which Zig links: nothing can be compiled without it. `mhsa cache` shows another one,
-    that of artifacts, which may be missing."""
-    wanted, folder = zig.wanted_cache(), zig.cache_folder()
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if folder != wanted:
-        advice = "Set ZIG_GLOBAL_CACHE_DIR to a folder that can be written, and lasts."
-        yield Finding("cache folder", "warn", f"{wanted} cannot be written, {folder} takes its place", advice)
-    elif (free := shutil.disk_usage(existing).free) < _CACHE_BYTES:
-        advice = "Free some space, or set ZIG_GLOBAL_CACHE_DIR to another disk."
-        yield Finding("cache folder", "warn", f"{folder}, {free // 2**20} MiB free", advice)
-    else:
-        yield Finding("cache folder", "ok", f"{folder}, {free // 2**30} GiB free")
-
-
 _CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "Python": _python,
     "TVM": _tvm,
     "packages": _packages,
     "CPU": _cpu,
     "GPU": _gpus,
-    "cache folder": _cache_folder,
+    "/proc": places.proc_mounted,
+    "folders": places.folders,
+    "records": places.own_records,
 }

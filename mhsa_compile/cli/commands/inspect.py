@@ -102,9 +102,12 @@ def targets(
     if json:
         output.print_json(profiles)
         return
-    columns = ("target", "triple", "CPU", "vector bits>", "registers>", "L1d KiB>", "L2 KiB>", "cores>")
+    columns = (
+        "target", "triple", "CPU", "microarchitecture", "vector bits>", "registers>", "L1d KiB>", "L2 KiB>", "cores>",
+    )  # fmt: skip
     rows = (
-        (p.name, p.tvm.mtriple, p.tvm.mcpu, p.hardware.vector_bits, p.hardware.vector_registers, p.hardware.l1d_kib,
+        (p.name, p.tvm.mtriple, p.tvm.mcpu, p.hardware.microarchitecture or "any", p.hardware.vector_bits,
+         p.hardware.vector_registers, p.hardware.l1d_kib,
          p.hardware.l2_kib, p.hardware.cores)
         for p in profiles if isinstance(p, profile.CpuProfile)
     )  # fmt: skip
@@ -132,7 +135,8 @@ def _save(text: str, out: Path) -> None:
 def _findings(profile: CpuProfile) -> str:
     """What was detected and is no field, as a comment."""
     threads = f"{host.allowed_cpus()} threads for this process, {host.threads_per_core()} a core"
-    return f"# {host.cpu_model()}: {profile.vector_lanes('float32')} float32 a vector; {threads}.\n"
+    name = f"{host.cpu_model()} ({profile.hardware.microarchitecture})"
+    return f"# {name}: {profile.vector_lanes('float32')} float32 a vector; {threads}.\n"
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:

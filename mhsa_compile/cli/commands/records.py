@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,8 +84,8 @@ def promote(
 ) -> None:
     """Copy the best records of a file to those that are shipped for a target; exit 1 if an operation's are all refused.
 
-    Refused is what is wrong, slower than the default, unsteady, emulated, of another ISA, or measured by a library that
-    is in no commit.
+    Refused is what is wrong, slower than the default, unsteady, emulated, of another ISA or microarchitecture, or
+    measured by a library that is in no commit.
     """
     from mhsa_compile.records import record_files
     from mhsa_compile.records.record import identity, why_doubtful, why_not_on
@@ -141,6 +142,37 @@ def check(
         raise typer.Exit(1)
 
 
+def measured_on(
+    file: File,
+    microarchitecture: Annotated[
+        str, typer.Argument(metavar="MICROARCHITECTURE", help="Such as zen5; `mhsa doctor` names that of this machine.")
+    ],
+    *,
+    cpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the records of this CPU's marketing name alone.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Say on which microarchitecture the records of a file were measured that do not tell: those from before records
+    said so. Without it a target that states its microarchitecture does not use them."""
+    from mhsa_compile.records import record_files
+    from mhsa_compile.target import host
+    from mhsa_compile.target.microarchitecture import names
+
+    known = {*names(), host.microarchitecture_name()} - {host.UNKNOWN}
+    if microarchitecture not in known:
+        near = difflib.get_close_matches(microarchitecture, known, n=3)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"This machine is {host.microarchitecture_name()}."
+        raise RecordsError("MICROARCHITECTURE", "the name of one", repr(microarchitecture), hint)
+    if record_files.read(file).torn:
+        output.line(f"Warning: records {str(file)!r}: the last line is torn, and left out", err=True)
+    count = record_files.state_microarchitecture(file, microarchitecture, cpu)
+    if json:
+        output.print_json({"file": file, "microarchitecture": microarchitecture, "records": count})
+    else:
+        output.line(f"{file}: {count} records were measured on {microarchitecture}")
+
+
 def _shipped_target(name: str, found: Iterable[Record]) -> str:
     """The name, if records can be shipped for it. Raises RecordsError for one that is no file of targets/."""
     from mhsa_compile.records.record import why_not_on
@@ -185,4 +217,10 @@ def _show(title: str, last: str, rows: Iterable[tuple[Record, Any]]) -> None:
     output.print_table(title, columns if last else columns[:-1], (cell if last else cell[:-1] for cell in cells))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"list": list_, "merge": merge, "promote": promote, "check": check}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "list": list_,
+    "merge": merge,
+    "promote": promote,
+    "check": check,
+    "measured-on": measured_on,
+}

@@ -163,6 +163,7 @@ def _outcomes(
         yield case.name, tune_run.read_results(case, settings, given.results)
         return
     with settings.session(tracker) as session:
+        tune_view.show_device(session.device, settings.profile)
         for case in cases.cases():
             if given.on == LOCAL:
                 yield case.name, tune_run.search_here(case, settings, session, peers)

@@ -147,7 +147,9 @@ def write_bundle(case: Case, settings: Settings, path: Path) -> int:
 
 def read_results(case: Case, settings: Settings, path: Path) -> Outcome:
     from mhsa_compile.tuning import offline_tuner
+    from mhsa_compile.tuning.measure import work_results
 
+    tune_view.show_device(work_results.read(path).device, settings.profile)
     return Outcome(offline_tuner.unpack(operations(case), settings.profile, settings.request(case), path))
 
 

@@ -11,6 +11,8 @@ from mhsa_compile.bench.cpu.report import DISTURBED
 from mhsa_compile.cli.common import output
 
 if TYPE_CHECKING:
+    from mhsa_compile.records.device import Device
+    from mhsa_compile.target.profile import TargetProfile
     from mhsa_compile.tuning.fallback_jobs import FallbackTask
     from mhsa_compile.tuning.metaschedule import ScheduleResult
     from mhsa_compile.tuning.speedup import Gain
@@ -105,6 +107,20 @@ def _overall(states: list[State], peers: Mapping[str, float]) -> str:
         fastest = min(peers, key=lambda name: peers[name])
         said += f"; {fastest}, the fastest peer, {1 / peers[fastest]:.2f} times"
     return said
+
+
+def show_device(device: Device, profile: TargetProfile) -> None:
+    """What measures, on stderr, and whether compiling for the target will use what it finds."""
+    from mhsa_compile.records.record import microarchitecture_of
+
+    output.line(f"measured on {device.name}", err=True)
+    own = microarchitecture_of(profile)
+    if own and device.microarchitecture and (reason := device.why_unlike(own)) is not None:
+        output.line(
+            f"Warning: {reason}: compiling for {profile.name} will not use these records. Tune on {own}, or for a "
+            "target that states no microarchitecture.",
+            err=True,
+        )
 
 
 def show(name: str, report: TuningReport, gain: Gain | None, peers: Mapping[str, float], records: Path) -> None:

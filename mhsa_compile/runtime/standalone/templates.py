@@ -85,6 +85,9 @@ A dim in letters is any size, the same wherever it occurs: `--dim L=197`. Inputs
 The program checks every byte against the manifest's hashes before it maps any code, maps what it checked, and holds a
 call against the manifest. What it refuses it refuses in one message, with exit code 2, and writes nothing.
 
+Where `/proc` is not mounted the system's linker does not know where this folder is: `LD_LIBRARY_PATH=lib`. Code is then
+mapped from a file in `$TMPDIR` or `/dev/shm`, which is gone when it is.
+
 In a program of your own: `attention.h` with the headers beside it is all there is to copy. Its first lines show a call.
 """
 

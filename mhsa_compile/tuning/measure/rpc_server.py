@@ -59,6 +59,7 @@ def this_device(emulated: bool = False, *, gpu: bool = False) -> Device:
         emulated=emulated or host.emulated(),
         features=tuple(sorted(host.cpu_features())),
         gpu=_gpu() if gpu else None,
+        microarchitecture=host.microarchitecture_name(),
     )
 
 

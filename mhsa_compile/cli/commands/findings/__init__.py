@@ -1,0 +1,1 @@
+"""What `mhsa doctor` looks at beside packages and processors: where files go."""

@@ -1,0 +1,106 @@
+"""What `mhsa doctor` says of a machine where something is missing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.pretended_cpu import pretend
+from support.records_made import DEVICE, made
+
+from mhsa_compile.cli.commands import doctor
+from mhsa_compile.cli.commands.findings import places
+from mhsa_compile.cli.commands.findings.finding import Finding
+from mhsa_compile.files import proc, user_folders
+from mhsa_compile.records import record_files
+from mhsa_compile.target import cpuid, data_paths, host
+
+
+def by_name(*checks) -> dict[str, Finding]:
+    found = {finding.check: finding for check in checks for finding in check()}
+    assert all(finding.advice for finding in found.values() if finding.status != "ok")
+    return found
+
+
+def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_name(places.proc_mounted)["/proc"].status == "ok"
+    monkeypatch.setattr(proc, "_SELF", "/nowhere")
+    finding = by_name(places.proc_mounted)["/proc"]
+    assert (finding.status, finding.found) == ("warn", "not mounted")
+
+
+def test_who_tells_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, "zen4")
+    found = by_name(doctor._cpu)
+    assert "AMD EPYC (x86_64), microarchitecture zen4" in found["CPU"].found
+    assert (found["CPU features"].status, found["CPU features"].found[-13:]) == ("ok", "CPUID says so")
+    monkeypatch.setattr(cpuid, "read", lambda: None)
+    monkeypatch.setattr(host, "_cpuinfo", lambda root: iter([{"flags": "avx avx2", "model name": "AMD EPYC"}]))
+    found = by_name(doctor._cpu)
+    assert found["CPU features"].status == "warn" and "/proc/cpuinfo says so" in found["CPU features"].found
+    assert found["CPU"].status == "warn" and "of no known microarchitecture" in found["CPU"].found
+    monkeypatch.setattr(host, "_cpuinfo", lambda root: iter([{}]))
+    finding = by_name(doctor._cpu)["CPU features"]
+    assert finding.status == "fail" and "nobody tells" in finding.found and "Mount /proc" in finding.advice
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "home" not in by_name(places.folders)
+    monkeypatch.setattr(user_folders, "has_home", lambda: False)
+    assert by_name(places.folders)["home"].status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(errno.EDQUOT, "Disk quota exceeded"), (errno.EROFS, "Read-only"), (errno.ENOSPC, "No space")],
+)
+def test_folders_into_which_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: int, status: str
+) -> None:
+    """A quota is seen only by who writes: the disk itself has room."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+
+    def allocate(handle: int, offset: int, size: int) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    found = by_name(places.folders)
+    for name, folder in (("artifact cache", "cache/mhsa_compile/artifacts"), ("own records", "data/mhsa_compile")):
+        assert found[name].status == "warn" and str(tmp_path / folder) in found[name].found
+        assert status in found[name].found
+    assert found["temporary files"].status == "fail" and found["cache folder"].status == "warn"
+
+
+def test_a_limit_on_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "size_limit", lambda: 1000)
+    assert "1000 bytes" in by_name(places.folders)["file sizes"].found
+
+
+def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(user_folders.tempfile, "gettempdir", none)
+    finding = by_name(places.folders)["temporary files"]
+    assert finding.status == "fail" and "No usable temporary directory" in finding.found and "TMPDIR" in finding.advice
+
+
+def test_own_records_that_do_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert by_name(places.own_records) == {}
+    path = data_paths.own_records("native")
+    record_files.append(path, made())
+    assert by_name(places.own_records)["records"].status == "ok"
+    record_files.append(path, made(device=msgspec.structs.replace(DEVICE, microarchitecture="")))
+    finding = by_name(places.own_records)["records"]
+    assert (finding.status, finding.found) == (
+        "warn", "2 of your own, 1 of which do not tell the microarchitecture, and do not count",
+    )  # fmt: skip
+    assert f"mhsa records measured-on {path} NAME" in finding.advice
+    path.write_text("my notes\n")
+    assert "line 1" in by_name(places.own_records)["records"].found
