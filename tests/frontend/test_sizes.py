@@ -136,3 +136,14 @@ def test_sizes_that_do_not_fit_end_the_call() -> None:
     for misfit in ({"x": x[:, :3], "c": c[:, :3]}, {"x": x, "c": c[:, :3]}):
         with pytest.raises(InputError, match="fit each other"):
             compiled(**misfit)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"), [("float", (0.5, 3.0, 0.75)), ("int64", (9, -2, -3)), ("int64", (4, 4, 1))]
+)
+def test_a_range_whose_numbers_all_come_by_the_call(kind: str, numbers: tuple[float, ...]) -> None:
+    inputs = f"{kind} a, {kind} b, {kind} by"
+    source = f'<ir_version: 9, opset_import: ["" : 18]> g ({inputs}) => ({kind}[n] y) {{y = Range(a, b, by)}}'
+    call = mhsa.load(mhsa.compile(parser.parse_model(source), without_attention="accept"))
+    arrays = [np.array(number, np.float32 if kind == "float" else kind) for number in numbers]
+    np.testing.assert_array_equal(call(*arrays), np.arange(*numbers))

@@ -133,7 +133,8 @@ def _reshape(builder: Any, call: Any) -> Any:
     """A reshape of computed lengths as a view: as loops, each element's place is found by divisions by these lengths,
     from which LLVM makes code for a minute."""
     value, shape = call.args
-    of_an_input = builder.lookup_binding(value) is None  # whose memory no output may be
+    is_computed = isinstance(value, relax.Var) and builder.lookup_binding(value) is not None
+    of_an_input = not is_computed  # or of a constant: no output may lie in their memory
     if of_an_input or all(map(_is_plain, (*value.ty.shape.values, *shape.values))):
         return call.op.get_attr("FLegalize")(builder, call)
     return call

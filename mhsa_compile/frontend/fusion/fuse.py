@@ -1,5 +1,6 @@
 """ONNX -> ONNX: finds what our kernels compute and writes it as one node each, of the domain `mhsa`.
 
+- A DFT or STFT becomes a MatMul with the matrix of its angles.
 - A convolution over all channels becomes patches and a MatMul with a constant weight.
 - A product between reshapes takes the rows as they lie; one whose result is cut into parts is one for each part.
 - A MatMul with a constant weight, and the Add of its bias, become a linear; so does a Gemm, which has both. Linears of
@@ -19,6 +20,7 @@ import onnx
 from onnx import numpy_helper
 
 from mhsa_compile.frontend.branch_graphs import rewritten
+from mhsa_compile.frontend.fusion import fourier
 from mhsa_compile.frontend.fusion.attention_pattern import AttentionPattern
 from mhsa_compile.frontend.fusion.convolutions import as_products
 from mhsa_compile.frontend.fusion.decomposed_rotary_pattern import rotations
@@ -44,7 +46,7 @@ SITES: dict[str, Callable[[GraphView, onnx.NodeProto], NodePattern]] = {
 
 def fuse(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its projections and attentions as single nodes, in branches, too. Raises ModelError."""
-    model = as_row_products(as_products(model))
+    model = as_row_products(as_products(fourier.as_products(model)))
     graph = GraphView(model)
     in_place(graph)  # what the metadata say is checked also where no TensorScatter would ask
     standard = [node for node in graph.nodes if node.op_type in SITES and node.domain in ("", "ai.onnx", DOMAIN)]

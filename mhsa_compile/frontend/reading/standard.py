@@ -64,6 +64,7 @@ STANDARD: dict[str, Row] = {
     "ConvTranspose": row(*_CONVOLUTION, "output_padding", inputs=3),
     "CumProd": row("exclusive", "reverse", inputs=2),
     "CumSum": row("exclusive", "reverse", inputs=2),
+    "DFT": row("inverse", "onesided", inputs=3),
     "DepthToSpace": row("blocksize", "mode"),
     "DequantizeLinear": row("axis", "output_dtype", inputs=3, condition=conditions.finite_scales),
     "Dropout": row(
@@ -122,6 +123,7 @@ STANDARD: dict[str, Row] = {
         condition=conditions.resized_by_ratio,
     ),
     "ReduceMean": row("keepdims", "noop_with_empty_axes", inputs=2, condition=conditions.floating_mean),
+    "STFT": row("onesided", inputs=4),
     "ScatterElements": row("axis", "reduction", inputs=3),
     "ScatterND": row("reduction", inputs=3),
     "Selu": row("alpha", "gamma"),

@@ -20,9 +20,9 @@ Entry = int | bool | str | None
 _MOST_ELEMENTS = 1 << 24  # of a constant that is computed here
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 _FOLDABLE = frozenset(
-    ("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "CumSum", "Div", "Equal", "Exp",
-     "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "IsInf", "Less", "LessOrEqual", "Log", "Max",
-     "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "Reciprocal", "Reshape", "Size", "Slice", "Sqrt",
+    ("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "Cos", "CumSum", "Div", "Equal",
+     "Exp", "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "IsInf", "Less", "LessOrEqual", "Log",
+     "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "Reciprocal", "Reshape", "Size", "Slice", "Sqrt",
      "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor")
 )  # fmt: skip
 

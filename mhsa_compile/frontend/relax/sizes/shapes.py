@@ -134,21 +134,23 @@ class ShapeOperators:
         if not any(isinstance(value, SizeValues) for value in inputs):
             kinds = {str(value.ty.dtype) for value in inputs}
             constant = all(isinstance(value, tvm.ir.GenericConst) for value in inputs)
-            if constant or not kinds <= {"int64", "int32"}:
+            if constant or not kinds <= {"int64", "int32", "float32", "float64"}:
                 return None
         sizes = [entries_of(value) for value in inputs]
         kind = next(size.dtype if size else str(v.ty.dtype) for size, v in zip(sizes, inputs, strict=True))
         bounds: list[Any] = []
         for value, size in zip(inputs, sizes, strict=True):
             if size is None and not kind.startswith("int"):
-                return None
+                return self._counted_by_tensors(inputs, kind)
             bounds.append(self._names.of_tensor(value, 1)[0] if size is None else size.entries.reshape(-1)[0])
         start, end, step = bounds
         if kind.startswith("int"):
             start, end, step = (bound.astype("int64") for bound in bounds)
             steps = number(step)
-            if steps is None or not steps:
-                raise unknown("Range", "a constant delta", attributes)
+            if steps is None:
+                return self._counted_by_tensors(inputs, kind)
+            if not steps:
+                raise unknown("Range", "a delta that is not 0", attributes)
             count = ceil_div(end - start if steps > 0 else start - end, int(abs(steps)))
         else:
             count = tirx.ceil((end - start).astype("float64") / step.astype("float64")).astype("int64")
@@ -164,6 +166,24 @@ class ShapeOperators:
             return te.compute((length,), lambda i: (start + i.astype(str(start.ty.dtype)) * step).astype(kind), "range")
 
         return emitted(self._bb, ascending, length, start, step, name="range")
+
+    def _counted_by_tensors(self, inputs: list[Any], kind: str) -> Any:
+        """Range of floats of which a call brings some, or by a delta that it brings."""
+        bounds = [self._bb.normalize(relax.op.reshape(as_tensor(self._bb, value), [1])) for value in inputs]
+
+        def steps(start: Any, end: Any, step: Any) -> Any:
+            def count(i: Any) -> Any:
+                wide = [bound[i].astype("float64") for bound in (start, end, step)]
+                return tirx.max(tirx.ceil((wide[1] - wide[0]) / wide[2]), tirx.const(0, "float64")).astype("int64")
+
+            return te.compute((1,), count, "steps")
+
+        length = self._names.of_tensor(emitted(self._bb, steps, *bounds, name="steps"), 1)[0]
+
+        def ascending(length: Any, start: Any, end: Any, step: Any) -> Any:
+            return te.compute((length,), lambda i: start[0] + i.astype(kind) * step[0], "range")
+
+        return emitted(self._bb, ascending, length, *bounds, name="range")
 
     def _tiled(self, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         data, repeats = as_tensor(self._bb, inputs[0]), inputs[1]
