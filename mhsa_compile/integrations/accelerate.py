@@ -55,7 +55,7 @@ def accelerate(
                     short inputs, and a second copy of its weights. `report.linears` has a row for each
     check           whether the first call of each kind (inputs, masks, single queries and others) of each layer is
                     held against PyTorch's: a layer that differs by more than rounding is PyTorch's from then on, and a
-                    warning names it. Attention of transformers' models is not held so
+                    warning names it. In models of transformers so is a kind of attention, whatever layers call it
 
     Raises InputError for a model in training mode or one that is accelerated, ModelError, TargetError; then the model
     is as it was.
@@ -75,7 +75,7 @@ def accelerate(
     report = AccelerationReport()
     try:
         with torch.random.fork_rng(devices=()):  # that a layer can be replaced is shown by a module like it
-            _replace_in_transformers(model, profile, report)
+            _replace_in_transformers(model, profile, report, check)
             _replace_layers(model, profile, report, check)
             report.rows += _others(model, report)
             if linears:
@@ -219,14 +219,14 @@ def _set_nested(encoder: nn.TransformerEncoder, use: bool) -> None:
     encoder.use_nested_tensor = use
 
 
-def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: AccelerationReport) -> None:
+def _replace_in_transformers(model: nn.Module, profile: TargetProfile, report: AccelerationReport, check: bool) -> None:
     """Replaces attention in the outermost models of transformers: what asks for it by name gets ours."""
     for name, found in _outermost(model):
         configs = {id(config): config for part in found.modules() for config in _configs(part)}
         undo = [partial(_set_attention, one, one._attn_implementation_internal) for one in configs.values()]
         why = _why_not_here(found)
         if not why:
-            report.registered.append(transformers_attention.Registration(profile))
+            report.registered.append(transformers_attention.Registration(profile, check))
             report.undo += undo
             try:
                 found.set_attn_implementation(transformers_attention.NAME)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.errors import InputError
+from mhsa_compile.integrations.attention_check import by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.call_table import TABLE
 
@@ -46,6 +47,7 @@ def attend(
     Raises InputError for what the artifact refuses.
     """
     _check_ranks(q, k, v, mask)
+    rest = (mask, sinks, scale, softcap, causal)
     H, G = q.shape[1], k.shape[1]
     kind = "bool" if mask is not None and mask.dtype == torch.bool else None if mask is None else "additive"
     call = AttentionCall(
@@ -60,6 +62,9 @@ def attend(
         mask=kind,
         sinks=sinks is not None,
     )
+    if TABLE.is_left(call):
+        return by_pytorch(q, k, v, *rest)
+    keys, values = k, v
     k_rows, v_rows = k.transpose(1, 2), v.transpose(1, 2)
     by_rows = TABLE.layout(call, k_rows, v_rows) == "rows"
     if by_rows:
@@ -72,7 +77,11 @@ def attend(
     if sinks is not None:
         inputs.append(sinks)
     y: Tensor = compiled(*inputs)
-    return y.view(y.shape[0], y.shape[1], H, v.shape[-1] // G if by_rows else v.shape[-1])
+    y = y.view(y.shape[0], y.shape[1], H, v.shape[-1] // G if by_rows else v.shape[-1])
+    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, q, keys, values, *rest)):
+        TABLE.leave(call, why)
+        return by_pytorch(q, keys, values, *rest)
+    return y
 
 
 def _check_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:

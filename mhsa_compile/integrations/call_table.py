@@ -6,6 +6,7 @@ Notation: B batch, L query length, S key length, H heads, G key/value heads, E h
 from __future__ import annotations
 
 import threading
+import warnings
 
 import torch
 from torch import Tensor
@@ -25,12 +26,17 @@ class CallTable:
         self._lock = threading.Lock()
         self._loaded: dict[tuple[AttentionCall, bool], CompiledAttention] = {}
         self._asked: dict[tuple[AttentionCall, bool, bool, bool], CompiledAttention] = {}  # siblings of these are there
+        self._checks, self._checked = True, set[tuple[object, ...]]()
+        self._left: set[AttentionCall] = set()
 
-    def use(self, target: str | TargetProfile) -> None:
-        """Sets the target that calls are compiled for from now on; what was compiled for another is let go."""
+    def use(self, target: str | TargetProfile, *, check: bool = True) -> None:
+        """Sets the target that calls are compiled for from now on; what was compiled for another is let go. `check`:
+        whether first calls are held against PyTorch's."""
         with self._lock:
+            self._checks = check
             if target != self._target:
                 self._target, self._loaded, self._asked = target, {}, {}
+                self._checked, self._left = set(), set()
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -50,6 +56,24 @@ class CallTable:
             found = self._loaded[(call.of_one_query, True) if one_query else (call, False)]
             self._asked[asked] = found
             return found
+
+    def is_first(self, call: AttentionCall, q: Tensor, mask: Tensor | None) -> bool:
+        """Whether this is the first call of its kind: one query or several, a mask of these axes; of q (B, H, L, E)."""
+        axes = None if mask is None else tuple(size == 1 for size in mask.shape)
+        kind = (call, q.shape[2] == 1, axes)
+        if not self._checks or kind in self._checked:
+            return False
+        self._checked.add(kind)
+        return True
+
+    def is_left(self, call: AttentionCall) -> bool:
+        """Whether calls of this kind are PyTorch's, since one of them was wrong."""
+        return bool(self._left) and call._replace(kv_layout="heads") in self._left
+
+    def leave(self, call: AttentionCall, why: str) -> None:
+        """Leaves calls of this kind to PyTorch, with a warning."""
+        self._left.add(call._replace(kv_layout="heads"))
+        warnings.warn(f"attention of {call.H} heads of {call.E}: {why}; PyTorch computes such calls", stacklevel=4)
 
     def layout(self, call: AttentionCall, k: Tensor, v: Tensor) -> Layout:
         """How to read k (B, S, G, E) and v, which are seen by rows: as they lie, and where they may be read either way,

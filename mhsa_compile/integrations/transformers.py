@@ -49,10 +49,12 @@ HARMLESS = frozenset(
 """Keywords that models hand down to attention and that say nothing to it."""
 
 
-def register(target: str | TargetProfile = "native") -> None:
+def register(target: str | TargetProfile = "native", *, check: bool = True) -> None:
     """Makes "mhsa" an attention implementation of transformers, in this process.
 
     target   what to compile for: a name, a path of a profile, or a TargetProfile
+    check    whether the first call of a kind is held against PyTorch's arithmetic: where it differs by more than
+             rounding, PyTorch computes such calls from then on, and a warning says so
 
     The first call of a kind (heads, head dims, dtype, scale, mask or none, ...) compiles it, which takes seconds; no
     batch and no length compiles anything. Raises TargetError, and InstallationError without transformers.
@@ -62,7 +64,7 @@ def register(target: str | TargetProfile = "native") -> None:
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise InstallationError("transformers", "version 5 or later", str(error), "pip install transformers") from error
-    TABLE.use(target if isinstance(target, TargetProfile) else load_profile(target))
+    TABLE.use(target if isinstance(target, TargetProfile) else load_profile(target), check=check)
     attention_operator.define()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # bool (B, 1, L, S), or None where `attention_forward` knows
@@ -71,12 +73,12 @@ def register(target: str | TargetProfile = "native") -> None:
 class Registration:
     """That "mhsa" is registered for a target: a copy that is unpickled in another process sees to it there."""
 
-    def __init__(self, target: TargetProfile) -> None:
-        self._target = target
-        register(target)
+    def __init__(self, target: TargetProfile, check: bool) -> None:
+        self._target, self._check = target, check
+        register(target, check=check)
 
     def __reduce__(self) -> Any:
-        return type(self), (self._target,)
+        return type(self), (self._target, self._check)
 
 
 def attention_forward(

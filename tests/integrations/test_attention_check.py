@@ -1,0 +1,85 @@
+"""First calls of attention in models of transformers are held against PyTorch's arithmetic."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from mhsa_compile.integrations import attention_check, attention_operator
+from mhsa_compile.integrations.attention_graph import AttentionCall
+from mhsa_compile.integrations.attention_operator import attend
+from mhsa_compile.integrations.call_table import CallTable
+from mhsa_compile.integrations.first_calls import difference
+
+B, H, G, L, S, E = 3, 4, 2, 7, 11, 16
+BOOL = torch.rand(B, 1, L, S) < 0.7
+SINKS = torch.randn(H)
+CALL = AttentionCall(H=H, G=G, E=E, F=E, dtype="float32", scale=0.25, softcap=0.0, causal=False, mask=None, sinks=False)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> CallTable:
+    table = CallTable()
+    monkeypatch.setattr(attention_operator, "TABLE", table)
+    return table
+
+
+def _tensors(length: int = L, keys: int = S) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(B, H, length, E), torch.randn(B, G, keys, E), torch.randn(B, G, keys, E)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sinks", "softcap", "causal"),
+    [
+        (None, None, 0.0, False),
+        (BOOL, SINKS, 5.0, False),
+        (torch.randn(1, H, L, S), None, 0.0, False),
+        (None, None, 0.0, True),
+    ],
+)
+def test_both_are_one_meaning_in_all_rows_and_in_some(
+    table: CallTable, mask: Any, sinks: Any, softcap: float, causal: bool
+) -> None:
+    q, k, v = _tensors()
+    rest = (mask, sinks, 0.25, softcap, causal)
+    y = attend(q, k, v, *rest, causal, False)
+    assert difference([y], [attention_check.by_pytorch(q, k, v, *rest)]) == ""
+    rows = torch.tensor([0, 2, 6])
+    assert difference([y[:, rows]], [attention_check.by_pytorch(q, k, v, *rest, rows)]) == ""
+    assert attention_check.why_wrong(y + 0.1, q, k, v, *rest)
+
+
+def test_a_wrong_kind_is_pytorchs_from_then_on(table: CallTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    get, calls = table.get, []
+
+    def with_a_fault(*arguments: Any, **options: Any) -> Any:
+        compiled = get(*arguments, **options)
+
+        def run(*inputs: Any) -> torch.Tensor:
+            calls.append(len(inputs))
+            result: torch.Tensor = compiled(*inputs)
+            return result * 1.5
+
+        return run
+
+    monkeypatch.setattr(table, "get", with_a_fault)
+    q, k, v = _tensors()
+    rest = (None, None, 0.25, 0.0, False)
+    expected = attention_check.by_pytorch(q, k, v, *rest)
+    with pytest.warns(UserWarning, match="attention of 4 heads of 16: a result is off by"):
+        assert torch.equal(attend(q, k, v, *rest, False, False), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(attend(q, k, v, *rest, False, False), expected)
+    assert len(calls) == 1
+
+
+def test_a_kind_is_looked_at_once_and_not_at_all_where_it_is_switched_off(table: CallTable) -> None:
+    q = _tensors()[0]
+    assert table.is_first(CALL, q, BOOL) and not table.is_first(CALL, q, BOOL)
+    assert table.is_first(CALL, q[:, :, :1], BOOL) and table.is_first(CALL, q, BOOL[:1])
+    table.use("native", check=False)
+    assert not table.is_first(CALL, q, None)
