@@ -31,6 +31,7 @@ from mhsa_compile.errors import DeviceError, InstallationError
 from mhsa_compile.records.device import Device, GpuDevice
 from mhsa_compile.runtime import cuda_devices, tvm_runtime
 from mhsa_compile.target import host
+from mhsa_compile.tuning.measure.spoken_connections import SpokenConnections
 
 LOOPBACK = "127.0.0.1"
 DEVICE = "mhsa.device"
@@ -135,7 +136,8 @@ def serve(
 ) -> NoReturn:
     """Answers connections one after another, for ever, and offers itself to a tracker under `key`.
 
-    `threads` is what a call uses. What goes wrong in a connection ends that connection.
+    `threads` is what a call uses. What goes wrong in a connection ends that connection, and one that does not say who
+    it is keeps nobody waiting.
     """
     _load(threads, emulated)
     if tracker is not None:
@@ -146,14 +148,15 @@ def serve(
     home = os.getcwd()
     address, port = listening.getsockname()[:2]
     told = None if ip_address(address).is_unspecified else address  # or what the tracker sees
-    while True:
-        try:
-            # The body of TVM's own server. It returns by an exception: when a connection's fork ended badly, when the
-            # tracker stayed away for a minute, and at a handshake that is none.
-            server._listen_loop(listening, port, key, tracker, None, told)
-        except Exception as error:
-            _LOG.info("%s", error)
-        os.chdir(home)  # from that connection's folder, which is gone
+    with SpokenConnections(listening) as spoken:
+        while True:
+            try:
+                # The body of TVM's own server. It returns by an exception: when a connection's fork ended badly, when
+                # the tracker stayed away for a minute, and at a handshake that is none.
+                server._listen_loop(spoken, port, key, tracker, None, told)
+            except Exception as error:
+                _LOG.info("%s", error)
+            os.chdir(home)  # from that connection's folder, which is gone
 
 
 def child(threads: int) -> NoReturn:
