@@ -334,10 +334,15 @@ def _versions(profile: TargetProfile) -> dict[str, str]:
 
 
 def _dump(folder: Path, read: Source, imported: Any, scheduled: Any, profile: TargetProfile) -> None:
-    """Writes what passes between the stages into a folder, in order."""
+    """Writes what passes between the stages into a folder, in order, each file whole or not at all. Raises
+    OutputError."""
     import onnx
 
-    onnx.save(read.model, folder / "1_exported.onnx")
-    (folder / "2_imported.py").write_text(imported.module.script(), encoding="utf-8")
-    (folder / "3_scheduled.py").write_text(scheduled.module.script(), encoding="utf-8")
-    (folder / "4_target.toml").write_text(profile.to_toml(), encoding="utf-8")
+    with atomic_write.written(folder / "1_exported.onnx", "dump") as file:
+        onnx.save(read.model, file)
+    for name, text in (
+        ("2_imported.py", imported.module.script()),
+        ("3_scheduled.py", scheduled.module.script()),
+        ("4_target.toml", profile.to_toml()),
+    ):
+        atomic_write.write(folder / name, text.encode(), "dump")

@@ -1,8 +1,8 @@
 """Folders and files that are written whole or not at all, and what processes that died while they wrote have left.
 
-A folder is made beside its place and renamed into it. While it is made its process holds a lock on it (flock), which
-ends with the process however that ends: so whoever comes next sees which folders nobody is making any more, and removes
-them.
+Each is made beside its place and renamed into it. While it is made its process holds a lock on it (flock), which ends
+with the process however that ends: so whoever next makes one of the same name sees which ones nobody is making any
+more, and removes them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,7 +68,7 @@ def temporary() -> Unfinished:
 
 
 def sweep(parent: Path, name: str) -> None:
-    """Removes the folders that processes of this user, dead since, left while they made `name` in `parent`."""
+    """Removes what processes of this user, dead since, left while they made `name` in `parent`."""
     ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}({re.escape(_ASIDE)})?")
     with suppress(OSError):
         for entry in os.scandir(parent):
@@ -77,11 +78,15 @@ def sweep(parent: Path, name: str) -> None:
 
 def _remove_if_left(path: Path) -> None:
     with suppress(OSError):
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if os.fstat(handle).st_uid == os.geteuid():
+            found = os.fstat(handle)
+            if found.st_uid == os.geteuid():
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its maker lives
-                shutil.rmtree(path, ignore_errors=True)
+                if stat.S_ISDIR(found.st_mode):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif stat.S_ISREG(found.st_mode):
+                    path.unlink()
         finally:
             os.close(handle)
 
@@ -159,7 +164,7 @@ def unwritable(folder: Path, error: OSError) -> OutputError:
 
 def check_file(path: Path, argument: str) -> None:
     """Whether a file may be written as `path`, in place of the one that may be there. Raises OutputError."""
-    for name in (path, path.parent / f".{path.name}.{'0' * 8}"):
+    for name in (path, path.parent / f".{path.name}.{'0' * 8}{_SUFFIX}"):
         places.check_possible(name, OutputError, argument)
     if not places.is_folder(path.absolute().parent):
         raise OutputError(argument, "a file in a folder that exists", str(path), f"Create {path.parent} first.")
@@ -173,18 +178,39 @@ def written(path: Path, argument: str) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well. Raises OutputError, and leaves what was there."""
     check_file(path, argument)
     path = places.resolved(path, OutputError, argument)  # a link stays one
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with staged.open("w+b") as file:
+        with _unfinished_file(path) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        staged.replace(path)
+            os.replace(file.name, path)
     except MhsaError:
         raise
     except OSError as error:
-        hint = "Free some space, or choose another place with -o. What was there is as it was."
+        hint = "Free some space, or choose another place. What was there is as it was."
         raise OutputError(argument, "room for it, and permission", error.strerror or str(error), hint) from error
-    finally:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
+
+
+def write(path: Path, data: bytes, argument: str) -> None:
+    """Writes a file, whole or not at all; see `written`."""
+    with written(path, argument) as file:
+        file.write(data)
+
+
+@contextmanager
+def _unfinished_file(path: Path) -> Iterator[BinaryIO]:
+    """`.NAME.xxxxxxxx.unfinished` beside a path, for writing; it is gone when the block ends, unless it was renamed."""
+    sweep(path.parent, path.name)
+    while True:
+        staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
+        with staged.open("x+b") as file:
+            try:
+                with suppress(OSError):  # a file system without locks: then it is nobody's to sweep, either
+                    fcntl.flock(file, fcntl.LOCK_SH)
+                if not _is_at(file.fileno(), staged):  # swept, before it was locked
+                    continue
+                yield file
+                return
+            finally:
+                with suppress(OSError):
+                    staged.unlink(missing_ok=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from mhsa_compile.errors import OutputError
 from mhsa_compile.integrations.weight_state import WeightStates
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 
@@ -31,10 +33,14 @@ class BoundWeights(Generic[Kind]):
     ) -> None:
         self._weights, self._why_not, self._bind = weights, why_not, bind
         self._lock = threading.Lock()
-        self._bound: tuple[WeightStates, dict[Kind, CompiledAttention]] = (WeightStates(), {})
+        self._bound: tuple[WeightStates, dict[Kind, CompiledAttention | str]] = (WeightStates(), {})
 
     def get(self, kind: Kind) -> CompiledAttention | str:
-        """The artifact for this kind of call, with the weights as they are now; or why none can have them."""
+        """The artifact for this kind of call, with the weights as they are now; or why none can have them.
+
+        Where no file can grow, which compiling and loading need, a warning says so, and so it stays until the weights
+        change or are forgotten: to try with each call would cost seconds.
+        """
         weights = tuple(self._weights())
         states, artifacts = self._bound
         if kind in artifacts and states.hold(weights):
@@ -46,9 +52,19 @@ class BoundWeights(Generic[Kind]):
                     return reason
                 states, artifacts = WeightStates(weights), {}
             if kind not in artifacts:
-                artifacts = {**artifacts, kind: self._bind(kind)}
+                artifacts = {**artifacts, kind: self._bound_or_why(kind)}
                 self._bound = (states, artifacts)
             return artifacts[kind]
+
+    def _bound_or_why(self, kind: Kind) -> CompiledAttention | str:
+        try:
+            return self._bind(kind)
+        except OutputError as error:
+            why = f"no room for what is compiled ({error.argument}: {error.got})"
+            warnings.warn(
+                f"{why}; PyTorch computes such calls until mhsa.accelerate again. {error.next_step}", stacklevel=5
+            )
+            return why
 
     def forget(self) -> None:
         """Lets go of what is bound: the next call binds the weights again."""

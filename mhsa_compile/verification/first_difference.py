@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from mhsa_compile.files.atomic_write import written
 from mhsa_compile.verification.evaluators import Evaluators
 from mhsa_compile.verification.file_check import Difference, Run, check_file
 
@@ -114,7 +115,8 @@ def _named(node: onnx.NodeProto) -> str:
 
 
 def keep(folder: Path, difference: Difference) -> None:
-    """Writes what differs to a folder: the inputs, and the output as it came and as it should be."""
+    """Writes what differs to a folder: the inputs, and the output as it came and as it should be. Raises
+    OutputError."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays: Mapping[str, np.ndarray] = {
         **{f"input.{name}": array for name, array in difference.inputs.items()},
@@ -122,4 +124,5 @@ def keep(folder: Path, difference: Difference) -> None:
         "got": difference.actual,
     }
     as_numpy = {n: a.astype(np.float32) if str(a.dtype) == "bfloat16" else a for n, a in arrays.items()}
-    np.savez(folder / "5_mismatch.npz", **as_numpy)  # type: ignore[arg-type]  # its stub mistakes the names
+    with written(folder / "5_mismatch.npz", "dump") as file:
+        np.savez(file, **as_numpy)  # type: ignore[arg-type]  # its stub mistakes the names

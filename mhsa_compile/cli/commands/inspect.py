@@ -10,6 +10,8 @@ import typer
 
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import OutputError, TargetError
+from mhsa_compile.files import places
+from mhsa_compile.files.atomic_write import write
 from mhsa_compile.target import host
 
 if TYPE_CHECKING:
@@ -125,11 +127,9 @@ def _save(text: str, out: Path) -> None:
     """Writes a profile to a file that is not there yet."""
     if out.suffix != ".toml":
         raise OutputError("-o", "a file named .toml: its name becomes the target's", repr(str(out)))
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise OutputError("-o", "a file that is not there yet", repr(str(out)), "Choose another name.") from None
+    if places.is_there(out):
+        raise OutputError("-o", "a file that is not there yet", repr(str(out)), "Choose another name.")
+    write(out, text.encode(), "-o")
 
 
 def _findings(profile: CpuProfile) -> str:

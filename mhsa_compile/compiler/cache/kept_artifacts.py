@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mhsa_compile.compiler.cache import turns
 from mhsa_compile.compiler.cache.turns import Turn
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files import atomic_write
@@ -28,6 +29,7 @@ from mhsa_compile.target import data_paths
 SWITCH = "MHSA_CACHE"
 LIMIT = 2 * 2**30
 """Bytes of all entries together; the least recently used go first. Layers have a few MB, small models some hundred."""
+_DROPPED = "dropped"  # the name of an entry while it is deleted
 _KEY_LENGTH = 64  # of a sha256 in hexadecimal digits
 
 MakeWeights = Callable[[Manifest, Path], None]
@@ -123,15 +125,17 @@ def clear() -> list[KeptArtifact]:
 
 def drop(place: Path) -> None:
     """Deletes an entry; nobody sees half of one."""
-    with suppress(OSError), Unfinished(place.parent, "dropped", 0o700) as aside:
+    with suppress(OSError), Unfinished(place.parent, _DROPPED, 0o700) as aside:
         place.rename(aside / place.name)
 
 
 def _bound(root: Path) -> None:
     """Drops the least recently used entries until the others fit, and what dead processes left half-written."""
-    for name in {place.name[1 : _KEY_LENGTH + 1] for place in root.iterdir() if place.name.startswith(".")}:
-        if _is_key(name):
-            atomic_write.sweep(root, name)
+    left = {place.name.split(".")[1] for place in root.iterdir() if place.name.startswith(".")}
+    for name in filter(_is_key, left):
+        atomic_write.sweep(root, name)
+        turns.sweep(root, name)
+    atomic_write.sweep(root, _DROPPED)
     total = 0
     for entry in entries():
         total += entry.size

@@ -23,7 +23,7 @@ class Turn:
     """The turn to compile what has this key, until it is over."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._path = folder / f".{key}.lock"
+        self._path = _place(folder, key)
         self._handle = -1
 
     def take(self) -> None:
@@ -58,3 +58,15 @@ class Turn:
             return False
         self._handle = handle
         return True
+
+
+def sweep(folder: Path, key: str) -> None:
+    """Removes the lock of a process that died in its turn."""
+    turn = Turn(folder, key)
+    with suppress(OSError):
+        if _place(folder, key).exists() and turn._taken():
+            turn.over()
+
+
+def _place(folder: Path, key: str) -> Path:
+    return folder / f".{key}.lock"

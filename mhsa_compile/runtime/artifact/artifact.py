@@ -108,9 +108,14 @@ class Artifact:
         Raises OutputError, and ArtifactError where its own files changed since it was opened; what was there stays.
         """
         folder = places.resolved(path, OutputError, "output folder")
-        with replaced(folder, force, MANIFEST) as staged, self._opened_again() as files:
-            files.copy(staged)
+        with replaced(folder, force, MANIFEST) as staged:
+            self.copy(staged)
         return Artifact(folder, self.manifest)
+
+    def copy(self, folder: Path) -> None:
+        """Copies its files to a folder that is there. Raises ArtifactError and OSError."""
+        with self._opened_again() as files:
+            files.copy(folder)
 
 
 class OpenArtifact:

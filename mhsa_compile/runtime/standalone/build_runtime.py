@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.files import user_folders
+from mhsa_compile.files.atomic_write import Unfinished
 from mhsa_compile.target import environment, zig
 
 LIBRARY = "libtvm_runtime.so"
@@ -42,8 +42,8 @@ def built(triple: str, tvm: Path, tvm_ffi: Path, progress: Callable[[str], None]
     if not library.is_file():
         progress(f"build TVM's runtime for {triple}: a minute or two, once")
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
-            made = _build(triple, tvm, tvm_ffi, Path(place))
+        with Unfinished(folder, "build") as place:
+            made = _build(triple, tvm, tvm_ffi, place)
             made.replace(library)  # two builds at once give the same bytes
     return library
 

@@ -84,7 +84,8 @@ def bundle(
     headers = runtimes.package_folder("tvm_ffi") / "include"
     triple = artifact.manifest.target.link.triple
     with replaced(folder, force, f"{_ARTIFACT}/{MANIFEST}") as staged:
-        artifact.save(staged / _ARTIFACT)
+        (staged / _ARTIFACT).mkdir()
+        artifact.copy(staged / _ARTIFACT)
         shutil.copytree(_FILES, staged, dirs_exist_ok=True)
         _copy_headers(headers, staged)
         (staged / "lib").mkdir()

@@ -11,8 +11,6 @@ plain `python -m tvm.exec.rpc_server`, which can say less of itself.
 from __future__ import annotations
 
 import queue
-import shutil
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from mhsa_compile.errors import DeviceError, OutputError
-from mhsa_compile.files import atomic_write
+from mhsa_compile.files import atomic_write, room
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Isa
 from mhsa_compile.runtime import cuda_devices
@@ -84,9 +82,9 @@ def local(threads: int | None = None, *, patience: float = PATIENCE) -> Iterator
     """
     count = host.thread_count(threads)
     with atomic_write.temporary() as folder:
-        if (free := shutil.disk_usage(folder).free) < _ROOM:
-            hint = "Free some space, or choose another place with TMPDIR."
-            raise OutputError(repr(tempfile.gettempdir()), "room for libraries", f"{free // 2**20} MiB free", hint)
+        if (why := room.without_room(folder, _ROOM)) is not None:
+            hint = "Free some space, lift the limit on sizes of files, or choose another place with TMPDIR."
+            raise OutputError(repr(str(folder.parent)), f"room for {_ROOM // 2**20} MiB of libraries", why, hint)
         child = Child(count, folder)
         try:
             yield RpcSession(child, patience)
