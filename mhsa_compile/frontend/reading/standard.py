@@ -38,6 +38,8 @@ _CONVOLUTION = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strid
 _COORDINATES = ("align_corners", "asymmetric", "half_pixel", "pytorch_half_pixel", "tf_crop_and_resize")
 _NOT_DOUBLE = frozenset(("bfloat16", "float16", "float32"))
 
+_QUANTISED = frozenset(("bfloat16", "float16", "float32", "int8", "uint8"))
+
 _SIGNED = frozenset(("bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64"))
 
 STANDARD: dict[str, Row] = {
@@ -61,6 +63,7 @@ STANDARD: dict[str, Row] = {
     "Constant": row("value", "value_float", "value_floats", "value_int", "value_ints", inputs=0),
     "ConstantOfShape": row("value"),
     "Conv": row(*_CONVOLUTION, inputs=3),
+    "ConvInteger": row(*_CONVOLUTION, inputs=4),
     "ConvTranspose": row(*_CONVOLUTION, "output_padding", inputs=3),
     "CumProd": row("exclusive", "reverse", inputs=2),
     "CumSum": row("exclusive", "reverse", inputs=2),
@@ -106,6 +109,8 @@ STANDARD: dict[str, Row] = {
     "OneHot": row("axis", inputs=3, constants=(1, 2)),
     "Pad": row("mode", inputs=4, constants=(2,), condition=conditions.no_wrap_inwards),
     "Pow": row(inputs=2, condition=conditions.floating_base),
+    "QLinearConv": row(*_CONVOLUTION, inputs=9, condition=conditions.finite_scales),
+    "QLinearMatMul": row(inputs=8, dtypes=_QUANTISED, condition=conditions.finite_scales),
     "QuantizeLinear": row("axis", "output_dtype", inputs=3, condition=conditions.finite_scales),
     "RMSNormalization": row("axis", "epsilon", "stash_type", inputs=2, condition=conditions.an_axis_left),
     "RNN": row(*_RECURRENT, inputs=6, outputs=2, condition=conditions.not_of_doubles),

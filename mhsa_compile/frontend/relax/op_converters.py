@@ -13,6 +13,7 @@ from mhsa_compile.frontend.relax.contractions import contraction
 from mhsa_compile.frontend.relax.edge_converters import EDGES
 from mhsa_compile.frontend.relax.gathering import gather_within_bounds
 from mhsa_compile.frontend.relax.plain_converters import PLAIN
+from mhsa_compile.frontend.relax.quantised import QUANTISED
 
 
 def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -113,6 +114,7 @@ def _clamped(constant: Any) -> list[int]:
 CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     **EDGES,
     **PLAIN,
+    **QUANTISED,
     "Cast": cast_of_floats,
     "Concat": concat_of_dims_that_must_agree,
     "Expand": expand_to_constants,
