@@ -471,3 +471,22 @@ def test_a_constant_mask_that_hides_nothing_is_no_mask() -> None:
     assert compiled.manifest.semantics[0].static_mask is None
     assert [op.kernel for op in compiled.manifest.ops] == ["cpu.decode"]
     torch.testing.assert_close(compiled(q, k, v), LastQuery()(q, k, v))
+
+
+@pytest.mark.parametrize(("shift", "fused"), [(0.5, True), (1e6, False)])
+def test_halves_whose_scores_are_float32_and_shifted(shift: float, fused: bool) -> None:
+    """As FlexAttention is defined: a number added to all scores changes no softmax, unless it rounds them away."""
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 23]>
+    g (float16[2,3,5,8] q, float16[2,3,8,6] k, float16[2,3,6,8] v) => (float[2,3,5,8] y) <float shift = {{{shift}}}> {{
+        s = MatMul(q, k)  wide = Cast <to=1> (s)  scores = Add(wide, shift)  p = Softmax(scores)
+        values = Cast <to=1> (v)  y = MatMul(p, values) }}""")
+    canonical = canonicalize(model)
+    assert [block.fused for block in canonical.blocks] == [fused]
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 3, 5, 8), "k": (2, 3, 8, 6), "v": (2, 3, 6, 8)}
+    inputs = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    q, k, v = (array.astype(np.float64) for array in inputs.values())
+    powers = np.exp(q @ k)
+    np.testing.assert_allclose(
+        oracle(canonical.model, inputs)[0], powers / powers.sum(-1, keepdims=True) @ v, rtol=1e-6
+    )

@@ -77,6 +77,12 @@ def collect(rewriter: Rewriter, known: Known, found: list[Added | Selected], of:
     return masks
 
 
+def shifts_all(known: Known, mask: Added | Selected) -> bool:
+    """Whether a mask adds one number to all scores, which a softmax does not mind, unless there are sinks."""
+    number = known.scalar(mask.name) if isinstance(mask, Added) else None
+    return number is not None and abs(number) < -HIDES  # of larger ones the sums are rounded
+
+
 def _of_each_entry(rewriter: Rewriter, mask: Added, of: AttentionOperands) -> str:
     """(B, 1 or H, L, S) of a mask of W windows: entry b has that of window b mod W. Raises NotRecognised."""
     graph, name, windows = rewriter.graph, mask.name, mask.windows

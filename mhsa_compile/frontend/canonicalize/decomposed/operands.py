@@ -56,7 +56,8 @@ def operands(
         raise NotRecognised(f"the values are {dtype}, not {', '.join(DTYPES)}")
     query, query_factor = without_factor(rewriter, known, product.input[0])
     key, key_factor = without_factor(rewriter, known, product.input[1])
-    query, key = (_of_dtype(graph, name, dtype) for name in (query, key))
+    kinds = [graph.dtype(name) for name in product.input]  # without factors they may be new, and nobody knows theirs
+    query, key = (_of_dtype(rewriter, *one, dtype) for one in zip((query, key), kinds, strict=True))
     if apart:
         key = _swapped(rewriter, key, rank)
         query, key, value = (_of_heads(rewriter, name, apart) for name in (query, key, values))
@@ -117,13 +118,18 @@ def without_factor(rewriter: Rewriter, known: Known, name: str) -> tuple[str, fl
     return name, 1.0
 
 
-def _of_dtype(graph: GraphView, name: str, dtype: str) -> str:
-    """The value before it was cast up, where the values are of the dtype it had."""
+def _of_dtype(rewriter: Rewriter, name: str, kind: str | None, dtype: str) -> str:
+    """The value before it was cast up, where the values are of the dtype it had; cast up where they are wider, as where
+    the scores are, and not what they are of. Raises NotRecognised."""
+    graph = rewriter.graph
     cast = graph.producer(name, "Cast")
     if cast is not None and graph.dtype(name) != dtype:
-        name = cast.input[0]
-    if graph.producer(name) is not None and graph.dtype(name) not in (dtype, None):
-        raise NotRecognised(f"{name!r} is {graph.dtype(name)}, the values are {dtype}")
+        name, kind = cast.input[0], graph.dtype(cast.input[0])
+    kind = graph.dtype(name) or kind
+    if kind in ("float16", "bfloat16") and dtype == "float32":
+        return rewriter.node("Cast", name, to=onnx.TensorProto.FLOAT)
+    if kind not in (dtype, None):
+        raise NotRecognised(f"{name!r} is {kind}, the values are {dtype}")
     return name
 
 

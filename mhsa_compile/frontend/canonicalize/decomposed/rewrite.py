@@ -60,7 +60,8 @@ def _rewrite_one(rewriter: Rewriter, known: Known, softmax: onnx.NodeProto, defi
     scores = scores_before(rewriter.graph, known, beside.scores)
     found = operands(rewriter, known, scores.product, product.input[1], scores.apart)
     last, output = _result(rewriter.graph, product, scores.apart)
-    masks = masking.collect(rewriter, known, scores.masks, found)
+    kept = [mask for mask in scores.masks if beside.sinks or not masking.shifts_all(known, mask)]
+    masks = masking.collect(rewriter, known, kept, found)
     scale = float(np.float32(scores.scale * found.factor))
     if scale <= 0:
         raise NotRecognised(f"the scores are scaled by {scale:g}")
@@ -131,6 +132,8 @@ def _fitted(rewriter: Rewriter, masks: masking.Masks, found: AttentionOperands) 
         proven &= all(
             d == 1 or (d is not None and d == f) for d, f in zip(reversed(dims), reversed(full), strict=False)
         )
+    if not rank:
+        raise NotRecognised("one number that a call brings is added to all scores")
     if found.rank == 3 and rank == 3:  # (N, L, S) over (N, 1, L, S)
         mask = rewriter.node("Unsqueeze", mask, rewriter.constant([1], "int64"))
     return mask if proven or mask in graph.inputs else _expanded(rewriter, mask, found)
