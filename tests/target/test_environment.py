@@ -83,6 +83,17 @@ def test_the_wheel_brings_its_data(tmp_path: Path) -> None:
     assert (unpacked / "mhsa_compile/py.typed").is_file()
 
 
+def test_an_editable_installation_leaves_no_folder_of_this_packages_name(tmp_path: Path) -> None:
+    """Data without code in site-packages would be found in its place."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel:editable", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=Path(__file__).parents[2], check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = {Path(name).parts[0] for name in wheel.namelist()}
+        path = next(name for name in names if name.endswith(".pth"))
+        assert wheel.read(path).decode().strip() == str(Path(__file__).parents[2])
+    assert "mhsa_compile" not in names
+
+
 def test_versions_are_read_from_packages_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {name: installation.installed_version(name) for name in ("apache-tvm", "apache-tvm-ffi", "numpy", "msgspec")}
 
