@@ -43,7 +43,9 @@ def compile_source(
         typer.Option("--check/--no-check", help="Run it once against another evaluation of SOURCE, an .onnx file."),
     ] = None,
     seed: options.Seed = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Each operation in a row, and all notes.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Each operation in a row, all notes, and the seconds of each stage.")
+    ] = False,
     json: options.Json = False,
     spec: SpecFlags,
 ) -> None:
@@ -56,7 +58,7 @@ def compile_source(
 
     fields, sizes = spec.stated(), dims.stated()
     check_place(places.resolved(out, OutputError, "-o"), force, MANIFEST)  # before the work, not after it
-    started = time.perf_counter()
+    started, stages = time.perf_counter(), dict[str, float]()
     artifact = sources.compile_with_progress(
         source,
         fields,
@@ -69,22 +71,25 @@ def compile_source(
         records=records,
         cache=cache,
         check=check,
+        seconds=stages,
     )
     artifact.save(out, force=force)
-    _report(out, artifact, time.perf_counter() - started, verbose, json)
+    _report(out, artifact, time.perf_counter() - started, stages, verbose, json)
 
 
-def _report(out: Path, artifact: Artifact, seconds: float, verbose: bool, json: bool) -> None:
+def _report(out: Path, artifact: Artifact, seconds: float, stages: dict[str, float], verbose: bool, json: bool) -> None:
     from mhsa_compile.cli.common import op_table
 
     manifest = artifact.manifest
     if json:
         said = {"artifact": out, "target": manifest.target.name, "seconds": seconds, "ops": manifest.ops}
-        said |= {"check": manifest.check, "slow": manifest.slow}
+        said |= {"check": manifest.check, "slow": manifest.slow, "stages": stages}
         output.print_json(said | {"attention": manifest.attention, "fused": sum(b.fused for b in manifest.attention)})
         return
     title = f"{out} for {manifest.target.name}, {seconds:.1f} s"
     output.print_table(title, op_table.COLUMNS, op_table.rows(manifest, verbose=verbose))
+    if verbose:
+        output.line("seconds: " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in stages.items()))
     fused = sum(block.fused for block in manifest.attention)
     output.line(f"{fused} of {len(manifest.attention)} attention blocks fused")
     if manifest.check is not None and manifest.spec is None:

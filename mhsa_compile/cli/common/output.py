@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -66,22 +67,30 @@ def assignments(pairs: Mapping[str, object]) -> str:
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """A function to call at the start of each stage: spinners with times on a terminal, plain lines elsewhere."""
+def stages(seconds: dict[str, float] | None = None) -> Iterator[Callable[[str], None]]:
+    """A function to call at the start of each stage: spinners with times on a terminal, plain lines elsewhere.
+
+    `seconds` is told how long each took.
+    """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        clock: list[tuple[str, float]] = []
 
         def start(stage: str) -> None:
             if not console.is_terminal:
                 line(stage, err=True)
             finish()
+            clock.append((stage, time.perf_counter()))
             progress.add_task(printable(stage), total=1)
 
         def finish() -> None:
+            if clock and seconds is not None:
+                stage, began = clock[-1]
+                seconds[stage] = time.perf_counter() - began
             for task in progress.task_ids:
                 progress.update(task, completed=1)
 

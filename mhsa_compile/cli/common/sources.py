@@ -76,10 +76,11 @@ def compile_with_progress(
     dump: Path | None = None,
     cache: bool = True,
     check: bool | None = None,
+    seconds: dict[str, float] | None = None,
 ) -> Artifact:
     """The whole flow, from a command's arguments to an artifact that is not saved yet; weights of a spec are random.
 
-    Of a file only `fields["outputs"]` may be stated: what a call returns.
+    Of a file only `fields["outputs"]` may be stated: what a call returns. `seconds` is told how long each stage took.
     """
     from mhsa_compile.spec.outputs import layer_words
     from mhsa_compile.target.profile import load_profile
@@ -94,7 +95,7 @@ def compile_with_progress(
     if outputs is not None:
         layer_words(outputs) if isinstance(resolved, Path) else replace(resolved, outputs=outputs)
     require_compiler()
-    with output.stages() as stage:
+    with output.stages(seconds) as stage:
         stage("load PyTorch")
         import torch
 
