@@ -12,6 +12,7 @@
 
 A query that sees no key has an lse of -inf, an entropy of 0 and weights of 0. Where fewer than k keys are seen, the
 rest of top_k has the weight 0 and the key -1. A query that a call does not have (`rows=5` of 3) has weights of 0.
+Beside a cache S is its capacity C: `weights` have a column for each place of it, 0 where a sequence has no key.
 
 Of somebody else's graph the same words are of its attentions, the layers, which are counted from 0 in the graph's
 order: `entropy` is of every layer, `entropy@3` of the fourth, `entropy@-1` of the last. The arrays have the layer
