@@ -18,10 +18,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two entries of one name, {twice!r}")
     return entries
-
-
-def require_unique_tensors(raw: bytes | bytearray | memoryview) -> None:
-    """The same for the header of a safetensors file, its length in front, of which `raw` is the beginning at least."""
-    size = int.from_bytes(raw[:8], "little")
-    if size <= len(raw) - 8:  # else safetensors itself says what is wrong
-        require_unique_keys(bytes(raw[8 : 8 + size]))

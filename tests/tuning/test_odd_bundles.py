@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.hostile_tensors import HOSTILE, SOUND
 
 from mhsa_compile.errors import BundleError
 from mhsa_compile.records.record import isa_of
@@ -69,6 +71,18 @@ def test_a_field_that_is_none(tmp_path: Path, files: dict[str, bytes], place: tu
     holder[place[-1]] = value
     with pytest.raises(BundleError, match=r"odd\.zip"):
         _open(tmp_path / "odd.zip", files, json.dumps(manifest).encode())
+
+
+@pytest.mark.parametrize("raw", [*HOSTILE.values(), SOUND], ids=[*HOSTILE, "other arrays"])
+def test_arrays_that_are_none_under_the_right_hash(tmp_path: Path, files: dict[str, bytes], raw: bytes) -> None:
+    manifest = json.loads(files["manifest.json"])
+    manifest["files"]["jobs/0.safetensors"] = hashlib.sha256(raw).hexdigest()
+    with zipfile.ZipFile(tmp_path / "odd.zip", "w") as bundle:
+        for name, data in {**files, "jobs/0.safetensors": raw, "manifest.json": json.dumps(manifest).encode()}.items():
+            bundle.writestr(name, data)
+    message = "an array 'input0'" if raw == SOUND else r"jobs/0\.safetensors: expected safetensors"
+    with WorkBundle.opened(tmp_path / "odd.zip") as work, pytest.raises(BundleError, match=message):
+        work.job(0)
 
 
 def test_one_field_twice(tmp_path: Path, files: dict[str, bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import zipfile
@@ -17,7 +18,6 @@ import pytest
 from support import measured
 
 from mhsa_compile.errors import BundleError, DeviceError, OutputError
-from mhsa_compile.files import atomic_write
 from mhsa_compile.records.record import isa_of
 from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning.measure import (
@@ -237,16 +237,17 @@ def test_results_that_do_not_belong_here_are_left_alone(
     refused(b"{}", "missing required field")
 
 
-def test_a_full_disk_is_named_and_nothing_is_half_written(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is written goes to a file beside its place first: here that is a device that is always full."""
-    monkeypatch.setattr(atomic_write.secrets, "token_hex", lambda _: "full")
+def test_a_full_disk_is_named_and_nothing_is_half_written(work: Path, tmp_path: Path) -> None:
+    """A limit on the sizes of files stands in for it."""
 
     def refused(name: str, action: Callable[[Path], object]) -> None:
-        (tmp_path / f".{name}.full").symlink_to("/dev/full")
-        with no_session(), pytest.raises(OutputError, match="room for it, and permission, got No space left on device"):
-            action(tmp_path / name)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+        try:
+            with no_session(), pytest.raises(OutputError, match="room for it, and permission, got File too large"):
+                action(tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert not list(tmp_path.iterdir())
 
     def create(path: Path) -> None:

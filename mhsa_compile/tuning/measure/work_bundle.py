@@ -19,21 +19,23 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import ml_dtypes
 import msgspec
 import numpy as np
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from mhsa_compile.errors import BundleError
 from mhsa_compile.files import input_files as files
 from mhsa_compile.files.atomic_write import written
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.files.unique_json import require_unique_keys, require_unique_tensors
+from mhsa_compile.files.unique_json import require_unique_keys
 from mhsa_compile.records.record import Isa
 from mhsa_compile.runtime.artifact.manifest import DType
+from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
 
 FORMAT = 1
@@ -219,12 +221,10 @@ class WorkBundle:
     def _arrays(self, name: str) -> dict[str, Array]:
         with reading(BundleError, f"bundle, {name}", "safetensors", COPY_AGAIN):
             raw = self._bundle.read(name)
-            require_unique_tensors(raw)
-            found = load(raw)
-        return {
-            key.removesuffix(_BFLOAT16): array.view(ml_dtypes.bfloat16) if key.endswith(_BFLOAT16) else array
-            for key, array in found.items()
-        }
+            return {
+                key.removesuffix(_BFLOAT16): array.view(ml_dtypes.bfloat16) if key.endswith(_BFLOAT16) else array
+                for key, array in read_tensors(BytesIO(raw), len(raw)).items()
+            }
 
 
 COPY_AGAIN = "Copy it again, or make it again."
