@@ -21,6 +21,7 @@ from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile.compiler.fallback import traces
 from mhsa_compile.compiler.fallback.any_address import at_any_address
+from mhsa_compile.compiler.fallback.binding_order import sizes_first
 from mhsa_compile.compiler.fallback.edges import EDGES
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
@@ -72,7 +73,7 @@ def legalized(module: Any, profile: TargetProfile, given: dict[str, Any]) -> Any
         relax.transform.DeadCodeElimination(),
     ]
     with tvm.target.Target(profile.tvm_config()):
-        return tvm.transform.Sequential(passes)(module)
+        return sizes_first(tvm.transform.Sequential(passes)(module))
 
 
 def _tuned(name: str, function: Function, shelf: RecordSet) -> tuple[Function | None, OpReport] | None:
