@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import onnx
     from torch import nn
 
+    from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
     from mhsa_compile.frontend.canonicalize.canonicalize import Canonical
     from mhsa_compile.frontend.relax.imported_module import ImportedModule
     from mhsa_compile.kernels.interface.ops import Op
@@ -141,45 +143,24 @@ def compile(
         canonical = _canonical(read, added, without_attention)
         read, imported = _imported(read, canonical, weights)
         tell("schedule")
-        from mhsa_compile.compiler import lower, package
-        from mhsa_compile.compiler.codegen import build
-
-        shelf = RecordSet(at_hand, profile)
-        try:
-            with reading(BuildError, "model", "operations that have code on this target", _REPORT):
-                scheduled = lower.schedule(imported, profile, shelf)
-        except BuildError as error:
-            _name_node(error, canonical.model, lambda part: lower.schedule(_parsed(part, weights), profile, shelf))
+        code = _Code(canonical.model, profile, RecordSet(at_hand, profile), weights)
+        scheduled = code.scheduled(imported)
         if dump is not None:
             _dump(Path(dump), read, imported, scheduled, profile)
         manifest = _manifest(read, canonical, imported, scheduled, profile)
         with _temporary_folder() as owner:
-            folder = owner.path
             tell("weights")
-            package.write(read.model, scheduled.weights, folder / WEIGHTS, folder / MODEL)
-            if read.spec is None and not added:
-                package.write_source(read.original, read.model, folder / WEIGHTS, folder / SOURCE)
+            _write_weights(owner.path, read, scheduled.weights, with_source=not added)
             tell("build")
-            try:
-                with reading(BuildError, "model", "code for this target", _REPORT):
-                    build.build(scheduled, profile, folder / MODULE)
-            except BuildError as error:
-
-                def built(part: onnx.ModelProto) -> None:
-                    build.build(lower.schedule(_parsed(part, weights), profile, shelf), profile, folder / MODULE)
-
-                _name_node(error, canonical.model, built)
+            code.build(scheduled, owner.path / MODULE)
             outcome = proof.OFF
             if is_checked:
                 tell("check")
-
-                def again(model: onnx.ModelProto) -> Artifact:
-                    options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
-                    return compile(model, profile, without_attention="accept", **options)
-
-                unchecked = Artifact.assemble(folder, manifest)
+                options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
+                again = partial(compile, target=profile, without_attention="accept", **options)
+                unchecked = Artifact.assemble(owner.path, manifest)
                 outcome = proof.checked(read, unchecked, again, None if dump is None else Path(dump))
-            artifact = Artifact.assemble(folder, msgspec.structs.replace(manifest, check=outcome), owner=owner)
+            artifact = Artifact.assemble(owner.path, msgspec.structs.replace(manifest, check=outcome), owner=owner)
         before.keep(artifact)
         return artifact
 
@@ -245,13 +226,54 @@ def _parsed(model: onnx.ModelProto, weights: str | None) -> ImportedModule:
     return importer.import_onnx(model, int8_weights=weights == "int8")
 
 
-def _name_node(error: BuildError, model: onnx.ModelProto, compiles: Callable[[onnx.ModelProto], object]) -> NoReturn:
-    """Raises what a user can act on where the graph has no code: the node's name, or else the error as it is."""
-    from mhsa_compile.compiler.failing_node import failing_node, refusal
+@dataclass(frozen=True)
+class _Code:
+    """What a canonical model becomes on a target. Where it has no code there, the error names a node that has none."""
 
-    if isinstance(error.__cause__, Exception) and (node := failing_node(model, compiles)) is not None:
-        raise refusal(node) from error
-    raise error
+    model: onnx.ModelProto
+    profile: TargetProfile
+    shelf: RecordSet
+    weights: str | None
+
+    def scheduled(self, imported: ImportedModule) -> LoweredModule:
+        """Its operations with kernels and configs. Raises BuildError and ModelError."""
+        try:
+            with reading(BuildError, "model", "operations that have code on this target", _REPORT):
+                return self._schedule(imported)
+        except BuildError as error:
+            self._name_node(error, lambda part: self._schedule(_parsed(part, self.weights)))
+
+    def build(self, scheduled: LoweredModule, path: Path) -> None:
+        """The library of it, in a file. Raises BuildError and ModelError."""
+        from mhsa_compile.compiler.codegen.build import build
+
+        try:
+            with reading(BuildError, "model", "code for this target", _REPORT):
+                build(scheduled, self.profile, path)
+        except BuildError as error:
+            self._name_node(error, lambda part: build(self._schedule(_parsed(part, self.weights)), self.profile, path))
+
+    def _schedule(self, imported: ImportedModule) -> LoweredModule:
+        from mhsa_compile.compiler import lower
+
+        return lower.schedule(imported, self.profile, self.shelf)
+
+    def _name_node(self, error: BuildError, compiles: Callable[[onnx.ModelProto], object]) -> NoReturn:
+        """Raises what a user can act on: the node's name, or else the error as it is."""
+        from mhsa_compile.compiler.failing_node import failing_node, refusal
+
+        if isinstance(error.__cause__, Exception) and (node := failing_node(self.model, compiles)) is not None:
+            raise refusal(node) from error
+        raise error
+
+
+def _write_weights(folder: Path, read: Source, weights: Sequence[str], *, with_source: bool) -> None:
+    """The weights and the graph; of somebody else's model, its own graph as well, with the same weights."""
+    from mhsa_compile.compiler import package
+
+    package.write(read.model, weights, folder / WEIGHTS, folder / MODEL)
+    if read.spec is None and with_source:
+        package.write_source(read.original, read.model, folder / WEIGHTS, folder / SOURCE)
 
 
 def _canonical(

@@ -193,7 +193,7 @@ def test_a_manifest_is_typed_behind_its_seal(artifact: Artifact, tmp_path: Path,
 def test_code_for_another_cpu_behind_a_manifest_that_hides_it(tmp_path: Path) -> None:
     saved = tiny_artifact.make(tmp_path / "a.mhsa", hidden=("telepathy",))
     with pytest.raises(
-        ArtifactError, match=r"a CPU with .*telepathy.*, got .* without telepathy\. Compile it for this"
+        ArtifactError, match=r"a CPU with .*telepathy.*, got .* without telepathy, as .* says\. Compile it for this"
     ):
         load(saved)
 
