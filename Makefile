@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
 	@echo "== Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
+	@rm -rf $(VENV)/lib/python*/site-packages/mhsa_compile  # data that editable installations once left there, and no code
 	@echo "== Installing mhsa-compile and what it needs; PyTorch is large, so the first time takes minutes"
 	@$(PIP) --editable '.[compile,tune,bench,examples,apps,dev]'
 	@echo "== Installing the trained model of the example (its weights only: --no-deps)"

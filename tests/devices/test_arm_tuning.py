@@ -89,7 +89,7 @@ def checked(path: Path) -> tuple[Record, ...]:
 def test_a_device_of_a_tracker_is_tuned_for(tracker: int, spec: Path, tmp_path: Path) -> None:
     records, place = tmp_path / "records.jsonl", f"127.0.0.1:{tracker}/neoverse-n1"
     with device(tracker, "neoverse-n1") as found:
-        assert (found.architecture, found.emulated) == ("aarch64", True)
+        assert (found.architecture, found.emulated, found.microarchitecture) == ("aarch64", True, "neoverse-n1")
         assert {"asimddp", "fphp"} <= set(found.features) and "i8mm" not in found.features
         result = mhsa(
             "tune",
@@ -115,7 +115,7 @@ def test_a_device_of_a_tracker_is_tuned_for(tracker: int, spec: Path, tmp_path: 
     compiled = mhsa("compile", spec, *WORDS[:6], "--records", records, "-o", tmp_path / "n1.mhsa", "--json")
     assert compiled.exit_code == 0, compiled.output
     tuning = [op["tuning"] for op in json.loads(compiled.stdout)["ops"]]
-    assert len(tuning) == 3 and all("an emulated aarch64 CPU, 1 threads, emulated" in said for said in tuning)
+    assert len(tuning) == 3 and all("an emulated aarch64 CPU (neoverse-n1), 1 threads, emulated" in said for said in tuning)
 
 
 def test_a_bundle_is_measured_there(spec: Path, tmp_path: Path) -> None:

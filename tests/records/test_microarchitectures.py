@@ -11,6 +11,7 @@ from support.command import mhsa, refused
 from support.pretended_cpu import CPUS, pretend
 from support.records_made import DEVICE, made
 
+from mhsa_compile.cli.commands import tune_view
 from mhsa_compile.errors import RecordsError
 from mhsa_compile.records import record_files
 from mhsa_compile.records.device import Device
@@ -152,3 +153,14 @@ def test_bad_names_and_files_are_refused(tmp_path: Path) -> None:
     path.write_text("my notes\n")
     assert "line 1" in refused(mhsa("records", "measured-on", path, "zen4"))
     assert path.read_text() == "my notes\n"
+
+
+def test_tuning_says_what_measures_and_warns_where_nobody_would_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    zen5 = msgspec.structs.replace(EPYC, microarchitecture="zen5")
+    for device, target in ((zen5, "znver5"), (zen5, "x86-64-v4"), (EPYC, "znver4")):
+        tune_view.show_device(device, load_profile(target))
+        assert capsys.readouterr().err == f"measured on {device.name}\n"
+    tune_view.show_device(zen5, load_profile("znver4"))
+    words = capsys.readouterr().err
+    assert "measured on AMD EPYC (zen5)\n" in words and "Warning: measured on zen5, not zen4" in words
+    assert "compiling for znver4 will not use these records" in words

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -143,6 +145,25 @@ def test_no_page_is_written_and_run_at_once(monkeypatch: pytest.MonkeyPatch) -> 
             with machine_code.callable_code(b"\xc3", None) as call:
                 assert call is not None
     assert seen == [5, 3, 5]
+
+
+@on_x86
+def test_a_process_that_may_not_make_memory_executable_asks_too() -> None:
+    """PR_SET_MDWE, which systemd's MemoryDenyWriteExecute= sets: the kernel itself refuses."""
+    program = """
+import ctypes, sys
+from mhsa_compile.target import host, machine_code
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):
+    sys.exit(77)
+print(host.features_from())
+machine_code._mapped_file = lambda *arguments: None
+with machine_code.callable_code(b"\\xc3", None) as call:
+    print(call)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("a kernel before 6.3")
+    assert done.stdout.split() == ["CPUID", "None"], done.stderr  # the control: a page made executable is refused
 
 
 def test_an_arm_cpu_is_asked_for_its_features_and_its_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from mhsa_compile.cli.commands.findings import places
 from mhsa_compile.cli.commands.findings.finding import Finding
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.files import user_folders
 from mhsa_compile.target import environment, host
 
 if TYPE_CHECKING:
@@ -53,8 +54,14 @@ def _tvm() -> Iterator[Finding]:
         return  # importing such a pair may end in a segmentation fault
     versions = (f"{name} {environment.installed_version(name)}" for name in ("apache-tvm", "apache-tvm-ffi"))
     yield Finding("TVM pair", "ok", " with ".join(versions))
+    user_folders.let_tvm_load()
     # In a process of its own: a broken library may take its process down.
-    child = subprocess.run([sys.executable, "-P", "-c", "import tvm"], capture_output=True, text=True, check=False)
+    try:
+        child = subprocess.run([sys.executable, "-P", "-c", "import tvm"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        advice = "Artifacts load without processes of their own; compiling needs them."
+        yield Finding("TVM loads", "fail", f"{sys.executable} cannot be started: {error.strerror}", advice)
+        return
     if child.returncode == 0:
         yield Finding("TVM loads", "ok", "yes")
     else:
