@@ -20,7 +20,7 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
-from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, LinearOp, Op, ProductOp
+from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, LinearOp, Op, ProductOp, RecurrenceOp
 from mhsa_compile.runtime.artifact.manifest import SlowOperation
 from mhsa_compile.target.profile import CpuProfile
 
@@ -119,6 +119,9 @@ def _kernel_cycles(op: Op, call: Any, sizes: Mapping[str, int], profile: CpuProf
     elif isinstance(op, ProductOp):
         rows, inner, columns = map(size, (op.rows, op.inner, op.columns))
         flops = 2 * math.prod(map(size, op.batch)) * rows * inner * columns
+    elif isinstance(op, RecurrenceOp):
+        rows = size(op.steps) * size(op.batch) * len(op.backwards)
+        flops = 2 * rows * op.gates * op.units**2
     elif isinstance(op, AttentionOp):
         pairs = size(op.batch) * size(op.q_length) * size(op.kv_length)
         flops = 2 * op.num_heads * pairs * (op.head_dim + op.v_head_dim)

@@ -63,11 +63,20 @@ def _recurrence(op: RecurrenceOp, lanes: int, registers: int) -> Expr:
         T.func_attr({"tirx.noalias": True})
         layer = _Layer.of_arguments(op, lanes)
         layer.check_lengths()
-        widest = [op.gates * n for n in (1, 2, 4) if n * lanes <= PANEL[op.cell]]
-        rows, columns = register_tile(max(tile_registers(registers), min(registers, 16)), range(1, ROWS + 1), widest)
-        rows = min(rows, op.batch) if isinstance(op.batch, int) else rows
-        layer.run(max(rows, 1), columns // op.gates)
+        layer.run(*_tile(op, lanes, registers))
     return builder.get()
+
+
+def _tile(op: RecurrenceOp, lanes: int, registers: int) -> tuple[int, int]:
+    """(rows, vectors of each gate) of the register tile; one of each where a machine has too few registers for all
+    gates."""
+    room = max(tile_registers(registers), min(registers, 16))
+    if room < 2 * op.gates + 1:
+        return 1, 1
+    widths = [op.gates * n for n in (1, 2, 4) if n * lanes <= PANEL[op.cell]]
+    most = op.batch if isinstance(op.batch, int) else ROWS
+    rows, columns = register_tile(room, range(1, max(1, min(ROWS, most)) + 1), widths)
+    return rows, columns // op.gates
 
 
 @dataclass(frozen=True)
