@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tvm import relax
 
 from mhsa_compile.errors import ModelError
@@ -104,7 +105,11 @@ class _Recurrent:
                 f"W of ({len(self.backwards)}, {GATES[self.cell] * self.units}, input size)", f"{both, rows, width}"
             )
         weights = self.bb.emit(relax.op.reshape(self.w, [both * rows, width]))
-        return self.bb.emit(relax.op.matmul(x, self.bb.emit(relax.op.permute_dims(weights, [1, 0]))))
+        weights = self.bb.emit(relax.op.permute_dims(weights, [1, 0]))
+        steps, batch, _ = dims(x)
+        rows_of_x = self.bb.emit(relax.op.reshape(x, relax.ShapeExpr([steps * batch, width])))  # of all steps at once
+        products = self.bb.emit(relax.op.matmul(rows_of_x, weights))
+        return self.bb.emit(relax.op.reshape(products, relax.ShapeExpr([steps, batch, both * rows])))
 
     def _panels(self) -> Value:
         """R in the order of `RecurrenceOp.weights`."""
@@ -148,6 +153,8 @@ class _Recurrent:
         return self._zeros(shape) if value is None else self._agreeing(self._turned(value, (1, 0, 2)), shape)
 
     def _zeros(self, shape: Sequence[Size]) -> Value:
+        if all(isinstance(size, int) for size in shape):
+            return relax.const(np.zeros(shape, np.float32), "float32")
         return self.bb.emit(relax.op.zeros(relax.ShapeExpr(list(shape)), "float32"))
 
     def _agreeing(self, value: Value, shape: Sequence[Size]) -> Value:
