@@ -61,9 +61,8 @@ class BoundWeights(Generic[Kind]):
             return self._bind(kind)
         except OutputError as error:
             why = f"no room for what is compiled ({error.argument}: {error.got})"
-            warnings.warn(
-                f"{why}; PyTorch computes such calls until mhsa.accelerate again. {error.next_step}", stacklevel=5
-            )
+            rest = "PyTorch computes such calls until the weights change or report.refresh() is called"
+            warnings.warn(f"{why}; {rest}. {error.next_step}", stacklevel=5)
             return why
 
     def forget(self) -> None:
