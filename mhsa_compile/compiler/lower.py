@@ -184,7 +184,7 @@ def _operands(op: Op, inputs: list[Any]) -> list[Any]:
 
 
 def _without_unused(params: Any, body: Any) -> Any:
-    """The body without what was computed for nobody but `bind_weights`."""
+    """The body without what was computed only for the functions that pack weights."""
     free = [variable for variable in relax.analysis.free_vars(body) if variable not in set(params)]
     return relax.analysis.remove_all_unused(relax.Function([*params, *free], body, body.ty)).body
 
@@ -225,7 +225,7 @@ def _fallbacks(main: Any, choices: dict[str, _Chosen]) -> list[OpReport]:
 
 
 def _only_packed(main: Any, packing: dict[str, Op]) -> set[Any]:
-    """The values of `main` that are needed for nothing but weights of these operations: `bind_weights` has them."""
+    """The values of `main` that are needed for nothing but weights of these operations, which are packed once."""
     needed, found = set(relax.analysis.free_vars(main.body.body)), set()
     for binding in (binding for block in reversed(main.body.blocks) for binding in reversed(block.bindings)):
         value = binding.value

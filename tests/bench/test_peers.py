@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ from mhsa_compile.compiler import package
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.runtime.artifact.manifest import MODEL, WEIGHTS
+from mhsa_compile.runtime.artifact.tensor_file import read_tensors
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.verification.random_inputs import random_inputs
 
@@ -84,7 +87,8 @@ def problem(tmp_path_factory) -> Callable[[str], Problem]:
         manifest = SimpleNamespace(
             files={}, spec=module.spec, weights=weights, inputs=infos, outputs=[], int8_weights=False
         )
-        artifact = SimpleNamespace(path=folder, manifest=manifest, contents=partial(contents, folder))
+        stored = {"contents": partial(contents, folder), "weights": lambda: stored_weights(folder)}
+        artifact = SimpleNamespace(path=folder, manifest=manifest, **stored)
         found = Problem(artifact, inputs)
         return replace(found, error_share=accuracy.truth(found.artifact, found.inputs[0], found.weights).share)
 
@@ -93,6 +97,11 @@ def problem(tmp_path_factory) -> Callable[[str], Problem]:
 
 def contents(folder: Path, *names: str) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names}
+
+
+def stored_weights(folder: Path) -> dict[str, np.ndarray]:
+    with (folder / WEIGHTS).open("rb") as file:
+        return read_tensors(file, os.fstat(file.fileno()).st_size)
 
 
 def outcome(room, form, problem: Problem) -> str:
