@@ -167,6 +167,34 @@ def test_it_says_what_it_expected_and_what_it_got(there: Device, tmp_path: Path)
     assert re.search(rf"expected a CPU of \w+, .*got {there.machine}\. ", done.stderr)
 
 
+@pytest.mark.parametrize("there", ["this machine"], indirect=True)
+def test_it_runs_where_proc_is_not_mounted(there: Device, tmp_path: Path) -> None:
+    """The code goes through a file, which is gone afterwards; where none may be mapped, the error names /proc."""
+    words, outputs = ("--dim", "L=13", "--repeat", "1", "--outputs"), [tmp_path / "a", tmp_path / "b"]
+    assert there.run(*words, outputs[0]).returncode == 0
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(there.folder / "bundle/lib"), "TMPDIR": str(folder)}
+
+    def jailed(mounts: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        shell = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs none /proc && {mounts} exec "$@"', "sh"]
+        program = str(there.folder / "bundle/attention")
+        done = subprocess.run(
+            [*shell, program, *map(str, words)], env=environment, capture_output=True, text=True, timeout=240
+        )
+        if "unshare:" in done.stderr or "mount:" in done.stderr:
+            pytest.skip(f"no such jail here: {done.stderr.strip()}")
+        return done
+
+    done = jailed("", *words, outputs[1])
+    assert done.returncode == 0, done.stderr
+    assert outputs[0].read_bytes() == outputs[1].read_bytes() and list(folder.iterdir()) == []
+    noexec = f"mount -t tmpfs -o noexec none {folder} && mount -t tmpfs -o noexec none /dev/shm &&"
+    done = jailed(noexec, *words, tmp_path / "c")
+    assert done.returncode == 2 and "/proc: expected mounted" in done.stderr and "noexec" in done.stderr
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.parametrize("there", ["aarch64, built"], indirect=True)
 def test_a_cpu_without_the_features_is_refused_before_any_code_runs(there: Device) -> None:
     """The error says what is needed and what is missing."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -214,6 +216,35 @@ def test_no_two_rows_of_the_table_are_for_one_cpu() -> None:
                     assert known.setdefault(cpu, name) == name, cpu
     for parts in table["arm"].values():
         assert len(set(parts.values())) == len(parts)
+
+
+@on_x86
+def test_a_bundles_program_asks_as_python_does(tmp_path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = """
+#include <cstdio>
+#include "cpu_features.h"
+int main() {
+  for (const std::string& word : mhsa::cpu_features()) std::puts(word.c_str());
+}
+"""
+    words = [
+        compiler,
+        "-std=c++17",
+        "-Wall",
+        "-Werror",
+        f"-I{HEADER.parent}",
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        tmp_path / "asks",
+    ]
+    subprocess.run(list(map(str, words)), input=program, text=True, check=True)
+    done = subprocess.run([tmp_path / "asks"], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == host.cpu_features()
 
 
 def test_a_bundles_program_has_the_same_table() -> None:

@@ -14,10 +14,12 @@ PROGRAM, MAIN = "attention", "main.cpp"
 
 def compiler_words(libraries: Iterable[str]) -> list[str]:
     """What a C++ compiler is given, in the bundle's folder. Nobody refers to the runtime by a symbol, so it is asked
-    for."""
+    for. Types are hidden, those of TVM's headers too: Zig's C++ library describes them otherwise than the runtime's,
+    which would take the program's description of its error, and crash as it catches one."""
     files = [f"lib/{name}" for name in sorted(libraries)]
     linking = ["-Wl,--no-as-needed", *files, "-Wl,--allow-shlib-undefined", "-Wl,-rpath,$ORIGIN/lib", "-lm"]
-    return ["-std=c++17", "-O2", "-s", "-Iinclude", MAIN, *linking, "-o", PROGRAM]
+    hidden = ["-fvisibility=hidden", "-DTVM_FFI_DLL=", "-DTVM_FFI_DLL_EXPORT="]
+    return ["-std=c++17", "-O2", "-s", *hidden, "-Iinclude", MAIN, *linking, "-o", PROGRAM]
 
 
 def zig_command(words: Sequence[str], triple: str) -> str:
