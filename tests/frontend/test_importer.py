@@ -329,3 +329,10 @@ def test_a_length_is_added_to_a_tensor_as_it_is() -> None:
     spec = AttentionSpec(embed_dim=16, num_heads=2, kv_cache=True, causal=True)
     imported = import_onnx(export(MultiHeadAttention(spec)))
     assert "R.shape_to_tensor" not in imported.module.script()
+
+
+def test_a_symbol_named_as_tvm_s_scripts_name_their_words() -> None:
+    source = (
+        '<ir_version: 9, opset_import: ["" : 23]> g (float[T,R] x) => (float[T,S] y) {y = Concat <axis = 1> (x, x)}'
+    )
+    assert import_onnx(onnx.parser.parse_model(source)).outputs == [("T", "R * 2")]

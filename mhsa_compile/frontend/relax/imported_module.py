@@ -60,4 +60,13 @@ def stated(size: Size) -> Dim:
     """A size as a signature states it: a number, or an expression of its symbols."""
     if isinstance(size, int | tvm.tirx.IntImm):
         return int(size)
-    return re.sub(r"T\.int64\((\d+)\)", r"\1", str(size))
+    text = re.sub(r"T\.int64\((\d+)\)", r"\1", str(size))
+    names = [str(variable.name) for variable in tvm.tirx.analysis.undefined_vars(size)]
+    for name in _SCRIPTS_OWN:
+        if name in names and not any(other.startswith(f"{name}_") for other in names):
+            text = re.sub(rf"\b{name}_\d+\b", name, text)
+    return text
+
+
+_SCRIPTS_OWN = ("I", "R", "T", "tirx")
+"""Names that TVM writes expressions with: a symbol of that name it writes as T_1."""
