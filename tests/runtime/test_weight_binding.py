@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from support.bind_functions import Machine
 
 import mhsa_compile as mhsa
 from mhsa_compile.runtime import weight_binding
+from mhsa_compile.runtime.standalone.bundle import bundle
 
 D, LAYERS, V = 512, 24, 301
 
@@ -124,3 +126,18 @@ def test_weights_are_not_in_memory_twice(artifact: mhsa.Artifact) -> None:
     words = [sys.executable, "-c", _PEAK, str(artifact.path)]
     grown = float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     assert size < grown < 1.5 * size
+
+
+_OF_A_PROGRAM = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+"""  # of a small process: a child has what its parent had, before it is the program
+
+
+def test_nor_are_they_in_the_program_of_a_bundle(artifact: mhsa.Artifact, tmp_path: Path) -> None:
+    bundle(artifact, tmp_path / "b", build=True)
+    words = [sys.executable, "-c", _OF_A_PROGRAM, tmp_path / "b" / "attention", "--dim", "n=3", "--repeat", "1"]
+    most = float(subprocess.run(list(map(str, words)), capture_output=True, text=True, check=True).stdout)
+    size = sum(array.nbytes for array in drawn(0).values()) / 2**20
+    assert size < most < 1.4 * size + 16  # its code and libraries among it
