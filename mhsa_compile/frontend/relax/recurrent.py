@@ -17,7 +17,7 @@ from tvm import relax
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.import_context import ImportContext
 from mhsa_compile.frontend.relax.masks import Size, Value, dims, equal
-from mhsa_compile.kernels.interface.ops import GATES, PANEL, Activation, Cell, RecurrenceOp
+from mhsa_compile.kernels.interface.ops import GATES, PANEL, Activation, Cell, LinearOp, RecurrenceOp
 
 _DEFAULTS: dict[Cell, tuple[str, ...]] = {
     "LSTM": ("Sigmoid", "Tanh", "Tanh"),
@@ -105,8 +105,11 @@ class _Recurrent:
                 f"W of ({len(self.backwards)}, {GATES[self.cell] * self.units}, input size)", f"{both, rows, width}"
             )
         weights = self.bb.emit(relax.op.reshape(self.w, [both * rows, width]))
-        weights = self.bb.emit(relax.op.permute_dims(weights, [1, 0]))
         steps, batch, _ = dims(x)
+        if isinstance(self.w, relax.Var) and self.w.name in self.context.result.weights:
+            op = LinearOp((self.context.dim(steps), self.context.dim(batch)), width, (both * rows,), (False,), (False,))
+            return self.context.call(op, [x, weights], [steps, batch, both * rows])
+        weights = self.bb.emit(relax.op.permute_dims(weights, [1, 0]))
         rows_of_x = self.bb.emit(relax.op.reshape(x, relax.ShapeExpr([steps * batch, width])))  # of all steps at once
         products = self.bb.emit(relax.op.matmul(rows_of_x, weights))
         return self.bb.emit(relax.op.reshape(products, relax.ShapeExpr([steps, batch, both * rows])))
