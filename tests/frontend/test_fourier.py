@@ -115,12 +115,24 @@ def test_an_axis_as_an_attribute() -> None:
     np.testing.assert_allclose(call(x), parted(np.fft.fft(joined(x), axis=1)), atol=5e-6)
 
 
+@pytest.mark.parametrize("inverse", [0, 1])
+def test_an_axis_that_comes_by_the_call(inverse: int) -> None:
+    source = f"""<ir_version: 9, opset_import: ["" : 20]> g (float[3,4,5,2] x, int64 axis) => (float[3,4,5,2] y) {{
+        y = DFT <inverse = {inverse}> (x, , axis) }}"""
+    call = mhsa.load(mhsa.compile(onnx.parser.parse_model(source), without_attention="accept", check=False))
+    x = RNG.standard_normal((3, 4, 5, 2)).astype(np.float32)
+    for axis in (0, 1, 2, -2, -4):
+        right = (np.fft.ifft if inverse else np.fft.fft)(joined(x), axis=axis % 4)
+        np.testing.assert_allclose(call(x, np.array(axis)), parted(right), atol=5e-6)
+
+
 @pytest.mark.parametrize(
     ("node", "expected"),
     [
         (N("DFT", ["signal", "", "last"], ["y"], name="odd"), "a size along it that are known"),
         (N("DFT", ["complex", "", "last"], ["y"], name="odd", onesided=1), "real numbers, for onesided=1"),
         (N("DFT", ["real", "", "last"], ["y"], name="odd", inverse=1, onesided=1), "a spectrum of complex numbers"),
+        (N("DFT", ["real", "", "nine"], ["y"], name="odd"), "an axis before the last of 4"),
         (N("STFT", ["signal", "three"], ["y"], name="odd"), "a frame_length that are known"),
         (N("STFT", ["signal", "three", "window", "nine"], ["y"], name="odd"), "a window of 9"),
         (N("STFT", ["pair_signal", "three", "window"], ["y"], name="odd"), "of complex numbers onesided=0"),

@@ -70,21 +70,58 @@ def _dft(rewriter: Rewriter, node: onnx.NodeProto) -> None:
     graph, said = rewriter.graph, attributes(node)
     x, length_name, axis_name = [*node.input, "", ""][:3]
     dims, inverse, onesided = graph.shape(x), bool(said.get("inverse")), bool(said.get("onesided"))
-    axis = _number(graph, axis_name) if axis_name else -2
-    if dims is None or axis is None or not isinstance(size := dims[axis], int) or dims[-1] not in (1, 2):
-        raise _unknown(node, "an axis and a size along it that are known")
-    axis %= len(dims)
-    complex_in, complex_out = dims[-1] == 2, not (inverse and onesided)
-    if onesided and complex_in == (not inverse):
+    if dims is None or len(dims) < 2 or dims[-1] not in (1, 2):
+        raise _unknown(node, "a signal of a known rank, whose last axis is 1 or 2")
+    if onesided and (dims[-1] == 2) == (not inverse):
         expected = "a spectrum of complex numbers" if inverse else "real numbers"
         raise ModelError(title(node), f"{expected}, for onesided=1", f"a last axis of {dims[-1]}")
-    length = _number(graph, length_name) if length_name else (size if complex_out else 2 * (size - 1))
-    if length is None or length < 1 or size < 1 or axis == len(dims) - 1:
-        raise _unknown(node, "an axis before the last, and a dft_length of 1 or more that is known")
+    length = _number(graph, length_name) if length_name else None
+    axes = _axes(graph, node, axis_name, len(dims), every=not (onesided or length_name))
+    sizes = [dims[axis] for axis in axes]
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or (length_name and (length or 0) < 1):
+        raise _unknown(node, "an axis and a size along it that are known, and a dft_length of 1 or more")
+    kind = graph.dtype(x)
+    wide = _widened(rewriter, x, kind)
+    results = [_along(rewriter, node, wide, axis, dims, length, kind) for axis in axes]
+    y = results.pop()
+    for axis, result in zip(axes, results, strict=False):  # one that comes by the call
+        places = (rewriter.constant(place, graph.dtype(axis_name)) for place in (axis, axis - len(dims)))
+        meant = rewriter.node("Or", *(rewriter.node("Equal", axis_name, place) for place in places))
+        y = rewriter.node("Where", meant, result, y)
+    _give(rewriter, node, y, kind)
+
+
+def _axes(graph: GraphView, node: onnx.NodeProto, name: str, rank: int, *, every: bool) -> list[int]:
+    """The axis of a transform; all that it may be, where a call brings it and the result is as large along `every`."""
+    axis = _number(graph, name) if name else -2
+    if axis is None:
+        if not every:
+            raise _unknown(node, "an axis and a size along it that are known")
+        return list(range(rank - 1))
+    if not -rank <= axis < rank or axis % rank == rank - 1:
+        raise ModelError(title(node), f"an axis before the last of {rank}", str(axis))
+    return [axis % rank]
+
+
+def _along(
+    rewriter: Rewriter,
+    node: onnx.NodeProto,
+    x: str,
+    axis: int,
+    dims: Sequence[Any],
+    length: int | None,
+    kind: str | None,
+) -> str:
+    """The transform along one axis, of `length` points or as many as there are."""
+    said, size, complex_in = attributes(node), dims[axis], dims[-1] == 2
+    inverse, onesided = bool(said.get("inverse")), bool(said.get("onesided"))
+    complex_out = not (inverse and onesided)
+    length = length or (size if complex_out else 2 * (size - 1))
+    if length < 1:
+        raise ModelError(title(node), "a transform of 1 point or more", f"one of {length}")
     rows = min(size, length // 2 + 1 if not complex_out else length)
     columns = length // 2 + 1 if onesided and not inverse else length
-    kind = graph.dtype(x)
-    y = _widened(rewriter, x, kind)
+    y = x
     if rows < size:
         bounds = (rewriter.constant([number], "int64") for number in (0, rows, axis))
         y = rewriter.node("Slice", y, *bounds)
@@ -98,8 +135,7 @@ def _dft(rewriter: Rewriter, node: onnx.NodeProto) -> None:
         y = _product(rewriter, node, y, len(others), values / length if inverse else values, kind)
         wanted = [0] * len(others) + [columns, 2 if complex_out else 1]
         y = rewriter.node("Reshape", y, rewriter.constant(wanted, "int64"))
-    y = _transposed(rewriter, y, [order.index(i) for i in range(len(dims))])
-    _give(rewriter, node, y, kind)
+    return _transposed(rewriter, y, [order.index(i) for i in range(len(dims))])
 
 
 def _stft(rewriter: Rewriter, node: onnx.NodeProto) -> None:
