@@ -115,6 +115,18 @@ def test_an_axis_as_an_attribute() -> None:
     np.testing.assert_allclose(call(x), parted(np.fft.fft(joined(x), axis=1)), atol=5e-6)
 
 
+def test_the_size_of_a_spectrum_whose_half_is_not_asked_for_by_name() -> None:
+    """onnx infers 10 places of a STFT that leaves out `onesided`, and 10 of what is computed from them."""
+    source = """<ir_version: 9, opset_import: ["" : 17]> g (float[2,31,1] signal) => (float[2,8,a] y)
+    <int64 step = {3}, int64 length = {10}, int64[1] end = {-1}, int64[2] shape = {2,8}> {
+        z = STFT(signal, step, , length)  s = Shape <start = 2> (z)  whole = Concat <axis = 0> (shape, s)
+        flat = Reshape(z, whole)  last = ReduceSum <keepdims = 0> (flat, end)  y = Mul(last, last) }"""
+    call = mhsa.load(mhsa.compile(onnx.parser.parse_model(source), without_attention="accept", check=False))
+    signal = RNG.standard_normal((2, 31, 1)).astype(np.float32)
+    right = parted(np.fft.rfft(frames(signal, 10, np.ones(10)).real)).sum(-1) ** 2
+    np.testing.assert_allclose(call(signal), right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("inverse", [0, 1])
 def test_an_axis_that_comes_by_the_call(inverse: int) -> None:
     source = f"""<ir_version: 9, opset_import: ["" : 20]> g (float[3,4,5,2] x, int64 axis) => (float[3,4,5,2] y) {{

@@ -4,6 +4,7 @@
 - ONNX Runtime's domain counts as imported where an operator of it is used.
 - Operators that ONNX Runtime has in the standard's domain, and ONNX not (yet), are ONNX Runtime's.
 - A tensor that is listed twice among the outputs is two: the second one, "y_2" of "y", is an Identity of it.
+- A STFT says whether it is onesided: where it leaves that out it is, but onnx infers the shape of one that is not.
 - An initializer that is also listed among the inputs is a weight. Before version 4 of the format they all were.
 """
 
@@ -34,12 +35,15 @@ def in_one_dialect(model: onnx.ModelProto) -> onnx.ModelProto:
     runtimes = any(_domain(node, _opset(model)) == DOMAIN for node in _nodes(model))
     outputs = [value.name for value in model.graph.output]
     repeated = len(set(outputs)) < len(outputs)
-    if not (listed or long or renamed or repeated or (runtimes and DOMAIN not in imports)):
+    unstated = any(map(_leaves_onesided_out, _nodes(model)))
+    if not (unstated or listed or long or renamed or repeated or (runtimes and DOMAIN not in imports)):
         return model
     result, tensors = light(model)
     opset = _opset(model)
     for node in _nodes(result):
         node.domain = _domain(node, opset)
+        if _leaves_onesided_out(node):
+            node.attribute.append(helper.make_attribute("onesided", 1))
     for owner in (result, *result.functions):
         _shorten(owner)
     if runtimes and DOMAIN not in imports:
@@ -66,6 +70,10 @@ def _list_once(graph: onnx.GraphProto) -> None:
             taken.add(name)
             value.name = name
         listed.add(value.name)
+
+
+def _leaves_onesided_out(node: onnx.NodeProto) -> bool:
+    return node.op_type == "STFT" and node.domain in ("", _LONG) and not node.attribute
 
 
 def _domain(node: onnx.NodeProto, opset: int) -> str:

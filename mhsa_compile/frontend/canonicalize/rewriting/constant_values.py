@@ -22,8 +22,8 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BF
 _FOLDABLE = frozenset(
     ("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "Cos", "CumSum", "Div", "Equal",
      "Exp", "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "IsInf", "Less", "LessOrEqual", "Log",
-     "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "Reciprocal", "Reshape", "Size", "Slice", "Sqrt",
-     "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor")
+     "Max", "MelWeightMatrix", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "Reciprocal", "Reshape",
+     "Size", "Slice", "Sqrt", "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor")
 )  # fmt: skip
 
 
