@@ -20,9 +20,11 @@ from tvm import relax, s_tir, te, tirx
 from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile.compiler.fallback import traces
-from mhsa_compile.compiler.fallback.any_address import at_any_address
 from mhsa_compile.compiler.fallback.binding_order import sizes_first
 from mhsa_compile.compiler.fallback.edges import EDGES
+from mhsa_compile.compiler.fallback.function_nodes import rewritten
+from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
+from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
@@ -50,7 +52,7 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
             tuned = _tuned(str(variable.name_hint), function, shelf)
             reports += [tuned[1]] if tuned else []
             made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
-            lowered.update_func(variable, at_any_address(made))
+            lowered.update_func(variable, rewritten(made, at_any_address, without_scopes, hide_dividends))
     return Lowered(lowered, reports)
 
 

@@ -16,6 +16,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.s_tir import dlight
 
 from mhsa_compile.compiler.fallback import cpu_schedule
+from mhsa_compile.compiler.fallback.function_nodes import rewritten
+from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
 from mhsa_compile.target.profile import CudaProfile
 
 
@@ -37,6 +39,9 @@ def lower(module: Any, profile: CudaProfile) -> Any:
     lowered = cpu_schedule.legalized(module, profile, {})
     with tvm.target.Target(profile.tvm_config()):
         lowered = dlight.ApplyDefaultSchedule(*rules)(lowered)
+    for variable, function in lowered.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            lowered.update_func(variable, rewritten(function, hide_dividends))
     return _with_scratch_as_results(lowered)
 
 
