@@ -35,6 +35,7 @@ class Drawing:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.values: list[Value] = []
+        self.may_be_nan = False  # then nothing is put in order: where NaN belongs, the standard leaves open
 
     def one_of(self, *choices: Any) -> Any:
         return choices[int(self.rng.integers(len(choices)))]

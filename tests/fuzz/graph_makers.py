@@ -152,7 +152,7 @@ def summed_up(d: Drawing) -> None:
 
 
 def largest(d: Drawing) -> None:
-    if v := d.value("float32", rank=2):
+    if not d.may_be_nan and (v := d.value("float32", rank=2)):
         said = {"axis": (axis := d.axis(v, 1)), "keepdims": 1, "select_last_index": d.one_of(0, 1)}
         shape = tuple(1 if i == axis % len(v.shape) else n for i, n in enumerate(v.shape))
         d.node(d.one_of("ArgMax", "ArgMin"), [v.name], "int64", shape, v.free, **said)
@@ -269,7 +269,7 @@ def channels_normalised(d: Drawing) -> None:
 
 
 def best(d: Drawing) -> None:
-    if v := d.value("float32", rank=2):
+    if not d.may_be_nan and (v := d.value("float32", rank=2)):
         axis = d.axis(v, 1)
         count = int(d.rng.integers(1, v.shape[axis] + 1))
         shape = tuple(count if i == axis % len(v.shape) else n for i, n in enumerate(v.shape))
@@ -387,6 +387,7 @@ def odd_numbers(d: Drawing) -> None:
     if v := d.value("float32", rank=2):
         row = d.rng.standard_normal(v.shape[-1]).astype("f4")
         row[0] = d.one_of(np.nan, np.inf, -np.inf)
+        d.may_be_nan = True
         d.node(d.one_of("Add", "Max", "Min"), [v.name, d.constant(row)], v.dtype, v.shape, v.free)
         if d.perhaps(0.5):
             d.node(d.one_of("IsNaN", "IsInf"), [d.values[-1].name], "bool", v.shape, v.free)
