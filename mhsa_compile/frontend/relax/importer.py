@@ -221,7 +221,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
         if op_name in self._ours:
             return self._ours[op_name]([as_tensor(self.bb, value) for value in inputs], attrs)
-        self._names.checks.node = f"{op_name} node {_name(attrs)!r}"
+        self._names.checks.node = title(self.node) if self.node is not None else op_name
         for i, value in enumerate(inputs):
             if isinstance(value, relax.TupleGetItem):  # of a Split, which TVM's arithmetic takes for a constant
                 inputs[i] = self.bb.emit(value)
@@ -246,10 +246,10 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         except ModelError:
             raise
         except Exception as error:  # whatever TVM's converter trips over
-            what = f"{op_name} node {_name(attrs)!r}"
             got = "; ".join(map(_described, inputs)) or "one without inputs"
             hint = "Fix free sizes with dims, or write what it does in other operators."
-            raise ModelError(what, "inputs and attributes of a form that can be compiled", got, hint) from error
+            expected = "inputs and attributes of a form that can be compiled"
+            raise ModelError(self._names.checks.node, expected, got, hint) from error
 
     def _bound(self, value: Any) -> Any:
         """A value that was computed, as a variable."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import tvm
 from tvm import relax, te, tirx
+from tvm.sym import Analyzer
 
-from mhsa_compile.errors import CALL_REFUSED
+from mhsa_compile.errors import CALL_REFUSED, ModelError
 
 Entry = Any  # a condition, or a size: an expression of tirx
 
@@ -24,25 +25,33 @@ class CallChecks:
     def hold(self, condition: Entry, expected: str, *values: Any) -> None:
         """Ends every call in which the condition is false. `values`: the tensors that it is about; the first of them
         that the call brings is the one that the message names."""
+        condition = Analyzer().simplify(condition)
         if isinstance(condition, tirx.IntImm) and int(condition.value):
             return
         name = next((name for value in values if (name := self._input_name(value)) is not None), None)
-        argument, what = (self.node, expected) if name is None else (f"input {name!r}", f"{expected}, for {self.node}")
+        if name is None:
+            lines = (self.node, expected, "others")
+        else:  # which are the input's own, in its message
+            lines = (f"input {name!r}", f"{expected}, for {self.node}", "")
         flag = relax.ShapeExpr([condition.astype("int64")])
         holds = self._bb.emit(relax.op.shape_to_tensor(flag))
         checked = self._bb.emit_te(
-            _checked, holds, _text(argument, what), primfunc_name_hint="check", primfunc_attrs={"op_pattern": _OPAQUE}
+            _checked, holds, _text(lines), primfunc_name_hint="check", primfunc_attrs={"op_pattern": _OPAQUE}
         )
         # matched, so that nobody takes it for code that nothing reads
         self._bb.match_cast(self._bb.emit(relax.op.tensor_to_shape(checked)), relax.ShapeType([tirx.const(1, "int64")]))
+
+    def unknown(self, expected: str) -> ModelError:
+        """The error for a node that reads what only a call knows, in a form that cannot be compiled."""
+        hint = "Fix free sizes with dims, or give the model what it computes from them."
+        return ModelError(self.node, expected, "what only a call knows", hint)
 
 
 _OPAQUE = 8  # relax.analysis.OpPatternKind: kOpaque
 
 
-def _text(argument: str, expected: str) -> str:
-    """The three lines of `errors.CALL_REFUSED`; what is in braces there is a size's name, and names are anybody's."""
-    lines = (argument, expected, "")
+def _text(lines: tuple[str, str, str]) -> str:
+    """The lines of `errors.CALL_REFUSED`; what is in braces there is a size's name, and names are anybody's."""
     return "\n".join(line.replace("\n", " ").replace("{", "(").replace("}", ")") for line in lines)
 
 

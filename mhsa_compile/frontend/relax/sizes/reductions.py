@@ -19,7 +19,6 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     is_known,
     literal,
     number,
-    unknown,
 )
 from mhsa_compile.kernels.interface.extremes import largest, smallest
 
@@ -34,15 +33,15 @@ def reduced_by_call(bb: Any, names: SizeNames, op_name: str, inputs: list[Any], 
         return None
     dims, count = dims_of(data), dims_of(axes)
     if dims is None or count is None or len(count) != 1:
-        raise unknown(op_name, "data of known rank, and a list of axes", attributes)
+        raise names.checks.unknown("data of known rank, and a list of axes")
     if number(count[0]) == 0:
         return None
     kind = str(data.ty.dtype)
     if op_name in _FLOATING and not kind.startswith(("float", "bfloat")):
-        raise unknown(op_name, "floating numbers, or constant axes", attributes)
+        raise names.checks.unknown("floating numbers, or constant axes")
     kept = bool(attributes.get("keepdims", 1))
     if not kept and number(count[0]) is None:
-        raise unknown(op_name, "a fixed number of axes, or keepdims=1", attributes)
+        raise names.checks.unknown("a fixed number of axes, or keepdims=1")
     over = _axes(bb, names, axes, len(dims), count[0], all_of_none=not attributes.get("noop_with_empty_axes", 0))
     reduction = _Reduction(bb, names, data, dims, over)
     result = reduction.of(op_name)

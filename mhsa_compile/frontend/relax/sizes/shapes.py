@@ -23,11 +23,11 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
     ceil_div,
     emitted,
     entries_of,
+    equals,
     is_known,
     literal,
     number,
     product,
-    unknown,
 )
 
 
@@ -76,22 +76,45 @@ class ShapeOperators:
             return None
         wanted = self._entries(target)
         if wanted is None or dims is None:
-            raise unknown("Reshape", "a target of known length, and dims of its data", attributes)
-        result: list[Any] = [
-            dims[i] if number(size) == 0 and not attributes.get("allowzero", 0) else size
-            for i, size in enumerate(wanted)
-        ]
-        free = next((i for i, size in enumerate(result) if number(size) == -1), None)
-        if free is not None:
-            result[free] = self._quotient(dims, [size for i, size in enumerate(result) if i != free])
+            raise self._names.checks.unknown("a target of known length, and dims of its data")
+        of_call = [number(size) is None and not self._names.at_least(size, 0) for size in wanted]
+        if any(of_call):
+            result = self._resolved(dims, wanted, of_call, target, attributes)
+        else:
+            result = [self._kept(dims, i, size, attributes) for i, size in enumerate(wanted)]
+            free = next((i for i, size in enumerate(result) if number(size) == -1), None)
+            if free is not None:
+                result[free] = self._quotient(dims, [size for i, size in enumerate(result) if i != free])
         fits = self._names.same(product(result), product(dims))
         if constant and fits:
             return None
         shape = self._names.shape(result)
         if not fits:  # a view of fewer elements, or of more, would be one without a word
-            total = self._names.variable()
-            self._names.checked([product(dims), product(shape)], [total, total])
+            whole = equals(product(dims), product(shape))
+            self._names.checks.hold(whole, "a shape of as many elements as its data has", target)
         return self._bb.normalize(relax.op.reshape(data, relax.ShapeExpr(shape)))
+
+    def _kept(self, dims: Sequence[Entry], place: int, size: Entry, attributes: dict[str, Any]) -> Entry:
+        """A size of a Reshape's target; 0, unless it is one, is that of the data."""
+        if attributes.get("allowzero", 0) or number(size) not in (0, None) or place >= len(dims):
+            return size
+        if number(size) == 0:
+            return dims[place]
+        known = self._names.at_least(size, 0)  # the size of something, which is 0 where that is
+        return size if known else tirx.Select(equals(size, literal(0)), dims[place], size)
+
+    def _resolved(
+        self, dims: Sequence[Entry], wanted: Sequence[Entry], of_call: Sequence[bool], target: Any, attributes: Any
+    ) -> list[Entry]:
+        """The target of a Reshape that a call states: any of its sizes may be 0, and one -1."""
+        sizes = [self._kept(dims, i, size, attributes) for i, size in enumerate(wanted)]
+        open_ends = [equals(size, literal(-1)) for size in wanted]
+        plain = [tirx.Select(end, literal(1), size) for end, size in zip(open_ends, sizes, strict=True)]
+        count = sum((end.astype("int64") for end in open_ends), start=literal(0))
+        least = [size >= -1 for size, own in zip(wanted, of_call, strict=True) if own]
+        self._names.checks.hold(tirx.all(count <= 1, *least), "sizes of 0 or more, and -1 once at most", target)
+        rest = tirx.floordiv(product(dims), tirx.max(product(plain), literal(1)))
+        return [tirx.Select(end, rest, size) for end, size in zip(open_ends, sizes, strict=True)]
 
     def _quotient(self, dims: Sequence[Entry], others: Sequence[Entry]) -> Entry:
         """What is left of a product of sizes: factors of both go first."""
@@ -115,7 +138,7 @@ class ShapeOperators:
             return None
         wanted, dims = self._entries(target), dims_of(data)
         if wanted is None or dims is None:
-            raise unknown("Expand", "a shape of known length", attributes)
+            raise self._names.checks.unknown("a shape of known length")
         shape = broadcast_dims(self._names, [dims, self._names.shape(wanted)])
         return spread(self._bb, self._names, data, shape)
 
@@ -124,7 +147,8 @@ class ShapeOperators:
             return None
         shape = self._entries(inputs[0])
         if shape is None:
-            raise unknown("ConstantOfShape", "a shape of known length", attributes)
+            raise self._names.checks.unknown("a shape of known length")
+        self._hold_sizes(shape, inputs[0])
         value = get_numpy(attributes["value"]).reshape(-1)[0] if "value" in attributes else None
         kind = "float32" if value is None else str(value.dtype)
         fill = relax.const(0.0 if value is None else value, kind)
@@ -146,12 +170,10 @@ class ShapeOperators:
         start, end, step = bounds
         if kind.startswith("int"):
             start, end, step = (bound.astype("int64") for bound in bounds)
-            steps = number(step)
-            if steps is None:
-                return self._counted_by_tensors(inputs, kind)
-            if not steps:
-                raise unknown("Range", "a delta that is not 0", attributes)
-            count = ceil_div(end - start if steps > 0 else start - end, int(abs(steps)))
+            if number(step) == 0:
+                raise self._names.checks.unknown("a delta other than 0")
+            self._names.checks.hold(_not_zero(step), "a delta other than 0", inputs[2])
+            count = self._steps(start, end, step)
         else:
             count = tirx.ceil((end - start).astype("float64") / step.astype("float64")).astype("int64")
         least = count if kind.startswith("int") and self._names.at_least(count, 0) else tirx.max(count, literal(0))
@@ -160,7 +182,8 @@ class ShapeOperators:
             first, each = int(number(start) or 0), int(number(step) or 0)
             if number(length) is None and (first, each) == (0, 1):
                 return self._bb.normalize(relax.op.arange(0, length, 1, kind))
-        start = start if not kind.startswith("int") or number(start) is not None else self._names.size(start)
+        if kind.startswith("int"):
+            start, step = (bound if number(bound) is not None else self._names.size(bound) for bound in (start, step))
 
         def ascending(length: Any, start: Any, step: Any) -> Any:
             return te.compute((length,), lambda i: (start + i.astype(str(start.ty.dtype)) * step).astype(kind), "range")
@@ -192,7 +215,8 @@ class ShapeOperators:
             return None
         times = self._entries(repeats)
         if times is None or len(times) != len(dims):
-            raise unknown("Tile", "repeats of known length", attributes)
+            raise self._names.checks.unknown("repeats of known length")
+        self._hold_sizes(times, repeats)
         shape = self._names.shape([size * count for size, count in zip(dims, times, strict=True)])
 
         def tiled(data: Any, shape: list[Any]) -> Any:
@@ -216,35 +240,79 @@ class ShapeOperators:
         strides = None if steps is None else self._entries(steps)
         along = None if axes is None else self._entries(axes)
         if begin is None or end is None or (steps is not None and strides is None):
-            raise unknown("Slice", "bounds of known number", attributes)
-        if any(number(value) is None for value in (*(along or ()), *(strides or ()))):
-            raise unknown("Slice", "constant axes and steps", attributes)
-        places = range(len(begin)) if along is None else [int(number(axis) or 0) % len(dims) for axis in along]
-        shape, first, step = list(dims), [literal(0)] * len(dims), [1] * len(dims)
-        for i, axis in enumerate(places):
-            step[axis] = 1 if strides is None else int(number(strides[i]) or 1)
-            first[axis], shape[axis] = self._cut(dims[axis], begin[i], end[i], step[axis])
-        shape = self._names.shape(shape)
-        first = [start if number(start) is not None else self._names.size(start) for start in first]
+            raise self._names.checks.unknown("bounds of known number")
+        cuts = self._cuts(dims, (begin, end, strides or [literal(1)] * len(begin)), along, axes)
+        if cuts is None:
+            raise self._names.checks.unknown("as many axes as bounds, each once")
+        self._names.checks.hold(tirx.all(*[_not_zero(step) for _, _, step in cuts]), "steps other than 0", steps)
+        parts = [self._cut(size, *cut) for size, cut in zip(dims, cuts, strict=True)]
+        shape = self._names.shape([length for _, length in parts])
+        first = [start if number(start) is not None else self._names.size(start) for start, _ in parts]
+        step = [by if number(by) is not None else self._names.size(_bounded(by)) for _, _, by in cuts]
         return self._part(data, shape, first, step)
 
-    def _part(self, data: Any, shape: list[Any], first: list[Any], step: Sequence[int]) -> Any:
-        def part(data: Any, shape: list[Any], first: list[Any]) -> Any:
+    def _cuts(
+        self, dims: Sequence[Entry], bounds: Sequence[Sequence[Entry]], along: Sequence[Entry] | None, axes: Any
+    ) -> list[tuple[Entry, Entry, Entry]] | None:
+        """(start, end, step) of each axis, None where the axes are none of these dims; the whole axis of those that
+        nobody cuts. A call whose axes are no such ends."""
+        rank = len(dims)
+        whole = [(literal(0), size, literal(1)) for size in dims]
+        cuts = list(zip(*bounds, strict=True))
+        places = list(range(len(cuts))) if along is None else [number(axis) for axis in along]
+        if len(places) != len(cuts) or len(cuts) > rank:
+            return None
+        if None not in places:
+            own = [int(place or 0) + (rank if int(place or 0) < 0 else 0) for place in places]
+            if len(set(own)) < len(own) or any(not 0 <= place < rank for place in own):
+                return None
+            return [cuts[own.index(axis)] if axis in own else whole[axis] for axis in range(rank)]
+        assert along is not None
+        times = [sum((_is_axis(axis, place, rank) for axis in along), start=literal(0)) for place in range(rank)]
+        once = tirx.all(*[time <= 1 for time in times], equals(sum(times, start=literal(0)), literal(len(cuts))))
+        self._names.checks.hold(once, f"axes from {-rank} to {rank - 1}, each once", axes)
+        for place in range(rank):
+            for axis, cut in zip(along, cuts, strict=True):
+                meant = _is_axis(axis, place, rank) > 0
+                one, other, by = (tirx.Select(meant, *pair) for pair in zip(cut, whole[place], strict=True))
+                whole[place] = (one, other, by)
+        return whole
+
+    def _part(self, data: Any, shape: list[Any], first: list[Any], step: Sequence[Any]) -> Any:
+        def part(data: Any, shape: list[Any], first: list[Any], step: list[Any]) -> Any:
             def element(*at: Any) -> Any:
                 return data[tuple(start + i * n for i, start, n in zip(at, first, step, strict=True))]
 
             return te.compute(tuple(shape), element, "slice")
 
-        return emitted(self._bb, part, data, shape, first, name="slice")
+        return emitted(self._bb, part, data, shape, first, [literal(by) for by in step], name="slice")
 
-    def _cut(self, size: Entry, start: Entry, end: Entry, step: int) -> tuple[Entry, Entry]:
+    def _cut(self, size: Entry, start: Entry, end: Entry, step: Entry) -> tuple[Entry, Entry]:
         """(the first element, how many) of an axis that is cut as ONNX says."""
-        highest = size if step > 0 else size - 1
-        lowest = literal(0 if step > 0 else -1)
-        begin = self._within(self._from_end(start, size), literal(0), highest)
-        stop = self._within(self._from_end(end, size), lowest, highest)
-        length = ceil_div(stop - begin, step) if step > 0 else ceil_div(begin - stop, -step)
+        forwards = number(step)
+        if forwards is None:
+            ways = [self._cut_one_way(size, start, end, step, up=up) for up in (True, False)]
+            first, length = (tirx.Select(step > 0, *pair) for pair in zip(*ways, strict=True))
+            return first, tirx.max(length, literal(0))
+        begin, length = self._cut_one_way(size, start, end, step, up=forwards > 0)
         return begin, length if self._names.at_least(length, 0) else tirx.max(length, literal(0))
+
+    def _cut_one_way(self, size: Entry, start: Entry, end: Entry, step: Entry, *, up: bool) -> tuple[Entry, Entry]:
+        highest = size if up else size - 1
+        begin = self._within(self._from_end(start, size), literal(0), highest)
+        stop = self._within(self._from_end(end, size), literal(0 if up else -1), highest)
+        return begin, self._steps(begin, stop, step, up=up)
+
+    def _steps(self, start: Entry, end: Entry, step: Entry, up: bool | None = None) -> Entry:
+        """How many steps lead from a start to an end, which they do not reach; below 0 where they lead away."""
+        by = number(step)
+        if by is not None:
+            return ceil_div(end - start if by > 0 else start - end, abs(int(by)))
+        ways = {
+            True: _ceil_div_by(end - start, _bounded(step)),
+            False: _ceil_div_by(start - end, -_bounded(step)),
+        }
+        return tirx.Select(step > 0, ways[True], ways[False]) if up is None else ways[up]
 
     def _from_end(self, place: Entry, size: Entry) -> Entry:
         value = number(place)
@@ -277,11 +345,12 @@ class ShapeOperators:
         else:
             entries = self._entries(lengths)
             if entries is None:
-                raise unknown("Split", "a known number of lengths", attributes)
+                raise self._names.checks.unknown("a known number of lengths")
             parts = entries
             total = sum(parts, start=literal(0))
             if not self._names.same(total, dims[axis]):
-                self._names.checked([total], [dims[axis]])
+                self._names.checks.hold(equals(total, dims[axis]), "lengths that make up the axis", lengths)
+            self._hold_sizes(parts, lengths)
         results, offset = [], literal(0)
         for length in parts:
             shape, first = list(dims), [literal(0)] * len(dims)
@@ -300,17 +369,39 @@ class ShapeOperators:
             return None
         amounts = self._entries(pads)
         along = None if axes is None else self._entries(axes)
-        if amounts is None or any(number(axis) is None for axis in along or ()):
-            raise unknown("Pad", "a known number of pads, and constant axes", attributes)
-        places = range(len(dims)) if along is None else [int(number(axis) or 0) % len(dims) for axis in along]
-        before: list[Any] = [literal(0)] * len(dims)
-        shape = list(dims)
-        for i, axis in enumerate(places):
-            before[axis] = amounts[i] if number(amounts[i]) is not None else self._names.size(amounts[i])
-            shape[axis] = dims[axis] + amounts[i] + amounts[i + len(places)]
-        shape = self._names.shape(shape)
+        count, rank = len(amounts or ()) // 2, len(dims)
+        if amounts is None or (axes is not None and along is None) or count != len(dims if along is None else along):
+            raise self._names.checks.unknown("a known number of pads, two for each axis")
+        around = self._around(rank, list(zip(amounts[:count], amounts[count:], strict=True)), along, axes)
+        before = [one if number(one) is not None else self._names.size(one) for one, _ in around]
+        sizes = [size + one + other for size, (one, other) in zip(dims, around, strict=True)]
+        self._hold_sizes(sizes, pads)
+        shape = self._names.shape(sizes)
         mode = attributes.get("mode", b"constant")
         return self._surrounded(data, value, shape, before, mode.decode() if isinstance(mode, bytes) else mode)
+
+    def _around(
+        self, rank: int, pairs: Sequence[tuple[Entry, Entry]], along: Sequence[Entry] | None, axes: Any
+    ) -> list[tuple[Entry, Entry]]:
+        """(before, behind) of each axis; a call whose axes there are not ends."""
+        if along is None:
+            return list(pairs)
+        times = [sum((_is_axis(axis, place, rank) for axis in along), start=literal(0)) for place in range(rank)]
+        once = tirx.all(*[time <= 1 for time in times], equals(sum(times, start=literal(0)), literal(len(pairs))))
+        self._names.checks.hold(once, f"axes from {-rank} to {rank - 1}, each once", axes)
+        result = []
+        for place in range(rank):
+            meant = [_is_axis(axis, place, rank) for axis in along]
+            ends = [sum((is_it * pair[end] for is_it, pair in zip(meant, pairs, strict=True)), start=literal(0))
+                    for end in range(2)]  # fmt: skip
+            result.append((self._names.simplified(ends[0]), self._names.simplified(ends[1])))
+        return result
+
+    def _hold_sizes(self, entries: Sequence[Entry], value: Any) -> None:
+        """Ends a call in which some of these are below 0."""
+        below = [entry for entry in entries if not self._names.at_least(entry, 0)]
+        if below:
+            self._names.checks.hold(tirx.all(*[entry >= 0 for entry in below]), "sizes of 0 or more", value)
 
     def _surrounded(self, data: Any, value: Any, shape: Sequence[Any], before: Sequence[Any], mode: str) -> Any:
         kind = str(data.ty.dtype)
@@ -338,12 +429,13 @@ class ShapeOperators:
             return None
         axis, wanted = attributes.get("axis", -1) % len(dims), self._entries(count)
         if wanted is None:
-            raise unknown("TopK", "one number of elements", attributes)
+            raise self._names.checks.unknown("one number of elements")
         ordered = self._bb.emit(
             relax.op.topk(data, -1, axis, ret_type="both", largest=bool(attributes.get("largest", 1)), dtype="int64")
         )
         if not self._names.at_least(dims[axis], wanted[0]):
-            self._names.checked([tirx.min(wanted[0], dims[axis])], [self._names.size(wanted[0])])
+            self._names.checks.hold(wanted[0] <= dims[axis], "no more elements than the axis has", count)
+        self._hold_sizes(wanted[:1], count)
         shape = list(dims)
         shape[axis] = self._names.size(wanted[0])
         first, step = [literal(0)] * len(dims), [1] * len(dims)
@@ -391,8 +483,35 @@ class ShapeOperators:
             return None
         entries = self._entries(target)
         if entries is None or len(entries) != len(dims):
-            raise unknown("Resize", "sizes for each axis", attributes)
+            raise self._names.checks.unknown("sizes for each axis")
+        self._hold_sizes(entries, target)
         return resized(self._bb, data, self._names.shape(entries), None, attributes)
+
+
+def _not_zero(step: Entry) -> Entry:
+    return tirx.any(step > 0, step < 0)
+
+
+def _is_axis(axis: Entry, place: int, rank: int) -> Entry:
+    """1 where an axis, which may be counted from the end, is this one; else 0."""
+    stated = number(axis)
+    if stated is not None:
+        return literal(int(stated in (place, place - rank)))
+    return tirx.any(equals(axis, literal(place)), equals(axis, literal(place - rank))).astype("int64")
+
+
+def _bounded(step: Entry) -> Entry:
+    """A step, or one as good: beyond every axis, and of numbers that sums can hold."""
+    return tirx.max(tirx.min(step, literal(_FAR)), literal(-_FAR))
+
+
+_FAR = 1 << 40
+
+
+def _ceil_div_by(distance: Entry, step: Entry) -> Entry:
+    """The distance in steps, rounded up; of steps of 0, or backwards, no value that means anything."""
+    step = tirx.max(step, literal(1))
+    return tirx.floordiv(distance + step - 1, step)
 
 
 def _inside(place: Any, size: Any, mode: str) -> Any:

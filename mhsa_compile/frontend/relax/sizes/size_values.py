@@ -13,7 +13,6 @@ from tvm import relax, te, tirx
 from tvm.sym import Analyzer, ConstIntBound
 from tvm_ffi import structural_equal
 
-from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
 
 Entry = Any
@@ -234,13 +233,6 @@ def _is_short(entry: Entry) -> bool:
     return operations <= _LARGE
 
 
-def unknown(operator: str, expected: str, attributes: dict[str, Any]) -> ModelError:
-    """The error for a node that reads what only a call knows, in a form that cannot be compiled."""
-    hint = "Fix free sizes with dims, or give the model what it computes from them."
-    name = attributes["tvm_custom"]["name"]
-    return ModelError(f"{operator} node {name!r}", expected, "what only a call knows", hint)
-
-
 def ceil_div(a: Entry, b: int) -> Entry:
     """a / b, rounded up, for a positive b."""
     return tirx.floordiv(a + (b - 1), tirx.const(b, "int64")) if b != 1 else a
@@ -258,8 +250,8 @@ def literal(value: Any, dtype: str = "int64") -> Entry:
 
 def equals(one: Entry, other: Entry) -> Entry:
     """Whether two entries are equal, as an entry."""
-    comparison = one == other
-    return comparison if isinstance(comparison, tirx.IntImm) else comparison.asobject()
+    comparison = one == other  # of some expressions TVM makes a Python object first
+    return comparison if isinstance(comparison, tvm.ir.Expr) else comparison.asobject()
 
 
 def _literal(value: Any, dtype: str) -> Entry:
