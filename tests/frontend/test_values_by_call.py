@@ -97,3 +97,74 @@ def test_reductions_of_nothing() -> None:
                             "ReduceLogSumExp": -np.inf, "ReduceMean": np.nan}.items():  # fmt: skip
             assert np.array_equal(results.pop(name), np.full((3, 1, 4), value), equal_nan=True), name
         assert all(not result.any() for result in results.values())
+
+
+SHAPES = """(float[B, L, 8] x, int64[2] starts, int64[2] ends, int64[2] axes, int64[2] steps, int64[3] target,
+    int64 depth, float[2] values, int64[2] pads, int64[1] side, int64 start, int64 end, int64 delta,
+    float[B, 2, 3] theta, int64[4] size, int64[1] k)
+    => (float[C, D, E] cut, float[F, G, H] shaped, float[B, N, M] marks, float[P, Q, R] padded, int64[S] counted,
+        float[B, T, U, 2] grid, float[B, L, V] best, int64[B, L, W] where) {
+    y = Attention <q_num_heads=2, kv_num_heads=2> (x, x, x)
+    cut = Slice(y, starts, ends, axes, steps)  shaped = Reshape(y, target)
+    places = ArgMax <axis=2, keepdims=0> (y)  marks = OneHot(places, depth, values)
+    padded = Pad <mode="edge"> (y, pads, , side)  counted = Range(start, end, delta)
+    grid = AffineGrid <align_corners=1> (theta, size)  best, where = TopK(y, k) }"""
+
+
+@pytest.fixture(scope="module")
+def shapes() -> tuple[onnx.ModelProto, Any]:
+    model = model_of(SHAPES)
+    return model, mhsa.load(mhsa.compile(model))
+
+
+def _shape_feeds(length: int) -> dict[str, Any]:
+    rng = np.random.default_rng(length)
+    lists = {"starts": [0, -1], "ends": [2**62, -(2**62)], "axes": [-2, 2], "steps": [2, -3], "target": [0, -1, 4],
+             "depth": 6, "pads": [3, 1], "side": [-2], "size": [2, 1, 3, 5], "k": [5]}  # fmt: skip
+    numbers = {"start": 7, "end": -2, "delta": -3}
+    floats = {"x": (2, length, 8), "theta": (2, 2, 3), "values": (2,)}
+    feeds: dict[str, Any] = {name: np.array(value) for name, value in (lists | numbers).items()}
+    feeds |= {name: rng.standard_normal(shape).astype(np.float32) for name, shape in floats.items()}
+    return feeds
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "nothing of an axis": {"starts": [3, 8], "ends": [3, -3], "axes": [2, -3], "steps": [1, 1]},
+    "ends before starts": {"starts": [-1, 5], "ends": [-4, 1], "axes": [1, 2], "steps": [1, -2]},
+    "a target without an open end": {"target": [2, 0, 8]},
+    "pads of another axis": {"pads": [0, 2], "side": [2]},
+    "a range of nothing": {"start": 3, "end": 3, "delta": 5, "k": [0]},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("length", [2, 13])
+def test_bounds_and_sizes_of_the_call(shapes: tuple[onnx.ModelProto, Any], name: str, length: int) -> None:
+    model, compiled = shapes
+    agree(compiled, model, _shape_feeds(length) | {key: np.array(value) for key, value in CALLS[name].items()})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("axes", [0, -3], "axes from -3 to 2, each once, for Slice node 'cut'"),
+        ("steps", [1, 0], "steps other than 0, for Slice node 'cut'"),
+        ("target", [-1, -1, 4], "sizes of 0 or more, and -1 once at most, for Reshape node 'shaped'"),
+        ("target", [3, 7, 4], "a shape of as many elements as its data has, for Reshape node 'shaped'"),
+        ("depth", -2, "a depth of 0 or more, for OneHot node 'marks'"),
+        ("side", [3], "axes from -3 to 2, each once, for Pad node 'padded'"),
+        ("pads", [-9, 0], "sizes of 0 or more, for Pad node 'padded'"),
+        ("delta", 0, "a delta other than 0, for Range node 'counted'"),
+        ("size", [3, 1, 3, 5], "a size of 1 or more, of the batch of theta, for AffineGrid node 'grid'"),
+        ("k", [9], "no more elements than the axis has, for TopK node 'best, where'"),
+        ("k", [-1], "sizes of 0 or more, for TopK node 'best, where'"),
+    ],
+)
+def test_what_cannot_be_ends_the_call(shapes: tuple[onnx.ModelProto, Any], name: str, value: Any, message: str) -> None:
+    feeds = _shape_feeds(5)
+    feeds[name] = np.array(value, feeds[name].dtype)
+    with pytest.raises(InputError) as refusal:
+        shapes[1](**feeds)
+    assert str(refusal.value).startswith(f"input {name!r}: expected {message}, got ")
+    agree(shapes[1], shapes[0], _shape_feeds(5))  # the next call is none the worse

@@ -101,7 +101,7 @@ STANDARD: dict[str, Row] = {
     "LpPool": row(*_POOL, "p", ceil_mode=(0,)),
     "MatMul": row(inputs=2, condition=conditions.some_numbers),
     "MatMulInteger": row(inputs=4),
-    "MaxPool": row(*_POOL),
+    "MaxPool": row(*_POOL, "storage_order", outputs=2),
     "MaxRoiPool": row("pooled_shape", "spatial_scale", inputs=2),
     "MaxUnpool": row("kernel_shape", "pads", "strides", inputs=2),
     "MeanVarianceNormalization": row("axes"),

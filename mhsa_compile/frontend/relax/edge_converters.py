@@ -4,13 +4,20 @@ with None."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax, tirx
-from tvm.relax.frontend.onnx.onnx_frontend import ArgMax, ArgMin, DynamicQuantizeLinear, OneHot
+from tvm import relax, te, tirx
+from tvm.relax.frontend.onnx.onnx_frontend import (
+    ArgMax,
+    ArgMin,
+    DynamicQuantizeLinear,
+    MaxPool,
+    OneHot,
+    get_type,
+)
 
 Converter = Callable[[Any, list[Any], dict[str, Any]], Any]
 
@@ -216,6 +223,66 @@ def log_of_exponentials(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     return result if attributes.get("keepdims", 1) else emit(relax.op.squeeze(result, over))
 
 
+def eye_of_a_dtype(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """EyeLike, of the dtype that it says."""
+    kind = str(get_type(attributes["dtype"])) if "dtype" in attributes else str(_dtype(inputs[0]))
+    shift, one, zero = attributes.get("k", 0), tirx.const(1, kind), tirx.const(0, kind)
+
+    def eye(x: Any) -> Any:
+        return te.compute(x.shape, lambda i, j: tirx.Select(j == i + shift, one, zero), "eye")
+
+    return bb.emit_te(eye, inputs[0], primfunc_name_hint="eye")
+
+
+def pool_with_places(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """MaxPool with where its values come from: the first of equal ones, as places in the whole array, whose rows or
+    columns (storage_order) lie behind each other."""
+    if attributes["tvm_custom"]["num_outputs"] < 2:
+        return None
+    call = MaxPool._impl_v1(bb, inputs, attributes, ({}, {}))
+    attrs, values = call.attrs, bb.emit(call)
+    window, strides, dilations = (list(map(int, one)) for one in (attrs.pool_size, attrs.strides, attrs.dilation))
+    before, columns = [int(n) for n in attrs.padding][: len(window)], attributes.get("storage_order", 0)
+
+    def places(x: Any, values: Any) -> Any:
+        steps = [te.reduce_axis((0, n), f"k{i}") for i, n in enumerate(window)]
+        sizes = x.shape[2:]
+
+        def element(*at: Any) -> Any:
+            own = [
+                i * stride + step * dilation - pad
+                for i, stride, step, dilation, pad in zip(at[2:], strides, steps, dilations, before, strict=True)
+            ]
+            place = at[0] * x.shape[1] + at[1]
+            for i, size in zip(own, sizes, strict=True):
+                place = place * size + i
+            value, extreme = x(*at[:2], *own), values(*at)
+            same = tirx.Not(tirx.any(value < extreme, value > extreme)) if _floating(x) else value == extreme
+            inside = tirx.all(*[tirx.all(i >= 0, i < size) for i, size in zip(own, sizes, strict=True)])
+            nowhere = tirx.max_value("int64")
+            return te.min(tirx.if_then_else(inside, tirx.Select(same, place, nowhere), nowhere), axis=steps)
+
+        first = te.compute(values.shape, element, "places")
+        return te.compute(values.shape, lambda *at: _by_columns(first(*at), sizes), "columns") if columns else first
+
+    return relax.Tuple([values, bb.emit_te(places, inputs[0], values, primfunc_name_hint="max_pool_places")])
+
+
+def _by_columns(place: Any, sizes: Sequence[Any]) -> Any:
+    """A place in an array whose columns lie behind each other, from that of its rows behind each other."""
+    own = []
+    for size in reversed(sizes):
+        own.append(place % size)
+        place = place // size
+    for i, size in zip(own, reversed(sizes), strict=True):
+        place = place * size + i
+    return place
+
+
+def _floating(x: Any) -> bool:
+    return str(x.dtype).startswith(("float", "bfloat"))
+
+
 def above_a_threshold(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """ThresholdedRelu chooses: TVM's multiplies by 0, which makes NaN of -inf."""
     (x,) = inputs
@@ -239,8 +306,10 @@ EDGES: dict[str, Converter] = {
     "Clip": clip,
     "DynamicQuantizeLinear": quantised_zeros,
     "Equal": equal_flags,
+    "EyeLike": eye_of_a_dtype,
     "Hardmax": hardmax,
     "Max": extreme_of_several(relax.op.maximum),
+    "MaxPool": pool_with_places,
     "Min": extreme_of_several(relax.op.minimum),
     "Mod": remainder_of_its_divisors_sign,
     "OneHot": one_hot_of_its_dtype,

@@ -13,6 +13,7 @@ from tvm import relax, te, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
 
 from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
+from mhsa_compile.frontend.relax.sizes.grids import affine_grid, one_hot
 from mhsa_compile.frontend.relax.sizes.reductions import reduced_by_call
 from mhsa_compile.frontend.relax.sizes.resizing import resized
 from mhsa_compile.frontend.relax.sizes.size_values import (
@@ -54,6 +55,8 @@ class ShapeOperators:
         """The operator's result, None where it reads no sizes that the graph computes."""
         if op_name.startswith("Reduce"):
             return reduced_by_call(self._bb, self._names, op_name, inputs, attributes)
+        if op_name in _GRIDS:
+            return _GRIDS[op_name](self._bb, self._names, inputs, attributes)
         converter = self._converters.get(op_name)
         return None if converter is None else converter(inputs, attributes)
 
@@ -276,7 +279,8 @@ class ShapeOperators:
                 meant = _is_axis(axis, place, rank) > 0
                 one, other, by = (tirx.Select(meant, *pair) for pair in zip(cut, whole[place], strict=True))
                 whole[place] = (one, other, by)
-        return whole
+        chosen = iter(self._names.opaque([bound for cut in whole for bound in cut]))
+        return list(zip(chosen, chosen, chosen, strict=True))
 
     def _part(self, data: Any, shape: list[Any], first: list[Any], step: Sequence[Any]) -> Any:
         def part(data: Any, shape: list[Any], first: list[Any], step: list[Any]) -> Any:
@@ -293,7 +297,8 @@ class ShapeOperators:
         if forwards is None:
             ways = [self._cut_one_way(size, start, end, step, up=up) for up in (True, False)]
             first, length = (tirx.Select(step > 0, *pair) for pair in zip(*ways, strict=True))
-            return first, tirx.max(length, literal(0))
+            chosen = self._names.opaque([first, tirx.max(length, literal(0))])
+            return chosen[0], chosen[1]
         begin, length = self._cut_one_way(size, start, end, step, up=forwards > 0)
         return begin, length if self._names.at_least(length, 0) else tirx.max(length, literal(0))
 
@@ -486,6 +491,9 @@ class ShapeOperators:
             raise self._names.checks.unknown("sizes for each axis")
         self._hold_sizes(entries, target)
         return resized(self._bb, data, self._names.shape(entries), None, attributes)
+
+
+_GRIDS = {"AffineGrid": affine_grid, "OneHot": one_hot}
 
 
 def _not_zero(step: Entry) -> Entry:

@@ -200,6 +200,12 @@ class SizeNames:
             self._bind([second], [known])
         return known
 
+    def opaque(self, entries: Sequence[Entry]) -> list[Any]:
+        """Names for expressions that no proof is to look into: choices that only a call makes."""
+        names = [self.variable() for _ in entries]
+        self._bind(entries, names)
+        return names
+
     def of_tensor(self, tensor: Any, count: int) -> list[Any]:
         """The elements of a tensor that a call computes, as sizes."""
         if str(tensor.ty.dtype) != "int64":

@@ -1,0 +1,79 @@
+"""OneHot and AffineGrid of sizes that a call states: each element is written from its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import te, tirx
+
+from mhsa_compile.frontend.relax.sizes.broadcasting import dims_of
+from mhsa_compile.frontend.relax.sizes.size_values import (
+    SizeNames,
+    as_tensor,
+    emitted,
+    entries_of,
+    equals,
+    literal,
+    number,
+)
+
+
+def one_hot(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """OneHot whose depth, or values, come by the call; None where both are constants."""
+    indices, depth, values = (as_tensor(bb, value) for value in inputs)
+    dims = dims_of(indices)
+    if all(isinstance(value, tvm.ir.GenericConst) for value in (depth, values)) or dims is None:
+        return None
+    stated = entries_of(inputs[1])
+    size = names.of_tensor(depth, 1)[0] if stated is None else stated.entries.reshape(-1)[0].astype("int64")
+    if not names.at_least(size, 0):
+        names.checks.hold(size >= 0, "a depth of 0 or more", inputs[1])
+    axis = attributes.get("axis", -1) % (len(dims) + 1)
+    shape = names.shape([*dims[:axis], size, *dims[axis:]])
+
+    def marked(indices: Any, values: Any, shape: list[Any]) -> Any:
+        def element(*at: Any) -> Any:
+            place = indices(*at[:axis], *at[axis + 1 :]).astype("int64")
+            place = tirx.Select(place < 0, place + shape[axis], place)
+            return tirx.Select(place == at[axis], values(literal(1)), values(literal(0)))
+
+        return te.compute(tuple(shape), element, "one_hot")
+
+    return emitted(bb, marked, indices, values, shape, name="one_hot")
+
+
+def affine_grid(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """AffineGrid whose size comes by the call; None where it is a constant. theta (N, 2, 3) -> (N, H, W, 2), or
+    (N, 3, 4) -> (N, D, H, W, 3)."""
+    theta, target = (as_tensor(bb, value) for value in inputs)
+    dims, count = dims_of(theta), dims_of(target)
+    if isinstance(target, tvm.ir.GenericConst) or dims is None:
+        return None
+    axes = None if count is None else number(count[0])
+    if axes not in (4, 5) or number(dims[1]) != axes - 2:
+        raise names.checks.unknown("a size of 4 or 5 axes, and a theta for as many")
+    stated = entries_of(inputs[1])
+    sizes = names.of_tensor(target, int(axes)) if stated is None else list(stated.entries.reshape(-1))
+    fits = [equals(sizes[0], dims[0]), *[size >= 1 for size in sizes]]
+    names.checks.hold(tirx.all(*fits), "a size of 1 or more, of the batch of theta", inputs[1])
+    kind, aligned = str(theta.ty.dtype), bool(attributes.get("align_corners", 0))
+    shape = names.shape([dims[0], *sizes[2:], literal(axes - 2)])
+
+    def grid(theta: Any, shape: list[Any]) -> Any:
+        def coordinate(i: Any, size: Any) -> Any:
+            x, whole, one = i.astype(kind), size.astype(kind), tirx.const(1, kind)
+            if aligned:  # a single pixel lies at -1
+                return x * tirx.const(2, kind) / tirx.max(whole - one, one) - one
+            return (x * tirx.const(2, kind) + one) / whole - one
+
+        def element(*at: Any) -> Any:
+            batch, *places, row = at
+            total = theta(batch, row, literal(len(places)))
+            for column, (i, size) in enumerate(zip(reversed(places), reversed(shape[1:-1]), strict=True)):
+                total = total + theta(batch, row, literal(column)) * coordinate(i, size)
+            return total
+
+        return te.compute(tuple(shape), element, "grid")
+
+    return emitted(bb, grid, theta, shape, name="affine_grid")
