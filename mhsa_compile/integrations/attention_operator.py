@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.errors import InputError
-from mhsa_compile.integrations.attention_check import by_pytorch, why_wrong
+from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.call_table import TABLE
 
@@ -47,7 +47,7 @@ def attend(
     Raises InputError for what the artifact refuses.
     """
     _check_ranks(q, k, v, mask)
-    rest = (mask, sinks, scale, softcap, causal)
+    operands = Operands(q, k, v, mask, sinks, scale, softcap, causal)
     H, G = q.shape[1], k.shape[1]
     kind = "bool" if mask is not None and mask.dtype == torch.bool else None if mask is None else "additive"
     call = AttentionCall(
@@ -63,8 +63,7 @@ def attend(
         sinks=sinks is not None,
     )
     if TABLE.is_left(call):
-        return by_pytorch(q, k, v, *rest)
-    keys, values = k, v
+        return by_pytorch(operands)
     k_rows, v_rows = k.transpose(1, 2), v.transpose(1, 2)
     by_rows = TABLE.layout(call, k_rows, v_rows) == "rows"
     if by_rows:
@@ -78,9 +77,9 @@ def attend(
         inputs.append(sinks)
     y: Tensor = compiled(*inputs)
     y = y.view(y.shape[0], y.shape[1], H, v.shape[-1] // G if by_rows else v.shape[-1])
-    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, q, keys, values, *rest)):
+    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, operands)):
         TABLE.leave(call, why)
-        return by_pytorch(q, keys, values, *rest)
+        return by_pytorch(operands)
     return y
 
 

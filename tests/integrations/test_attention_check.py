@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mhsa_compile.integrations import attention_check, attention_operator
+from mhsa_compile.integrations import attention_operator
+from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.attention_operator import attend
 from mhsa_compile.integrations.call_table import CallTable
@@ -46,10 +47,11 @@ def test_both_are_one_meaning_in_all_rows_and_in_some(
     q, k, v = _tensors()
     rest = (mask, sinks, 0.25, softcap, causal)
     y = attend(q, k, v, *rest, causal, False)
-    assert difference([y], [attention_check.by_pytorch(q, k, v, *rest)]) == ""
+    operands = Operands(q, k, v, *rest)
+    assert difference([y], [by_pytorch(operands)]) == ""
     rows = torch.tensor([0, 2, 6])
-    assert difference([y[:, rows]], [attention_check.by_pytorch(q, k, v, *rest, rows)]) == ""
-    assert attention_check.why_wrong(y + 0.1, q, k, v, *rest)
+    assert difference([y[:, rows]], [by_pytorch(operands, rows)]) == ""
+    assert why_wrong(y, operands) == "" and why_wrong(y + 0.1, operands)
 
 
 def test_a_wrong_kind_is_pytorchs_from_then_on(table: CallTable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def test_a_wrong_kind_is_pytorchs_from_then_on(table: CallTable, monkeypatch: py
     monkeypatch.setattr(table, "get", with_a_fault)
     q, k, v = _tensors()
     rest = (None, None, 0.25, 0.0, False)
-    expected = attention_check.by_pytorch(q, k, v, *rest)
+    expected = by_pytorch(Operands(q, k, v, *rest))
     with pytest.warns(UserWarning, match="attention of 4 heads of 16: a result is off by"):
         assert torch.equal(attend(q, k, v, *rest, False, False), expected)
     with warnings.catch_warnings():
