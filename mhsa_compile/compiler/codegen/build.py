@@ -21,6 +21,7 @@ from mhsa_compile.compiler.codegen import (
     caller_memory,
     data_races,
     embed_cubin,
+    empty_constants,
     empty_launches,
 )
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
@@ -41,7 +42,8 @@ def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> No
         executable = device_executable(scheduled, profile)
     else:
         with pass_context():
-            executable = relax.build(scheduled.module, _target(profile), relax_pipeline=_pipeline())
+            module = empty_constants.allocated(scheduled.module, "main")
+            executable = relax.build(module, _target(profile), relax_pipeline=_pipeline())
     _export(executable, library, profile)
 
 

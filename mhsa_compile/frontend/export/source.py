@@ -163,6 +163,9 @@ def _check(name: str, model: onnx.ModelProto) -> None:
             if (kind := value.type.WhichOneof("value")) not in ("tensor_type", None):
                 hint = "Take it apart into tensors in the graph."
                 raise ModelError(f"{role} {value.name!r}", "a tensor", f"a {kind.removesuffix('_type')}", hint)
+            if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
+                hint = "Cut off what reads texts, and pass what comes of it: a tokenizer's ids, say."
+                raise ModelError(f"{role} {value.name!r}", "a tensor of numbers", "one of texts", hint)
     if model.graph.sparse_initializer:
         tensor = model.graph.sparse_initializer[0].values.name
         raise ModelError(name, "weights as dense tensors", f"{tensor!r} as a sparse one", "Write it as a dense one.")
