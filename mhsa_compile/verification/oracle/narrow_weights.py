@@ -15,8 +15,8 @@ Array = np.ndarray
 
 _LEAST = 1 << 16
 """Elements of a weight that stays narrow."""
-_PART = 1 << 17
-"""Elements that are widened at a time: a megabyte in float64."""
+_PART = 1 << 16
+"""Elements that are widened at a time: half a megabyte in float64."""
 _READERS = (("MatMul", 1), ("Gemm", 1), ("Gather", 0))
 _VIEWS = ("Identity", "Transpose")
 
@@ -53,14 +53,17 @@ def widened_product(a: Array, b: Array) -> Array:
         return np.asarray(a @ b)
     K, N = b.shape
     by_columns = b.flags.f_contiguous
-    result = np.zeros((a.shape[0], N))
-    step = max(1, _PART // (K if by_columns else N))
-    for first in range(0, N if by_columns else K, step):
-        part = slice(first, first + step)
+    rows = b.T if by_columns else b  # as they lie in memory
+    step = max(1, _PART // rows.shape[1])
+    wide, result = np.empty((min(step, len(rows)), rows.shape[1])), np.zeros((a.shape[0], N))
+    for first in range(0, len(rows), step):
+        part = slice(first, min(first + step, len(rows)))
+        some = wide[: part.stop - first]  # one buffer: the system clears each new one
+        some[:] = rows[part]
         if by_columns:
-            result[:, part] = a @ b[:, part].astype(np.float64)
+            np.matmul(a, some.T, out=result[:, part])
         else:
-            result += a[:, part] @ b[part].astype(np.float64)
+            result += a[:, part] @ some
     return result
 
 
