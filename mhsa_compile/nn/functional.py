@@ -229,9 +229,12 @@ def written(cache: Tensor, rows: Tensor, first: Tensor) -> Tensor:
     return cache.scatter(2, place.expand_as(rows), rows)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # or torch.compile would trace NumPy's code
 def _static_mask(pattern: Pattern, L: int, S: int) -> Tensor:
     return torch.from_numpy(pattern.array(L, S))
+
+
+# Or torch.compile would trace NumPy's code. As torch.compiler.assume_constant_result does, which loads Dynamo: a second.
+_static_mask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checked_mask(spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:

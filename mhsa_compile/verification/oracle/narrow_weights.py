@@ -51,11 +51,10 @@ def widened_product(a: Array, b: Array) -> Array:
     """a (M, K) times b (K, N), of which b may be narrower than a."""
     if b.dtype == a.dtype or not b.size:
         return np.asarray(a @ b)
-    K, N = b.shape
     by_columns = b.flags.f_contiguous
     rows = b.T if by_columns else b  # as they lie in memory
     step = max(1, _PART // rows.shape[1])
-    wide, result = np.empty((min(step, len(rows)), rows.shape[1])), np.zeros((a.shape[0], N))
+    wide, result = np.empty((min(step, len(rows)), rows.shape[1])), np.zeros((a.shape[0], b.shape[1]))
     for first in range(0, len(rows), step):
         part = slice(first, min(first + step, len(rows)))
         some = wide[: part.stop - first]  # one buffer: the system clears each new one
