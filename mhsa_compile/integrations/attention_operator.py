@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhsa_compile.errors import InputError
+from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.call_table import TABLE
@@ -69,7 +69,11 @@ def attend(
     if by_rows:
         call = call._replace(kv_layout="rows")
         k, v = k_rows.flatten(2), v_rows.flatten(2)
-    compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
+    try:
+        compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
+    except OutputError as error:
+        TABLE.leave(call, f"no room for what is compiled ({error.argument}: {error.got})")
+        return by_pytorch(operands)
     inputs = [q.transpose(1, 2).reshape(q.shape[0], q.shape[2], H * q.shape[3]), k, v]
     if mask is not None:
         inputs.append(_as_small_as_it_is(mask))

@@ -233,7 +233,7 @@ def _static_mask(pattern: Pattern, L: int, S: int) -> Tensor:
     return torch.from_numpy(pattern.array(L, S))
 
 
-# Or torch.compile would trace NumPy's code. As torch.compiler.assume_constant_result does, which loads Dynamo: a second.
+# Or torch.compile would trace NumPy code. As torch.compiler.assume_constant_result does, which loads Dynamo: a second.
 _static_mask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

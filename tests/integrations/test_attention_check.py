@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mhsa_compile.errors import OutputError
 from mhsa_compile.integrations import attention_operator
 from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
@@ -77,6 +78,18 @@ def test_a_wrong_kind_is_pytorchs_from_then_on(table: CallTable, monkeypatch: py
         warnings.simplefilter("error")
         assert torch.equal(attend(q, k, v, *rest, False, False), expected)
     assert len(calls) == 1
+
+
+def test_without_room_a_kind_is_pytorchs(table: CallTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise OutputError("temporary folder '/tmp'", "room for the artifact", "No space left on device")
+
+    monkeypatch.setattr(table, "get", full)
+    q, k, v = _tensors()
+    rest = (BOOL, None, 0.25, 0.0, False)
+    with pytest.warns(UserWarning, match="no room for what is compiled .*No space left.*PyTorch computes such calls"):
+        y = attend(q, k, v, *rest, False, False)
+    assert torch.equal(y, by_pytorch(Operands(q, k, v, *rest)))
 
 
 def test_a_kind_is_looked_at_once_and_not_at_all_where_it_is_switched_off(table: CallTable) -> None:
