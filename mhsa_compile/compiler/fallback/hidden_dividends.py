@@ -16,7 +16,7 @@ _DIVISIONS = ("prim.FloorDiv", "prim.FloorMod")
 
 def hide_dividends(nodes: Nodes) -> int:
     """Hides the dividends that TVM would get wrong, in place; says how many they were."""
-    graph = _Graph(nodes)
+    graph = _FunctionGraph(nodes)
     divisions = [i for i, node in enumerate(nodes) if node["type"] in _DIVISIONS and graph.is_whole(i)]
     hidden = [i for i in divisions if graph.is_in_danger(i)]
     for i in hidden:
@@ -24,7 +24,7 @@ def hide_dividends(nodes: Nodes) -> int:
     return len(hidden)
 
 
-class _Graph:
+class _FunctionGraph:
     """The nodes of a function, and which of them move with its loops."""
 
     def __init__(self, nodes: Nodes) -> None:

@@ -36,7 +36,7 @@ _METADATA = "__metadata__"
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Bytes that are read once, in their order."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
@@ -44,13 +44,15 @@ class Source(Protocol):
         ...
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=32)]  # of NumPy's arrays
     data_offsets: tuple[_Size, _Size]
 
 
-def read_tensors(source: Source, size: int, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Array]:
+def read_tensors(
+    source: TensorSource, size: int, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Array]:
     """The tensors by name, those that are `wanted`; `source` is read to its end, which is `size` bytes away.
 
     Raises ValueError for what is no such file, and OSError.
@@ -70,14 +72,14 @@ def read_tensors(source: Source, size: int, wanted: Callable[[str], bool] = lamb
     return tensors
 
 
-def skip(source: Source, size: int) -> None:
+def skip(source: TensorSource, size: int) -> None:
     """Reads so many bytes, and keeps none. Raises ValueError where there are fewer."""
     block = np.empty(min(size, _BLOCK), np.uint8)
     for begin in range(0, size, _BLOCK):
         _fill(source, block[: size - begin])
 
 
-def _entries(source: Source, size: int) -> Iterator[tuple[str, _Entry]]:
+def _entries(source: TensorSource, size: int) -> Iterator[tuple[str, _TensorEntry]]:
     """The entries in the order in which their tensors lie behind the header: one behind the other, to the end."""
     if size < _LENGTH:
         raise ValueError(f"a length of {_LENGTH} bytes in front is missing")
@@ -88,7 +90,7 @@ def _entries(source: Source, size: int) -> Iterator[tuple[str, _Entry]]:
     require_unique_keys(header)
     raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
     msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=dict[str, str])
-    entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+    entries = {name: msgspec.json.decode(entry, type=_TensorEntry) for name, entry in raw.items()}
     end = 0
     in_order = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     for name, entry in in_order:
@@ -105,17 +107,17 @@ def _entries(source: Source, size: int) -> Iterator[tuple[str, _Entry]]:
     yield from in_order
 
 
-def _bytes(entry: _Entry) -> int:
+def _bytes(entry: _TensorEntry) -> int:
     return math.prod(entry.shape) * int(np.dtype(_DTYPES[entry.dtype]).itemsize)
 
 
-def _read(source: Source, size: int) -> bytes:
+def _read(source: TensorSource, size: int) -> bytes:
     data = np.empty(size, np.uint8)
     _fill(source, data)
     return data.tobytes()
 
 
-def _fill(source: Source, memory: Array) -> None:
+def _fill(source: TensorSource, memory: Array) -> None:
     view = memory.data
     while view:
         if not (count := source.readinto(view[:_BLOCK])):

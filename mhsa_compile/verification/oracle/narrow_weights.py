@@ -66,7 +66,7 @@ def widened_product(a: Array, b: Array) -> Array:
     return result
 
 
-class _MatMul(OpRun):  # type: ignore[misc]  # one product for all rows, where onnx's own makes one for each entry
+class _NarrowMatMul(OpRun):  # type: ignore[misc]  # one product for all rows, where onnx's own makes one for each entry
     def _run(self, a: Array, b: Array) -> tuple[Array]:
         if b.ndim != 2 or a.ndim < 2:
             return (np.matmul(a, b),)
@@ -74,19 +74,20 @@ class _MatMul(OpRun):  # type: ignore[misc]  # one product for all rows, where o
         return (widened_product(rows, b).reshape(*a.shape[:-1], b.shape[-1]),)
 
 
-class _Gemm(OpRun):  # type: ignore[misc]
+class _NarrowGemm(OpRun):  # type: ignore[misc]
     def _run(self, a: Array, b: Array, c: Array | None = None, **attributes: Any) -> tuple[Array]:
         left, right = a.T if attributes["transA"] else a, b.T if attributes["transB"] else b
         product = attributes["alpha"] * widened_product(left, right)
         return (product if c is None else product + attributes["beta"] * c,)
 
 
-class _Gather(OpRun):  # type: ignore[misc]
+class _NarrowGather(OpRun):  # type: ignore[misc]
     def _run(self, data: Array, indices: Array, axis: int | None = None) -> tuple[Array]:
         rows = np.take(data, indices, axis or 0)
         return (rows if data.dtype.kind in "biu" else rows.astype(np.float64, copy=False),)
 
 
-_MatMul.__name__, _Gemm.__name__, _Gather.__name__ = "MatMul", "Gemm", "Gather"  # the evaluator goes by these names
-WIDENING: tuple[type[OpRun], ...] = (_MatMul, _Gemm, _Gather)
+for _operator, _name in ((_NarrowMatMul, "MatMul"), (_NarrowGemm, "Gemm"), (_NarrowGather, "Gather")):
+    _operator.__name__ = _name  # the evaluator goes by these names
+WIDENING: tuple[type[OpRun], ...] = (_NarrowMatMul, _NarrowGemm, _NarrowGather)
 """The operators of a float64 evaluation that read narrow weights."""

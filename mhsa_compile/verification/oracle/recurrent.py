@@ -32,7 +32,7 @@ _ALPHA = ("affine", "elu", "hardsigmoid", "leakyrelu", "scaledtanh", "thresholde
 _BETA = ("affine", "hardsigmoid", "scaledtanh")
 
 
-class _Recurrent(OpRun):  # type: ignore[misc]
+class _RecurrentRun(OpRun):  # type: ignore[misc]
     """A cell's steps in each direction; inputs and attributes as ONNX has them."""
 
     def _run(
@@ -128,5 +128,5 @@ class _Recurrent(OpRun):  # type: ignore[misc]
         return {"LSTM": lstm, "GRU": gru, "RNN": rnn}[self.op_type]
 
 
-RECURRENT = tuple(type(name, (_Recurrent,), {"op_type": name}) for name in ("LSTM", "GRU", "RNN"))
+RECURRENT = tuple(type(name, (_RecurrentRun,), {"op_type": name}) for name in ("LSTM", "GRU", "RNN"))
 """The operators, which the evaluator finds by the names of their classes."""
