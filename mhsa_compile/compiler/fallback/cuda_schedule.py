@@ -18,6 +18,7 @@ from tvm.s_tir import dlight
 from mhsa_compile.compiler.fallback import cpu_schedule
 from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
+from mhsa_compile.frontend.relax.sizes.call_checks import CHECK
 from mhsa_compile.target.profile import CudaProfile
 
 
@@ -36,13 +37,34 @@ def lower(module: Any, profile: CudaProfile) -> Any:
     """Every operator of Relax as scheduled PrimFuncs, without arrays of their own in the GPU's memory."""
     # GeneralReduction is not among them: it holds whole rows in shared memory, for which their length must be fixed.
     rules = (_Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.Fallback())
-    lowered = cpu_schedule.legalized(module, profile, {})
+    lowered = cpu_schedule.legalized(_without_host_checks(module), profile, {})
     with tvm.target.Target(profile.tvm_config()):
         lowered = dlight.ApplyDefaultSchedule(*rules)(lowered)
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
             lowered.update_func(variable, rewritten(function, hide_dividends))
     return _with_scratch_as_results(lowered)
+
+
+def _without_host_checks(module: Any) -> Any:
+    """The module without functions that look at a number on the host (`call_checks.CHECK`): it lies on the GPU."""
+    functions = {v: f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
+    checks = {str(v.name_hint) for v, f in functions.items() if f.attrs and CHECK in f.attrs}
+    if not checks:
+        return module
+
+    @mutator
+    class Unchecked(PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            call = super().visit_call_(call)
+            name = str(call.args[0].name_hint) if call.op == tvm.ir.Op.get("relax.call_tir") else ""
+            return call.args[1].fields[0] if name in checks else call
+
+    rewrite = Unchecked(module)
+    for variable, function in module.functions_items():
+        if isinstance(function, relax.Function):
+            rewrite.builder_.update_func(variable, rewrite.visit_expr(function))
+    return relax.transform.DeadCodeElimination()(rewrite.builder_.get())
 
 
 def _with_scratch_as_results(module: Any) -> Any:

@@ -12,6 +12,10 @@ from tvm.sym import Analyzer
 
 from mhsa_compile.errors import CALL_REFUSED, ModelError
 
+CHECK = "mhsa.check"
+"""The attribute of functions that give their one number back, 1, and end a call where it is 0. They run on the host:
+where numbers lie on a GPU they are left out, and matching the number ends the call, without naming the node."""
+
 Entry = Any  # a condition, or a size: an expression of tirx
 
 
@@ -35,9 +39,8 @@ class CallChecks:
             lines = (f"input {name!r}", f"{expected}, for {self.node}", "")
         flag = relax.ShapeExpr([condition.astype("int64")])
         holds = self._bb.emit(relax.op.shape_to_tensor(flag))
-        checked = self._bb.emit_te(
-            _checked, holds, _text(lines), primfunc_name_hint="check", primfunc_attrs={"op_pattern": _OPAQUE}
-        )
+        attributes = {"op_pattern": _OPAQUE, CHECK: True}
+        checked = self._bb.emit_te(_checked, holds, _text(lines), primfunc_name_hint="check", primfunc_attrs=attributes)
         # matched, so that nobody takes it for code that nothing reads
         self._bb.match_cast(self._bb.emit(relax.op.tensor_to_shape(checked)), relax.ShapeType([tirx.const(1, "int64")]))
 
