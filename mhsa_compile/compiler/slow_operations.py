@@ -108,7 +108,7 @@ def _calls(body: Any) -> Iterator[Any]:
 
 
 def _kernel_cycles(op: Op, call: Any, sizes: Mapping[str, int], profile: CpuProfile) -> float:
-    """Of a kernel: its multiply-adds. Of kernels without any, nothing."""
+    """The cycles that a kernel's multiply-adds take at least; of kernels without any, none."""
 
     def size(dim: Dim) -> int:
         return dim if isinstance(dim, int) else sizes.get(dim, _LENGTH)

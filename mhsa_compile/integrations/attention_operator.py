@@ -17,6 +17,7 @@ from torch import Tensor
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
+from mhsa_compile.integrations.bound_weights import no_room
 from mhsa_compile.integrations.call_table import TABLE
 
 NAME = "mhsa::attention"
@@ -72,7 +73,7 @@ def attend(
     try:
         compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
     except OutputError as error:
-        TABLE.leave(call, f"no room for what is compiled ({error.argument}: {error.got})")
+        TABLE.leave(call, no_room(error))
         return by_pytorch(operands)
     inputs = [q.transpose(1, 2).reshape(q.shape[0], q.shape[2], H * q.shape[3]), k, v]
     if mask is not None:

@@ -17,6 +17,11 @@ from mhsa_compile.runtime.compiled_attention import CompiledAttention
 Kind = TypeVar("Kind", bound=Hashable)
 
 
+def no_room(error: OutputError) -> str:
+    """Why PyTorch computes a call whose artifact no file could hold."""
+    return f"no room for what is compiled ({error.argument}: {error.got})"
+
+
 class BoundWeights(Generic[Kind]):
     """What a layer's calls run on. Any number of threads may ask at once; one of them binds.
 
@@ -60,7 +65,7 @@ class BoundWeights(Generic[Kind]):
         try:
             return self._bind(kind)
         except OutputError as error:
-            why = f"no room for what is compiled ({error.argument}: {error.got})"
+            why = no_room(error)
             rest = "PyTorch computes such calls until the weights change or report.refresh() is called"
             warnings.warn(f"{why}; {rest}. {error.next_step}", stacklevel=5)
             return why

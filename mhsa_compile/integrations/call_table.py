@@ -59,9 +59,11 @@ class CallTable:
 
     def is_first(self, call: AttentionCall, q: Tensor, mask: Tensor | None) -> bool:
         """Whether this is the first call of its kind: one query or several, a mask of these axes; of q (B, H, L, E)."""
+        if not self._checks:
+            return False
         axes = None if mask is None else tuple(size == 1 for size in mask.shape)
         kind = (call, q.shape[2] == 1, axes)
-        if not self._checks or kind in self._checked:
+        if kind in self._checked:
             return False
         self._checked.add(kind)
         return True

@@ -185,7 +185,7 @@ class _FileCheck:
         return self._judgeable(inputs, draws, rounded)
 
     def _wider(self, exact: list[Array] | None, rounded: list[Array] | None, inputs: Arrays) -> list[Array] | None:
-        """Of ONNX Runtime's and PyTorch's arithmetic the one that errs more, as long as it means the same."""
+        """The outputs of ONNX Runtime, or of PyTorch's arithmetic where that means the same and errs more."""
         eager = self.evaluators.eager(inputs)
         if eager is None or exact is None or rounded is None:
             return rounded if eager is None else eager

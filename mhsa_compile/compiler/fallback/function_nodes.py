@@ -12,7 +12,7 @@ Nodes = list[dict[str, Any]]
 """Nodes name each other by their places."""
 
 
-def rewritten(function: Any, *changes: Callable[[Nodes], object]) -> Any:
+def rewritten(function: Any, *changes: Callable[[Nodes], None]) -> Any:
     """The PrimFunc whose nodes were changed in place."""
     graph = json.loads(tvm.ir.save_json(function))
     for change in changes:

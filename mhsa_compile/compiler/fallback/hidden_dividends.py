@@ -14,14 +14,12 @@ from mhsa_compile.compiler.fallback.function_nodes import Nodes
 _DIVISIONS = ("prim.FloorDiv", "prim.FloorMod")
 
 
-def hide_dividends(nodes: Nodes) -> int:
-    """Hides the dividends that TVM would get wrong, in place; says how many they were."""
+def hide_dividends(nodes: Nodes) -> None:
+    """Hides the dividends that TVM would get wrong, in place."""
     graph = _FunctionGraph(nodes)
     divisions = [i for i, node in enumerate(nodes) if node["type"] in _DIVISIONS and graph.is_whole(i)]
-    hidden = [i for i in divisions if graph.is_in_danger(i)]
-    for i in hidden:
+    for i in filter(graph.is_in_danger, divisions):
         graph.hide_dividend(i)
-    return len(hidden)
 
 
 class _FunctionGraph:

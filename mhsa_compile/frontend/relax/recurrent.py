@@ -171,7 +171,7 @@ class _Recurrent:
         return self.bb.emit(relax.op.permute_dims(value, list(order))) if self.batch_first else value
 
     def _activations(self) -> tuple[tuple[Activation, ...], ...]:
-        """Of each direction. Alphas and betas are listed for those functions alone that have them, in order."""
+        """The functions of each direction. Alphas and betas are listed for those alone that have them, in order."""
         each, directions = len(_DEFAULTS[self.cell]), len(self.backwards)
         names = [_text(name) for name in self.attributes.get("activations", ())] or [*_DEFAULTS[self.cell] * directions]
         known = {name.lower(): name for name in _FUNCTIONS}

@@ -131,7 +131,7 @@ class _Fold:
         return load(self._wide, [T.int64(0)], self._lanes)
 
     def joined(self, combine: Expr) -> Expr:
-        """Of all lanes and the single elements, in halves."""
+        """All lanes and the single elements, combined in halves."""
         values = [self._wide[i] for i in range(self._lanes)]
         while len(values) > 1:
             half = len(values) // 2

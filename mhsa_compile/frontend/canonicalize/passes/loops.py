@@ -30,11 +30,6 @@ _CONSTANTS = 4  # the first version of the format in which an initializer need n
 _BATCHED = 8  # the only opset in which a Scan has a batch, and may have lengths
 
 
-def has_loops(model: onnx.ModelProto) -> bool:
-    """Whether a node of the graph, or of a graph in it, is a loop."""
-    return any(is_standard(node, *_LOOPS) for node in all_nodes(model.graph))
-
-
 def rewrite(model: onnx.ModelProto, limits: dict[str, int]) -> onnx.ModelProto:
     """The model with the loops of its graph written out, and those in their bodies; `limits` as `propagate_shapes` has
     it."""

@@ -22,6 +22,8 @@ from mhsa_compile.frontend.relax.sizes.size_values import (
 )
 from mhsa_compile.kernels.interface.extremes import largest, smallest
 
+REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
+              "ReduceProd", "ReduceSum", "ReduceSumSquare")  # fmt: skip
 _FLOATING = ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean")
 _NARROW = ("float16", "bfloat16")
 

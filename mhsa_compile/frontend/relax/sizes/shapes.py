@@ -6,6 +6,7 @@ Each declines with None where nothing of it is computed: the other converters kn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tvm
@@ -14,7 +15,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
 
 from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
 from mhsa_compile.frontend.relax.sizes.grids import affine_grid, one_hot
-from mhsa_compile.frontend.relax.sizes.reductions import reduced_by_call
+from mhsa_compile.frontend.relax.sizes.reductions import REDUCTIONS, reduced_by_call
 from mhsa_compile.frontend.relax.sizes.resizing import resized
 from mhsa_compile.frontend.relax.sizes.size_values import (
     Entry,
@@ -38,8 +39,11 @@ class ShapeOperators:
     def __init__(self, bb: Any, names: SizeNames) -> None:
         self._bb, self._names = bb, names
         self._converters: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
+            **{name: partial(reduced_by_call, bb, names, name) for name in REDUCTIONS},
+            "AffineGrid": partial(affine_grid, bb, names),
             "ConstantOfShape": self._filled,
             "Expand": self._expanded,
+            "OneHot": partial(one_hot, bb, names),
             "Pad": self._padded,
             "Range": self._counted,
             "Reshape": self._reshaped,
@@ -53,10 +57,6 @@ class ShapeOperators:
 
     def convert(self, op_name: str, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         """The operator's result, None where it reads no sizes that the graph computes."""
-        if op_name.startswith("Reduce"):
-            return reduced_by_call(self._bb, self._names, op_name, inputs, attributes)
-        if op_name in _GRIDS:
-            return _GRIDS[op_name](self._bb, self._names, inputs, attributes)
         converter = self._converters.get(op_name)
         return None if converter is None else converter(inputs, attributes)
 
@@ -271,9 +271,7 @@ class ShapeOperators:
                 return None
             return [cuts[own.index(axis)] if axis in own else whole[axis] for axis in range(rank)]
         assert along is not None
-        times = [sum((_is_axis(axis, place, rank) for axis in along), start=literal(0)) for place in range(rank)]
-        once = tirx.all(*[time <= 1 for time in times], equals(sum(times, start=literal(0)), literal(len(cuts))))
-        self._names.checks.hold(once, f"axes from {-rank} to {rank - 1}, each once", axes)
+        self._hold_axes(along, rank, axes)
         for place in range(rank):
             for axis, cut in zip(along, cuts, strict=True):
                 meant = _is_axis(axis, place, rank) > 0
@@ -391,9 +389,7 @@ class ShapeOperators:
         """(before, behind) of each axis; a call whose axes there are not ends."""
         if along is None:
             return list(pairs)
-        times = [sum((_is_axis(axis, place, rank) for axis in along), start=literal(0)) for place in range(rank)]
-        once = tirx.all(*[time <= 1 for time in times], equals(sum(times, start=literal(0)), literal(len(pairs))))
-        self._names.checks.hold(once, f"axes from {-rank} to {rank - 1}, each once", axes)
+        self._hold_axes(along, rank, axes)
         result = []
         for place in range(rank):
             meant = [_is_axis(axis, place, rank) for axis in along]
@@ -401,6 +397,12 @@ class ShapeOperators:
                     for end in range(2)]  # fmt: skip
             result.append((self._names.simplified(ends[0]), self._names.simplified(ends[1])))
         return result
+
+    def _hold_axes(self, along: Sequence[Entry], rank: int, value: Any) -> None:
+        """Ends a call in which these are no axes of so many, or one of them stands twice."""
+        times = [sum((_is_axis(axis, place, rank) for axis in along), start=literal(0)) for place in range(rank)]
+        once = tirx.all(*[time <= 1 for time in times], equals(sum(times, start=literal(0)), literal(len(along))))
+        self._names.checks.hold(once, f"axes from {-rank} to {rank - 1}, each once", value)
 
     def _hold_sizes(self, entries: Sequence[Entry], value: Any) -> None:
         """Ends a call in which some of these are below 0."""
@@ -491,9 +493,6 @@ class ShapeOperators:
             raise self._names.checks.unknown("sizes for each axis")
         self._hold_sizes(entries, target)
         return resized(self._bb, data, self._names.shape(entries), None, attributes)
-
-
-_GRIDS = {"AffineGrid": affine_grid, "OneHot": one_hot}
 
 
 def _not_zero(step: Entry) -> Entry:

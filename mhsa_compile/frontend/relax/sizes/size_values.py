@@ -191,7 +191,7 @@ class SizeNames:
     def agreed(self, one: Entry, other: Entry) -> Any:
         """A name for a size that two expressions give, to which every call is held."""
         first, second = self.simplified(one), self.simplified(other)
-        known = next((name for entry, name in self._known if structural_equal(entry, first)), None)
+        known = self._name(first, ())
         if known is None:
             known = self.variable()
             self._bind([first, second], [known, known])
@@ -217,7 +217,7 @@ class SizeNames:
         self._bb.match_cast(shape, relax.ShapeType(names))
         return names
 
-    def _name(self, entry: Entry, new: list[tuple[Entry, Any]]) -> Any:
+    def _name(self, entry: Entry, new: Sequence[tuple[Entry, Any]]) -> Any:
         return next((name for known, name in (*self._known, *new) if structural_equal(known, entry)), None)
 
     def _bind(self, entries: Sequence[Entry], names: Sequence[Any]) -> None:
