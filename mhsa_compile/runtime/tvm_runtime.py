@@ -232,7 +232,7 @@ def start() -> Runtime:
     """Loads TVM's runtime. Raises InstallationError for a pair of packages that would crash."""
     environment.check_tvm_pair()
     os.environ.setdefault(*_SPINS)  # read when the first pool starts
-    with _hidden_torch():
+    with hidden_torch():
         import tvm_ffi
     ctypes.CDLL(str(_library("libtvm_runtime.so")), ctypes.RTLD_GLOBAL)
     function = tvm_ffi.get_global_func
@@ -298,8 +298,8 @@ def _library(name: str) -> Path:
 
 
 @contextmanager
-def _hidden_torch() -> Iterator[None]:
-    """tvm_ffi imports PyTorch where it is installed, which takes a second; it works without, torch tensors included.
+def hidden_torch() -> Iterator[None]:
+    """TVM imports PyTorch where it is installed, which takes a second; it works without, torch tensors included.
 
     Only for this thread: another may be importing PyTorch at this moment.
     """
@@ -317,4 +317,4 @@ class _RefuseTorch(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "torch" and threading.get_ident() == self.thread:
-            raise ModuleNotFoundError("hidden while tvm_ffi is imported", name=fullname)
+            raise ModuleNotFoundError("hidden while TVM is imported", name=fullname)

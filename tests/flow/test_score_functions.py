@@ -249,6 +249,42 @@ def test_whole_numbers_wrap_as_pytorch_s(tmp_path: Path) -> None:
     assert verify(tmp_path / "a.mhsa").ok
 
 
+GAPS = torch.randn(40, 40, generator=torch.Generator().manual_seed(0))
+GAPS[3, 5] = GAPS[0, 7] = float("nan")
+
+
+@pytest.mark.parametrize("queries", [1, 13])
+def test_floats_are_rounded_and_nan_stays(queries: int, tmp_path: Path) -> None:
+    """Scores rounded to whole numbers by a sum, NaN hidden by a comparison that is false for it, and one that stays."""
+
+    def rounded(score, b, h, q, k):
+        return (score * 4 + 12582912.0) - 12582912.0
+
+    def unless_less(b, h, q, k):
+        return ~(GAPS[q, k] < 0.5)
+
+    def broken(score, b, h, q, k):
+        return score + (GAPS[q, k] - GAPS[q, k]) + GAPS[q, k] * 0.0
+
+    q, k, v = (x[:1] for x in drawn(queries, 29))
+    scores = q @ k.repeat_interleave(HEADS // 2, 1).mT / E**0.5
+    rows, columns = torch.arange(queries)[:, None], torch.arange(29)
+    wanted = {
+        "rounded": torch.round(scores * 4),
+        "unless less": scores.masked_fill(~unless_less(0, 0, rows, columns), -torch.inf),
+        "broken": broken(scores, 0, 0, rows, columns),
+    }
+    functions = {
+        "rounded": {"score_mod": rounded},
+        "unless less": {"mask_mod": unless_less},
+        "broken": {"score_mod": broken},
+    }
+    for name, fields in functions.items():
+        y = loaded(core(**fields), tmp_path / name, check=False)(q, k, v)
+        expected = torch.softmax(wanted[name], -1) @ v.repeat_interleave(HEADS // 2, 1)
+        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -96,12 +96,13 @@ def compile_with_progress(
         layer_words(outputs) if isinstance(resolved, Path) else replace(resolved, outputs=outputs)
     require_compiler()
     with output.stages(seconds) as stage:
-        stage("load PyTorch")
-        import torch
+        if not isinstance(resolved, Path):
+            stage("load PyTorch")
+            import torch
 
+            torch.manual_seed(seed)
         from mhsa_compile.compiler.pipeline import compile
 
-        torch.manual_seed(seed)
         return compile(
             resolved,
             profile,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import tvm
-from tvm import relax, s_tir, te, tirx
+from tvm import relax, s_tir, te, tirx, topi
 from tvm.s_tir.schedule import ScheduleError
 
 from mhsa_compile.compiler.fallback import traces
@@ -24,6 +24,7 @@ from mhsa_compile.compiler.fallback.binding_order import sizes_first
 from mhsa_compile.compiler.fallback.edges import EDGES
 from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
+from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
@@ -52,7 +53,9 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
             tuned = _tuned(str(variable.name_hint), function, shelf)
             reports += [tuned[1]] if tuned else []
             made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
-            lowered.update_func(variable, rewritten(made, at_any_address, without_scopes, hide_dividends))
+            lowered.update_func(
+                variable, rewritten(made, at_any_address, without_scopes, hide_dividends, hide_operands)
+            )
     return Lowered(lowered, reports)
 
 
@@ -62,11 +65,11 @@ def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> 
     return {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
 
 
-def legalized(module: Any, profile: TargetProfile, given: dict[str, Any]) -> Any:
-    """Every operator as a PrimFunc, not scheduled; `given` says how some are lowered, by name."""
+def legalized(module: Any, profile: TargetProfile, arithmetic: dict[str, Any]) -> Any:
+    """Every operator as a PrimFunc, not scheduled; `arithmetic` says how some are lowered, by name."""
     passes = [
         relax.backend.DispatchSortScan(),  # CumSum among others, which LegalizeOps leaves
-        relax.transform.LegalizeOps(EDGES | given),
+        relax.transform.LegalizeOps(EDGES | _OF_ZERO | arithmetic),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
@@ -132,6 +135,19 @@ def _power(builder: Any, call: Any) -> Any:
     return builder.call_te(_computed(_PRODUCTS[float(stated)]), value, primfunc_name_hint="power")
 
 
+def _of_zero(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """How LegalizeOps lowers an operator of two: a constant 0 is read as an array. Written into the code, as TVM has
+    it, 0 times NaN would be 0, and 0 plus -0 be -0."""
+
+    def legalize(builder: Any, call: Any) -> Any:
+        numbers = [value.value.numpy() for value in call.args if isinstance(value, tvm.ir.GenericConst)]
+        if not any(number.shape == () and number == 0 for number in numbers):
+            return call.op.get_attr("FLegalize")(builder, call)
+        return builder.call_te(compute, *call.args, primfunc_name_hint=call.op.name.rpartition(".")[2])
+
+    return legalize
+
+
 def _reshape(builder: Any, call: Any) -> Any:
     """A reshape of computed lengths as a view: as loops, each element's place is found by divisions by these lengths,
     from which LLVM makes code for a minute."""
@@ -152,6 +168,12 @@ def _is_plain(size: Expr) -> bool:
 
 _PRODUCTS: dict[float, Callable[[Expr], Expr]] = {2.0: scalar_math.square, 3.0: scalar_math.cube}
 
+
+_OF_ZERO = {
+    "relax.add": _of_zero(topi.add),
+    "relax.divide": _of_zero(topi.divide),
+    "relax.multiply": _of_zero(topi.multiply),
+}
 
 _LEGALIZED = {
     "relax.erf": _elementwise(scalar_math.erf),

@@ -18,6 +18,7 @@ from tvm.s_tir import dlight
 from mhsa_compile.compiler.fallback import cpu_schedule
 from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
+from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
 from mhsa_compile.frontend.relax.sizes.call_checks import CHECK
 from mhsa_compile.target.profile import CudaProfile
 
@@ -42,7 +43,7 @@ def lower(module: Any, profile: CudaProfile) -> Any:
         lowered = dlight.ApplyDefaultSchedule(*rules)(lowered)
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
-            lowered.update_func(variable, rewritten(function, hide_dividends))
+            lowered.update_func(variable, rewritten(function, hide_dividends, hide_operands))
     return _with_scratch_as_results(lowered)
 
 

@@ -18,3 +18,21 @@ def rewritten(function: Any, *changes: Callable[[Nodes], None]) -> Any:
     for change in changes:
         change(graph["nodes"])
     return tvm.ir.load_json(json.dumps(graph))
+
+
+def hidden(nodes: Nodes, i: int) -> int:
+    """The place of a new node: the value of node i behind a reinterpretation as what it is, which is no instruction.
+
+    TVM's passes do not look into it.
+    """
+    op = put(nodes, {"type": "ir.Op", "data": "tirx.reinterpret"})
+    arguments, types = (put(nodes, {"type": "ffi.Array", "data": part}) for part in ([i], []))
+    none = put(nodes, {"type": "None"})
+    call = {"span": none, "ty": nodes[i]["data"]["ty"], "op": op, "args": arguments, "attrs": none, "ty_args": types}
+    return put(nodes, {"type": "ir.Call", "data": call})
+
+
+def put(nodes: Nodes, node: dict[str, Any]) -> int:
+    """The place of a new node."""
+    nodes.append(node)
+    return len(nodes) - 1

@@ -7,9 +7,7 @@ dividend with a constant, or that counts down, stands behind a reinterpretation 
 
 from __future__ import annotations
 
-from typing import Any
-
-from mhsa_compile.compiler.fallback.function_nodes import Nodes
+from mhsa_compile.compiler.fallback.function_nodes import Nodes, hidden
 
 _DIVISIONS = ("prim.FloorDiv", "prim.FloorMod")
 
@@ -46,11 +44,7 @@ class _FunctionGraph:
     def hide_dividend(self, i: int) -> None:
         """Puts the dividend of a division behind a reinterpretation."""
         data = self._nodes[i]["data"]
-        op = self._put({"type": "ir.Op", "data": "tirx.reinterpret"})
-        arguments, types = (self._put({"type": "ffi.Array", "data": part}) for part in ([data["a"]], []))
-        none = self._put({"type": "None"})
-        call = {"span": none, "ty": data["ty"], "op": op, "args": arguments, "attrs": none, "ty_args": types}
-        data["a"] = self._put({"type": "ir.Call", "data": call})
+        data["a"] = hidden(self._nodes, data["a"])
 
     def _counts_up(self, i: int, factor: int) -> bool:
         """Whether a sum is of parts alone that move, and move up."""
@@ -76,7 +70,3 @@ class _FunctionGraph:
     def _number(self, i: int) -> int | None:
         node = self._nodes[i]
         return int(self._nodes[node["data"]["value"]]["data"]) if node["type"] == "ir.IntImm" else None
-
-    def _put(self, node: dict[str, Any]) -> int:
-        self._nodes.append(node)
-        return len(self._nodes) - 1

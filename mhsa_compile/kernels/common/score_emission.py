@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from tvm import tirx
 
+from mhsa_compile.kernels.common.opaque import opaque, opaque_pair
 from mhsa_compile.kernels.common.score_bounds import (
     INT32,
     bounds_of,
@@ -196,7 +197,7 @@ class ScoreEmission:
         return Value(tirx.Select(chosen, one, other), dtype, lanes)
 
     def _logical(self, op: str, args: Sequence[Value], lanes: int) -> Value:
-        operands = [self._vector(arg, lanes) for arg in args]
+        operands = [opaque(self._vector(arg, lanes)) for arg in args]
         if op == "not":
             return Value(tirx.Not(operands[0]), "bool", lanes)
         if op == "xor":
@@ -213,6 +214,8 @@ class ScoreEmission:
             (x,) = (self.arithmetic.kept(Value(operands[0], dtype, lanes)).expr,)
             return tirx.Select(x < self._constant(0, dtype, lanes), self._constant(0, dtype, lanes) - x, x)
         one, other = operands
+        if dtype == self.arithmetic.floating and op not in ("min", "max"):
+            return _COMPUTED[op](*opaque_pair(one, other))
         if op in ("min", "max"):
             one, other = (self.arithmetic.kept(Value(x, dtype, lanes)).expr for x in operands)
             first, second = (one < other, other <= one) if op == "min" else (one > other, other >= one)
@@ -272,8 +275,16 @@ class ScoreEmission:
     # Results.
 
     def scaled(self, known: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
-        """The result times `factor`, of a score that comes times it, without a division where that can be."""
-        return self._scaled(len(self.function.steps) - 1, known, score, factor, lanes)
+        """The result times `factor`, of a score that comes times it, without a division where that can be. After one
+        sum the next may round on purpose, so two are left in their units."""
+        last = len(self.function.steps) - 1
+        sums = [
+            n for n, step in enumerate(self.function.steps)
+            if step.op in ("add", "sub") and step.kind == "float" and "score" in self.dependences[n]
+        ]  # fmt: skip
+        if len(sums) > 1:
+            return self._vector(known[last], lanes) * self._constant(factor, self.arithmetic.floating, lanes)
+        return self._scaled(last, known, score, factor, lanes)
 
     def _scaled(self, number: int, known: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
         step = self.function.steps[number]
@@ -291,14 +302,14 @@ class ScoreEmission:
         if not any(scored):
             return plain(number) * self._constant(factor, floating, lanes)
         if step.op in ("add", "sub"):
-            return _COMPUTED[step.op](inner(step.args[0]), inner(step.args[1]))
+            return _COMPUTED[step.op](*opaque_pair(inner(step.args[0]), inner(step.args[1])))
         if step.op == "where":
             return tirx.Select(plain(step.args[0]), inner(step.args[1]), inner(step.args[2]))
         if step.op in ("mul", "div") and scored in ([True, False], [False, True]) and (step.op == "mul" or scored[0]):
             one, other = (
                 (inner if is_scored else plain)(arg) for arg, is_scored in zip(step.args, scored, strict=True)
             )
-            return _COMPUTED[step.op](one, other)
+            return _COMPUTED[step.op](*opaque_pair(one, other))
         return plain(number) * self._constant(factor, floating, lanes)
 
 

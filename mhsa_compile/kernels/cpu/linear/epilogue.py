@@ -6,22 +6,29 @@ As scalars in a loop over a vector's lanes, of which TVM makes vectors, so that 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.common.opaque import opaque_pair
 from mhsa_compile.kernels.cpu.simd import scalar_math, vectors
 from mhsa_compile.kernels.interface.epilogue import UNARY, Epilogue
 from mhsa_compile.kernels.interface.extremes import larger, smaller
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 
+
+def _exact(operation: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr], Expr]:
+    return lambda one, other: operation(*opaque_pair(one, other))
+
+
 _OPS = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
+    "add": _exact(operator.add),
+    "sub": _exact(operator.sub),
+    "mul": _exact(operator.mul),
+    "div": _exact(operator.truediv),
     "min": partial(smaller, dtype="float32"),
     "max": partial(larger, dtype="float32"),
     **{name: getattr(scalar_math, name) for name in UNARY},
