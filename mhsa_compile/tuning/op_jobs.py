@@ -31,7 +31,7 @@ from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
-from mhsa_compile.verification.oracle.evaluate import product_in_int8
+from mhsa_compile.verification.oracle.eager_operators import product_in_int8
 
 ROWS = 64
 """Rows of the output that are checked; the first and the last are among them."""

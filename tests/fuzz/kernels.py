@@ -51,7 +51,7 @@ from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
 from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.oracle import softmax_outputs as reference_inside
-from mhsa_compile.verification.oracle.evaluate import product_in_int8
+from mhsa_compile.verification.oracle.eager_operators import product_in_int8
 from mhsa_compile.verification.parity import Draw, judge
 from mhsa_compile.verification.top_k_parity import repeated
 

@@ -6,26 +6,18 @@ positions away; `eager` is the same graph at its own dtype with PyTorch's arithm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import onnx
-import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from torch import Tensor
 
-from mhsa_compile.nn.functional import (
-    attend,
-    softmax_outputs_of,
-    to_numpy,
-    to_torch,
-)
-from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.oracle.attention import Arithmetic, attention_operators
 from mhsa_compile.verification.oracle.narrow_weights import WIDENING, narrow_weights
 from mhsa_compile.verification.oracle.recurrent import RECURRENT
@@ -132,14 +124,9 @@ class Reference:
 
     @cached_property
     def _rounded(self) -> ReferenceEvaluator:
-        operators = [
-            _GatherElements,
-            _Erf,
-            *RECURRENT,
-            *attention_operators(Arithmetic(_attend_in_torch, _look_in_torch)),
-            _Int8MatMul if self._int8_weights else _MatMul,
-            _Gemm,
-        ]
+        from mhsa_compile.verification.oracle.eager_operators import eager_operators  # PyTorch takes a second to load
+
+        operators = [_GatherElements, _Erf, *RECURRENT, *eager_operators(self._int8_weights)]
         return ReferenceEvaluator(self.model, new_ops=operators)
 
 
@@ -206,63 +193,9 @@ def _promote_tensor(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
 
 
-def _attend_in_torch(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
-    return to_numpy(
-        attend(to_torch(q), to_torch(k), to_torch(v), *_in_torch(scoring), score_mod=_score_mod_in_torch(scoring))
-    )
-
-
-def _look_in_torch(q: Array, k: Array, scoring: Scoring, wanted: SoftmaxOutputs) -> dict[str, Array]:
-    found = softmax_outputs_of(to_torch(q), to_torch(k), *_in_torch(scoring), wanted, _score_mod_in_torch(scoring))
-    return {name: to_numpy(tensor) for name, tensor in found.items()}
-
-
-def _score_mod_in_torch(scoring: Scoring) -> Callable[[Tensor], Tensor] | None:
-    """The score_mod of a scoring, computed in float32 at least, and rounded to the dtype of the scores."""
-    score_mod = scoring.score_mod
-    return None if score_mod is None else lambda scores: to_torch(score_mod(to_numpy(scores)))
-
-
-def _in_torch(scoring: Scoring) -> tuple[Tensor, Tensor | None, float, float, Tensor | None]:
-    """The scoring as the arguments that `functional` takes: visible, bias, scale, softcap, sinks."""
-    bias, sinks = (None if array is None else to_torch(array) for array in (scoring.bias, scoring.sinks))
-    return to_torch(scoring.visible), bias, scoring.scale, scoring.softcap, sinks
-
-
-class _MatMul(OpRun):  # type: ignore[misc]
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
-        return (to_numpy(to_torch(a) @ to_torch(b)),)
-
-
-class _Int8MatMul(OpRun):  # type: ignore[misc]
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
-        x, w = to_torch(a), to_torch(b)
-        return (to_numpy(product_in_int8(x, w) if w.ndim == 2 else x @ w),)
-
-
-def product_in_int8(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., K) times w (K, N), each in steps of its largest value / 127: of a row of x, and of a column of w."""
-    x_steps, w_steps = _steps(x.float(), -1), _steps(w.float(), 0)
-    product = torch.round(x.float() / x_steps) @ torch.round(w.float() / w_steps)
-    return (product * x_steps * w_steps).to(x.dtype)
-
-
-def _steps(values: Tensor, dim: int) -> Tensor:
-    steps = values.abs().amax(dim, keepdim=True) / 127
-    return torch.where(steps > 0, steps, 1.0)
-
-
-class _Gemm(OpRun):  # type: ignore[misc]
-    def _run(self, a: Array, b: Array, c: Array | None = None, **attributes: Any) -> tuple[Array]:
-        left = to_torch(a.T if attributes["transA"] else a)
-        right = to_torch(b.T if attributes["transB"] else b)
-        product = attributes["alpha"] * (left @ right)
-        return (to_numpy(product if c is None else product + attributes["beta"] * to_torch(c)),)
-
-
-class _Erf(OpRun):  # type: ignore[misc]  # onnx's own calls Python for every number
+class _Erf(OpRun):  # type: ignore[misc]  # onnx's own rounds to float32
     def _run(self, x: Array) -> tuple[Array]:
-        return (torch.erf(to_torch(np.asarray(x, np.float64))).numpy().astype(x.dtype),)
+        return (np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype),)
 
 
 class _GatherElements(OpRun):  # type: ignore[misc]  # onnx's own fails on one row of indices
@@ -272,9 +205,7 @@ class _GatherElements(OpRun):  # type: ignore[misc]  # onnx's own fails on one r
         return (np.take_along_axis(data[others], indices, along),)
 
 
-_GatherElements.__name__ = "GatherElements"
+_GatherElements.__name__ = "GatherElements"  # the evaluator goes by these names
 _Erf.__name__ = "Erf"
-_MatMul.__name__ = _Int8MatMul.__name__ = "MatMul"  # the evaluator goes by these names
-_Gemm.__name__ = "Gemm"
 _EXACT = (_GatherElements, _Erf, *WIDENING, *RECURRENT)
 """Operators of the float64 evaluation, beside attention."""
