@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
-
-import msgspec
 
 from mhsa_compile.compiler import proof
 from mhsa_compile.compiler.cache import kept_artifacts
@@ -150,18 +149,18 @@ def compile(
             _dump(Path(dump), read, imported, scheduled, profile)
         manifest = _manifest(read, canonical, imported, scheduled, profile)
         with _temporary_folder() as owner:
-            tell("weights")
-            _write_weights(owner.path, read, scheduled.weights, with_source=not added)
             tell("build")
-            code.build(scheduled, owner.path / MODULE)
-            outcome = proof.OFF
+            with ThreadPoolExecutor(1) as beside:  # both take a second, and LLVM runs on one thread
+                written = beside.submit(_write_weights, owner.path, read, scheduled.weights, with_source=not added)
+                code.build(scheduled, owner.path / MODULE)
+                written.result()
+            unchecked, outcome = Artifact.assemble(owner.path, manifest), proof.OFF
             if is_checked:
                 tell("check")
                 options: dict[str, Any] = {"records": at_hand, "weights": weights, "cache": False, "check": False}
                 again = partial(compile, target=profile, without_attention="accept", **options)
-                unchecked = Artifact.assemble(owner.path, manifest)
                 outcome = proof.checked(read, unchecked, again, None if dump is None else Path(dump))
-            artifact = Artifact.assemble(owner.path, msgspec.structs.replace(manifest, check=outcome), owner=owner)
+            artifact = unchecked.with_check(outcome, owner)
         before.keep(artifact)
         return artifact
 

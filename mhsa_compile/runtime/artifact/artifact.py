@@ -22,6 +22,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mhsa_compile.errors import ArtifactError, OutputError
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import Unfinished, replaced, unwritable
@@ -31,6 +33,7 @@ from mhsa_compile.files.opened_once import OpenFolder
 from mhsa_compile.runtime.artifact.manifest import (
     MANIFEST,
     WEIGHTS,
+    Check,
     Manifest,
     damaged,
     read_manifest,
@@ -93,11 +96,22 @@ class Artifact:
         try:
             names = sorted(entry.name for entry in folder.iterdir() if entry.name != MANIFEST)
             files = {name: _digest(folder / name) for name in names}
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        return cls._sealed(folder.absolute(), manifest, files, owner)
+
+    def with_check(self, check: Check, owner: Unfinished) -> Artifact:
+        """The same files, and what came of their check; `owner` removes them with the artifact. Raises OutputError."""
+        return self._sealed(self.path, msgspec.structs.replace(self.manifest, check=check), self.manifest.files, owner)
+
+    @classmethod
+    def _sealed(cls, folder: Path, manifest: Manifest, files: dict[str, str], owner: Unfinished | None) -> Artifact:
+        try:
             sealed, raw = seal(manifest, files)
             (folder / MANIFEST).write_bytes(raw)
         except OSError as error:
             raise unwritable(folder, error) from error
-        artifact = cls(folder.absolute(), sealed)
+        artifact = cls(folder, sealed)
         if owner is not None:
             weakref.finalize(artifact, owner.remove)
         return artifact
