@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import mhsa_compile as mhsa
 
 RNG = np.random.default_rng(0)
 Array = np.ndarray[Any, Any]
+ZEROS = np.zeros(3, np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,10 @@ def call() -> Any:
         node("LpNormalization", ["narrow"], ["unit"], axis=-2, p=1),
         node("Dropout", ["x"], ["same", "mask"]),
         node("BitCast", ["x"], ["bits"], to=TensorProto.INT32),
+        node("GroupNormalization", ["x", "ones", "zeros"], ["groups"], num_groups=3),
+        node("Atanh", ["x"], ["atanh"]),
+        node("Mish", ["x"], ["mish"]),
+        node("Softplus", ["x"], ["softplus"]),
     ]
     kinds = dict.fromkeys(("narrow_sums", "elu", "unit"), TensorProto.FLOAT16)
     kinds |= dict.fromkeys(("above", "below", "neither", "mask"), TensorProto.BOOL) | {"bits": TensorProto.INT32}
@@ -43,7 +48,8 @@ def call() -> Any:
         helper.make_tensor_value_info("narrow", TensorProto.FLOAT16, ["n", 3, 4]),
         helper.make_tensor_value_info("axis", TensorProto.INT64, []),
     ]
-    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    affine = [numpy_helper.from_array(array, name) for name, array in (("ones", np.ones(3, "f4")), ("zeros", ZEROS))]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, affine)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 26)], ir_version=11)
     compiled = mhsa.load(mhsa.compile(model, without_attention="accept"))
     names = [output.name for output in outputs]
@@ -62,6 +68,28 @@ def test_an_axis_that_comes_by_the_call(call: Any, axis: int, n: int) -> None:
     behind = np.flip(np.flip(wide, axis).cumsum(axis), axis) - wide
     np.testing.assert_allclose(results["behind"], behind, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(results["narrow_sums"], x.astype(np.float16).astype(np.float64).cumsum(axis), rtol=1e-3)
+
+
+def test_groups_far_from_zero(call: Any) -> None:
+    """Of which the mean of squares less the square of the mean leaves nothing."""
+    x = (1000 + 0.1 * RNG.standard_normal((4, 3, 4))).astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(2, keepdims=True)) / np.sqrt(wide.var(2, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(call(x, 0)["groups"], expected, atol=5e-3)
+
+
+def test_small_and_large_arguments(call: Any) -> None:
+    """Of functions that lose what is small beside 1 where they are written out by exponentials and logarithms."""
+    x = np.array([0, 1e-30, -1e-30, 1e-4, -1e-3, 0.5, -0.9, 1, -1, 20, -20, -80], np.float32).reshape(1, 3, 4)
+    with np.errstate(all="ignore"):
+        results, wide = call(x, 0), x.astype(np.float64)
+        expected = {
+            "atanh": np.arctanh(wide),
+            "softplus": np.logaddexp(0, wide),
+            "mish": wide * np.tanh(np.logaddexp(0, wide)),
+        }
+    for name, values in expected.items():
+        np.testing.assert_allclose(results[name], values, rtol=1e-6, err_msg=name)
 
 
 def test_infinities_bits_and_zeros(call: Any) -> None:

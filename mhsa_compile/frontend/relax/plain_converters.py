@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +11,14 @@ import onnx
 import tvm
 from tvm import relax, te, tirx, topi
 
+from mhsa_compile.kernels.interface.extremes import larger, smaller
+
 Converter = Callable[[Any, list[Any], dict[str, Any]], Any]
 
 _NARROW = ("float16", "bfloat16")
 
 
-def cumulative(operator: Callable[..., Any]) -> Converter:
+def cumulative(scan: Callable[..., Any]) -> Converter:
     """CumSum, CumProd: along an axis that may come by the call: then along each, and the one that is meant is taken.
     An axis that there is not, which ONNX forbids, is the last."""
 
@@ -29,7 +33,7 @@ def cumulative(operator: Callable[..., Any]) -> Converter:
             x = emit(relax.op.astype(data, "float32")) if kind in _NARROW else data
             reverse = attributes.get("reverse", 0)
             x = bb.emit_te(topi.flip, x, axis=place) if reverse else x
-            y = emit(operator(x, place, exclusive=bool(attributes.get("exclusive", 0))))
+            y = emit(scan(x, place, exclusive=bool(attributes.get("exclusive", 0))))
             y = bb.emit_te(topi.flip, y, axis=place) if reverse else y
             return emit(relax.op.astype(y, kind)) if kind in _NARROW else y
 
@@ -77,6 +81,36 @@ def elu(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     return emit(relax.op.astype(emit(relax.op.where(negative, scaled, x)), kind))
 
 
+def by_elements(formula: Callable[[Any], Any]) -> Converter:
+    """An operator of one argument by its formula, of narrow floats in float32."""
+
+    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        kind = str(inputs[0].ty.dtype)
+        x = bb.normalize(relax.op.astype(inputs[0], "float32" if kind in _NARROW else kind))
+        y = bb.emit_te(lambda x: te.compute(x.shape, lambda *at: formula(x(*at)), formula.__name__), x)
+        return bb.normalize(relax.op.astype(y, kind))
+
+    return convert
+
+
+def area_tangent(x: Any) -> Any:
+    """Atanh. As TVM has it, by the logarithm of a quotient, nothing is left of a small one."""
+    return (tirx.log1p(x) - tirx.log1p(-x)) * tirx.const(0.5, x.ty.dtype)
+
+
+def softplus(x: Any) -> Any:
+    zero = tirx.const(0, x.ty.dtype)
+    return larger(x, zero, x.ty.dtype) + tirx.log1p(tirx.exp(-tirx.abs(x)))
+
+
+def mish(x: Any) -> Any:
+    """x tanh(softplus(x)), with e^x as e: x n / (n + 2) where n = e (e + 2). From 20 on that is x."""
+    kind = x.ty.dtype
+    e = tirx.exp(smaller(x, tirx.const(20, kind), kind))
+    n = e * (e + tirx.const(2, kind))
+    return x * (n / (n + tirx.const(2, kind)))
+
+
 def lp_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """LpNormalization: a vector by its norm; one of zeros stays one."""
     kind = str(inputs[0].ty.dtype)
@@ -95,6 +129,27 @@ def lp_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> 
     return emit(relax.op.astype(emit(relax.op.divide(x, divisor)), kind))
 
 
+def group_normalization(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """GroupNormalization: deviations from the mean of a group by their root mean square. TVM's own takes the square of
+    the mean from the mean of the squares, of which nothing is left where the mean is large."""
+    x, *affine = inputs
+    kind, (batch, channels, *sizes) = str(x.ty.dtype), x.ty.shape.values
+
+    def emit(value: Any) -> Any:
+        return bb.normalize(value)
+
+    groups = tirx.IntImm("int64", attributes["num_groups"])
+    row = functools.reduce(operator.mul, sizes, tirx.floordiv(channels, groups))
+    rows = emit(relax.op.reshape(x, relax.ShapeExpr([batch, groups, row])))
+    deviations = emit(relax.op.subtract(rows, emit(relax.op.mean(rows, -1, keepdims=True))))
+    variance = emit(relax.op.mean(emit(relax.op.multiply(deviations, deviations)), -1, keepdims=True))
+    epsilon = relax.const(attributes.get("epsilon", 1e-5), kind)
+    deviation = emit(relax.op.sqrt(emit(relax.op.add(variance, epsilon))))
+    y = emit(relax.op.reshape(emit(relax.op.divide(deviations, deviation)), x.ty.shape))
+    scale, bias = (emit(relax.op.reshape(one, [1, channels, *(1 for _ in sizes)])) for one in affine)
+    return emit(relax.op.add(emit(relax.op.multiply(y, scale)), bias))
+
+
 def dropout_with_mask(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """Dropout at inference: its input, and a mask that keeps all of it."""
     return relax.Tuple([inputs[0], bb.normalize(relax.op.ones_like(inputs[0], "bool"))])
@@ -111,11 +166,15 @@ def bit_cast(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
 
 
 PLAIN: dict[str, Converter] = {
+    "Atanh": by_elements(area_tangent),
     "BitCast": bit_cast,
     "CumProd": cumulative(relax.op.cumprod),
     "CumSum": cumulative(relax.op.cumsum),
     "Dropout": dropout_with_mask,
     "Elu": elu,
+    "GroupNormalization": group_normalization,
     "IsInf": infinities_of_a_sign,
     "LpNormalization": lp_normalization,
+    "Mish": by_elements(mish),
+    "Softplus": by_elements(softplus),
 }
