@@ -1,4 +1,5 @@
-"""Sums of float16 and bfloat16 against float64: one rounding of the result, not one an addition."""
+"""Sums of float16 and bfloat16 against float64: one rounding of the result, not one an addition; and what has no code
+of its own in bfloat16."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ def _wide(x: Any) -> dict[str, Any]:
         "pooled": x[:, None].mean(2, keepdims=True),
         "norm": (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5),
         "einsum": np.einsum("ab,cb->ac", x, x),
+        "power": x**x,
+        "largest": 1.0 * (np.arange(x.shape[1]) == x.argmax(1)[:, None]),
     }
 
 
@@ -42,6 +45,8 @@ def outputs(request: pytest.FixtureRequest) -> tuple[Any, Any, float]:
         node("GlobalAveragePool", ["channel"], ["pooled"]),
         node("LayerNormalization", ["x", "scale"], ["norm"], axis=-1),
         node("Einsum", ["x", "x"], ["einsum"], equation="ab,cb->ac"),
+        node("Pow", ["x", "x"], ["power"]),
+        node("Hardmax", ["x"], ["largest"]),
     ]
     constants = {
         "last": np.array([-1]),

@@ -35,8 +35,9 @@ def call() -> Any:
         node("Atanh", ["x"], ["atanh"]),
         node("Mish", ["x"], ["mish"]),
         node("Softplus", ["x"], ["softplus"]),
+        node("Selu", ["narrow"], ["selu"]),
     ]
-    kinds = dict.fromkeys(("narrow_sums", "elu", "unit"), TensorProto.FLOAT16)
+    kinds = dict.fromkeys(("narrow_sums", "elu", "selu", "unit"), TensorProto.FLOAT16)
     kinds |= dict.fromkeys(("above", "below", "neither", "mask"), TensorProto.BOOL) | {"bits": TensorProto.INT32}
     outputs = [
         helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), ["n", 3, 4])
@@ -104,5 +105,7 @@ def test_infinities_bits_and_zeros(call: Any) -> None:
     np.testing.assert_array_equal(results["bits"], x.view(np.int32))
     wide = x.astype(np.float16).astype(np.float64)
     np.testing.assert_allclose(results["elu"], np.where(wide < 0, 0.5 * np.expm1(wide), wide), rtol=2e-3, atol=1e-3)
+    selu = 1.05070102 * np.where(wide < 0, 1.67326319 * np.expm1(wide), wide)
+    np.testing.assert_allclose(results["selu"], selu, rtol=2e-3, atol=1e-3)
     norm = np.abs(wide[1]).sum(0, keepdims=True)
     np.testing.assert_allclose(results["unit"][1], wide[1] / np.where(norm == 0, 1, norm), rtol=2e-3, atol=1e-4)

@@ -16,12 +16,6 @@ Mismatch = tuple[str, str] | None
 _BITS = ("float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 
 
-def floating_base(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
-    """Pow: of a floating base."""
-    kind = graph.dtype(node.input[0])
-    return None if kind is None or _floating(kind) else ("a floating base", kind)
-
-
 def some_numbers(graph: GraphView, node: onnx.NodeProto) -> Mismatch:
     """MatMul: of one number or more."""
     for name in node.input:

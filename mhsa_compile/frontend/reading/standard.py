@@ -108,7 +108,7 @@ STANDARD: dict[str, Row] = {
     "Mod": row("fmod", inputs=2),
     "OneHot": row("axis", inputs=3, constants=(1, 2)),
     "Pad": row("mode", inputs=4, constants=(2,), condition=conditions.no_wrap_inwards),
-    "Pow": row(inputs=2, condition=conditions.floating_base),
+    "Pow": row(inputs=2),
     "QLinearConv": row(*_CONVOLUTION, inputs=9, condition=conditions.finite_scales),
     "QLinearMatMul": row(inputs=8, dtypes=_QUANTISED, condition=conditions.finite_scales),
     "QuantizeLinear": row("axis", "output_dtype", inputs=3, condition=conditions.finite_scales),

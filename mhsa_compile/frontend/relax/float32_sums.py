@@ -1,4 +1,5 @@
-"""Operators that sum: of float16 and bfloat16 they are computed in float32 and rounded once, whatever TVM's would do.
+"""Operators that are computed in float32 where TVM's would be of float16 or bfloat16, and rounded once: those that sum,
+and those of which there is no code.
 
 A float16 stops growing at 2,048 ones, and is infinite from 65,520 on, also where only a square on the way is.
 """
@@ -48,13 +49,15 @@ FLOAT32_SUMS = frozenset(
     )
 )
 """By name. MatMul is not among them: `compiler.products` has its sums."""
+_WITHOUT_BFLOAT16 = frozenset(("ArgMax", "ArgMin", "Hardmax", "IsInf", "Mod", "Pow"))
+"""Operators of which LLVM has no code for bfloat16; float32 holds all of that."""
 
 
 def widened(bb: Any, op_name: str, inputs: list[Any]) -> tuple[list[Any], str | None]:
     """(the inputs with narrow floats as float32, the dtype of the results), None where nothing is to be widened."""
     kinds = [_dtype(value) for value in inputs]
     kind = next((kind for kind in kinds if kind in _NARROW), None)
-    if op_name not in FLOAT32_SUMS or kind is None:
+    if kind is None or not (op_name in FLOAT32_SUMS or (kind == "bfloat16" and op_name in _WITHOUT_BFLOAT16)):
         return inputs, None
     wide = [
         bb.normalize(relax.op.astype(value, "float32")) if own in _NARROW else value

@@ -13,15 +13,8 @@ from mhsa_compile.frontend.relax.contractions import contraction
 from mhsa_compile.frontend.relax.edge_converters import EDGES
 from mhsa_compile.frontend.relax.gathering import gather_within_bounds
 from mhsa_compile.frontend.relax.plain_converters import PLAIN
+from mhsa_compile.frontend.relax.powers import power
 from mhsa_compile.frontend.relax.quantised import QUANTISED
-
-
-def power_of_another_kind(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Pow whose exponent has a dtype of its own, as ONNX allows: computed, and given, in the base's."""
-    base, exponent = inputs
-    if any(not isinstance(value.ty, relax.TensorType) for value in inputs) or base.ty.dtype == exponent.ty.dtype:
-        return None
-    return bb.normalize(relax.op.power(base, bb.normalize(relax.op.astype(exponent, str(base.ty.dtype)))))
 
 
 def slice_of_constants(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -120,6 +113,6 @@ CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
     "Einsum": contraction,
-    "Pow": power_of_another_kind,
+    "Pow": power,
     "Slice": slice_of_constants,
 }

@@ -64,33 +64,28 @@ def infinities_of_a_sign(bb: Any, inputs: list[Any], attributes: dict[str, Any])
     return bb.normalize(relax.op.logical_and(bb.normalize(relax.op.isinf(x)), of_the_sign))
 
 
-def elu(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Elu of floats that are not float32."""
-    kind = str(inputs[0].ty.dtype)
-    if kind == "float32":
-        return None
+def by_elements(formula: Callable[..., Any], *attributes: tuple[str, float]) -> Converter:
+    """An operator of one argument by its formula, of narrow floats in float32; attributes with what they are by
+    default are further arguments."""
 
-    def emit(value: Any) -> Any:
-        return bb.normalize(value)
-
-    wide = "float32" if kind in _NARROW else kind
-    x = emit(relax.op.astype(inputs[0], wide))
-    below = emit(relax.op.subtract(emit(relax.op.exp(x)), relax.const(1, wide)))
-    scaled = emit(relax.op.multiply(relax.const(attributes.get("alpha", 1.0), wide), below))
-    negative = emit(relax.op.less(x, relax.const(0, wide)))
-    return emit(relax.op.astype(emit(relax.op.where(negative, scaled, x)), kind))
-
-
-def by_elements(formula: Callable[[Any], Any]) -> Converter:
-    """An operator of one argument by its formula, of narrow floats in float32."""
-
-    def convert(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def convert(bb: Any, inputs: list[Any], stated: dict[str, Any]) -> Any:
         kind = str(inputs[0].ty.dtype)
-        x = bb.normalize(relax.op.astype(inputs[0], "float32" if kind in _NARROW else kind))
-        y = bb.emit_te(lambda x: te.compute(x.shape, lambda *at: formula(x(*at)), formula.__name__), x)
+        wide = "float32" if kind in _NARROW else kind
+        numbers = [tirx.const(stated.get(name, default), wide) for name, default in attributes]
+        x = bb.normalize(relax.op.astype(inputs[0], wide))
+        y = bb.emit_te(lambda x: te.compute(x.shape, lambda *at: formula(x(*at), *numbers), formula.__name__), x)
         return bb.normalize(relax.op.astype(y, kind))
 
     return convert
+
+
+def elu(x: Any, alpha: Any) -> Any:
+    kind = x.ty.dtype
+    return tirx.Select(x < tirx.const(0, kind), alpha * (tirx.exp(x) - tirx.const(1, kind)), x)
+
+
+def selu(x: Any, alpha: Any, gamma: Any) -> Any:
+    return gamma * elu(x, alpha)
 
 
 def area_tangent(x: Any) -> Any:
@@ -171,10 +166,11 @@ PLAIN: dict[str, Converter] = {
     "CumProd": cumulative(relax.op.cumprod),
     "CumSum": cumulative(relax.op.cumsum),
     "Dropout": dropout_with_mask,
-    "Elu": elu,
+    "Elu": by_elements(elu, ("alpha", 1.0)),
     "GroupNormalization": group_normalization,
     "IsInf": infinities_of_a_sign,
     "LpNormalization": lp_normalization,
     "Mish": by_elements(mish),
+    "Selu": by_elements(selu, ("alpha", 1.67326319217681884765625), ("gamma", 1.05070102214813232421875)),
     "Softplus": by_elements(softplus),
 }
