@@ -47,13 +47,46 @@ def test_elementary_functions() -> None:
     assert error.max() <= 2 * np.finfo(np.float32).eps / 2
 
 
+def test_exponentials_to_the_smallest_and_the_largest_float() -> None:
+    x = POINTS[np.abs(POINTS) < 120]
+    exact = np.exp(x.astype(np.float64))
+    with np.errstate(over="ignore"):
+        nearest = exact.astype(np.float32)
+    y, is_finite = applied(scalar_math.exp, x), np.isfinite(nearest)
+    np.testing.assert_array_equal(np.isinf(y), ~is_finite)
+    assert (np.abs(y - exact)[is_finite] / np.spacing(nearest[is_finite])).max() < 1.3
+
+
 @pytest.mark.parametrize(
-    ("formula", "ends"), [(scalar_math.erf, (-1, 1)), (scalar_math.tanh, (-1, 1)), (scalar_math.sigmoid, (0, 1))]
+    ("formula", "ends"),
+    [
+        (scalar_math.erf, (-1, 1)),
+        (scalar_math.exp, (0, np.inf)),
+        (scalar_math.tanh, (-1, 1)),
+        (scalar_math.sigmoid, (0, 1)),
+    ],
 )
 def test_elementary_functions_at_their_ends(formula: Callable[[Any], Any], ends: tuple[int, int]) -> None:
     low, high, unknown = applied(formula, np.array([-np.inf, np.inf, np.nan], np.float32))
     assert (low, high) == ends
     assert np.isnan(unknown)
+
+
+@pytest.mark.parametrize("rows", [7, 1024])
+def test_arithmetic_read_twice(rows: int) -> None:
+    """The same names in both places are two values each, also where no choice of threads is left."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((rows, 64), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            powers = builder.emit(relax.op.exp(x))
+            output = builder.emit_output(builder.emit(relax.op.multiply(powers, relax.op.subtract(powers, x))))
+        builder.emit_func_output(output)
+    module = cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
+    (function,) = (one for _, one in module.functions_items() if isinstance(one, tvm.tirx.PrimFunc))
+    values = np.random.default_rng(0).standard_normal((rows, 64)).astype(np.float32)
+    powers = np.exp(values.astype(np.float64))
+    np.testing.assert_allclose(call(built(function), values, np.empty_like(values)), powers * (powers - values), 1e-5)
 
 
 def lowered(graph: Callable[[Any], Any], width: int) -> Any:

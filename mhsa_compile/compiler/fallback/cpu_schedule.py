@@ -1,8 +1,8 @@
 """What no kernel claims: TVM's own lowering, with elementary functions as arithmetic and a schedule by fixed rules.
 
 TVM alone writes every operator of a fused function as loops of their own over memory, on one thread. Here what is
-computed element by element becomes one loop nest, rows are shared among threads where there is enough to do, and erf,
-tanh and sigmoid are arithmetic (`scalar_math`), of which LLVM makes vectors. Lengths may be symbols.
+computed element by element becomes one loop nest, rows are shared among threads where there is enough to do, and exp,
+erf, tanh and sigmoid are arithmetic (`scalar_math`), of which LLVM makes vectors. Lengths may be symbols.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
     return legalize
 
 
-_HINTS = {name: name.replace("relax.", "tir_") for name in ("relax.sigmoid", "relax.tanh")}
+_HINTS = {name: name.replace("relax.", "tir_") for name in ("relax.exp", "relax.sigmoid", "relax.tanh")}
 """What TVM calls the functions that it makes of these operators, so that both have the same names."""
 
 
@@ -176,6 +176,7 @@ _OF_ZERO = {
 }
 
 _LEGALIZED = {
+    "relax.exp": _elementwise(scalar_math.exp),
     "relax.erf": _elementwise(scalar_math.erf),
     "relax.nn.gelu": _elementwise(scalar_math.gelu),
     "relax.nn.gelu_tanh": _elementwise(scalar_math.gelu_tanh),
@@ -203,9 +204,14 @@ def scheduled(function: Function, lanes: int) -> Function:
         with suppress(ScheduleError):
             if rule(ruled, lanes):
                 _begin_sums(ruled)
-                return _in_parallel_if_large(ruled.mod["main"], size)
+                return _in_parallel_if_large(_names_apart(ruled.mod["main"]), size)
     _begin_sums(schedule)
-    return schedule.mod["main"]
+    return _names_apart(schedule.mod["main"])
+
+
+def _names_apart(function: Function) -> Function:
+    """The function with a name of its own for each value: what was written into two places names the same twice."""
+    return tirx.transform.ConvertSSA()(tvm.IRModule({"main": function}))["main"]
 
 
 def _begin_sums(schedule: Schedule) -> None:
@@ -364,8 +370,7 @@ def _in_parallel_if_large(function: Function, size: Expr) -> Function:
     choice = tirx.IfThenElse(size > WORTH_SHARING, shared, alone)
     root = compact["main"].body.block
     block = s_tir.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, choice)
-    module = tvm.IRModule({"main": compact["main"].with_body(s_tir.SBlockRealize([], True, block))})
-    return tirx.transform.ConvertSSA()(module)["main"]
+    return _names_apart(compact["main"].with_body(s_tir.SBlockRealize([], True, block)))
 
 
 def _number_in(size: Expr) -> int:
