@@ -9,6 +9,7 @@ from mhsa_compile.kernels.cpu.cache_scatter import CpuKvScatterKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.cpu.products.kernel import CpuProductKernel
+from mhsa_compile.kernels.cpu.products.skinny import CpuSkinnyProductKernel
 from mhsa_compile.kernels.cpu.recurrence.kernel import CpuRecurrenceKernel
 from mhsa_compile.kernels.cpu.rope import CpuRotaryKernel
 from mhsa_compile.kernels.cpu.softmax import CpuSoftmaxKernel
@@ -53,6 +54,7 @@ AnyKernel = (
 KERNELS: dict[str, tuple[AnyKernel, ...]] = {
     "cpu": (
         CpuLinearKernel(),
+        CpuSkinnyProductKernel(),
         CpuProductKernel(),
         CpuSoftmaxKernel(),
         CpuRecurrenceKernel(),

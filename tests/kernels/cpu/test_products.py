@@ -83,7 +83,7 @@ CASES = {
     ),
     "broadcast": (
         [helper.make_node("MatMul", ["a", "b"], ["y"])],
-        {"a": (3, 1, 5, 7), "b": (2, 7, 11)},
+        {"a": (3, 1, 13, 7), "b": (2, 7, 11)},
         "xymk,ykn->xymn",
     ),
     "shared": ([helper.make_node("MatMul", ["a", "b"], ["y"])], {"a": (5, 3, 7), "b": (7, 131)}, "bmk,kn->bmn"),
@@ -94,12 +94,12 @@ CASES = {
     ),
     "turned": (
         [helper.make_node("Einsum", ["a", "b"], ["y"], equation="bhts,bhcs->bhct")],
-        {"a": (2, 3, 23, 31), "b": (2, 3, 5, 31)},
+        {"a": (2, 3, 23, 31), "b": (2, 3, 13, 31)},
         "bhts,bhcs->bhct",
     ),
     "two sums": (
         [helper.make_node("Einsum", ["a", "b"], ["y"], equation="bijc,bcjk->bik")],
-        {"a": (2, 5, 7, 3), "b": (2, 3, 7, 11)},
+        {"a": (2, 13, 7, 3), "b": (2, 3, 7, 11)},
         "bijc,bcjk->bik",
     ),
 }

@@ -244,6 +244,23 @@ def transpose(rows: Sequence[Expr]) -> list[Expr]:
     return list(rows)
 
 
+def sums(values: Sequence[Expr], lanes: int) -> list[Expr]:
+    """The sum of all lanes of each vector. Halves of two are added at a time, which leaves both in one vector."""
+    if len(values) > lanes:
+        return [*sums(values[:lanes], lanes), *sums(values[lanes:], lanes)]
+    count = 1 << (len(values) - 1).bit_length()
+    vectors_, part_lanes = [*values, *[values[-1]] * (count - len(values))], lanes  # lanes of one value in a vector
+    while part_lanes > 1:
+        half, held = part_lanes // 2, len(vectors_) == 1
+        pairs = [(vectors_[0],)] if held else list(zip(vectors_[::2], vectors_[1::2], strict=True))
+        width = len(pairs[0]) * (lanes if not held else count * part_lanes)
+        low = [T.int32(i) for i in range(width) if i % part_lanes < half]
+        high = [T.int32(i) for i in range(width) if i % part_lanes >= half]
+        vectors_ = [let(T.Shuffle(list(pair), low) + T.Shuffle(list(pair), high)) for pair in pairs]
+        part_lanes = half
+    return elements(vectors_[0], count)[: len(values)]
+
+
 def pack_transposed(
     packed: Expr,
     count: int,
