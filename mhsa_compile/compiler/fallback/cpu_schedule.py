@@ -26,6 +26,7 @@ from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
 from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
+from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
@@ -54,7 +55,7 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
             reports += [tuned[1]] if tuned else []
             made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
             lowered.update_func(
-                variable, rewritten(made, at_any_address, without_scopes, hide_dividends, hide_operands)
+                variable, rewritten(made, at_any_address, without_scopes, hide_dividends, hide_operands, wrap_in_llvm)
             )
     return Lowered(lowered, reports)
 

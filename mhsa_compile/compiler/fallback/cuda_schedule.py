@@ -19,6 +19,7 @@ from mhsa_compile.compiler.fallback import cpu_schedule
 from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
 from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
+from mhsa_compile.compiler.fallback.whole_numbers import wrap_without_sign
 from mhsa_compile.frontend.relax.sizes.call_checks import CHECK
 from mhsa_compile.target.profile import CudaProfile
 
@@ -43,7 +44,7 @@ def lower(module: Any, profile: CudaProfile) -> Any:
         lowered = dlight.ApplyDefaultSchedule(*rules)(lowered)
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
-            lowered.update_func(variable, rewritten(function, hide_dividends, hide_operands))
+            lowered.update_func(variable, rewritten(function, hide_dividends, hide_operands, wrap_without_sign))
     return _with_scratch_as_results(lowered)
 
 

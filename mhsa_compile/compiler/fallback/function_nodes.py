@@ -36,3 +36,16 @@ def put(nodes: Nodes, node: dict[str, Any]) -> int:
     """The place of a new node."""
     nodes.append(node)
     return len(nodes) - 1
+
+
+def dtype_of(nodes: Nodes, i: int) -> str:
+    """The dtype of a value, of one lane; "" of anything else."""
+    kind = nodes[nodes[i]["data"]["ty"]]["data"]
+    return str(kind.get("dtype", "")) if isinstance(kind, dict) else ""
+
+
+def reductions(nodes: Nodes) -> list[int]:
+    """The operations by which reductions join one more element: TVM's passes know these by their form."""
+    blocks = [node["data"] for node in nodes if node["type"] == "s_tir.SBlock"]
+    bodies = [nodes[block["body"]] for block in blocks if nodes[block["init"]]["type"] != "None"]
+    return [body["data"]["value"] for body in bodies if body["type"] == "tirx.BufferStore"]

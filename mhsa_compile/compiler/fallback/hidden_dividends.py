@@ -7,7 +7,7 @@ dividend with a constant, or that counts down, stands behind a reinterpretation 
 
 from __future__ import annotations
 
-from mhsa_compile.compiler.fallback.function_nodes import Nodes, hidden
+from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, hidden
 
 _DIVISIONS = ("prim.FloorDiv", "prim.FloorMod")
 
@@ -33,8 +33,7 @@ class _FunctionGraph:
 
     def is_whole(self, i: int) -> bool:
         """Whether a node is a whole number."""
-        kind = self._nodes[self._nodes[i]["data"]["ty"]]["data"]
-        return isinstance(kind, dict) and kind.get("dtype") in ("int32", "int64")
+        return dtype_of(self._nodes, i) in ("int32", "int64")
 
     def is_in_danger(self, i: int) -> bool:
         """Whether the dividend of a division moves with loops, and has a constant, or a part that moves down."""

@@ -10,7 +10,7 @@ out here.
 
 from __future__ import annotations
 
-from mhsa_compile.compiler.fallback.function_nodes import Nodes, hidden, put
+from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, hidden, put, reductions
 
 _ARITHMETIC = tuple(
     f"prim.{name}" for name in ("Add", "Sub", "Mul", "Div", "Mod", "FloorDiv", "FloorMod", "Min", "Max")
@@ -22,15 +22,15 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 def hide_operands(nodes: Nodes) -> None:
     """Hides the operands of operations on floats, and comparisons of floats where logic reads them, in place."""
-    reductions = set(_reductions(nodes))
+    joined = set(reductions(nodes))
     for i in range(len(nodes)):
         kind, data = nodes[i]["type"], nodes[i].get("data", {})
         if kind in _LOGIC:
             for side in {"a", "b"} & set(data):
                 if nodes[data[side]]["type"] in _COMPARISONS:
                     data[side] = hidden(nodes, data[side])
-        elif kind in _ARITHMETIC + _COMPARISONS and _dtype(nodes, data["a"]) in _FLOATS and i not in reductions:
-            if _dtype(nodes, data["a"]) == "bfloat16":
+        elif kind in _ARITHMETIC + _COMPARISONS and dtype_of(nodes, data["a"]) in _FLOATS and i not in joined:
+            if dtype_of(nodes, data["a"]) == "bfloat16":
                 _widen(nodes, i)
                 data = nodes[i]["data"] if kind in _COMPARISONS else nodes[nodes[i]["data"]["value"]]["data"]
             data["a"], data["b"] = hidden(nodes, data["a"]), hidden(nodes, hidden(nodes, data["b"]))
@@ -46,16 +46,3 @@ def _widen(nodes: Nodes, i: int) -> None:
     if nodes[i]["type"] in _ARITHMETIC:
         operation = put(nodes, {"type": nodes[i]["type"], "data": data | {"ty": wide}})
         nodes[i] = {"type": "prim.Cast", "data": {"span": data["span"], "ty": data["ty"], "value": operation}}
-
-
-def _reductions(nodes: Nodes) -> list[int]:
-    """The operations by which reductions join one more element: TVM's passes know these by their form."""
-    blocks = [node["data"] for node in nodes if node["type"] == "s_tir.SBlock"]
-    bodies = [nodes[block["body"]] for block in blocks if nodes[block["init"]]["type"] != "None"]
-    return [body["data"]["value"] for body in bodies if body["type"] == "tirx.BufferStore"]
-
-
-def _dtype(nodes: Nodes, i: int) -> str:
-    """The dtype of a value, of one lane; "" of anything else."""
-    kind = nodes[nodes[i]["data"]["ty"]]["data"]
-    return str(kind.get("dtype", "")) if isinstance(kind, dict) else ""

@@ -67,29 +67,6 @@ def shift_of_any_length(bb: Any, inputs: list[Any], attributes: dict[str, Any]) 
     return emit(relax.op.where(within, shifted, none))
 
 
-def remainder_of_its_divisors_sign(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-    """Mod of floats without fmod: where nothing is left, a zero of the divisor's sign; by an infinity, the number
-    itself, or that infinity where the signs differ."""
-    x, divisor = inputs
-    kind = _dtype(x)
-    if kind is None or not kind.startswith(("float", "bfloat")) or attributes.get("fmod", 0):
-        return None
-
-    def emit(value: Any) -> Any:
-        return bb.normalize(value)
-
-    below, negative = (emit(relax.op.less(value, relax.const(0, kind))) for value in (x, divisor))
-    apart = emit(relax.op.logical_xor(below, negative))
-    endless = emit(relax.op.logical_and(emit(relax.op.isinf(divisor)), emit(relax.op.isfinite(x))))
-    left = emit(relax.op.floor_mod(x, divisor))
-    left = emit(relax.op.where(endless, emit(relax.op.where(apart, divisor, x)), left))
-    zero = emit(relax.op.where(negative, relax.const(-0.0, kind), relax.const(0.0, kind)))
-    none = emit(relax.op.equal(left, relax.const(0, kind)))
-    none = emit(relax.op.logical_or(none, emit(relax.op.equal(x, relax.const(0, kind)))))
-    known = emit(relax.op.logical_and(none, emit(relax.op.logical_not(emit(relax.op.isnan(left))))))
-    return emit(relax.op.where(known, zero, left))
-
-
 def one_hot_of_its_dtype(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
     """OneHot, of the dtype of its values: TVM's has that of Python's numbers. Its depth may be a list of one."""
     if isinstance(inputs[1], tvm.ir.GenericConst):
@@ -311,7 +288,6 @@ EDGES: dict[str, Converter] = {
     "Max": extreme_of_several(relax.op.maximum),
     "MaxPool": pool_with_places,
     "Min": extreme_of_several(relax.op.minimum),
-    "Mod": remainder_of_its_divisors_sign,
     "OneHot": one_hot_of_its_dtype,
     "ReduceL1": reduction_of_nothing(relax.op.abs),
     "ReduceL2": reduction_of_nothing(relax.op.abs),

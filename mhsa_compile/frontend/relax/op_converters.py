@@ -10,6 +10,7 @@ from tvm import relax, tirx
 
 from mhsa_compile.frontend.relax.casts import cast_of_floats
 from mhsa_compile.frontend.relax.contractions import contraction
+from mhsa_compile.frontend.relax.divisions import quotient, remainder
 from mhsa_compile.frontend.relax.edge_converters import EDGES
 from mhsa_compile.frontend.relax.gathering import gather_within_bounds
 from mhsa_compile.frontend.relax.plain_converters import PLAIN
@@ -112,7 +113,9 @@ CONVERSIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "Concat": concat_of_dims_that_must_agree,
     "Expand": expand_to_constants,
     "Gather": gather_within_bounds,
+    "Div": quotient,
     "Einsum": contraction,
+    "Mod": remainder,
     "Pow": power,
     "Slice": slice_of_constants,
 }
