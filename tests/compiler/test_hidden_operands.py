@@ -10,6 +10,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import mhsa_compile as mhsa
+from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.compiler.fallback import cpu_schedule
 from mhsa_compile.kernels.cpu.linear import epilogue
 
@@ -92,3 +93,22 @@ def test_tvm_alone_takes_floats_for_numbers_on_paper(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(epilogue, "opaque_pair", lambda one, other: (one, other))
     wrong = _wrong("N")
     assert wrong >= {"put on and taken off", "by zero", "not less", "behind a product", "a product without itself"}
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("cuda_compiler")
+def test_on_a_gpu_each_operation_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+    compiled = cuda_compiler.compiled
+
+    def kept(source: str, arch: str) -> bytes:
+        sources.append(source)
+        return compiled(source, arch)
+
+    monkeypatch.setattr(cuda_compiler, "compiled", kept)
+    mhsa.compile(_model("N"), "cuda-sm80", without_attention="accept")
+    bodies = {part.split("_kernel(")[0].split()[-1]: part for part in sources[-1].split('extern "C"')[1:]}
+    operations = {"fused_add_subtract3": "+-", "fused_add1_subtract": "+-", "fused_less_tir_logical_not": "<"}
+    for name, operators in operations.items():
+        for operator in operators:  # of what was reinterpreted, not of indices
+            assert f"))) {operator} " in bodies[name].replace("((int64_t)threadIdx.x)))", ""), (name, operator)

@@ -7,6 +7,7 @@ which knows no streams; here they are results of the call like any other, so tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tvm
@@ -16,7 +17,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.s_tir import dlight
 
 from mhsa_compile.compiler.fallback import cpu_schedule
-from mhsa_compile.compiler.fallback.function_nodes import rewritten
+from mhsa_compile.compiler.fallback.function_nodes import Nodes, rewritten
 from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
 from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_without_sign
@@ -40,12 +41,17 @@ def lower(module: Any, profile: CudaProfile) -> Any:
     # GeneralReduction is not among them: it holds whole rows in shared memory, for which their length must be fixed.
     rules = (_Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.Fallback())
     lowered = cpu_schedule.legalized(_without_host_checks(module), profile, {})
+    _rewrite(lowered, hide_operands, wrap_without_sign)  # before schedules, which simplify
     with tvm.target.Target(profile.tvm_config()):
         lowered = dlight.ApplyDefaultSchedule(*rules)(lowered)
-    for variable, function in lowered.functions_items():
-        if isinstance(function, tirx.PrimFunc):
-            lowered.update_func(variable, rewritten(function, hide_dividends, hide_operands, wrap_without_sign))
+    _rewrite(lowered, hide_dividends)
     return _with_scratch_as_results(lowered)
+
+
+def _rewrite(module: Any, *changes: Callable[[Nodes], None]) -> None:
+    for variable, function in module.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            module.update_func(variable, rewritten(function, *changes))
 
 
 def _without_host_checks(module: Any) -> Any:

@@ -20,15 +20,37 @@ def rewritten(function: Any, *changes: Callable[[Nodes], None]) -> Any:
     return tvm.ir.load_json(json.dumps(graph))
 
 
-def hidden(nodes: Nodes, i: int) -> int:
-    """The place of a new node: the value of node i behind a reinterpretation as what it is, which is no instruction.
+_CARRIERS = {"float16": "int16", "float32": "int32", "float64": "int64", "int32": "float32", "int64": "float64"}
 
-    TVM's passes do not look into it.
+
+def hidden(nodes: Nodes, i: int) -> int:
+    """The place of a new node: the value of node i, of one of `_CARRIERS`, as TVM's passes do not look into it.
+
+    It is reinterpreted as another kind of as many bits, and back, which is no instruction. As what it is, a pass for
+    floats of 8 bits would take that away.
     """
+    return _reinterpreted(nodes, _reinterpreted(nodes, i, _CARRIERS[dtype_of(nodes, i)]), dtype_of(nodes, i))
+
+
+def hidden_flag(nodes: Nodes, i: int) -> int:
+    """The place of a new node: the bool of node i, as `hidden` does it."""
+    none = put(nodes, {"type": "None"})
+    whole = put(nodes, {"type": "ir.PrimType", "data": {"span": none, "dtype": "int32"}})
+    number = put(nodes, {"type": "prim.Cast", "data": {"span": none, "ty": whole, "value": i}})
+    zero = put(nodes, {"type": "ir.IntImm", "data": {"span": none, "ty": whole, "value": put(nodes, _ZERO)}})
+    sides = {"a": hidden(nodes, number), "b": zero}
+    return put(nodes, {"type": "prim.NE", "data": {"span": none, "ty": nodes[i]["data"]["ty"], **sides}})
+
+
+_ZERO = {"type": "int", "data": 0}
+
+
+def _reinterpreted(nodes: Nodes, i: int, dtype: str) -> int:
+    none = put(nodes, {"type": "None"})
+    kind = put(nodes, {"type": "ir.PrimType", "data": {"span": none, "dtype": dtype}})
     op = put(nodes, {"type": "ir.Op", "data": "tirx.reinterpret"})
     arguments, types = (put(nodes, {"type": "ffi.Array", "data": part}) for part in ([i], []))
-    none = put(nodes, {"type": "None"})
-    call = {"span": none, "ty": nodes[i]["data"]["ty"], "op": op, "args": arguments, "attrs": none, "ty_args": types}
+    call = {"span": none, "ty": kind, "op": op, "args": arguments, "attrs": none, "ty_args": types}
     return put(nodes, {"type": "ir.Call", "data": call})
 
 
@@ -44,8 +66,28 @@ def dtype_of(nodes: Nodes, i: int) -> str:
     return str(kind.get("dtype", "")) if isinstance(kind, dict) else ""
 
 
-def reductions(nodes: Nodes) -> list[int]:
-    """The operations by which reductions join one more element: TVM's passes know these by their form."""
-    blocks = [node["data"] for node in nodes if node["type"] == "s_tir.SBlock"]
-    bodies = [nodes[block["body"]] for block in blocks if nodes[block["init"]]["type"] != "None"]
-    return [body["data"]["value"] for body in bodies if body["type"] == "tirx.BufferStore"]
+def reductions(nodes: Nodes) -> set[int]:
+    """The operations by which reductions join one more element, and the products of two elements that they join: TVM's
+    passes know both by their form."""
+    joined: set[int] = set()
+    for node in nodes:
+        if node["type"] == "tirx.BufferStore" and "b" in (data := nodes[node["data"]["value"]].get("data", ())):
+            sides = [data[side] for side in ("a", "b")]
+            if any(_source(nodes, side) == node["data"]["buffer"] for side in sides):
+                joined |= {node["data"]["value"], *(side for side in sides if _is_product(nodes, side))}
+    return joined
+
+
+def _is_product(nodes: Nodes, i: int) -> bool:
+    """Whether a value is a product of elements of two arrays."""
+    if nodes[i]["type"] != "prim.Mul":
+        return False
+    sources = {_source(nodes, nodes[i]["data"][side]) for side in ("a", "b")}
+    return len(sources) == 2 and None not in sources
+
+
+def _source(nodes: Nodes, i: int) -> int | None:
+    """The array that a value is an element of, as it is or cast."""
+    while nodes[i]["type"] == "prim.Cast":
+        i = nodes[i]["data"]["value"]
+    return int(nodes[i]["data"]["source"]) if nodes[i]["type"] == "ir.TensorLoad" else None

@@ -10,7 +10,7 @@ out here.
 
 from __future__ import annotations
 
-from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, hidden, put, reductions
+from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, hidden, hidden_flag, put, reductions
 
 _ARITHMETIC = tuple(
     f"prim.{name}" for name in ("Add", "Sub", "Mul", "Div", "Mod", "FloorDiv", "FloorMod", "Min", "Max")
@@ -22,18 +22,26 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 def hide_operands(nodes: Nodes) -> None:
     """Hides the operands of operations on floats, and comparisons of floats where logic reads them, in place."""
-    joined = set(reductions(nodes))
+    joined = reductions(nodes)
     for i in range(len(nodes)):
         kind, data = nodes[i]["type"], nodes[i].get("data", {})
         if kind in _LOGIC:
             for side in {"a", "b"} & set(data):
-                if nodes[data[side]]["type"] in _COMPARISONS:
-                    data[side] = hidden(nodes, data[side])
+                if _is_flag_of_floats(nodes, data[side]):
+                    data[side] = hidden_flag(nodes, data[side])
         elif kind in _ARITHMETIC + _COMPARISONS and dtype_of(nodes, data["a"]) in _FLOATS and i not in joined:
             if dtype_of(nodes, data["a"]) == "bfloat16":
                 _widen(nodes, i)
                 data = nodes[i]["data"] if kind in _COMPARISONS else nodes[nodes[i]["data"]["value"]]["data"]
-            data["a"], data["b"] = hidden(nodes, data["a"]), hidden(nodes, hidden(nodes, data["b"]))
+            for side, times in (("a", 1), ("b", 2)):
+                for _ in range(times if nodes[data[side]]["type"] != "ir.FloatImm" else 0):  # C++ has no place of one
+                    data[side] = hidden(nodes, data[side])
+
+
+def _is_flag_of_floats(nodes: Nodes, i: int) -> bool:
+    """Whether a bool is a comparison of floats, or was stored, maybe by one."""
+    kind, data = nodes[i]["type"], nodes[i].get("data", {})
+    return kind == "ir.TensorLoad" or (kind in _COMPARISONS and dtype_of(nodes, data["a"]) in _FLOATS)
 
 
 def _widen(nodes: Nodes, i: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, put, reductions
+from mhsa_compile.compiler.fallback.function_nodes import Nodes, dtype_of, hidden, put, reductions
 
 _NAMES = {"prim.Add": "add", "prim.Sub": "sub", "prim.Mul": "mul"}
 _BITS = {"int32": 32, "int64": 64, "uint32": 32, "uint64": 64}
@@ -36,7 +36,7 @@ def wrap_without_sign(nodes: Nodes) -> None:
 
 def _rewrite(nodes: Nodes, rewrite: Callable[[Nodes, int], None], kinds: Collection[str]) -> bool:
     """Rewrites the operations on numbers of these dtypes; whether there is one."""
-    joined, loaded = set(reductions(nodes)), _loaded(nodes)
+    joined, loaded = reductions(nodes), _loaded(nodes)
     stored = {i for node in nodes if node["type"] == "tirx.BufferStore" for i in _parts(nodes, node["data"]["value"])}
     operations = [i for i in sorted(stored & loaded - joined) if nodes[i]["type"] in _NAMES]
     operations = [i for i in operations if dtype_of(nodes, i) in kinds]
@@ -87,10 +87,10 @@ def _called(nodes: Nodes, i: int) -> None:
 def _unsigned(nodes: Nodes, i: int) -> None:
     data = nodes[i]["data"]
     wide = put(nodes, {"type": "ir.PrimType", "data": {"span": data["span"], "dtype": f"u{dtype_of(nodes, i)}"}})
-    sides = {
-        side: put(nodes, {"type": "prim.Cast", "data": {"span": data["span"], "ty": wide, "value": data[side]}})
-        for side in ("a", "b")
-    }
+    sides = {}
+    for side in ("a", "b"):  # hidden, as TVM has no unsigned number of a constant below 0
+        cast = {"span": data["span"], "ty": wide, "value": hidden(nodes, data[side])}
+        sides[side] = put(nodes, {"type": "prim.Cast", "data": cast})
     operation = put(nodes, {"type": nodes[i]["type"], "data": data | sides | {"ty": wide}})
     nodes[i] = {"type": "prim.Cast", "data": {"span": data["span"], "ty": data["ty"], "value": operation}}
 

@@ -73,7 +73,11 @@ def by_elements(formula: Callable[..., Any], *attributes: tuple[str, float]) -> 
         wide = "float32" if kind in _NARROW else kind
         numbers = [tirx.const(stated.get(name, default), wide) for name, default in attributes]
         x = bb.normalize(relax.op.astype(inputs[0], wide))
-        y = bb.emit_te(lambda x: te.compute(x.shape, lambda *at: formula(x(*at), *numbers), formula.__name__), x)
+        y = bb.emit_te(
+            lambda x: te.compute(x.shape, lambda *at: formula(x(*at), *numbers), formula.__name__),
+            x,
+            primfunc_name_hint=formula.__name__,
+        )
         return bb.normalize(relax.op.astype(y, kind))
 
     return convert

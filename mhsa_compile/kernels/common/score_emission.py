@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tvm import tirx
 
-from mhsa_compile.kernels.common.opaque import opaque, opaque_pair
+from mhsa_compile.kernels.common.opaque import opaque_flag, opaque_pair
 from mhsa_compile.kernels.common.score_bounds import (
     INT32,
     bounds_of,
@@ -197,7 +197,7 @@ class ScoreEmission:
         return Value(tirx.Select(chosen, one, other), dtype, lanes)
 
     def _logical(self, op: str, args: Sequence[Value], lanes: int) -> Value:
-        operands = [opaque(self._vector(arg, lanes)) for arg in args]
+        operands = [opaque_flag(self._vector(arg, lanes)) for arg in args]
         if op == "not":
             return Value(tirx.Not(operands[0]), "bool", lanes)
         if op == "xor":
