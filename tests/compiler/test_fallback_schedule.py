@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
+import tvm_ffi
 from support.kernel_runs import call, vector_machine
 from torch.nn import functional
 from tvm import relax, te
@@ -45,6 +47,21 @@ def test_elementary_functions() -> None:
         assert (error / np.spacing(np.abs(expected).astype(np.float32))).max() < units
     error = np.abs(applied(scalar_math.sigmoid, POINTS) - torch.sigmoid(exact).numpy())
     assert error.max() <= 2 * np.finfo(np.float32).eps / 2
+
+
+@pytest.mark.parametrize(
+    ("formula", "function", "units"), [(scalar_math.log, np.log, 1), (scalar_math.log1p, np.log1p, 2.5)]
+)
+def test_logarithms_of_every_kind_of_float(formula: Callable[[Any], Any], function: Any, units: float) -> None:
+    bits = np.arange(0, 1 << 32, 50_021, dtype=np.uint32).view(np.float32)
+    bits = bits[~np.isnan(bits)]
+    x = np.concatenate([bits, np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -1, 1, 1e-45, 3.4e38], np.float32)])
+    with np.errstate(all="ignore"):
+        expected = function(x.astype(np.float64))
+        y, is_finite = applied(formula, x), np.isfinite(expected)
+    np.testing.assert_array_equal(y[~is_finite], expected[~is_finite])
+    error = np.abs(y - expected)[is_finite] / np.spacing(np.abs(expected[is_finite]).astype(np.float32))
+    assert error.max() < units
 
 
 def test_exponentials_to_the_smallest_and_the_largest_float() -> None:
@@ -87,6 +104,63 @@ def test_arithmetic_read_twice(rows: int) -> None:
     values = np.random.default_rng(0).standard_normal((rows, 64)).astype(np.float32)
     powers = np.exp(values.astype(np.float64))
     np.testing.assert_allclose(call(built(function), values, np.empty_like(values)), powers * (powers - values), 1e-5)
+
+
+def test_arithmetic_of_arithmetic_compiles_in_no_time() -> None:
+    """Three formulas of each other as one expression took TVM more than a minute."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((te.var("n", "int64"), 40), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = x
+            for operator in (relax.op.tanh, relax.op.erf, relax.op.sigmoid, relax.op.exp, relax.op.log):
+                value = builder.emit(operator(value))
+            output = builder.emit_output(value)
+        builder.emit_func_output(output)
+    module = cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
+    start = time.process_time()
+    with pass_context():
+        run = relax.VirtualMachine(relax.build(module, tvm.target.Target(PROFILE.tvm_config())), tvm.cpu())["main"]
+    assert time.process_time() - start < 10
+    numbers = np.random.default_rng(0).standard_normal((37, 40)).astype(np.float32)
+    wide = torch.from_numpy(numbers.astype(np.float64))
+    expected = torch.sigmoid(torch.erf(torch.tanh(wide))).numpy()
+    np.testing.assert_allclose(run(tvm.runtime.tensor(numbers)).numpy(), expected, 1e-5)
+
+
+def reduced(dims: tuple[int, ...], axes: tuple[int, ...], operator: Any, keepdims: bool) -> Any:
+    """The function of a sum of squares or of a maximum, scheduled."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(dims, "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            elements = builder.emit(relax.op.multiply(x, x)) if operator is relax.op.sum else x
+            output = builder.emit_output(builder.emit(operator(elements, axes, keepdims)))
+        builder.emit_func_output(output)
+    module = cpu_schedule.lower(builder.get(), PROFILE, RecordSet([], PROFILE)).module
+    (function,) = (one for _, one in module.functions_items() if isinstance(one, tvm.tirx.PrimFunc))
+    return function
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("axes", [(2,), (1,), (0,), (1, 2), (0, 1, 2), (0, 2)])
+@pytest.mark.parametrize(("operator", "expected"), [(relax.op.sum, np.sum), (relax.op.max, np.max)])
+def test_sums_that_nothing_follows(operator: Any, expected: Any, axes: tuple[int, ...], keepdims: bool) -> None:
+    """Along each axis and several, of few elements and many, which threads share."""
+    for dims in ((3, 5, 16), (7, 131, 48)):
+        function = reduced(dims, axes, operator, keepdims)
+        x = np.random.default_rng(0).standard_normal(dims).astype(np.float32)
+        elements = x.astype(np.float64) ** (2 if operator is relax.op.sum else 1)
+        value = expected(elements, axis=axes, keepdims=keepdims)
+        y = call(built(function), x, np.full(np.shape(value), np.nan, np.float32))
+        np.testing.assert_allclose(y, value, 1e-5)
+
+
+def test_large_sums_are_shared_and_in_vectors() -> None:
+    for axes in ((2,), (1,), (1, 2)):
+        loops: list[Any] = []
+        tvm_ffi.structural_walk(reduced((64, 512, 64), axes, relax.op.sum, True), (tvm.tirx.For, loops.append))
+        assert {tvm.tirx.ForKind.PARALLEL, tvm.tirx.ForKind.VECTORIZED} <= {loop.kind for loop in loops}
 
 
 def lowered(graph: Callable[[Any], Any], width: int) -> Any:

@@ -2,7 +2,7 @@
 
 TVM alone writes every operator of a fused function as loops of their own over memory, on one thread. Here what is
 computed element by element becomes one loop nest, rows are shared among threads where there is enough to do, and exp,
-erf, tanh and sigmoid are arithmetic (`scalar_math`), of which LLVM makes vectors. Lengths may be symbols.
+log, erf, tanh and sigmoid are arithmetic (`scalar_math`), of which LLVM makes vectors. Lengths may be symbols.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax, s_tir, te, tirx, topi
 from tvm.s_tir.schedule import ScheduleError
 
@@ -51,6 +52,7 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
     lowered, lanes, reports = legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
+            function = _as_arithmetic(function)
             tuned = _tuned(str(variable.name_hint), function, shelf)
             reports += [tuned[1]] if tuned else []
             made = tuned[0] if tuned and tuned[0] else scheduled(function, lanes)
@@ -63,7 +65,8 @@ def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
 def primitives(module: Any, profile: CpuProfile, *, arithmetic: bool = True) -> dict[str, Function]:
     """The PrimFuncs of what no kernel claims, not scheduled; without `arithmetic` as TVM alone would write them."""
     lowered = legalized(module, profile, _LEGALIZED if arithmetic else {})
-    return {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
+    functions = {str(v.name_hint): f for v, f in lowered.functions_items() if isinstance(f, tirx.PrimFunc)}
+    return {name: _as_arithmetic(f) for name, f in functions.items()} if arithmetic else functions
 
 
 def legalized(module: Any, profile: TargetProfile, arithmetic: dict[str, Any]) -> Any:
@@ -112,15 +115,30 @@ def _elementwise(formula: Callable[[Expr], Expr]) -> Callable[[Any, Any], Any]:
         value = call.args[0]
         if value.ty.dtype != "float32":
             return call.op.get_attr("FLegalize")(builder, call)
-        return builder.call_te(
-            _computed(formula), value, primfunc_name_hint=_HINTS.get(call.op.name, call.op.name.rpartition(".")[2])
-        )
+        return builder.call_te(_computed(formula), value, primfunc_name_hint=call.op.name.rpartition(".")[2])
 
     return legalize
 
 
-_HINTS = {name: name.replace("relax.", "tir_") for name in ("relax.exp", "relax.sigmoid", "relax.tanh")}
-"""What TVM calls the functions that it makes of these operators, so that both have the same names."""
+def _as_arithmetic(function: Function) -> Function:
+    """The function with its calls of elementary functions of float32 as arithmetic, whichever operator they are of."""
+
+    def call_mapped(call: Any) -> Any:
+        formula = _CALLS.get(call.op.name) if isinstance(call.op, tvm.ir.Op) else None
+        if formula is None or str(call.ty.dtype) != "float32" or _has_names(call.args[0]):
+            return call
+        return formula(call.args[0])
+
+    return tvm_ffi.structural_map(function, (tvm.ir.Call, call_mapped))
+
+
+_CALLS: dict[str, Callable[[Expr], Expr]] = {
+    "tirx.exp": scalar_math.exp,
+    "tirx.log": scalar_math.log,
+    "tirx.log1p": scalar_math.log1p,
+    "tirx.sigmoid": scalar_math.sigmoid,
+    "tirx.tanh": scalar_math.tanh,
+}
 
 
 def _computed(formula: Callable[[Expr], Expr]) -> Callable[[Any], Any]:
@@ -177,15 +195,12 @@ _OF_ZERO = {
 }
 
 _LEGALIZED = {
-    "relax.exp": _elementwise(scalar_math.exp),
     "relax.erf": _elementwise(scalar_math.erf),
     "relax.nn.gelu": _elementwise(scalar_math.gelu),
     "relax.nn.gelu_tanh": _elementwise(scalar_math.gelu_tanh),
     "relax.nn.silu": _elementwise(scalar_math.silu),
     "relax.power": _power,
     "relax.reshape": _reshape,
-    "relax.sigmoid": _elementwise(scalar_math.sigmoid),
-    "relax.tanh": _elementwise(scalar_math.tanh),
 }
 
 
@@ -197,17 +212,27 @@ def scheduled(function: Function, lanes: int) -> Function:
     if not function.attrs.get("s_tir", False) or not _is_tree_of_blocks(function):
         return function
     schedule = s_tir.Schedule(function)
-    is_arithmetic = any(schedule.get(block).name_hint.startswith(_ARITHMETIC) for block in _blocks(schedule))
+    is_arithmetic = _has_names(function) or any(
+        schedule.get(block).name_hint.startswith(_ARITHMETIC) for block in _blocks(schedule)
+    )
     _inline(schedule)
-    size = _size(schedule.get(_blocks(schedule)[-1]))
-    for rule in (_by_rows, partial(_by_elements, is_arithmetic=is_arithmetic)):
+    sizes = [_size(schedule.get(block)) for block in _blocks(schedule)]
+    for rule in (_by_rows, _by_columns, _of_all, partial(_by_elements, is_arithmetic=is_arithmetic)):
         ruled = schedule.copy()
         with suppress(ScheduleError):
             if rule(ruled, lanes):
                 _begin_sums(ruled)
-                return _in_parallel_if_large(_names_apart(ruled.mod["main"]), size)
+                return _in_parallel_if_large(_names_apart(ruled.mod["main"]), sizes)
     _begin_sums(schedule)
     return _names_apart(schedule.mod["main"])
+
+
+def _has_names(node: Any) -> bool:
+    """Whether values within expressions have names, as those of `scalar_math` have. One such formula of another's value
+    takes TVM minutes: it puts what has a name wherever the name stands, when it makes code of either."""
+    names: list[Any] = []
+    tvm_ffi.structural_walk(node, (tirx.Let, names.append))
+    return bool(names)
 
 
 def _names_apart(function: Function) -> Function:
@@ -245,19 +270,20 @@ def _blocks(schedule: Schedule) -> list[Any]:
 
 
 def _inline(schedule: Schedule) -> None:
-    """Computes what only elements of the same place read where they are read."""
+    """Computes what only elements of the same place read where they are read, and what a last sum alone reads."""
     for block in _blocks(schedule):
         readers = schedule.get_consumers(block)
-        if readers and all(_same_elements(schedule.get(block), schedule.get(reader)) for reader in readers):
+        is_last = len(readers) == 1 and not schedule.get_consumers(readers[0])
+        if readers and all(_same_elements(schedule.get(block), schedule.get(reader), is_last) for reader in readers):
             with suppress(ScheduleError):  # not a plain loop over its output
                 schedule.compute_inline(block)
 
 
-def _same_elements(block: Any, reader: Any) -> bool:
-    """Whether a reader computes as many elements as the block, both one by one."""
-    if _kinds(block).strip("S") or _kinds(reader).strip("S"):
+def _same_elements(block: Any, reader: Any, is_last: bool) -> bool:
+    """Whether a reader reads each element of the block once, both one by one; or summing, if it `is_last`."""
+    if _kinds(block).strip("S") or (_kinds(reader).strip("S") and not is_last):
         return False
-    return _same(_size(block), _size(reader))
+    return _same(_size(block), _size(reader)) and not (_has_names(block.body) and _has_names(reader.body))
 
 
 def _same(one: Expr, other: Expr) -> bool:
@@ -288,7 +314,8 @@ def _by_elements(schedule: Schedule, lanes: int, is_arithmetic: bool) -> bool:
 
 
 def _by_rows(schedule: Schedule, lanes: int) -> bool:
-    """Sums along rows (or maxima), and what is made of them: one parallel loop over rows. Whether it is that.
+    """Sums along rows (or maxima), and what is made of them, or of one number a row: one parallel loop over rows.
+    Whether it is that.
 
     Everything about a row is computed before the next one. A sum is one of `lanes` sums at first, which is faster and
     more exact than one chain of additions.
@@ -296,7 +323,7 @@ def _by_rows(schedule: Schedule, lanes: int) -> bool:
     blocks = [schedule.get(block) for block in _blocks(schedule)]
     kinds = [_kinds(block) for block in blocks]
     outer = min(len(kinds[-1]) - 1, *(len(kind) - len(kind.lstrip("S")) for kind in kinds))
-    if outer < 1 or "R" in kinds[-1] or not any("R" in kind for kind in kinds):
+    if outer < 1 or "R" in kinds[-1].rstrip("R") or (len(blocks) == 1 and not _is_along_memory(blocks[0])):
         return False
     if not all(
         _same(one, other)
@@ -311,21 +338,79 @@ def _by_rows(schedule: Schedule, lanes: int) -> bool:
     loops = schedule.get_loops(last)
     row = schedule.fuse(*loops[:outer])
     schedule.parallel(row)
-    _vectorize(schedule, schedule.get_loops(last)[-1], lanes)
+    if "R" not in kinds[-1]:
+        _vectorize(schedule, schedule.get_loops(last)[-1], lanes)
     for block in reversed(before):
+        if _has_names(schedule.get(block).body) and _kinds(schedule.get(block)) == kinds[-1]:
+            _vectorize(schedule, schedule.get_loops(block)[-1], lanes)
         schedule.compute_at(block, row, preserve_unit_loops=True)
         if schedule.get(block).name_hint.endswith("_rf"):
-            lane, summed = schedule.get_loops(block)[1], schedule.get_loops(block)[-1]
-            schedule.reorder(summed, lane)
+            lane, *loops = schedule.get_loops(block)[1:]
+            steps = loops[-_kinds(schedule.get(block)).count("R") :]
+            schedule.reorder(*steps, lane)
             schedule.vectorize(lane)
-            schedule.decompose_reduction(block, summed)
+            schedule.decompose_reduction(block, steps[0])
+    return True
+
+
+def _is_along_memory(block: Any) -> bool:
+    """Whether a block sums, its last step being one to the next element of what it reads."""
+    last, place = block.iter_vars[-1], _last_index(block)
+    return last.iter_type != tirx.IterVar.DataPar and place is not None and bool(place.same_as(last.var))
+
+
+def _last_index(block: Any) -> Expr | None:
+    """Where along its last axis a block reads the first array that it reads; None without one."""
+    region = list(block.reads[0].region) if len(block.reads) else []
+    return region[-1].min if region else None
+
+
+def _by_columns(schedule: Schedule, lanes: int) -> bool:
+    """A sum (or maximum) over an axis of which another one's elements are neighbours in memory: all of these neighbours
+    at each step, in vectors. Whether it is that."""
+    blocks = _blocks(schedule)
+    block = schedule.get(blocks[0])
+    kind, place = _kinds(block), _last_index(block)
+    across = [i for i, axis in enumerate(block.iter_vars) if place is not None and place.same_as(axis.var)]
+    if len(blocks) != 1 or kind.rstrip("R").strip("S") or "R" not in kind or not across or kind[across[0]] != "S":
+        return False
+    own = len(kind.rstrip("R"))
+    loops = schedule.get_loops(blocks[0])
+    column, steps = loops[across[0]], loops[own:]
+    outer = [loop for i, loop in enumerate(loops[:own]) if i != across[0]]
+    if width := _divisor(schedule.get(column).extent, lanes):
+        chunk, column = schedule.split(column, [None, width])
+        outer.append(chunk)
+    if not outer:
+        return False
+    schedule.reorder(*outer, *steps, column)
+    if width:
+        schedule.vectorize(column)
+    schedule.parallel(schedule.fuse(*outer))
+    schedule.decompose_reduction(blocks[0], steps[0])
+    return True
+
+
+def _of_all(schedule: Schedule, lanes: int) -> bool:
+    """A sum of all elements, by one thread. Whether it is that."""
+    blocks = _blocks(schedule)
+    block = schedule.get(blocks[0])
+    if len(blocks) != 1 or _kinds(block).strip("R") or not _is_along_memory(block):
+        return False
+    _in_lanes(schedule, blocks[0], lanes)
+    first, *rest = _blocks(schedule)
+    if rest:
+        *steps, lane = schedule.get_loops(first)
+        schedule.vectorize(lane)
+        schedule.decompose_reduction(first, steps[0])
     return True
 
 
 def _is_sum_of_a_row(block: Any, outer: int) -> bool:
-    """Whether a block sums along the last axis alone, which may stay behind as one of a single element."""
-    kind, axes = _kinds(block), block.iter_vars
-    return kind == "S" * (len(axes) - 1) + "R" and all(_same(axis.dom.extent, 1) for axis in axes[outer:-1])
+    """Whether a block sums along the last axes alone, which may stay behind as ones of a single element."""
+    kind = _kinds(block)
+    own, axes = kind.rstrip("R"), block.iter_vars
+    return kind != own and not own.strip("S") and all(_same(axis.dom.extent, 1) for axis in axes[outer : len(own)])
 
 
 def _rows(block: Any, outer: int) -> list[Expr]:
@@ -337,7 +422,7 @@ def _in_lanes(schedule: Schedule, block: Any, lanes: int) -> None:
     loops = schedule.get_loops(block)
     if width := _divisor(schedule.get(loops[-1]).extent, lanes):
         _, lane = schedule.split(loops[-1], [None, width])
-        schedule.rfactor(lane, len(loops) - 1)
+        schedule.rfactor(lane, _kinds(schedule.get(block)).count("S"))
 
 
 def _vectorize(schedule: Schedule, loop: Any, lanes: int) -> None:
@@ -355,20 +440,21 @@ def _divisor(extent: Expr, lanes: int) -> int:
 _LEAST_LANES = 4
 
 
-def _in_parallel_if_large(function: Function, size: Expr) -> Function:
-    """The function with its parallel loop run by one thread where it computes too few elements to be worth sharing.
+def _in_parallel_if_large(function: Function, sizes: list[Expr]) -> Function:
+    """The function with its parallel loop run by one thread where its blocks, of these sizes, have too few elements to
+    be worth sharing.
 
     Blocks become plain statements first: where blocks of both loops name an array, TVM allocates it in front of the
     choice between the loops, and all threads share it. A statement that allocates inside of a loop stays there.
     """
-    if _number_in(size) > WORTH_SHARING:  # one thread would run it where a dim is 0 alone, and TVM divide by that
-        return function
     compact = traces.COMPACT(tvm.IRModule({"main": function}))
     shared = s_tir.transform.LowerOpaqueBlock()(compact)["main"].body
     if not isinstance(shared, tirx.For):  # one row: its loop is gone
         return function
-    alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)
-    choice = tirx.IfThenElse(size > WORTH_SHARING, shared, alone)
+    choice = shared
+    if sum(map(_number_in, sizes)) <= WORTH_SHARING:  # else one thread would run it where a dim is 0 alone
+        alone = tirx.For(shared.loop_var, shared.min, shared.extent, tirx.ForKind.SERIAL, shared.body)
+        choice = tirx.IfThenElse(functools.reduce(operator.add, sizes) > WORTH_SHARING, shared, alone)
     root = compact["main"].body.block
     block = s_tir.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, choice)
     return _names_apart(compact["main"].with_body(s_tir.SBlockRealize([], True, block)))

@@ -97,9 +97,18 @@ def area_tangent(x: Any) -> Any:
     return (tirx.log1p(x) - tirx.log1p(-x)) * tirx.const(0.5, x.ty.dtype)
 
 
-def softplus(x: Any) -> Any:
-    zero = tirx.const(0, x.ty.dtype)
-    return larger(x, zero, x.ty.dtype) + tirx.log1p(tirx.exp(-tirx.abs(x)))
+def softplus(bb: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    """ln (1 + e^x) as max(x, 0) + ln (1 + e^-|x|), the power for itself, so that both are arithmetic."""
+    kind = str(inputs[0].ty.dtype)
+    wide = "float32" if kind in _NARROW else kind
+    x = bb.normalize(relax.op.astype(inputs[0], wide))
+    power = bb.normalize(relax.op.exp(bb.normalize(relax.op.negative(bb.normalize(relax.op.abs(x))))))
+
+    def element(x: Any, power: Any) -> Any:
+        return larger(x, tirx.const(0, wide), wide) + tirx.log1p(power)
+
+    y = bb.emit_te(lambda x, p: te.compute(x.shape, lambda *at: element(x(*at), p(*at)), "softplus"), x, power)
+    return bb.normalize(relax.op.astype(y, kind))
 
 
 def mish(x: Any) -> Any:
@@ -176,5 +185,5 @@ PLAIN: dict[str, Converter] = {
     "LpNormalization": lp_normalization,
     "Mish": by_elements(mish),
     "Selu": by_elements(selu, ("alpha", 1.67326319217681884765625), ("gamma", 1.05070102214813232421875)),
-    "Softplus": by_elements(softplus),
+    "Softplus": softplus,
 }

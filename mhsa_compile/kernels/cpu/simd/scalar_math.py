@@ -1,4 +1,4 @@
-"""exp, erf, sigmoid, tanh and what activations make of them, of float32, as arithmetic in TVM's expressions.
+"""exp, log, erf, sigmoid, tanh and what activations make of them, of float32, as arithmetic in TVM's expressions.
 
 TVM leaves them to the C library, one element at a time: 13 ns for an erf. As arithmetic LLVM computes as many at once
 as a vector holds, 0.3 ns each. No calls, no branches; NaN stays NaN. docs/performance.md has the figures.
@@ -85,6 +85,61 @@ def erf(x: Expr) -> Expr:
         return _let(_signed(large, x), lambda large: tirx.Select(size < _f32(ERF_SPLIT), small, large))
 
     return _let(x, of)
+
+
+LEAST_NORMAL, SQRT_HALF_BITS = 2.0**-126, 0x3F3504F3
+
+
+def log(x: Expr) -> Expr:
+    """ln x with an error below 1 ulp. What is no normal number is scaled before.
+
+    x = m 2^n with m = 1 + f around 1; ln m = f - f^2 / 2 + t (f^2 / 2 + R), t = f / (2 + f), R = 2 t^2 / 3 + ... (as in
+    fdlibm's e_logf.c).
+    """
+    root = tirx.const(SQRT_HALF_BITS, "int32")
+
+    def of(x: Expr) -> Expr:
+        is_normal = x >= _f32(LEAST_NORMAL)
+        scaled = tirx.Select(is_normal, x, x * _f32(2.0**25))
+        steps = tirx.Select(is_normal, _f32(0), _f32(25))
+        value = _let(tirx.reinterpret("int32", scaled) - root, lambda bits: by_parts(bits, steps), "int32")
+        return _let(value, lambda value: at_edges(x, value))
+
+    def by_parts(bits: Expr, steps: Expr) -> Expr:
+        exponent = (bits >> 23).astype("float32") - steps
+        f = tirx.reinterpret("float32", (bits & tirx.const(0x007FFFFF, "int32")) + root) - _f32(1)
+        return _let(exponent, lambda n: _let(f, lambda f: joined(n, f)))
+
+    def joined(n: Expr, f: Expr) -> Expr:
+        """n ln 2 + ln (1 + f), f first and what is small added to it, so that roundings are of small numbers."""
+        half = f * f * _f32(0.5)
+        t = f / (f + _f32(2))
+
+        def of(half: Expr, t: Expr) -> Expr:
+            series = _horner([0, *(2 / k for k in (3, 5, 7, 9))], t * t)
+            return n * _f32(LN2_HIGH) - ((half - (t * (half + series) + n * _f32(LN2_LOW))) - f)
+
+        return _let(half, lambda half: _let(t, lambda t: of(half, t)))
+
+    def at_edges(x: Expr, value: Expr) -> Expr:
+        ends = tirx.Select(x.equal(_f32(0)), _f32(-math.inf), tirx.Select(x < _f32(0), _f32(math.nan), x))
+        return tirx.Select(tirx.all(x > _f32(0), x < _f32(math.inf)), value, ends)
+
+    return _let(x, of)
+
+
+def log1p(x: Expr) -> Expr:
+    """ln (1 + x) with an error below 2.5 ulp, also of a small x: x / ((1 + x) - 1) has what 1 + x lost of it."""
+
+    def of(x: Expr, above: Expr) -> Expr:
+        value = _let(log(above), lambda value: value * (x / (above - _f32(1))))
+        return _let(value, lambda value: at_edges(x, above, value))
+
+    def at_edges(x: Expr, above: Expr, value: Expr) -> Expr:
+        near = tirx.Select(above.equal(_f32(1)), x, value)
+        return tirx.Select(x < _f32(math.inf), near, x)
+
+    return _let(x, lambda x: _let(_f32(1) + x, lambda above: of(x, above)))
 
 
 def sigmoid(x: Expr) -> Expr:
