@@ -2,9 +2,9 @@
 
 Predicted in cycles from the loops of each function as it is scheduled, at the sizes that are fixed and, of free dims,
 at a batch of 1 and lengths of 128. The limit is two fused multiply-adds of a vector a cycle on each core, or four
-bytes of memory a cycle. A step of a chain of floats, each added to what lies there, takes four cycles, any other
-statement one, a vector of either as long as one element; kernels run at half of the limit, and starting any of them
-takes 3000 cycles.
+bytes of memory a cycle; whole numbers that were widened for a sum count as narrow as they were. A step of a chain, each
+added to what lies there, takes four cycles, any other statement one, a vector of either as long as one element; kernels
+run at half of the limit, and starting any of them takes 3000 cycles.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ def slow_operations(module: Any, imported: ImportedModule, profile: CpuProfile) 
     sizes, kernels = _example_sizes(imported), 0.0
     runs, times = Counter[str](), dict[str, _Time]()
     functions = {str(v.name_hint): f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
+    narrow = _narrow(module["main"].body, functions)
     for call in _calls(module["main"].body):
         if call.op == tvm.ir.Op.get("relax.call_dps_packed"):
             op = imported.ops.get(str(call.args[0].global_symbol))
             kernels += _START + (0.0 if op is None else _kernel_cycles(op, call, sizes, profile))
         elif isinstance(call.op, tvm.ir.Op) and call.op.name in _CALLS:
             name = str(call.args[0].name_hint)
-            one, all_ = _loops_time(functions[name], call, sizes, profile), times.setdefault(name, _Time())
+            one, all_ = _loops_time(functions[name], call, sizes, profile, narrow), times.setdefault(name, _Time())
             all_.predicted, all_.limit = all_.predicted + one.predicted, all_.limit + one.limit
             runs[name] += 1
     total = kernels + sum(time.predicted for time in times.values())
@@ -97,6 +98,20 @@ def _example_sizes(imported: ImportedModule) -> dict[str, int]:
     return {name: _BATCH if name in batch else _LENGTH for name in names}
 
 
+def _narrow(body: Any, functions: Mapping[str, Any]) -> dict[Any, str]:
+    """The dtype of the narrowest whole numbers that a value of main was computed of, where it was of such."""
+    dtypes: dict[Any, str] = {}
+    for binding in (binding for block in body.blocks for binding in block.bindings):
+        call = binding.value
+        if isinstance(call, relax.Call) and isinstance(call.op, tvm.ir.Op) and call.op.name in _CALLS:
+            buffers = _buffers(functions[str(call.args[0].name_hint)])
+            read = [dtypes.get(value, str(b.dtype)) for value, b in zip(call.args[1].fields, buffers, strict=False)]
+            whole = [dtype for dtype in read if "int" in dtype]
+            if whole and "int" in str(buffers[-1].dtype):
+                dtypes[binding.var] = min(whole, key=lambda dtype: tvm.DataType(dtype).bits)
+    return dtypes
+
+
 def _calls(body: Any) -> Iterator[Any]:
     """The calls of a function's body and of the branches of its Ifs, in order."""
     for value in (binding.value for block in body.blocks for binding in block.bindings):
@@ -134,9 +149,12 @@ def _flops_a_cycle(dtype: str, profile: CpuProfile) -> float:
     return float(_FLOPS_A_LANE * lanes * profile.hardware.cores)
 
 
-def _loops_time(function: Any, call: Any, sizes: Mapping[str, int], profile: CpuProfile) -> _Time:
+def _loops_time(
+    function: Any, call: Any, sizes: Mapping[str, int], profile: CpuProfile, narrow: Mapping[Any, str]
+) -> _Time:
     values = _bound(function, call, sizes)
-    loops = _Loops(profile, values)
+    passed = zip(_buffers(function), call.args[1].fields, strict=False)
+    loops = _Loops(profile, values, {buffer: narrow[value] for buffer, value in passed if value in narrow})
     loops.visit(function.body, 1.0, 1.0)
     size = sum(
         min(math.prod(loops.number(dim) for dim in buffer.shape), loops.statements)
@@ -181,8 +199,8 @@ def _number(expr: Expr, values: Mapping[Any, int], sizes: Mapping[str, int]) -> 
 class _Loops:
     """Counts a function's statements, how often each runs, and the cycles of all."""
 
-    def __init__(self, profile: CpuProfile, values: dict[Any, int]) -> None:
-        self._profile, self._values = profile, values
+    def __init__(self, profile: CpuProfile, values: dict[Any, int], narrow: Mapping[Any, str]) -> None:
+        self._profile, self._values, self._narrow = profile, values, narrow
         self.statements = self.cycles = self.at_limit = 0.0
 
     def number(self, size: Expr) -> int:
@@ -211,17 +229,20 @@ class _Loops:
             self.visit(body, times, at_once)
 
     def _store(self, node: Any, times: float, at_once: float) -> None:
-        added, dtype = _reads_itself(node), str(node.buffer.dtype)
+        read = _read(node)
+        added = any(load.source.same_as(node.buffer) for load in read)
+        factors = [self._narrow.get(load.source, str(load.source.dtype)) for load in read if added]
         self.statements += times
-        self.cycles += times * (_CHAIN if added and "float" in dtype else _STATEMENT) / at_once
-        self.at_limit += times * (2 if added else 1) / _flops_a_cycle(dtype, self._profile)
+        self.cycles += times * (_CHAIN if added else _STATEMENT) / at_once
+        narrowest = min([*factors, str(node.buffer.dtype)], key=lambda dtype: tvm.DataType(dtype).bits)
+        self.at_limit += times * (2 if added else 1) / _flops_a_cycle(narrowest, self._profile)
 
 
-def _reads_itself(store: Any) -> bool:
-    """Whether a statement adds to what lies where it writes, or the like."""
+def _read(store: Any) -> list[Any]:
+    """What a statement reads: what lies where it writes, too, where it adds to that, or the like."""
     read: list[Any] = []
     tvm_ffi.structural_walk(store.value, (tvm.ir.TensorLoad, read.append))
-    return any(load.source.same_as(store.buffer) for load in read)
+    return read
 
 
 def _is_of_integers(function: Any) -> bool:

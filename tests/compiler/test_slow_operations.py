@@ -44,6 +44,17 @@ def test_a_product_in_loops_is_named(of_integers: mhsa.Artifact) -> None:
     assert "at B=1 L=128" in slow.sentence()
 
 
+def test_a_product_of_bytes_in_vectors_is_named_too() -> None:
+    """Of such as wide as they are summed it would not be: those have no faster instructions."""
+    factors = [helper.make_tensor_value_info(n, TensorProto.INT8, [512, 512]) for n in "ab"]
+    y = helper.make_tensor_value_info("y", TensorProto.INT32, [512, 512])
+    graph = helper.make_graph([helper.make_node("MatMulInteger", ["a", "b"], ["y"])], "product", factors, [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    (slow,) = compiled(model).manifest.slow
+    assert "matmul" in slow.name
+    assert compiled(product(TensorProto.INT32, inner=96, length=96), dims={"B": 1}).manifest.slow == ()
+
+
 def test_what_is_small_kernels_or_elementwise_is_not() -> None:
     """Controls: the same product of floats, one with nothing to sum over again, an encoder layer."""
     assert compiled(product(TensorProto.FLOAT)).manifest.slow == ()
@@ -54,10 +65,10 @@ def test_what_is_small_kernels_or_elementwise_is_not() -> None:
 
 
 def test_its_cost_counts_each_run_and_its_fixed_sizes() -> None:
-    model = product(TensorProto.INT32, length=96)
+    model = product(TensorProto.INT32, inner=61, length=97)
     node = model.graph.node.add()
     node.CopyFrom(helper.make_node("MatMul", ["y", "a"], ["z"], "values"))
-    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.INT32, ["B", 96, 64]))
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.INT32, ["B", 97, 61]))
     rows = compiled(model, dims={"B": 2}).manifest.slow
     assert sum(row.runs for row in rows) == 2 and all(row.sizes == {} for row in rows)
     assert sum(row.share for row in rows) == pytest.approx(1, abs=0.01)

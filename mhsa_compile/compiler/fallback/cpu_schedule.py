@@ -350,45 +350,59 @@ def _by_rows(schedule: Schedule, lanes: int) -> bool:
             schedule.reorder(*steps, lane)
             schedule.vectorize(lane)
             schedule.decompose_reduction(block, steps[0])
+        elif (columns := _columns(schedule.get(block))) and columns[-1] >= outer:
+            loops = schedule.get_loops(block)[1:]
+            if len(loops) == len(schedule.get(block).iter_vars):
+                schedule.decompose_reduction(block, _columns_innermost(schedule, block, loops, lanes)[1][0])
     return True
 
 
 def _is_along_memory(block: Any) -> bool:
-    """Whether a block sums, its last step being one to the next element of what it reads."""
-    last, place = block.iter_vars[-1], _last_index(block)
-    return last.iter_type != tirx.IterVar.DataPar and place is not None and bool(place.same_as(last.var))
+    """Whether a block sums, its last step being one to the next element of all that it reads."""
+    last, places = block.iter_vars[-1], _last_indices(block)
+    return last.iter_type != tirx.IterVar.DataPar and bool(places) and all(p.same_as(last.var) for p in places)
 
 
-def _last_index(block: Any) -> Expr | None:
-    """Where along its last axis a block reads the first array that it reads; None without one."""
-    region = list(block.reads[0].region) if len(block.reads) else []
-    return region[-1].min if region else None
+def _last_indices(block: Any) -> list[Expr]:
+    """Where along its last axis a block reads each array."""
+    return [read.region[-1].min for read in block.reads if len(read.region)]
 
 
 def _by_columns(schedule: Schedule, lanes: int) -> bool:
-    """A sum (or maximum) over an axis of which another one's elements are neighbours in memory: all of these neighbours
-    at each step, in vectors. Whether it is that."""
+    """A sum (or maximum) over an axis, where neighbours in memory are terms of sums beside each other: a step of all of
+    these at a time, in vectors. Whether it is that."""
     blocks = _blocks(schedule)
-    block = schedule.get(blocks[0])
-    kind, place = _kinds(block), _last_index(block)
-    across = [i for i, axis in enumerate(block.iter_vars) if place is not None and place.same_as(axis.var)]
-    if len(blocks) != 1 or kind.rstrip("R").strip("S") or "R" not in kind or not across or kind[across[0]] != "S":
+    if len(blocks) != 1 or not _columns(schedule.get(blocks[0])):
         return False
-    own = len(kind.rstrip("R"))
-    loops = schedule.get_loops(blocks[0])
-    column, steps = loops[across[0]], loops[own:]
-    outer = [loop for i, loop in enumerate(loops[:own]) if i != across[0]]
-    if width := _divisor(schedule.get(column).extent, lanes):
-        chunk, column = schedule.split(column, [None, width])
-        outer.append(chunk)
+    outer, steps = _columns_innermost(schedule, blocks[0], schedule.get_loops(blocks[0]), lanes)
     if not outer:
         return False
-    schedule.reorder(*outer, *steps, column)
-    if width:
-        schedule.vectorize(column)
     schedule.parallel(schedule.fuse(*outer))
     schedule.decompose_reduction(blocks[0], steps[0])
     return True
+
+
+def _columns(block: Any) -> list[int]:
+    """The axes of a block along which what it sums has neighbours in memory; none of what is no sum."""
+    kind, places = _kinds(block), _last_indices(block)
+    if "R" not in kind or kind.rstrip("R").strip("S"):
+        return []
+    return [i for i in range(kind.count("S")) if any(place.same_as(block.iter_vars[i].var) for place in places)]
+
+
+def _columns_innermost(schedule: Schedule, block: Any, loops: list[Any], lanes: int) -> tuple[list[Any], list[Any]]:
+    """Puts a block's last such axis inside of the steps of its sums, in vectors where they fit; `loops` has one for
+    each axis. The loops around the steps, and these."""
+    own, column = _kinds(schedule.get(block)).count("S"), _columns(schedule.get(block))[-1]
+    outer, steps = [*loops[:column], *loops[column + 1 : own]], loops[own:]
+    inner = loops[column]
+    if width := _divisor(schedule.get(inner).extent, lanes):
+        chunk, inner = schedule.split(inner, [None, width])
+        outer.append(chunk)
+    schedule.reorder(*outer, *steps, inner)
+    if width:
+        schedule.vectorize(inner)
+    return outer, steps
 
 
 def _of_all(schedule: Schedule, lanes: int) -> bool:
