@@ -122,7 +122,7 @@ def compile(
     is_checked = proof.is_on(check)
     use_cache = cache and dump is None and kept_artifacts.is_on()
 
-    environment.check_tvm_pair()
+    environment.check_compiler()
     user_folders.let_tvm_load()
     tell("export")
     source, added = with_outputs(as_module(source, example_inputs), outputs)
@@ -188,7 +188,7 @@ def imported(
 ) -> ImportedModule:
     """A source before it meets a target: its operations, and a module of them and of what no kernel claims."""
     _check_weights(weights)
-    environment.check_tvm_pair()
+    environment.check_compiler()
     user_folders.let_tvm_load()
     read = read_source(source, dims, example_inputs, dynamic_shapes)
     return _imported(read, _canonical(read), weights)[1]

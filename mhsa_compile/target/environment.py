@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +25,10 @@ _STATED_VERSION = re.compile(
 _FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
 
 
+RUNTIME_ALONE = "TVM_USE_RUNTIME_LIB"
+"""The variable of the environment by which TVM, where it is 1 at the import, is its runtime without the compiler."""
+
+
 def check_tvm_pair() -> None:
     """Refuse, before anything imports them, a TVM and TVM FFI that were not tested together.
 
@@ -38,6 +44,16 @@ def check_tvm_pair() -> None:
         " with ".join(f"{name} {number or 'not installed'}" for name, number in found.items()),
         f"Run: pip install 'apache-tvm=={TESTED_TVM}' 'apache-tvm-ffi{TESTED_TVM_FFI}'",
     )
+
+
+def check_compiler() -> None:
+    """As `check_tvm_pair`, and refuse a TVM of which this process has the runtime alone. Raises InstallationError."""
+    check_tvm_pair()
+    base = sys.modules.get("tvm.base")  # TVM reads the variable once, when it is imported
+    if os.environ.get(RUNTIME_ALONE) == "1" if base is None else base._RUNTIME_ONLY:
+        raise InstallationError(
+            "the environment", "a TVM that compiles", f"{RUNTIME_ALONE}=1: its runtime alone", "Unset that variable."
+        )
 
 
 def fits(name: str, number: str) -> bool:

@@ -151,6 +151,7 @@ class WithLse(nn.Module):
 @pytest.mark.filterwarnings("ignore:return_lse is deprecated")
 def test_lse_beside_the_output(causal: bool, said: dict[str, Any]):
     compiled = mhsa.load(mhsa.compile(WithLse(causal, said), example_inputs=heads()))
+    torch.manual_seed(0)  # PyTorch's own error at few numbers, which is the measure, is chance: of one row, often none
     for L in (1, 33, 130):
         q, k, v = heads(L).values()
 

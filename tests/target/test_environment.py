@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.command import mhsa, refused
 
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.target import environment as installation
@@ -104,3 +105,19 @@ def test_versions_are_read_from_packages_without_metadata(monkeypatch: pytest.Mo
     assert {name: installation.installed_version(name) for name in kept} == kept
     assert installation.installed_version("ziglang") == installation.UNKNOWN
     assert installation.installed_version("no-such-package") is None
+
+
+def test_a_runtime_without_its_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(installation.RUNTIME_ALONE, "1")
+    monkeypatch.delitem(sys.modules, "tvm.base", raising=False)  # as before the import
+    with pytest.raises(InstallationError, match=r"TVM_USE_RUNTIME_LIB=1: its runtime alone\. Unset that variable"):
+        installation.check_compiler()
+    monkeypatch.delenv(installation.RUNTIME_ALONE)
+    installation.check_compiler()
+
+
+def test_the_command_that_measures_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+    """Processes that were started later had a TVM that cannot compile."""
+    before = dict(os.environ)
+    refused(mhsa("measure", tmp_path / "none.zip", "-o", tmp_path / "results.json"))
+    assert dict(os.environ) == before

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper
 
 import mhsa_compile as mhsa
@@ -44,7 +45,10 @@ Run = Callable[[dict[str, np.ndarray]], list[np.ndarray]]
 def subject(module: str = "MultiHeadAttention", dims: tuple[tuple[str, int], ...] = (), **fields) -> tuple:
     """(graph, manifest) of a small spec, as the compiler would describe it."""
     spec = mhsa.AttentionSpec(**{"embed_dim": 24, "num_heads": 3, **fields})
-    model = export(getattr(mhsa, module)(spec).eval(), dims=dict(dims))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)  # the budget follows from how large the weights let outputs be
+        layer = getattr(mhsa, module)(spec).eval()
+    model = export(layer, dims=dict(dims))
     band = None if spec.band is None else dict(zip(("left", "right", "alignment"), spec.band, strict=True))
     if band is not None:
         band |= {side: None for side in ("left", "right") if band[side] < 0}
@@ -116,7 +120,8 @@ def test_what_is_right_passes(fields):
 def test_runs_that_agree_to_the_bit_are_said_to():
     exact = checked(subject(**CAUSAL), lambda run, inputs: [inputs["x"] * 2])
     assert {exact[name].note for name in (BATCH, PERMUTED, PADDED, DECODED)} == {"to the bit"}
-    near = checked(subject(**CAUSAL), lambda run, inputs: [inputs["x"] * 2 + np.float32(1e-7) * len(inputs["x"])])
+    # small numbers: what is added must not cost large ones a rounding that is more than the budget
+    near = checked(subject(**CAUSAL), lambda run, inputs: [inputs["x"] / 64 + np.float32(1e-9) * len(inputs["x"])])
     assert near[BATCH].note == "within the budget" and near[BATCH].ok and near[BATCH].difference > 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,10 +73,9 @@ def measure(
     json: options.Json = False,
 ) -> None:
     """Measure a bundle of candidates on this machine; begun again with the same -o, it goes on where it was."""
-    os.environ["TVM_USE_RUNTIME_LIB"] = "1"  # of this process: nothing here compiles
-    from mhsa_compile.tuning.measure import work_results
+    with _runtime_alone(), output.counted("measure") as count:
+        from mhsa_compile.tuning.measure import work_results
 
-    with output.counted("measure") as count:
         found = work_results.measure(work, out, lambda now: count(len(now.measured), now.total, _last(now)))
     tasks = work_results.summary(found)
     if json:
@@ -94,6 +95,23 @@ def measure(
     )
     columns = ("operation", "candidates>", "failed>", "default us>", "best us>", "speedup>")
     output.print_table(f"{found.device.name}, {found.order.threads} threads: {out}", columns, rows)
+
+
+@contextmanager
+def _runtime_alone() -> Iterator[None]:
+    """TVM, where this process imports it here, is its runtime: nothing here compiles. Whoever called this command, and
+    processes that they start, have the environment that they had."""
+    from mhsa_compile.target.environment import RUNTIME_ALONE
+
+    before = os.environ.get(RUNTIME_ALONE)
+    os.environ[RUNTIME_ALONE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[RUNTIME_ALONE]
+        else:
+            os.environ[RUNTIME_ALONE] = before
 
 
 def _last(found: Results) -> str:

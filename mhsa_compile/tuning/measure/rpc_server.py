@@ -30,7 +30,7 @@ import msgspec
 from mhsa_compile.errors import DeviceError, InstallationError
 from mhsa_compile.records.device import Device, GpuDevice
 from mhsa_compile.runtime import cuda_devices, tvm_runtime
-from mhsa_compile.target import host
+from mhsa_compile.target import environment, host
 from mhsa_compile.tuning.measure.spoken_connections import SpokenConnections
 
 LOOPBACK = "127.0.0.1"
@@ -179,7 +179,7 @@ def _end_with_stdin() -> NoReturn:
 
 def _load(threads: int, emulated: bool) -> None:
     """Loads TVM's runtime, by itself, and registers what connections find and what each fork has to do."""
-    os.environ["TVM_USE_RUNTIME_LIB"] = "1"
+    os.environ[environment.RUNTIME_ALONE] = "1"
     os.environ["TVM_NUM_THREADS"] = str(threads)  # of our pool, too
     runtime = tvm_runtime.start()
     import multiprocessing
