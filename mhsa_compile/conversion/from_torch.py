@@ -59,7 +59,7 @@ def from_torch(
         num_heads=layer.num_heads,
         kv_embed_dim=layer.kdim if cross else None,
         v_embed_dim=layer.vdim if separate_values else None,
-        bias=layer.in_proj_bias is not None,
+        bias=layer.in_proj_bias is not None or layer.out_proj.bias is not None,
         dtype=dtype_of(layer.out_proj.weight),
         causal=causal,
         mask=mask,
@@ -69,8 +69,11 @@ def from_torch(
     projections = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
     state = {f"{name}_proj.weight": weight for name, weight in zip("qkv", projections, strict=True)}
     if spec.bias:
-        state |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", layer.in_proj_bias.chunk(3), strict=True)}
-        state["out_proj.bias"] = layer.out_proj.bias
+        zeros = torch.zeros(3 * layer.embed_dim, dtype=layer.out_proj.weight.dtype, device="cpu")
+        inner: Tensor = zeros if layer.in_proj_bias is None else layer.in_proj_bias
+        outer: Tensor = zeros[: layer.embed_dim] if layer.out_proj.bias is None else layer.out_proj.bias
+        state |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", inner.chunk(3), strict=True)}
+        state["out_proj.bias"] = outer
     state["out_proj.weight"] = layer.out_proj.weight  # what it is after a parametrization, too
     return loaded(spec, state)
 

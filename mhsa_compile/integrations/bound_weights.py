@@ -50,7 +50,8 @@ class BoundWeights(Generic[Kind]):
         states, artifacts = self._bound
         if kind in artifacts and states.hold(weights):
             return artifacts[kind]
-        with self._lock, torch.random.fork_rng(devices=()):  # modules draw the weights that they begin with
+        # modules draw the weights that they begin with, and a caller's torch.device() may be another
+        with self._lock, torch.random.fork_rng(devices=()), torch.device("cpu"):
             states, artifacts = self._bound
             if not states.hold(weights):
                 if reason := self._why_not():

@@ -167,6 +167,8 @@ class LayerForward:
             return self._first_calls.wrong
         if type(self._layer) is not nn.MultiheadAttention:
             return f"a layer that became a {type(self._layer).__name__}"
+        if self._layer.add_zero_attn:
+            return "add_zero_attn, which became true"
         if why := why_not_numbers(query, key, value, padding, mask):
             return why
         if (query.ndim, key.ndim, value.ndim) not in ((3, 3, 3), (2, 2, 2)):

@@ -38,6 +38,16 @@ def test_from_torch(cross: bool, bias: bool, batch_first: bool) -> None:
     torch.testing.assert_close(ours(x, context) if cross else ours(x), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("lacking", ["in_proj_bias", "bias"])
+def test_from_torch_of_a_bias_on_one_side(lacking: str) -> None:
+    layer = nn.MultiheadAttention(24, 4, batch_first=True, dtype=torch.float32).eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    setattr(layer if lacking == "in_proj_bias" else layer.out_proj, lacking, None)
+    ours, x = from_torch(layer).double(), torch.randn(2, 5, 24)
+    torch.testing.assert_close(ours(x), layer.double()(x, x, x, need_weights=False)[0], **CLOSE)
+
+
 def test_from_torch_with_separate_weights_and_masks() -> None:
     layer = nn.MultiheadAttention(24, 4, kdim=10, vdim=10, batch_first=True, dtype=torch.float32).eval()
     nn.init.normal_(layer.in_proj_bias)

@@ -105,6 +105,23 @@ def test_calls_that_ask_for_more_than_numbers_are_pytorchs(pair: tuple[nn.Module
     assert off(grads[0], grads[1]) < 1e-5
 
 
+def test_a_switch_of_the_layer_that_was_turned_after_a_call(pair: tuple[nn.Module, nn.Module]) -> None:
+    models = model, plain = copy.deepcopy(pair)
+    with torch.no_grad():
+        assert off(model(X), plain(X)) < 1e-5
+        for each in models:
+            each.attention.add_zero_attn = True  # type: ignore[union-attr]
+        assert off(plain(X), pair[1](X)) > 1e-4
+        assert off(model(X), plain(X)) < 1e-5
+
+
+def test_weights_are_bound_whatever_device_new_tensors_have(pair: tuple[nn.Module, nn.Module]) -> None:
+    model = copy.deepcopy(pair[0])
+    with torch.no_grad(), torch.device("meta"):
+        result = model(X)
+    assert not result.is_meta and off(result, pair[1](X)) < 1e-5
+
+
 def test_random_numbers_stay_the_users(pair: tuple[nn.Module, nn.Module]) -> None:
     model = copy.deepcopy(pair[1])
     before = torch.get_rng_state()
