@@ -286,6 +286,12 @@ def refusal(error: Exception) -> str | None:
     return str(found.message) if found is not None and found.kind == CALL_REFUSED else None
 
 
+def libraries(on_gpu: bool) -> list[Path]:
+    """The libraries in which an artifact's code finds the functions that it calls by name."""
+    ours = [_library("libtvm_runtime.so"), *([_library("libtvm_runtime_cuda.so")] if on_gpu else [])]
+    return [Path(start().ffi.__file__).parent / "lib" / "libtvm_ffi.so", *ours]
+
+
 def _library(name: str) -> Path:
     """A library of TVM's, found without importing `tvm`: that loads the compiler (and works after this, too)."""
     spec = importlib.util.find_spec("tvm")

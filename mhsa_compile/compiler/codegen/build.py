@@ -26,8 +26,9 @@ from mhsa_compile.compiler.codegen import (
 )
 from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code, most_bytes_of_data
+from mhsa_compile.compiler.codegen.runtime_functions import check_functions
 from mhsa_compile.files import atomic_write
-from mhsa_compile.runtime import threads
+from mhsa_compile.runtime import threads, tvm_runtime
 from mhsa_compile.target import zig
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
@@ -45,6 +46,7 @@ def build(scheduled: LoweredModule, profile: TargetProfile, library: Path) -> No
             module = empty_constants.allocated(scheduled.module, "main")
             executable = relax.build(module, _target(profile), relax_pipeline=_pipeline())
     _export(executable, library, profile)
+    check_functions(library, tvm_runtime.libraries(isinstance(profile, CudaProfile)))
 
 
 def device_executable(scheduled: LoweredModule, profile: CudaProfile) -> Any:

@@ -27,6 +27,7 @@ from mhsa_compile.compiler.fallback.function_nodes import rewritten
 from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
 from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
+from mhsa_compile.compiler.fallback.top_k import with_top_k
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
@@ -49,7 +50,7 @@ class Lowered:
 
 def lower(module: Any, profile: CpuProfile, shelf: RecordSet) -> Lowered:
     """Every operator of Relax as a scheduled PrimFunc. Our kernels come later: some passes cannot look at them."""
-    lowered, lanes, reports = legalized(module, profile, _LEGALIZED), profile.vector_lanes("float32"), []
+    lowered, lanes, reports = legalized(with_top_k(module), profile, _LEGALIZED), profile.vector_lanes("float32"), []
     for variable, function in lowered.functions_items():
         if isinstance(function, tirx.PrimFunc):
             function = _as_arithmetic(function)

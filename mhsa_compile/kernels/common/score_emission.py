@@ -108,6 +108,8 @@ class ScoreEmission:
             return self._where(args, self._dtype(number), lanes)
         if step.op in COMPARISONS:
             one, other = self._alike(args, self._widest(args), lanes)
+            if step.op == "ne":  # TVM's is false for NaN
+                return Value(tirx.Not(opaque_flag(one == other)), "bool", lanes)
             return Value(_COMPARED[step.op](one, other), "bool", lanes)
         if self.function.steps[number].kind == "bool":
             return self._logical(step.op, args, lanes)
@@ -315,7 +317,6 @@ class ScoreEmission:
 
 _COMPARED = {
     "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,

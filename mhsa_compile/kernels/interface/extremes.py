@@ -50,11 +50,11 @@ _RANKS = {"float32": "int32", "float64": "int64"}
 def _of_two(one: Expr, other: Expr, chosen: Expr, refused: Expr, dtype: str) -> Expr:
     if isinstance(other, tirx.FloatImm | tirx.IntImm) or not dtype.startswith(("float", "bfloat")):
         return tirx.Select(refused, other, one)
-    return tirx.Select(tirx.any(chosen, _is_nan(one, dtype)), one, other)
+    return tirx.Select(tirx.any(chosen, is_nan(one, dtype)), one, other)
 
 
-def _is_nan(value: Expr, dtype: str) -> Expr:
-    """By its bits, of which LLVM makes vectors."""
+def is_nan(value: Expr, dtype: str) -> Expr:
+    """Whether a number is none: by its bits, of which LLVM makes vectors."""
     if dtype not in _RANKS:
         return tirx.isnan(value.astype("float32"))
     kind = _RANKS[dtype]
@@ -68,7 +68,7 @@ def _rank(value: Expr, dtype: str) -> Expr:
         return value
     kind = _RANKS[dtype]
     rank = _turned(tirx.reinterpret(kind, value), kind)
-    return tirx.Select(_is_nan(value, dtype), tirx.max_value(kind), rank)
+    return tirx.Select(is_nan(value, dtype), tirx.max_value(kind), rank)
 
 
 def _of_rank(rank: Expr, dtype: str) -> Expr:

@@ -15,6 +15,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import get_numpy
 
 from mhsa_compile.frontend.relax.sizes.broadcasting import broadcast_dims, dims_of, spread
 from mhsa_compile.frontend.relax.sizes.grids import affine_grid, one_hot
+from mhsa_compile.frontend.relax.sizes.nonzero import nonzero
 from mhsa_compile.frontend.relax.sizes.reductions import REDUCTIONS, reduced_by_call
 from mhsa_compile.frontend.relax.sizes.resizing import resized
 from mhsa_compile.frontend.relax.sizes.size_values import (
@@ -43,6 +44,7 @@ class ShapeOperators:
             "AffineGrid": partial(affine_grid, bb, names),
             "ConstantOfShape": self._filled,
             "Expand": self._expanded,
+            "NonZero": partial(nonzero, bb, names),
             "OneHot": partial(one_hot, bb, names),
             "Pad": self._padded,
             "Range": self._counted,

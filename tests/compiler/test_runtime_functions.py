@@ -1,0 +1,56 @@
+"""What a process that only loads an artifact finds: every function that its code calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
+
+
+def _model(nodes: list[tuple[str, list[str], list[str]]], outputs: dict[str, int]) -> ModelProto:
+    graph = helper.make_graph(
+        [helper.make_node(kind, inputs, results) for kind, inputs, results in nodes],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 5])],
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()],
+        [numpy_helper.from_array(np.array([3]), "three"), numpy_helper.from_array(np.array(1), "one")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+def test_a_fresh_process_has_all_of_them(tmp_path: Path) -> None:
+    nodes = [
+        ("TopK", ["x", "three"], ["v", "i"]),
+        ("CumSum", ["x", "one"], ["c"]),
+        ("NonZero", ["x"], ["z"]),
+    ]
+    outputs = {"v": TensorProto.FLOAT, "i": TensorProto.INT64, "c": TensorProto.FLOAT, "z": TensorProto.INT64}
+    mhsa.compile(_model(nodes, outputs), without_attention="accept").save(tmp_path / "a.mhsa")
+    x = np.array([[0, 4, np.nan, 3, 4], [2, 0, 0, -1, 5]], np.float32)
+    np.save(tmp_path / "x.npy", x)
+    program = (
+        "import sys, numpy as np, mhsa_compile as mhsa; folder = sys.argv[1]; "
+        "values, places, sums, found = mhsa.load(folder + '/a.mhsa')(np.load(folder + '/x.npy')); "
+        "np.savez(folder + '/y.npz', values=values, places=places, sums=sums, found=found); "
+        "assert 'tvm.relax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    results = np.load(tmp_path / "y.npz")
+    np.testing.assert_array_equal(results["values"], np.array([[np.nan, 4, 4], [5, 2, 0]]))
+    np.testing.assert_array_equal(results["places"], [[2, 1, 4], [4, 0, 1]])
+    np.testing.assert_array_equal(results["sums"], x.cumsum(1))
+    np.testing.assert_array_equal(results["found"], np.nonzero(x))
+
+
+def test_code_that_calls_others_is_refused_by_its_node() -> None:
+    """TVM has a Unique in Python, which is there while it compiles."""
+    model = _model([("Unique", ["x"], ["u"])], {"u": TensorProto.FLOAT})
+    with pytest.raises(ModelError, match="Unique node 'u'"):
+        mhsa.compile(model, without_attention="accept")
