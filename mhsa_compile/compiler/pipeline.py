@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from mhsa_compile.compiler import proof
+from mhsa_compile.compiler import proof, tvm_compiler
 from mhsa_compile.compiler.cache import kept_artifacts
 from mhsa_compile.compiler.cache.cache_key import Asked
 from mhsa_compile.compiler.cache.compiled_before import CompiledBefore
@@ -221,8 +221,8 @@ def _imported(read: Source, canonical: Canonical, weights: str | None) -> tuple[
 
 
 def _parsed(model: onnx.ModelProto, weights: str | None) -> ImportedModule:
-    tvm_runtime.start()
-    with tvm_runtime.hidden_torch():  # TVM's compiler takes a second to load, and would load PyTorch
+    tvm_compiler.load()
+    with tvm_runtime.hidden_torch():
         from mhsa_compile.frontend.relax import importer
 
     return importer.import_onnx(model, int8_weights=weights == "int8")

@@ -47,10 +47,10 @@ def check_tvm_pair() -> None:
 
 
 def check_compiler() -> None:
-    """As `check_tvm_pair`, and refuse a TVM of which this process has the runtime alone. Raises InstallationError."""
+    """As `check_tvm_pair`, and refuse an environment that asks for TVM's runtime alone. Raises InstallationError."""
     check_tvm_pair()
     base = sys.modules.get("tvm.base")  # TVM reads the variable once, when it is imported
-    if os.environ.get(RUNTIME_ALONE) == "1" if base is None else base._RUNTIME_ONLY:
+    if os.environ.get(RUNTIME_ALONE) == "1" and (base is None or base._RUNTIME_ONLY):
         raise InstallationError(
             "the environment", "a TVM that compiles", f"{RUNTIME_ALONE}=1: its runtime alone", "Unset that variable."
         )

@@ -336,3 +336,10 @@ def test_a_symbol_named_as_tvm_s_scripts_name_their_words() -> None:
         '<ir_version: 9, opset_import: ["" : 23]> g (float[T,R] x) => (float[T,S] y) {y = Concat <axis = 1> (x, x)}'
     )
     assert import_onnx(onnx.parser.parse_model(source)).outputs == [("T", "R * 2")]
+
+
+def test_sizes_in_a_message_are_those_of_the_file() -> None:
+    """TVM writes 2 as T.int64(2)."""
+    graph = "g (float[B, 3] x, int64[M, 5] i) => (float[K, 3] y) { d = Concat <axis=0> (x, x)  y = GatherND (d, i) }"
+    with pytest.raises(ModelError, match=r"float32 \(B \* 2, 3\); int64 \(M, 5\)"):
+        import_onnx(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {graph}'))

@@ -63,6 +63,13 @@ CASES: dict[str, Case] = {
         {"zero": 0, "by": 1, "one": [1], "four": [4]},
         [{"B": 2, "L": 7, "S": 5}, {"B": 1, "L": 1, "S": 1}],
     ),
+    "rows for weights, reshaped by sizes of another tensor": (
+        """(float[B, L, 8] x, float[M, N, 2] other) => (float[O, P, Q] y) {
+        two_sizes = Shape <end=2> (other)  shape = Concat <axis=0> (two_sizes, minus)
+        rows = Reshape(x, shape)  y = MatMul(rows, weights) }""",
+        {"minus": [-1], "weights": np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)},
+        [{"B": 2, "L": 7, "M": 2, "N": 7}, {"B": 4, "L": 3, "M": 3, "N": 4}],
+    ),
     "lengths that a call counts": (
         """(float[B, L, 4] x, int64[W] ids) => (float[B, N, K] y, float[M, A] z) {
         present = Cast <to=7> (ids)  n = ReduceSum <keepdims=1> (present)  cut = Slice(x, none, n, one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -121,3 +122,33 @@ def test_the_command_that_measures_leaves_the_environment_as_it_was(tmp_path: Pa
     before = dict(os.environ)
     refused(mhsa("measure", tmp_path / "none.zip", "-o", tmp_path / "results.json"))
     assert dict(os.environ) == before
+
+
+_SHORT = """
+import resource, sys
+import numpy, onnx
+import mhsa_compile as mhsa
+from mhsa_compile.errors import InstallationError
+from mhsa_compile.compiler import tvm_compiler
+
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20), limit))
+try:
+    tvm_compiler.load()
+except InstallationError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    tvm_compiler.load()
+except InstallationError as error:
+    print(error)
+"""
+
+
+def test_a_compiler_that_memory_has_no_room_for_is_named() -> None:
+    """TVM goes on with its runtime alone, without a word, also when there is room again."""
+    child = subprocess.run([sys.executable, "-c", _SHORT], capture_output=True, text=True, check=True)
+    first, second = child.stdout.splitlines()
+    assert re.search(r"expected its compiler, which can be loaded, got .*libtvm_compiler\.so.*ulimit -v", first)
+    assert second.startswith("apache-tvm: expected its compiler, got the runtime alone")

@@ -20,6 +20,7 @@ from mhsa_compile.target import environment, host
 if TYPE_CHECKING:
     from mhsa_compile.target.profile import CpuProfile
 
+_LOAD = "import sys, tvm.base; sys.exit('the runtime loads, the compiler does not' if tvm.base._RUNTIME_ONLY else 0)"
 _COMPILE_PACKAGES = ("torch", "onnx", "onnxscript", "ziglang")
 
 
@@ -57,7 +58,7 @@ def _tvm() -> Iterator[Finding]:
     user_folders.let_tvm_load()
     # In a process of its own: a broken library may take its process down.
     try:
-        child = subprocess.run([sys.executable, "-P", "-c", "import tvm"], capture_output=True, text=True, check=False)
+        child = subprocess.run([sys.executable, "-P", "-c", _LOAD], capture_output=True, text=True, check=False)
     except OSError as error:
         advice = "Artifacts load without processes of their own; compiling needs them."
         yield Finding("TVM loads", "fail", f"{sys.executable} cannot be started: {error.strerror}", advice)

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import tvm
 from onnx import numpy_helper
-from tvm import relax, tirx
+from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from mhsa_compile.errors import ModelError
@@ -42,7 +42,7 @@ from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.recurrent import recurrent
-from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing
+from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, of_width
 from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
 from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
@@ -256,10 +256,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return self.bb.emit(value) if isinstance(value, relax.Call) else value
 
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        fused, rows = FusedLinear.from_attributes(attrs), dims(inputs[0])
+        fused = FusedLinear.from_attributes(attrs)
+        in_features = int(dims(inputs[1])[0 if fused.transposed[0] else 1])
+        inputs[0] = of_width(self.bb, inputs[0], in_features)
+        rows = dims(inputs[0])
         op = LinearOp(
             rows=tuple(self.context.dim(d) for d in rows[:-1]),
-            in_features=int(rows[-1]),
+            in_features=in_features,
             widths=fused.widths,
             biased=fused.biased,
             transposed=fused.transposed,
@@ -352,7 +355,7 @@ def _described(value: Any) -> str:
 
 
 def _listed(dims: Any) -> str:
-    return ", ".join(str(dim.value) if isinstance(dim, tirx.IntImm) else str(dim) for dim in dims)
+    return ", ".join(str(stated(dim)) for dim in dims)
 
 
 def _constant(array: Any) -> Any:

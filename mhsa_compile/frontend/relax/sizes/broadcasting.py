@@ -53,6 +53,14 @@ def _factors(bb: Any, names: SizeNames, inputs: list[Any], shapes: list[list[Any
     return [one, other]
 
 
+def of_width(bb: Any, rows: Any, width: int) -> Any:
+    """Rows for a matrix of weights, which says their width where they were reshaped by sizes that only a call has."""
+    sizes = dims_of(rows) or []
+    if number(sizes[-1]) is not None:
+        return rows
+    return bb.match_cast(bb.normalize(rows), relax.TensorType([*sizes[:-1], literal(width)], rows.ty.dtype))
+
+
 def _broadcast(bb: Any, names: SizeNames, inputs: list[Any], shapes: list[list[Any]]) -> list[Any]:
     shape = broadcast_dims(names, shapes)
     return [value if not dims else spread(bb, names, value, shape) for value, dims in zip(inputs, shapes, strict=True)]
