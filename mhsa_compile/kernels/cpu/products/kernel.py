@@ -33,8 +33,9 @@ from mhsa_compile.target.profile import CpuProfile
 
 DEPTH = 128
 """Terms of a part of a sum: the panel's part stays in the caches, and rounding grows with the parts' root."""
-BLOCK = 192
-"""Rows of a block, about: so often is an element of B read once it is copied, and so many sums stay in L2."""
+BLOCKS, TASKS = (192, 512), 4
+"""Rows of a block, about: so often is an element of B read once it is copied, and so many sums stay in L2. The larger
+one where that makes so many tasks for each core."""
 CHUNK = 1 << 12
 """Elements of A that are widened in one task."""
 
@@ -53,7 +54,7 @@ class CpuProductKernel(Fixed):
         rows, columns = _tile_shape(op, lanes, profile.hardware.vector_registers)
         # Only neighbours in memory are loaded as one vector.
         run = profile.elements_at_once("float32") if op.left.columns == len(op.left.dims) - 1 else 1
-        return Emitted(_product(op, lanes, rows, columns, run))
+        return Emitted(_product(op, lanes, rows, columns, run, profile.hardware.cores))
 
 
 def _tile_shape(op: ProductOp, lanes: int, registers: int) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def _at(operand: ProductOperand, place: list[Expr], row: Expr, column: Expr) -> 
     return index
 
 
-def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int) -> Expr:
+def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int, cores: int) -> Expr:
     dim, panel = Dims(), columns * lanes
     with IRBuilder() as builder, T.prim_func():
         T.func_name("product")
@@ -124,9 +125,13 @@ def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int) -> Ex
         # 2. The tasks.
         M, K, N = materialize(size), materialize(dim(op.inner)), materialize(width)
         batch = [materialize(extent) for extent in outer]
-        block = rows * max(1, BLOCK // rows)
-        blocks, panels = materialize(ceil_div(M, block)), materialize(ceil_div(N, panel))
-        count = prod(batch, start=T.int64(1)) * blocks * panels
+        small, large = (rows * max(1, size // rows) for size in BLOCKS)
+        panels = materialize(ceil_div(N, panel))
+        several = materialize(prod(batch, start=panels))
+        is_enough = several * ceil_div(M, large) >= TASKS * cores
+        block = materialize(T.Select(is_enough, T.int64(large), T.int64(small)))
+        blocks = materialize(ceil_div(M, block))
+        count = several * blocks
         with T.parallel(materialize(count)) as task:
             p, rest = materialize(T.truncmod(task, panels)), materialize(T.truncdiv(task, panels))
             first = materialize(T.truncmod(rest, blocks) * block)
@@ -135,7 +140,7 @@ def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int) -> Ex
                 place.insert(0, materialize(T.truncmod(entry, extent)))
                 entry = materialize(T.truncdiv(entry, extent))
             matrices = _Matrices(op, a, b, y, place)
-            _Task(matrices, M, K, N, materialize(p * panel), lanes, columns, rows, run, block).run_block(first)
+            _Task(matrices, M, K, N, materialize(p * panel), lanes, columns, rows, run, block, large).run_block(first)
     return builder.get()
 
 
@@ -163,7 +168,7 @@ def _scratch(shape: tuple[int, int]) -> Expr:
 
 @dataclass(frozen=True)
 class _Task:
-    """The panel from column `column` on, against a block of at most `block` rows."""
+    """The panel from column `column` on, against a block of `block` rows, at most `most`."""
 
     matrices: _Matrices
     M: Expr
@@ -174,15 +179,16 @@ class _Task:
     columns: int
     rows: int
     run: int
-    block: int
+    block: Expr
+    most: int
 
     @property
     def panel(self) -> int:
         return self.columns * self.lanes
 
     def run_block(self, first: Expr) -> None:
-        packed, sums = _scratch((DEPTH, self.panel)), _scratch((self.block, self.panel))
-        tiles = materialize(ceil_div(T.min(self.M - first, T.int64(self.block)), self.rows))
+        packed, sums = _scratch((DEPTH, self.panel)), _scratch((self.most, self.panel))
+        tiles = materialize(ceil_div(T.min(self.M - first, self.block), self.rows))
         parts = materialize(T.max(T.int64(1), ceil_div(self.K, DEPTH)))
         is_whole = materialize(T.cast(self.column + self.panel <= self.N, "int64"))
         with T.serial(parts) as part:
