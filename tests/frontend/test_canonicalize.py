@@ -372,7 +372,7 @@ def test_a_block_that_is_not_recognised_compiles_all_the_same(tmp_path: Any) -> 
     model = exported(Function(function), names)
     artifact = mhsa.compile(model)
     assert [block.fused for block in artifact.manifest.attention] == [False]
-    assert {op.kernel for op in artifact.manifest.ops} == {"tvm", "cpu.product", "cpu.softmax"}
+    assert {"product", "softmax"} <= {op.op for op in artifact.manifest.ops}
     inputs = {name: drawn()[name].numpy() for name in names}
     (expected,), (yardstick,) = oracle(model, inputs), eager(model, inputs)
     assert max_error(expected, mhsa.load(artifact)(**inputs)) <= budget(expected, yardstick, "float32")
