@@ -31,6 +31,7 @@ from mhsa_compile.runtime.array_memory import (
     to_torch,
 )
 from mhsa_compile.runtime.artifact.manifest import Dims, TensorInfo
+from mhsa_compile.runtime.followed_tensors import follower, may_be_followed
 from mhsa_compile.runtime.symbolic_dims import is_expression, made_of, size_of
 from mhsa_compile.spec.outputs import together
 
@@ -155,8 +156,11 @@ class Argument:
         """Refuses a tensor that requires grad: a result that silently has no gradient would train nothing. Weights are
         parameters, and bound once.
 
-        Raises InputError.
+        So does one that a transformation follows. Raises InputError.
         """
+        if may_be_followed() and (one := follower(tensor)):
+            hint = "mhsa.accelerate and torch.compile leave such calls to PyTorch."
+            raise InputError(self.label, "numbers: compiled code is all that reads them", f"a tensor under {one}", hint)
         if self._differentiable and tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
             expected = "a tensor without a gradient to follow: compiled code computes none"
             raise InputError(

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files.foreign_errors import (
@@ -150,6 +150,18 @@ class CompiledAttention:
         self._words = [info.name for info in manifest.inputs if info.name in ("cache", "stream")]
         with reading(ArtifactError, "artifact", "code that fits its manifest", _AGAIN):
             self._packed = thread.bind(weights)
+
+    def __copy__(self) -> CompiledAttention:
+        return self  # nothing of it changes: a copy of a model shares it
+
+    def __deepcopy__(self, memo: object) -> CompiledAttention:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        hint = "Pickle the artifact, or its path, and mhsa.load it there."
+        raise InputError(
+            "a loaded artifact", "to stay in its process, where its code is loaded", "a pickle of it", hint
+        )
 
     def __call__(self, /, *inputs: Any, cache: Any = None, stream: Any = None, **by_name: Any) -> Any:
         """The output, or a named tuple of them: torch tensors if any input is one, else NumPy arrays.

@@ -1,5 +1,8 @@
 """What a call takes and gives: every kind of array and memory layout, masks that broadcast, and what is refused."""
 
+import copy
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -444,3 +447,35 @@ def test_tensors_that_are_no_numbers_in_rows_are_refused(compiled: CompiledAtten
     }[kind]()
     with pytest.raises(InputError, match=f"input 'x': .*{kind}.* tensor of PyTorch's"):
         compiled(odd, draw()[1])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("follower", ["vmap", "derivative of torch.func", "forward derivative", "tracing"])
+def test_tensors_that_something_follows_are_refused(compiled: CompiledAttention, follower: str) -> None:
+    """It would go on with a constant: a trace with the numbers of its example, a derivative without ours."""
+    array, mask = draw()
+    x = torch.from_numpy(array)
+    assert_right(compiled(x, mask).numpy(), array, mask)  # what was right once is looked up
+
+    def call(values: torch.Tensor) -> torch.Tensor:
+        return values + compiled(values, mask)
+
+    def by_forward_ad() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            assert_right(compiled(x, mask).numpy(), array, mask)  # no dual tensor is among these
+            call(torch.autograd.forward_ad.make_dual(x, x))
+
+    ways = {
+        "vmap": lambda: torch.vmap(call)(x[None]),
+        "derivative of torch.func": lambda: torch.func.jvp(call, (x,), (x,)),
+        "forward derivative": by_forward_ad,
+        "tracing": lambda: torch.jit.trace(call, (x,)),
+    }
+    with pytest.raises(InputError, match=f"input 'x': .*{follower}"):
+        ways[follower]()
+
+
+def test_copies_share_what_is_loaded_and_a_pickle_is_refused(compiled: CompiledAttention) -> None:
+    assert copy.deepcopy({"one": compiled})["one"] is compiled and copy.copy(compiled) is compiled
+    with pytest.raises(InputError, match="Pickle the artifact, or its path"):
+        pickle.dumps(compiled)
