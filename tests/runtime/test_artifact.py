@@ -385,3 +385,18 @@ def test_code_of_tvms_own_from_before_format_5_gets_arrays_on_cache_lines(
 ) -> None:
     assert manifest(ops=(BY_TVM,), **fields).wants_cache_lines is wants
     assert not manifest(ops=(), **fields).wants_cache_lines
+
+
+def test_what_is_no_path_and_a_working_folder_that_is_gone_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ArtifactError, match="or an Artifact, got NoneType"):
+        Artifact.open(None)  # type: ignore[arg-type]
+    with pytest.raises(ArtifactError, match="nothing at"):
+        Artifact.open(os.fsencode(tmp_path / "none"))  # type: ignore[arg-type]
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ArtifactError, match=r"'a\.mhsa', from a working folder that is gone"):
+        Artifact.open("a.mhsa")

@@ -189,7 +189,13 @@ def opened(path: str | os.PathLike[str]) -> Iterator[OpenArtifact]:
 
     Raises ArtifactError.
     """
-    folder = Path(path).absolute()
+    try:
+        folder = Path(os.fsdecode(path)).absolute()
+    except (TypeError, OSError) as error:  # no path, or a relative one where the working folder is gone
+        got = f"{path!r}, from a working folder that is gone" if isinstance(error, OSError) else type(path).__name__
+        raise ArtifactError(
+            "artifact", "the path of a folder that `mhsa compile` wrote, or an Artifact", got
+        ) from error
     if not places.is_folder(folder):
         got = "a file" if places.is_there(folder) else "nothing"
         raise ArtifactError("artifact", "a folder that `mhsa compile` wrote", f"{got} at {str(path)!r}")
