@@ -11,14 +11,18 @@ import pytest
 import torch
 import tvm
 import tvm_ffi
+from onnx import TensorProto, helper
 from support.kernel_runs import call, vector_machine
 from torch.nn import functional
 from tvm import relax, te
 
+import mhsa_compile as mhsa
+from mhsa_compile.compiler import pipeline
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.fallback import cpu_schedule
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.records.record import RecordSet
+from mhsa_compile.target.profile import load_profile
 from mhsa_compile.verification.error_budget import budget, max_error
 
 PROFILE = vector_machine(256, 16)
@@ -222,3 +226,20 @@ def test_a_sum_of_rows_is_several_sums_at_first_where_its_axis_stays() -> None:
     script = lowered(rms_norm, 48).script()
     assert "_rf = " in script
     assert "T.vectorized(T.int64(8))" in script.split("_rf = ")[1]
+
+
+def test_reshapes_between_sizes_that_nobody_can_show_to_be_equal_are_views() -> None:
+    """As loops, which divide by these sizes, one took LLVM a minute."""
+    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Shape", ["w"], ["sizes"])]
+    nodes.append(helper.make_node("Reshape", ["r", "sizes"], ["y"]))
+    nodes.append(helper.make_node("Relu", ["y"], ["z"]))
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["a", "b", "c"])]
+    inputs.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, ["d", "e", "f", "g"]))
+    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    with pytest.warns(UserWarning, match="no attention"):
+        module = pipeline.imported(model).module
+    assert not [name for name in cpu_schedule.primitives(module, load_profile("x86-64-v3")) if "reshape" in name]
+    x = np.random.default_rng(0).standard_normal((6, 5, 4)).astype(np.float32)
+    z = mhsa.load(mhsa.compile(model, without_attention="accept"))(x, np.zeros((3, 2, 4, 5), np.float32))
+    np.testing.assert_array_equal(z, np.maximum(x, 0).reshape(3, 2, 4, 5))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -170,13 +170,13 @@ def _of_zero(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _reshape(builder: Any, call: Any) -> Any:
     """A reshape of computed lengths as a view: as loops, each element's place is found by divisions by these lengths,
-    from which LLVM makes code for a minute."""
+    from which LLVM makes code for a minute. So are those that nobody can show to hold as many elements."""
     value, shape = call.args
     is_computed = isinstance(value, relax.Var) and builder.lookup_binding(value) is not None
     of_an_input = not is_computed  # or of a constant: no output may lie in their memory
-    if of_an_input or all(map(_is_plain, (*value.ty.shape.values, *shape.values))):
-        return call.op.get_attr("FLegalize")(builder, call)
-    return call
+    sizes, wanted = value.ty.shape.values, shape.values
+    is_plain = all(map(_is_plain, (*sizes, *wanted))) and _same(_product(sizes), _product(wanted))
+    return call.op.get_attr("FLegalize")(builder, call) if of_an_input or is_plain else call
 
 
 def _is_plain(size: Expr) -> bool:
@@ -297,7 +297,11 @@ def _kinds(block: Any) -> str:
 
 
 def _size(block: Any) -> Expr:
-    return functools.reduce(operator.mul, (axis.dom.extent for axis in block.iter_vars), tirx.const(1, "int64"))
+    return _product(axis.dom.extent for axis in block.iter_vars)
+
+
+def _product(sizes: Iterable[Expr]) -> Expr:
+    return functools.reduce(operator.mul, sizes, tirx.const(1, "int64"))
 
 
 def _by_elements(schedule: Schedule, lanes: int, is_arithmetic: bool) -> bool:

@@ -143,12 +143,16 @@ class SizeNames:
         return self._analyzer.simplify(_literal(entry, "int64"))
 
     def same(self, one: Entry, other: Entry) -> bool:
-        """Whether two sizes are equal at every call."""
-        return bool(self._proofs.can_prove_equal(_literal(one, "int64"), _literal(other, "int64")))
+        """Whether two sizes are equal at every call, as far as their forms show it."""
+        one, other = _literal(one, "int64"), _literal(other, "int64")
+        if structural_equal(one, other):
+            return True
+        return _is_provable(one, other) and bool(self._proofs.can_prove_equal(one, other))
 
     def at_least(self, one: Entry, other: Entry) -> bool:
         """Whether, by the forms of both, one is never less than the other. Sizes are not negative."""
-        return bool(self._proofs.can_prove(_literal(one, "int64") >= _literal(other, "int64")))
+        one, other = _literal(one, "int64"), _literal(other, "int64")
+        return _is_provable(one, other) and bool(self._proofs.can_prove(one >= other))
 
     def variable(self) -> Any:
         """A size of a name that nobody has."""
@@ -224,6 +228,22 @@ class SizeNames:
         # through a tensor: what a shape is matched with directly, Relax's passes write into every type again
         tensor = self._bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr(list(entries))))
         self._bb.match_cast(self._bb.emit(relax.op.tensor_to_shape(tensor)), relax.ShapeType(list(names)))
+
+
+def _is_provable(*entries: Entry) -> bool:
+    """Whether TVM's prover ends soon on these: what it takes grows steeply with their parts."""
+    parts, waiting = 0, list(entries)
+    while waiting and parts <= _PROVABLE:
+        part = waiting.pop()
+        parts += 1
+        if not isinstance(part, tvm.ir.Var | tirx.IntImm | tirx.FloatImm):
+            waiting += [getattr(part, name) for name in _PARTS if hasattr(part, name)]
+            waiting += list(getattr(part, "args", ()))
+    return parts <= _PROVABLE
+
+
+_PARTS = ("a", "b", "value", "condition", "true_value", "false_value")
+_PROVABLE = 100
 
 
 def _is_short(entry: Entry) -> bool:
