@@ -1,4 +1,5 @@
-# make demo | search-app | test | test-thorough | test-all | test-arm | test-cuda | cuda-configs | test-gpu | sanitize-gpu | sanitize-threads | test-models | node-tests | fuzz-graphs | fuzz-operator | fuzz-parity | fuzz-files | fuzz-edits | kill-tuning | races | helgrind | same-code | fleet | lint | textbook | bench | bench-app | bench-models | bench-search-app | bench-serve-ray | bench-all | bench-gpu | wheel    each sets up .venv first, if pyproject.toml or constraints.txt changed.
+# `make help` says what each target does; it is what `make` alone prints. All but it and `clean` set up .venv first, if
+# pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE  # programs that tests start read what the first of them compiled
@@ -18,8 +19,11 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
-.DEFAULT_GOAL := demo
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.DEFAULT_GOAL := help
+
+help:  ## This list
+	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
@@ -46,10 +50,6 @@ $(BROWSER): $(STAMP)
 	@echo "== Installing Playwright, which drives the Chromium that is there"
 	@$(PIP) --editable '.[browser]'
 	@touch $@
-
-browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test-thorough` tries the search app's page
-
-cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for GPUs on machines without nvcc
 
 demo: $(STAMP)  ## The whole flow on one layer, on a trained sentence encoder, and on decoders that generate
 	@$(BIN)/python examples/demo.py
@@ -163,8 +163,12 @@ bench-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, 
 exp2-exhaustive: $(STAMP)  ## The kernels' exp2 against float64 at every float32 of its range; two minutes
 	@$(BIN)/python benchmarks/exp2_exhaustive.py
 
+browser: $(BROWSER)  ## The extra `browser`: with it, and a Chromium, `make test-thorough` tries the search app's page
+
+cuda-compiler: $(CUDA)  ## The extra `cuda`: with it, `make test` compiles for GPUs on machines without nvcc
+
 wheel: $(STAMP)  ## dist/*.whl
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-clean:
+clean:  ## Removes .venv, build, dist and caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

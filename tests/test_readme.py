@@ -153,31 +153,19 @@ def test_extras_and_files_of_pip_commands_exist() -> None:
         assert set((asked[1] or "").split(",")) <= {"", *extras}
 
 
+LINKED = (
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/**/*.md",
+    *(
+        f"{folder}/**/README.md"
+        for folder in ("benchmarks", "examples", "mhsa_compile", "schedules", "targets", "tests")
+    ),
+)
+
+
 @pytest.mark.parametrize(
-    "page",
-    [
-        "CONTRIBUTING.md",
-        "README.md",
-        "benchmarks/README.md",
-        "docs/apps.md",
-        "docs/architecture.md",
-        "docs/artifact.md",
-        "docs/cli.md",
-        "docs/decisions.md",
-        "docs/gpu.md",
-        "docs/masks.md",
-        "docs/performance.md",
-        "docs/textbook.md",
-        "docs/textbook.zh.md",
-        "docs/tuning.md",
-        "docs/usage.md",
-        "examples/serve_ray/README.md",
-        "mhsa_compile/kernels/cpu/README.md",
-        "mhsa_compile/kernels/cuda/README.md",
-        "schedules/README.md",
-        "targets/README.md",
-        "tests/README.md",
-    ],
+    "page", sorted({path.relative_to(ROOT).as_posix() for pattern in LINKED for path in ROOT.glob(pattern)})
 )
 def test_links_lead_somewhere(page: str) -> None:
     """Files are there, and so are the headings behind a #."""

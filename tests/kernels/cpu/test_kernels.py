@@ -135,7 +135,7 @@ def test_nan_in_a_visible_place_comes_through():
 
 
 def test_the_inner_loops_stay_in_registers_and_call_nothing():
-    """AVX-512 only: with AVX2's 16 registers LLVM spills one accumulator, and docs/performance.md says so."""
+    """AVX-512 only: AVX2's 16 registers are another machine (docs/lab/2026-11-24-cpu-kernels.md)."""
     profile = vector_machine(512, 32, mcpu="x86-64-v4")
     op, kernel = self_attention(H=2, E=64, F=64), CpuAttentionKernel()
     code = assembly(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)

@@ -1,7 +1,7 @@
 """exp, log, erf, sigmoid, tanh and what activations make of them, of float32, as arithmetic in TVM's expressions.
 
 TVM leaves them to the C library, one element at a time: 13 ns for an erf. As arithmetic LLVM computes as many at once
-as a vector holds, 0.3 ns each. No calls, no branches; NaN stays NaN. docs/performance.md has the figures.
+as a vector holds, 0.3 ns each. No calls, no branches; NaN stays NaN. docs/lab/2026-11-23-fallbacks.md has the figures.
 """
 
 from __future__ import annotations
