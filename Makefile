@@ -74,7 +74,7 @@ test-thorough: $(STAMP)  ## What `make test` leaves out of the suite: what reach
 test-all: $(CUDA)  ## Every test but those for a GPU; most of an hour
 	@$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal --durations 20
 
-choose-tests: $(CUDA)  ## What each test reaches, and again what `make test` leaves out; over an hour
+choose-tests: $(CUDA)  ## What each test reaches, and which marks `thorough` should therefore change; over an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.choose_tests measure
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.choose_tests choose
 

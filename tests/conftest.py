@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,12 +41,19 @@ def exporter_prepared_once() -> None:
     one: it reads the sources of torchlib's 500 functions, writes their signatures, and names every composite operator
     of PyTorch's. A process of the suite exports hundreds of graphs."""
     import torch
-    from torch._export import utils
-    from torch.onnx._internal._lazy_import import onnxscript_apis
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    try:  # insides of PyTorch's: without them the suite takes longer, and is right
+        from torch._export import utils
+        from torch.onnx._internal._lazy_import import onnxscript_apis
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        name_all = utils._materialize_cpp_cia_ops
+        complete = cache(ONNXRegistry.from_torchlib)
+        registrations = torch._C._dispatch_get_registrations_for_dispatch_key
+    except (ImportError, AttributeError):
+        return
 
     onnxscript_apis.get_torchlib_ops = cache(onnxscript_apis.get_torchlib_ops)
-    complete = cache(ONNXRegistry.from_torchlib)
 
     def from_torchlib(opset_version: int) -> ONNXRegistry:
         registry = copy.copy(complete(opset_version=opset_version))
@@ -55,10 +61,10 @@ def exporter_prepared_once() -> None:
         return registry
 
     ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
-    name_all, named = utils._materialize_cpp_cia_ops, set[str]()
+    named = set[str]()
 
     def name_new_ones() -> None:
-        there = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+        there = set(registrations("CompositeImplicitAutograd"))
         if not there <= named:
             name_all()
             named.update(there)
@@ -70,18 +76,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="K/N", help="of the tests chosen only the K-th of N parts, by their names")
 
 
-THOROUGH = Path(__file__).with_name("thorough.txt")
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # by marker, how many tests the run leaves out
 MARKERS = ("thorough", "arm", "cuda", "slow", "gpu")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that reach nothing new: `campaigns/choose_tests.py` writes their ids."""
-    thorough = frozenset(THOROUGH.read_text(encoding="utf-8").split("\n"))
-    for item in items:
-        if item.nodeid in thorough:
-            item.add_marker("thorough")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases that their tests name; whether all names are there shows where whole files are collected."""
+    from support.thorough_cases import mark_cases
+
+    mark_cases(items, complete=not any("::" in argument for argument in config.args))
 
 
 @pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after `-m` has chosen

@@ -20,6 +20,7 @@ WITHOUT = {"masks.Pattern", "masks.parse_pattern", "masks.pattern"}  # what the 
 WITHOUT |= {"analysis.HeadReport", "analysis.PruningPlan"}  # what HeadStatistics.report and HeadReport.prune return
 
 
+@pytest.mark.thorough_only("accelerate", "compile", "load", "verify")
 @pytest.mark.parametrize("name", sorted(OBJECTS.keys() - WITHOUT))
 def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -36,6 +36,7 @@ def run(example: str, folder: Path) -> str:
     return child.stdout
 
 
+@pytest.mark.thorough
 def test_demo(tmp_path: Path) -> None:
     (tmp_path / "build" / "demo.mhsa").mkdir(parents=True)  # as a run before would have left it: to be replaced
     printed = run("demo.py", tmp_path)
@@ -44,6 +45,7 @@ def test_demo(tmp_path: Path) -> None:
     assert Artifact.open(tmp_path / "build" / "demo.mhsa").manifest.spec == AttentionSpec(embed_dim=512, num_heads=8)
 
 
+@pytest.mark.thorough
 def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The Llama-shaped decoder, made small. test_cache.py has 256 steps of both shapes."""
     example = loaded("generate.py")
@@ -56,6 +58,7 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert re.search(r"\b31 +[0-9]+ us", printed), printed
 
 
+@pytest.mark.thorough
 def test_train_heads(tmp_path: Path) -> None:
     """Exit code 0: half the information at 1.05 of the task's loss, and the compiled layer within its budget."""
     printed = run("train_heads.py", tmp_path)
@@ -63,6 +66,7 @@ def test_train_heads(tmp_path: Path) -> None:
     assert float(re.search(r"nats between two heads .* ([0-9.]+) │$", printed, re.MULTILINE)[1]) <= 0.5, printed
 
 
+@pytest.mark.thorough
 @needs_the_model
 def test_sentence_embeddings(tmp_path: Path) -> None:
     printed = run("sentence_embeddings.py", tmp_path)

@@ -62,6 +62,7 @@ def run(page_blocks: list[Block], **names: Any) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.thorough
 def test_the_snippet_of_the_first_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run([block for block in blocks(README) if block.language == "python"])
@@ -70,6 +71,7 @@ def test_the_snippet_of_the_first_page_runs(tmp_path: Path, monkeypatch: pytest.
     assert len(names["report"].replaced) == 2 and names["encoded"].shape == (1, 128, 256)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
 )  # in the reader's export
@@ -82,12 +84,14 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names["cache"].length.tolist() == [20, 15]
 
 
+@pytest.mark.thorough
 def test_the_snippets_about_models_run() -> None:
     names = run(list(blocks(MODELS)))
     assert names["tokens"].shape == (1, 19) and names["y"].shape == (2, 9, 64)
     assert len(names["report"].replaced) == 2 and names["hidden"].shape == (2, 11, 64)
 
 
+@pytest.mark.thorough
 def test_the_snippets_about_heads_run() -> None:
     names = run(list(blocks(HEADS)))
     missed, size = (np.linalg.norm(array) for array in (names["cut"] - names["y"], names["y"]))
@@ -95,6 +99,7 @@ def test_the_snippets_about_heads_run() -> None:
     assert [heads for heads, _ in names["curve"]] == list(range(1, 8))
 
 
+@pytest.mark.thorough
 def test_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = blocks(COMMANDS)
@@ -112,6 +117,7 @@ def test_what_is_for_gpus_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.stem for path in tmp_path.glob("*.mhsa")} == {"gpu"}
 
 
+@pytest.mark.thorough
 def test_what_is_for_gpus_runs_here_with_a_cpu_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

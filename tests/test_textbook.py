@@ -33,6 +33,7 @@ def off(rows: list) -> list:
     return [row for row in rows if not row.ok]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # in the export
 def test_the_quick_rows_hold(program: ModuleType) -> None:
     rows = program.measured_rows(quick=True)

@@ -197,6 +197,7 @@ def test_targets_are_asked_for_capabilities_not_names(path: Path) -> None:
             assert not ast.unparse(node.value).endswith("profile"), f"line {node.lineno} reads a target's name"
 
 
+@pytest.mark.thorough
 def test_a_class_name_is_one_class() -> None:
     places: dict[str, list[str]] = {}
     for path in FILES:
@@ -227,6 +228,7 @@ FRESH = {
 }
 
 
+@pytest.mark.thorough_but("import mhsa_compile", "import mhsa_compile.analysis")
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the memory map is read from /proc")
 @pytest.mark.parametrize(("code", "absent"), FRESH.items(), ids=FRESH.keys())
 def test_what_a_fresh_process_loads(code: str, absent: set[str]) -> None:

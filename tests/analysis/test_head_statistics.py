@@ -83,6 +83,7 @@ def compiled(artifact: mhsa.Artifact, layer: MultiHeadAttention) -> CompiledAtte
     return mhsa.load(artifact, weights=mhsa.weights(layer), threads=1)
 
 
+@pytest.mark.thorough
 def test_a_planted_twin_is_found(artifact: mhsa.Artifact) -> None:
     layer = sharp_layer()
     turn(layer, source=3, to=7, seed=1)

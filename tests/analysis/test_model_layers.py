@@ -35,6 +35,7 @@ def checked(layers: list[TrainedLayer]) -> None:
                 layer.check(call, y * 1.001)
 
 
+@pytest.mark.thorough_but("Bert")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_compute_what_the_model_computes(name: str) -> None:
     """Texts of several lengths without padding: what is constant becomes part of the layer."""
@@ -49,6 +50,7 @@ def test_layers_compute_what_the_model_computes(name: str) -> None:
     assert before == model.config._attn_implementation != NAME and not any(m._forward_hooks for m in model.modules())
 
 
+@pytest.mark.thorough_but("Gemma2", "T5")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("ViT", "Dinov2", "Whisper")])
 def test_padding_is_a_mask_of_the_call(name: str) -> None:
     layers = trained_layers(built(name, FAMILIES[name]), [given(name, 2, 9, hidden=4), given(name, 1, 5)])
@@ -56,7 +58,15 @@ def test_padding_is_a_mask_of_the_call(name: str) -> None:
     checked(layers)
 
 
-@pytest.mark.parametrize("name", ["Bert", "GPT2", "Gemma2", "Llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Bert",
+        pytest.param("GPT2", marks=pytest.mark.thorough),
+        pytest.param("Gemma2", marks=pytest.mark.thorough),
+        pytest.param("Llama", marks=pytest.mark.thorough),
+    ],
+)
 def test_weights_are_the_models_own(name: str) -> None:
     """The weights are held against `output_attentions` of transformers itself, eager: nothing of ours is in that."""
     model, inputs = built(name, FAMILIES[name]), given(name, 2, 9, hidden=3)
@@ -78,6 +88,7 @@ def test_a_layer_that_is_called_again_is_another() -> None:
     assert second.name == f"{first.name}, call 2" and not torch.equal(first.inputs[0], second.inputs[0])
 
 
+@pytest.mark.thorough_only("Gemma3Text", "Qwen3")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_means_something_else_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=f"model: expected attention as in BERT.*{REFUSED[name][1]}"):
@@ -99,7 +110,7 @@ def encoder(**options: Any) -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32, **options), 2, enable_nested_tensor=False).eval()
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch_first", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_pytorchs_own_layers(batch_first: bool) -> None:
     model, ahead = encoder(batch_first=batch_first), nn.Transformer.generate_square_subsequent_mask(9)
     x: Tensor = torch.randn(2, 9, 24)

@@ -135,6 +135,7 @@ def test_plain_numbers_are_removed_and_nothing_else() -> None:
     assert analysis.pruned(layer, ())(x).equal(layer(x))
 
 
+@pytest.mark.thorough
 def test_the_compiled_layer_has_the_predicted_error() -> None:
     layer, x, report = made()
     plan = report.prune(2)

@@ -43,6 +43,7 @@ def report(artifact) -> BenchReport:
     return bench(artifact, dims={"L": 7}, threads=1, seconds=0.01)
 
 
+@pytest.mark.thorough
 def test_a_report_has_a_row_for_everyone(report):
     assert report.dims == {"B": 1, "L": 7, "S": 7}
     assert (report.threads, report.dtype) == (1, "float32")
@@ -104,6 +105,7 @@ def test_who_is_faster_than_the_limit_is_named():
     assert report.beyond_limit == ["mhsa_compile"]
 
 
+@pytest.mark.thorough
 def test_onnxruntime_says_which_masks_its_attention_takes():
     key_padding = mhsa.compile(mhsa.AttentionSpec(embed_dim=16, num_heads=2, mask="key_padding"))
     report = bench(key_padding, against=("onnxruntime",), dims={"B": 2, "L": 7}, threads=1, seconds=0.01)

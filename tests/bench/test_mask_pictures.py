@@ -45,6 +45,7 @@ def test_every_pattern_has_its_section_and_its_picture() -> None:
     assert all((PAGE.parent / picture).is_file() for picture in pictures)
 
 
+@pytest.mark.thorough_only("masks.Strided(stride=64)-4.6")
 @pytest.mark.parametrize(("call", "density"), CALLS)
 def test_densities(call: str, density: str) -> None:
     mask = eval(call, {"masks": masks})
@@ -75,6 +76,7 @@ def test_reasons_make_up_the_mask(drawing) -> None:
         assert np.array_equal(plain, whole) and np.array_equal(causal, np.tril(whole))
 
 
+@pytest.mark.thorough
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line says the same as the Python above it, which is run."""
     monkeypatch.chdir(tmp_path)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import pytest
 from onnx import helper, numpy_helper
 
 import mhsa_compile as mhsa
 from mhsa_compile.bench.cpu.bench import bench
+
+pytestmark = pytest.mark.thorough
 
 GRAPH = """<ir_version: 9, opset_import: ["" : 18]>
 g (float[batch, length, 16] x, int64[batch, length] attention_mask) => (float[batch, length, 16] y) {

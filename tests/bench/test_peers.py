@@ -126,6 +126,16 @@ def ids(pair) -> str:
     return f"{pair[0].__name__.rpartition('.')[2]}-{pair[1].name}"
 
 
+@pytest.mark.thorough_only(
+    "*-SDPA-block",
+    "*-SDPA-core-gqa-causal",
+    "torch_compile-products-*",
+    "torch_compile-SDPA, symbolic-block",
+    "torch_compile-products, symbolic-block",
+    "torch_compile-FlexAttention-core-gqa-causal",
+    "openvino-Attention-block",
+    "iree-iree-block",
+)
 @pytest.mark.parametrize(
     ("pair", "name"),
     [
@@ -141,6 +151,15 @@ def test_every_form_computes_what_the_module_does(pair, name, problem):
     assert outcome(*pair, problem(name)) == expected
 
 
+@pytest.mark.thorough_only(
+    "torch_eager-SDPA-block-*",
+    "torch_eager-SDPA-cross",
+    "torch_eager-SDPA-values-apart",
+    "torch_eager-SDPA-core-decode",
+    "torch_eager-SDPA-core-bool",
+    "torch_eager-SDPA-core-bfloat16",
+    "openvino-Attention-values-apart",
+)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("pair", QUICK, ids=ids)
 def test_quick_forms_compute_the_rest_or_refuse(pair, name, problem):
@@ -148,7 +167,14 @@ def test_quick_forms_compute_the_rest_or_refuse(pair, name, problem):
     assert outcome(*pair, problem(name)) == expected
 
 
-@pytest.mark.parametrize(("form", "name"), [(5, "core-static"), (4, "core-decode"), (0, "core-static")])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        pytest.param(5, "core-static", marks=pytest.mark.thorough),
+        (4, "core-decode"),
+        pytest.param(0, "core-static", marks=pytest.mark.thorough),
+    ],
+)
 def test_compiled_forms_serve_their_purpose(form, name, problem):
     assert outcome(torch_compile, torch_compile.FORMS[form], problem(name)) == "right"
 

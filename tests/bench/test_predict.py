@@ -70,6 +70,13 @@ def require_analyzer(target: str) -> llvm_mca.Analyzer:
         pytest.skip(str(error))
 
 
+@pytest.mark.thorough_but(
+    "linear-neoverse-v1",
+    "linear int8-cortex-a76",
+    "linear int8-neoverse-v2",
+    "linear bf16-neoverse-v2",
+    "attention bf16-neoverse-v1",
+)
 @pytest.mark.parametrize(("name", "target"), MULTIPLIED_BY, ids=str)
 def test_inner_loops_are_made_of_the_best_instruction_and_spill_nothing(name, target):
     loops = loops_of(name, target)
@@ -78,6 +85,7 @@ def test_inner_loops_are_made_of_the_best_instruction_and_spill_nothing(name, ta
     assert not [line for loop in loops for line in loop.lines if line.startswith("bl")]
 
 
+@pytest.mark.thorough_but("linear int8-cortex-a76")
 @pytest.mark.parametrize(("name", "target"), MULTIPLIED_BY, ids=str)
 def test_inner_loops_fill_the_slots_for_multiplications(name, target):
     """LLVM's model says so of loops of whole tiles, without what they have for tails."""
@@ -98,6 +106,7 @@ def test_two_operations_with_one_kernel_are_one_row():
     assert [loop.tail for loop in found.kernels[0].loops] == [False, True]
 
 
+@pytest.mark.thorough
 def test_the_command(capfd):
     require_analyzer("cortex-a76")
     done = CliRunner().invoke(app, ["bench", "--predict", "--target", "cortex-a76", "--workload", "tiny", "--json"])

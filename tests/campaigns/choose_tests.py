@@ -1,8 +1,9 @@
-"""What each test reaches, and which tests `make test` therefore leaves out: `tests/thorough.txt`, one id a line.
+"""What each test reaches, and which marks `thorough` therefore have to change.
 
 `measure` runs all tests but those on a GPU, and notes of each its seconds, the lines of the package that it runs, and
-the kernels that it emits, for which features and pairs of them (`support/kernel_features.py`). `choose` reads that; of
-tests that were not measured the list stays as it is. A test stays in the suite if it is quick, if it is the quickest
+the kernels that it emits, for which features and pairs of them (`support/kernel_features.py`). `choose` reads that and
+writes which tests are to be marked (`+`) and which marks are to go (`-`), one id a line; marks stand at the tests, so
+that whoever reads one sees it. A test stays in the suite if it is quick, if it is the quickest
 case of a function that is not slow, or if without it something would be reached by no test that stays, and enough of it
 in a second: of those, the ones that reach the most in a second first (greedy set cover). Emulated ARM machines and
 compilers for GPUs, which have targets of their own, choose each for itself, behind the suite, and keep all they reach.
@@ -27,7 +28,6 @@ from rich.table import Table
 from support import kernel_features
 
 ROOT = Path(__file__).parents[2]
-CHOICE = ROOT / "tests" / "thorough.txt"
 QUICK = 0.1  # seconds: such a test stays whatever it reaches
 SLOW = 1.2  # seconds: a function whose quickest case takes longer stays only for what it alone reaches
 WORTH = 6  # lines, and pairs of features: a test stays for what it alone reaches if it is so many a second
@@ -45,6 +45,7 @@ class MeasuredTest:
     lines: Reached
     pairs: Reached
     tier: str
+    thorough: bool = False  # as it is marked now
 
     @property
     def function(self) -> str:
@@ -65,9 +66,8 @@ def main() -> None:
         sys.exit(measure(given.folder, given.marker))
     tests = read(given.folder)
     left_out = choose(tests)
-    unknown = set(CHOICE.read_text(encoding="utf-8").splitlines()) - {test.id for test in tests}
-    CHOICE.write_text("".join(f"{id}\n" for id in sorted(left_out | unknown)), encoding="utf-8")
-    Console().print(table(tests, left_out))
+    (given.folder / "marks.txt").write_text("".join(f"{line}\n" for line in changes(tests, left_out)), encoding="utf-8")
+    Console().print(table(tests, left_out), f"marks to change: {given.folder / 'marks.txt'}")
 
 
 def measure(folder: Path, marker: str) -> int:
@@ -105,6 +105,7 @@ def read(folder: Path) -> list[MeasuredTest]:
             frozenset(lines[row["test"]]),
             frozenset((kernel, feature) for kernel, feature in row["pairs"]),
             row["tier"],
+            row["thorough"],
         )
         for row in rows
     ]
@@ -120,6 +121,13 @@ def choose(tests: Collection[MeasuredTest]) -> set[str]:
         kept += _cover([test for test in of_tier if test not in kept], reached, 0 if tier else WORTH)
         stay |= {test.id for test in kept}
     return {test.id for test in tests} - stay
+
+
+def changes(tests: Iterable[MeasuredTest], left_out: Collection[str]) -> Iterator[str]:
+    """Which tests are to be marked, `+ id`, and of which the mark is to go, `- id`."""
+    for test in sorted(tests, key=lambda test: test.id):
+        if test.thorough != (test.id in left_out):
+            yield f"{'-' if test.thorough else '+'} {test.id}"
 
 
 def _quickest_cases(tests: Iterable[MeasuredTest]) -> Iterator[MeasuredTest]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 
 from support.kernel_features import features
 
-from campaigns.choose_tests import CHOICE, ROOT, SLOW, MeasuredTest, choose
+from campaigns.choose_tests import SLOW, MeasuredTest, changes, choose
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 
 
@@ -49,8 +49,7 @@ def test_features_of_an_operation() -> None:
     }  # fmt: skip
 
 
-def test_the_list_names_functions_that_are_there() -> None:
-    """Where one is not there any more, `make choose-tests` is due."""
-    listed = {tuple(line.partition("[")[0].split("::")) for line in CHOICE.read_text("utf-8").splitlines()}
-    texts = {file: (ROOT / file).read_text("utf-8") for file, _ in listed}
-    assert [name for file, name in listed if not re.search(rf"^def {name}\(", texts[file], re.MULTILINE)] == []
+def test_marks_to_change_are_those_that_differ() -> None:
+    marked, other = dataclasses.replace(made("a.py::f", 1), thorough=True), made("a.py::g", 1)
+    assert list(changes([other, marked], {"a.py::f"})) == []
+    assert list(changes([other, marked], {"a.py::g"})) == ["- a.py::f", "+ a.py::g"]

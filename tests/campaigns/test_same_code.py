@@ -51,6 +51,7 @@ def hashes(text: str, machine: Any, folder: Any) -> dict[str, str]:
     return same_code_artifacts.functions((folder / "made.o").read_bytes())
 
 
+@pytest.mark.thorough
 def test_a_function_is_the_same_wherever_it_lies(machine: Any, tmp_path: Any) -> None:
     """A longer neighbour moves it, its constants and its texts; another constant of its own is another function."""
     plain = hashes(TEXT.replace("FACTOR", "3"), machine, tmp_path)

@@ -45,6 +45,7 @@ def test_help_lists_every_command() -> None:
     assert all(command.split()[0] in text for command in COMMANDS)
 
 
+@pytest.mark.thorough_only("compile")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_and_speaks_json(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
@@ -116,6 +117,7 @@ def test_an_unknown_target_gets_near_names() -> None:
     assert "Did you mean znver" in message
 
 
+@pytest.mark.thorough
 def test_doctor_finds_this_machine_well() -> None:
     result = mhsa("doctor", "--json")
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
@@ -338,6 +340,7 @@ def test_a_report_of_many_operations_fits_on_a_screen() -> None:
     assert len(op_table.rows(manifest, verbose=True)) == 55
 
 
+@pytest.mark.thorough
 def test_an_artifact_is_profiled(compiled: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     arguments = ("profile", compiled, "--dim", "B=2", "--length", 7, "--seconds", 0.01)
@@ -388,6 +391,7 @@ def test_an_artifact_runs_on_random_and_on_given_inputs(compiled: Path, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "y.npz"}
 
 
+@pytest.mark.thorough
 def test_keys_and_values_of_two_inputs_from_flags_to_a_run(tmp_path: Path) -> None:
     folder, out = tmp_path / "apart.mhsa", tmp_path / "y.npz"
     flags = ["--embed-dim", 32, "--num-heads", 4, "--kv-embed-dim", 13, "--v-embed-dim", 7, "--mask", "key_padding"]
@@ -468,7 +472,7 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("how", [[], ["--wrapped"]])
+@pytest.mark.parametrize("how", [[], pytest.param(["--wrapped"], marks=pytest.mark.thorough)])
 def test_a_signal_that_ends_a_command_leaves_nothing_behind(tmp_path: Path, how: list[str]) -> None:
     """The signal may come at any time: also inside a function that TVM calls, which makes a RuntimeError of whatever is
     raised."""
@@ -484,6 +488,7 @@ def test_a_wrong_input_is_refused(compiled: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "y.npz").exists()
 
 
+@pytest.mark.thorough
 def test_force_replaces_an_artifact(compiled: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy.mhsa"
     shutil.copytree(compiled, folder)
@@ -493,6 +498,7 @@ def test_force_replaces_an_artifact(compiled: Path, tmp_path: Path) -> None:
     assert mhsa("inspect", folder).exit_code == 0
 
 
+@pytest.mark.thorough
 def test_a_bench_reports_every_peer(compiled: Path) -> None:
     result = mhsa("bench", compiled, "--against", "torch", "--length", 16, "--seconds", 0.1, "--json")
     assert result.exit_code == 0, result.output
@@ -506,6 +512,7 @@ def test_a_bench_shows_a_table(compiled: Path) -> None:
     assert "B=2" in result.stdout and "GFLOP/s" in result.stdout and "mhsa_compile" in result.stdout
 
 
+@pytest.mark.thorough
 def test_symbols_of_other_names_have_their_sizes_by_dim(tmp_path: Path) -> None:
     """An ONNX model made elsewhere: its inputs are not called x, and its symbols not B and L."""
     folder, dims = tmp_path / "m.mhsa", ["batch", 2, "seq", 8]
@@ -545,6 +552,7 @@ def test_files_of_bfloat16_are_float32(tmp_path: Path) -> None:
         assert np.array_equal(saved["x"].astype("bfloat16"), values["x"])
 
 
+@pytest.mark.thorough
 def test_outputs_of_the_layers_of_a_file(tmp_path: Path) -> None:
     core = (
         '<ir_version: 10, opset_import: ["": 23]> core (float[B,2,L,4] q) => (float[B,2,L,4] y) {y = Attention (q,q,q)}'

@@ -71,6 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_the_heads_of_a_model(model: Path, tmp_path: Path) -> None:
     text, page = tmp_path / "text.txt", tmp_path / "heads.html"
     text.write_text("the cat sat on the mat\n\nthe mat sat on the cat\n" * 3)
@@ -102,6 +103,7 @@ def other_model(model: Path, tmp_path: Path, name: str, **fields: object) -> Pat
     return tmp_path / name
 
 
+@pytest.mark.thorough
 def test_the_heads_of_a_model_with_a_bias_by_distance(model: Path, tmp_path: Path) -> None:
     """T5: the encoder of a pair, whose attention is compiled with a mask that is added."""
     fields = {"d_model": 24, "d_kv": 6, "d_ff": 32, "num_heads": 4, "num_layers": 1}
@@ -136,7 +138,12 @@ def test_models_that_are_refused(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--text", __file__], "--text: expected a model with a tokenizer, got an artifact"),
+        pytest.param(
+            ["--text", __file__],
+            "--text: expected a model with a tokenizer, got an artifact",
+            marks=pytest.mark.thorough,
+            id="--text",
+        ),
         (["--prune", 4], "k: expected a number of heads from 0 to 3, got 4"),
         (["--batch", 1, "--length", 9], "stats: expected statistics of at least 24 valid tokens"),
         (["--html", "/absent/folder/heads.html"], "--html"),
@@ -157,6 +164,7 @@ def test_sources_that_are_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_an_artifact_that_says_y_alone(tmp_path: Path) -> None:
     mhsa_library.compile(mhsa_library.AttentionSpec(embed_dim=8, num_heads=2)).save(tmp_path / "plain.mhsa")
     assert '"heads" and "weights"' in refused(mhsa("heads", tmp_path / "plain.mhsa"))

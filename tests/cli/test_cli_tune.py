@@ -26,6 +26,7 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_model_is_tuned_and_compiled_with_what_was_found(tmp_path: Path, monkeypatch):
     for name in ("FIRST", "LAST", "SECONDS"):
         monkeypatch.setattr(search, name, 0.01)

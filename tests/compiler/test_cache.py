@@ -86,6 +86,7 @@ def asked(**changes: Any) -> Asked:
     return Asked(**{"profile": load_profile("x86-64-v3"), "weights": None, "records": (), **changes})
 
 
+@pytest.mark.thorough
 def test_what_it_gives_is_what_compiling_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another layer of the same spec: its own weights, and the code of the first, byte for byte as if compiled."""
     first, second = MultiHeadAttention(SPEC).eval(), MultiHeadAttention(SPEC).eval()
@@ -101,6 +102,7 @@ def test_what_it_gives_is_what_compiling_gives(monkeypatch: pytest.MonkeyPatch) 
         np.testing.assert_allclose(mhsa.load(found)(x).numpy(), second(x).numpy(), rtol=0, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_a_spec_is_compiled_once_and_its_weights_are_new(builds: list[int]) -> None:
     one, other = mhsa.compile(SPEC), mhsa.compile(SPEC)
     assert len(builds) == 1
@@ -128,6 +130,7 @@ def test_a_model_is_known_by_its_bytes(builds: list[int], tmp_path: Path) -> Non
     assert len(builds) == 3
 
 
+@pytest.mark.thorough
 def test_any_other_module_is_known_by_what_it_exports_to(builds: list[int]) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -147,6 +150,7 @@ def test_any_other_module_is_known_by_what_it_exports_to(builds: list[int]) -> N
     assert len(builds) == 2
 
 
+@pytest.mark.thorough
 def test_off_nothing_is_read_or_kept(builds: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mhsa.compile(SPEC, cache=False)
     mhsa.compile(SPEC, dump=tmp_path / "stages")
@@ -159,6 +163,7 @@ def test_off_nothing_is_read_or_kept(builds: list[int], monkeypatch: pytest.Monk
         mhsa.compile(SPEC)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_entry_is_compiled_again_and_replaced(name: str, builds: list[int]) -> None:
     model = export(MultiHeadAttention(SPEC))
@@ -243,6 +248,7 @@ def test_other_sources_have_no_state() -> None:
     assert state_of(ScaledDotProductAttention(AttentionSpec(embed_dim=12, num_heads=2, alibi=True))) is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [1, 12])
 def test_nothing_but_the_weights_hangs_on_their_values(width: int) -> None:
     """Else layers of a spec could not share their code."""
@@ -318,6 +324,7 @@ def test_code_is_not_taken_from_a_folder_that_others_may_write_to(tmp_path: Path
     assert len(kept_artifacts.entries()) == 1
 
 
+@pytest.mark.thorough
 def test_a_folder_that_cannot_be_made_costs_nothing(
     builds: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -348,6 +355,7 @@ def churn(folder: Path, seed: int, rounds: int) -> None:
 CHILD = "import sys; from pathlib import Path; from compiler_cache_churn import churn; churn(Path(sys.argv[1]), 9, 50)"
 
 
+@pytest.mark.thorough
 def test_several_threads_and_processes_share_it(tmp_path: Path) -> None:
     (tmp_path / "compiler_cache_churn.py").write_bytes(Path(__file__).read_bytes())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"], *sys.path])}

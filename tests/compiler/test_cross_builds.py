@@ -36,6 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return places
 
 
+@pytest.mark.thorough_only("aarch64-generic")
 @pytest.mark.parametrize("target", FOREIGN)
 def test_another_process_makes_the_same_bytes(built: tuple[Path, Path], target: str) -> None:
     one, other = (

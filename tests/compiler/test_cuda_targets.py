@@ -50,6 +50,7 @@ def machine_code(artifact: Artifact) -> bytes:
     return library[library.index(b"\x7fELF", library.index(embed_cubin._text(b"cubin"))) :]
 
 
+@pytest.mark.thorough_only("cuda-sm80")
 @by_target
 def test_a_block_compiles(compiled: Callable[[str], Artifact], profile: CudaProfile) -> None:
     artifact = compiled(profile.name)

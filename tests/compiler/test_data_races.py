@@ -81,6 +81,7 @@ def built(body: str) -> Any:
         return tvm.compile(module, target=tvm.target.Target(PROFILE.tvm_config()))
 
 
+@pytest.mark.thorough_but("as many places as the loop has come to")
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_places_are_refused(name: str) -> None:
     array = "scratch" if "scratch" in name else "y"
@@ -88,6 +89,7 @@ def test_shared_places_are_refused(name: str) -> None:
         built(SHARED[name])
 
 
+@pytest.mark.thorough_but("scratch inside")
 @pytest.mark.parametrize("name", OWN)
 def test_places_of_their_own_are_not(name: str) -> None:
     built(OWN[name])
@@ -99,6 +101,7 @@ def compiled() -> mhsa.Artifact:
     return mhsa.compile(planted_races.EagerCausal(), example_inputs=tensors, dynamic_shapes=({}, {}, {}))
 
 
+@pytest.mark.thorough
 def test_scratch_of_what_no_kernel_claims_is_each_iterations_own() -> None:
     attention = compiled()
     check = self_checks.with_any_threads(attention.manifest, lambda threads: runs(attention, threads))
@@ -110,6 +113,7 @@ def runs(artifact: mhsa.Artifact, threads: int) -> repeated_runs.Run:
     return lambda inputs: [np.asarray(attention(**inputs))]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: threads do not run at once")
 def test_verify_finds_a_planted_race(monkeypatch: pytest.MonkeyPatch) -> None:
     with planted_races.scratch_in_front(), pytest.raises(BuildError, match="hreads would disturb each other"):

@@ -23,6 +23,7 @@ def outcomes() -> dict[str, str]:
     return dict(line.split(": ", 1) for line in child.stdout.splitlines())
 
 
+@pytest.mark.thorough_only("0-5-launched")
 @pytest.mark.parametrize("form", ["launched", "bound", "scheduled"])
 @pytest.mark.parametrize(("rows", "columns"), [(0, 5), (4, 0), (0, 0)])
 def test_nothing_is_launched_without_blocks(outcomes: dict[str, str], form: str, rows: int, columns: int) -> None:

@@ -99,6 +99,7 @@ def test_other_dtypes_are_left() -> None:
     assert not any("then" in op.note for op in artifact.manifest.ops)
 
 
+@pytest.mark.thorough
 def test_gpus_are_left() -> None:
     layer = Layer(TAKEN["gelu"][0])
     artifact = mhsa.compile(
@@ -107,6 +108,7 @@ def test_gpus_are_left() -> None:
     assert not any("then" in op.note for op in artifact.manifest.ops)
 
 
+@pytest.mark.thorough
 def test_a_model_computes_the_same_without(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(lambda m, x: x + m.narrow(functional.gelu(m.wide(x)) * torch.tanh(m.gate(x))))
     x = torch.randn(5, 61, D)
@@ -118,6 +120,7 @@ def test_a_model_computes_the_same_without(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(*results, rtol=0, atol=4 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.thorough
 def test_equal_masks_of_layers_are_made_once() -> None:
     """What each layer of a model computes anew from the same inputs is computed for the first."""
 

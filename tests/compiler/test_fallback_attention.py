@@ -26,7 +26,9 @@ def run(op: AttentionOp, arrays: list[np.ndarray]) -> np.ndarray:
     return found.numpy()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("band", [None, WindowSpec(None, 0, "bottom_right")], ids=str)
+@pytest.mark.parametrize(
+    "band", [None, pytest.param(WindowSpec(None, 0, "bottom_right"), marks=pytest.mark.thorough)], ids=str
+)
 def test_slopes_and_sinks(band: WindowSpec | None) -> None:
     B, L, S, H, G, E, F = 2, 5, 11, 4, 2, 7, 3
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}

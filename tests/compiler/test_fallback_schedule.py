@@ -81,7 +81,7 @@ def test_exponentials_to_the_smallest_and_the_largest_float() -> None:
 @pytest.mark.parametrize(
     ("formula", "ends"),
     [
-        (scalar_math.erf, (-1, 1)),
+        pytest.param(scalar_math.erf, (-1, 1), marks=pytest.mark.thorough),
         (scalar_math.exp, (0, np.inf)),
         (scalar_math.tanh, (-1, 1)),
         (scalar_math.sigmoid, (0, 1)),
@@ -199,6 +199,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.thorough_but("silu")
 @pytest.mark.parametrize("name", GRAPHS)
 def test_schedules_change_no_result(name: str) -> None:
     """Widths of whole vectors, of shorter ones and prime; few rows, by one thread, and many."""

@@ -60,6 +60,7 @@ def of_spec(tmp_path_factory):
     return layer, mhsa.compile(layer, dump=dump), dump
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [False, True])
 def test_any_module_with_attention_compiles(causal, plain_block):
     block, artifact = compiled_block(causal) if causal else plain_block
@@ -101,6 +102,7 @@ class CutProjection(nn.Module):
         return nn.functional.scaled_dot_product_attention(*heads)
 
 
+@pytest.mark.thorough
 def test_unaligned_weights_are_read_right_where_kernels_run_all_operators():
     module = CutProjection().eval()
     artifact = mhsa.compile(module, example_inputs=(torch.randn(2, 9, 64),))
@@ -124,6 +126,7 @@ def test_the_heads_are_read_where_they_lie(plain_block):
     assert sum(op.op == "linear" for op in artifact.manifest.ops) == 2  # Q, K and V side by side
 
 
+@pytest.mark.thorough
 def test_a_torch_layer_compiles_as_it_is():
     layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
     attention = mhsa.load(mhsa.compile(layer))
@@ -146,6 +149,7 @@ def attention_model(path, *, opset=23, ops=(), attributes=None, outputs=("y",), 
     return path
 
 
+@pytest.mark.thorough
 def test_a_file_made_elsewhere_compiles_without_a_spec(tmp_path):
     path = attention_model(tmp_path / "core.onnx", ops=("Tanh",), inputs=("q", "k", "v", "mask"))
     artifact = mhsa.compile(path)
@@ -154,6 +158,7 @@ def test_a_file_made_elsewhere_compiles_without_a_spec(tmp_path):
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.thorough
 def test_a_window_made_elsewhere(tmp_path):
     """The window is without causality, and over lengths that differ: neither a spec of ours nor opset 24 could say
     it."""
@@ -164,6 +169,7 @@ def test_a_window_made_elsewhere(tmp_path):
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.thorough
 def test_a_constant_mask_for_each_head(tmp_path):
     model = onnx.load(attention_model(tmp_path / "core.onnx", inputs=("q", "k", "v", "mask")))
     del model.graph.input[3]
@@ -178,6 +184,7 @@ def test_a_constant_mask_for_each_head(tmp_path):
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_in_and_out(dtype):
     torch.manual_seed(0)
@@ -195,6 +202,7 @@ def test_sixteen_bits_in_and_out(dtype):
         attention(x.float())
 
 
+@pytest.mark.thorough
 def test_weights_of_eight_bits_are_stored_as_they_were(tmp_path, of_spec):
     module, plain, _ = of_spec
     artifact = mhsa.compile(module, weights="int8").save(tmp_path / "int8.mhsa")
@@ -220,6 +228,7 @@ def test_dims_are_fixed_by_name(tmp_path):
         mhsa.compile(tmp_path / "core.onnx", dims={"T": 2})
 
 
+@pytest.mark.thorough
 def test_another_process_makes_the_same_bytes(tmp_path):
     """A fresh one, with hashes and addresses of its own; this one has compiled others before."""
     code = (
@@ -256,6 +265,7 @@ def test_dump_shows_what_passes_between_the_stages(of_spec):
     assert "op_1" in (dump / "2_imported.py").read_text()
 
 
+@pytest.mark.thorough
 def test_code_for_other_machines_is_built_here(tmp_path):
     for target in ("x86-64-v3", "aarch64-generic"):
         artifact = mhsa.compile(SPEC, target=target)
@@ -386,6 +396,7 @@ def test_rows_cut_into_windows_are_not_taken_for_heads():
         assert torch.allclose(mhsa.load(artifact)(x), module(x), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_key_padding_mask_keeps_its_exact_shape_where_the_batch_is_one():
     spec = mhsa.AttentionSpec(embed_dim=32, num_heads=4, mask="key_padding")
     (x, mask) = mhsa.compile(spec, dims={"B": 1}).manifest.inputs
@@ -410,6 +421,7 @@ def test_a_shape_that_others_read_too_survives(tmp_path):
     assert kinds == ["Shape", "MhsaAttention", "Identity"]
 
 
+@pytest.mark.thorough
 def test_a_mask_that_the_graph_computes_must_fit_at_each_call(tmp_path):
     """Nothing says that T is S: it is taken to be, and a call in which it is not is refused."""
     model = onnx.load(attention_model(tmp_path / "m.onnx", inputs=("q", "k", "v", "mask")))
@@ -424,6 +436,7 @@ def test_a_mask_that_the_graph_computes_must_fit_at_each_call(tmp_path):
         attention(**{**arrays, "mask": arrays["mask"][..., :1]})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", ["bool", "additive", "key_padding"])
 def test_nan_behind_a_mask_never_comes_out(mask):
     """The last 5 rows of the context are NaN and Inf, masked for every query: the output is as without them."""

@@ -42,6 +42,7 @@ def without_runtime(monkeypatch):
     monkeypatch.setattr(Evaluators, "rounded", lambda self, inputs: None)
 
 
+@pytest.mark.thorough
 def test_what_was_checked_is_in_the_manifest_and_in_the_commands(tmp_path):
     onnx.save(parsed(ATTENTION), tmp_path / "m.onnx")
     command = ["compile", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "m.mhsa")]
@@ -82,6 +83,7 @@ def test_a_module_is_held_against_its_exported_graph():
     assert artifact.manifest.check.against and len(artifact.manifest.check.sizes) == 2
 
 
+@pytest.mark.thorough
 def test_why_a_model_was_not_checked():
     spec = mhsa.AttentionSpec(embed_dim=16, num_heads=2)
     assert "module of this library" in mhsa.compile(spec, check=True).manifest.check.note
@@ -159,6 +161,7 @@ def test_narrow_floats_beyond_their_largest_number_are_not_judged():
     assert not isinstance(found, Difference) and "largest number" in found.note
 
 
+@pytest.mark.thorough
 def test_an_entry_of_the_cache_keeps_its_outcome(monkeypatch, tmp_path):
     monkeypatch.setenv("MHSA_CACHE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -167,6 +170,7 @@ def test_an_entry_of_the_cache_keeps_its_outcome(monkeypatch, tmp_path):
     assert not off.manifest.check.against
 
 
+@pytest.mark.thorough
 def test_an_evaluator_that_is_wrong_by_itself_raises_no_alarm():
     """onnx's evaluator rounds the sizes of SAME_LOWER down; ONNX Runtime refuses the file for another of its nodes."""
     body = """y = MaxPool<auto_pad = "SAME_LOWER", strides = [2, 3], kernel_shape = [3, 3], ceil_mode = 1>(x)

@@ -55,6 +55,7 @@ def test_a_product_of_bytes_in_vectors_is_named_too() -> None:
     assert compiled(product(TensorProto.INT32, inner=96, length=96), dims={"B": 1}).manifest.slow == ()
 
 
+@pytest.mark.thorough
 def test_what_is_small_kernels_or_elementwise_is_not() -> None:
     """Controls: the same product of floats, one with nothing to sum over again, an encoder layer."""
     assert compiled(product(TensorProto.FLOAT)).manifest.slow == ()

@@ -12,8 +12,14 @@ CASES = [(-1, 1, 3, (5, 8)), (0, 0, 2, (7, 3)), (1, 1, 5, (2, 5, 3)), (1, 0, 4, 
          (-1, 0, 1, (4, 6)), (1, 1, 700, (2, 700, 2))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "code"), [("float32", TensorProto.FLOAT), ("int64", TensorProto.INT64),
-                                            ("float16", TensorProto.FLOAT16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        pytest.param("float32", TensorProto.FLOAT, marks=pytest.mark.thorough),
+        pytest.param("int64", TensorProto.INT64, marks=pytest.mark.thorough),
+        ("float16", TensorProto.FLOAT16),
+    ],
+)
 def test_the_best_in_order(kind: str, code: int) -> None:
     rng, nodes, inputs, tensors, feeds = np.random.default_rng(0), [], [], [], {}
     for i, (axis, largest, k, shape) in enumerate(CASES):

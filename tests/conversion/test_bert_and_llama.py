@@ -75,10 +75,10 @@ LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 0.2, "high_freq_fac
 YARN = SCALED | {"rope_type": "yarn"}
 LLAMAS = (
     {},
-    {"head_dim": 10, "attention_bias": True},
+    pytest.param({"head_dim": 10, "attention_bias": True}, marks=pytest.mark.thorough),
     {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
-    {"head_dim": 22, "rope_parameters": LLAMA3},
-    {"head_dim": 22, "rope_parameters": YARN},
+    pytest.param({"head_dim": 22, "rope_parameters": LLAMA3}, marks=pytest.mark.thorough),
+    pytest.param({"head_dim": 22, "rope_parameters": YARN}, marks=pytest.mark.thorough),
     {"head_dim": 22, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
     {"head_dim": 22, "rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 1.5, "beta_slow": 0.5}},
 )

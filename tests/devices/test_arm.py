@@ -34,6 +34,7 @@ def there() -> Iterator[There]:
         yield there
 
 
+@pytest.mark.thorough
 @pytest.mark.arm
 def test_a_cross_build_is_right_there(artifact: Artifact, there: There, record_property) -> None:
     run = there.load(artifact)
@@ -49,6 +50,7 @@ def test_bad_input_is_refused_there_in_words(artifact: Artifact, there: There) -
         run({"x": np.zeros((1, 5, 67), np.float32), "mask": np.ones((1, 5), np.bool_)})
 
 
+@pytest.mark.thorough
 @pytest.mark.arm
 def test_a_cpu_without_the_features_is_refused_before_any_code_runs(artifact: Artifact) -> None:
     """Loading refuses it, with what is needed and what is missing; it never comes to an illegal instruction."""

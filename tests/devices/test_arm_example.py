@@ -34,6 +34,7 @@ class LoadedThere:
         return torch.from_numpy(y)
 
 
+@pytest.mark.thorough
 def test_sentence_embeddings(record_property) -> None:
     """Six layers with their own weights; every call of each against float64, and the embeddings against PyTorch's."""
     example = loaded("sentence_embeddings.py")

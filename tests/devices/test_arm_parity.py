@@ -38,6 +38,35 @@ def machines() -> Iterator[Machines]:
     found.close()
 
 
+@pytest.mark.thorough_but(
+    "int8-cross-*",
+    "values-*",
+    "fp16-bool-cortex-*",
+    "bf16-causal-cortex-*",
+    "sinks-*",
+    "bf16-cache-*",
+    "int8-values-*",
+    "bf16-values-*",
+    "bf16-additive-*",
+    "fp16-additive-*",
+    "additive-h5-neoverse-n1",
+    "additive-bottom-right-neoverse-n1",
+    "strided-bottom-right-neoverse-n1",
+    "rope-pairs-gqa-neoverse-n1",
+    "alibi-both-sides-additive-neoverse-n1",
+    "cache-rope-gqa-neoverse-n1",
+    "bf16-bool-neoverse-n1",
+    "fp16-key-padding-cross-neoverse-n1",
+    "fp16-bottom-right-cross-neoverse-n1",
+    "fp16-longformer-neoverse-n1",
+    "int8-bf16-causal-gqa-neoverse-n1",
+    "bf16-scale-1-neoverse-v1",
+    "bf16-longformer-neoverse-v1",
+    "fp16-bool-neoverse-v1",
+    "bf16-causal-neoverse-v2",
+    "fp16-bool-aarch64-generic",
+    "fp16-bool-neoverse-v2",
+)
 @pytest.mark.parametrize(
     ("case", "target"),
     dict.fromkeys([*MATRIX, *SAMPLE]),
@@ -71,6 +100,24 @@ def test_sve(name: str, bits: int, machines: Machines, record_property) -> None:
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.thorough_but(
+    "test_attention_4d_attn_mask_4d_causal",
+    "test_attention_4d_gqa_with_past_and_present_fp16",
+    "test_attention_4d_with_qk_matmul_softmax",
+    "test_attention_4d_with_past_and_present_qk_matmul_bias_3d_mask_causal",
+    "test_attention_3d_gqa_attn_mask",
+    "test_attention_3d_with_past_and_present_qk_matmul_softmax",
+    "test_attention_4d_causal_fp16",
+    "test_attention_4d_causal_padded_kv_bf16",
+    "test_attention_4d_attn_mask_causal_bf16",
+    "test_attention_3d_causal_bf16",
+    "test_attention_24_qk_matmul_output_mode3_softmax_precision",
+    "test_attention_local_window_rank1_boolean_mask",
+    "test_attention_local_window_ext_cache_float16_mask",
+    "test_rotary_embedding_no_position_ids",
+    "test_rotary_embedding_no_position_ids_interleaved",
+    "test_tensorscatter_3d",
+)
 @pytest.mark.parametrize("name", NODES)
 def test_node(name: str, machines: Machines) -> None:
     """The outputs are held to onnx's own tolerances."""

@@ -53,6 +53,7 @@ def check_pair(bert: BertModel, folder: Path, query: str, passage: str) -> None:
     assert max_error(oracle, found) <= budget(oracle, eager, "float32")
 
 
+@pytest.mark.thorough
 def test_ragged_batches_are_each_text_alone(model: Path) -> None:
     check_sentences(small_bert(), model, TEXTS)
     check_sentences(small_bert(), model, TEXTS[2:3])

@@ -332,6 +332,7 @@ def test_an_index_that_is_full(client: TestClient, monkeypatch: pytest.MonkeyPat
     )
 
 
+@pytest.mark.thorough
 def test_many_clients_at_once_get_what_one_gets(client: TestClient) -> None:
     """Batches of whoever asks at the time: padded to other lengths, computed in another company."""
     put(client, "animals.md", TEXT)

@@ -18,6 +18,8 @@ from minilm.encoder import PairEncoder
 from search_app.server import Search, create_app
 from support import browser
 
+pytestmark = pytest.mark.thorough
+
 TEXT = """\
 The cat sleeps on a sofa, the cat sleeps on the sofa, and a cat sleeps on.
 

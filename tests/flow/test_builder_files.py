@@ -83,6 +83,7 @@ def theirs(model: onnx.ModelProto, arrays: Arrays) -> list[np.ndarray[Any, Any]]
     return list(session.run(None, {name: array.copy() for name, array in arrays.items()}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("present", ["total_sequence_length", None])
 def test_a_cache_that_grows(present: str | None) -> None:
     model = decoder("past_sequence_length", present)
@@ -96,7 +97,7 @@ def test_a_cache_that_grows(present: str | None) -> None:
             np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", ["cache_length", P])
+@pytest.mark.parametrize("length", [pytest.param("cache_length", marks=pytest.mark.thorough), P])
 def test_a_buffer_is_written_where_it_lies_if_asked_for(length: str | int) -> None:
     model = decoder(length, length)
     call = mhsa.load(mhsa.compile(model, in_place=True))

@@ -64,6 +64,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> file_kinds.Files:
     return file_kinds.Files(folder, tmp_path_factory.mktemp("own"))
 
 
+@pytest.mark.thorough_only("artifact", "resealed manifest", "safetensors", "target")
 @pytest.mark.parametrize("kind", file_kinds.KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_slice_of_make_fuzz_files(good: file_kinds.Files, kind: str) -> None:
@@ -114,6 +115,7 @@ def test_devices_and_folders_are_no_files(tmp_path: Path) -> None:
             files.opened(path, InputError, "weights", "a file")
 
 
+@pytest.mark.thorough
 def test_weights_that_are_a_pipe(artifact: Artifact, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="it is a pipe"):

@@ -82,6 +82,7 @@ def test_batch_and_heads_as_one_axis_and_why_not() -> None:
     assert "selects where batch and heads are one axis" in selects.blocks[0].note
 
 
+@pytest.mark.thorough
 def test_what_is_filled_hides_as_much_as_the_lowest_number() -> None:
     """A row that is hidden whole gets the mean of the values; in units of log2 the lowest float32 would be -inf."""
     lowest = float(np.finfo(np.float32).min)
@@ -176,6 +177,7 @@ class OneHeadOfKeys(nn.Module):
         return {"y": y, "nothing": None, "pair": (x + 1, [x + 2])}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("three_axes", [False, True])
 def test_results_keep_their_names(three_axes: bool) -> None:
     source = export(OneHeadOfKeys(three_axes), example_inputs={"x": torch.randn(2, 5, 8)})
@@ -210,6 +212,7 @@ class JoinedHeads(nn.Module):
         return (joined @ rows).view(B, 3, L, 4), joined if self.weights_joined else weights
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights_joined", [False, True])
 def test_weights_are_read_where_heads_lie_apart(weights_joined: bool) -> None:
     source = canonicalize(export(JoinedHeads(weights_joined), example_inputs={"x": torch.randn(2, 5, 12)}))
@@ -218,6 +221,7 @@ def test_weights_are_read_where_heads_lie_apart(weights_joined: bool) -> None:
     assert block.note == ("its weights are read where batch and heads are one axis" if weights_joined else "")
 
 
+@pytest.mark.thorough
 def test_a_whole_model_gives_a_named_tuple() -> None:
     outcome = run(FAMILIES["bert"], "sdpa", threads=1)
     assert [block.fused for block in outcome.blocks] == [True, True]

@@ -86,6 +86,12 @@ MODELS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough_but(
+    "past, heads side by side, window",
+    "past, as many new keys as the call brings",
+    "additive mask of keys, many queries",
+    "softcap",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     said, calls = MODELS[name]
@@ -95,6 +101,7 @@ def test_models(name: str) -> None:
         assert_right(attention, source, draw(source, {**FULL, **sizes}, seed))
 
 
+@pytest.mark.thorough_but("0", "3")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_few_random_ones(seed: int) -> None:
     """These are the first cases of `make fuzz-operator`."""
@@ -102,6 +109,7 @@ def test_a_few_random_ones(seed: int) -> None:
     assert result.ok, onnx_operator.drawn(seed)
 
 
+@pytest.mark.thorough_but("3")
 @pytest.mark.parametrize("stage", range(4))
 def test_scores(stage: int) -> None:
     """qk_matmul_output, beside Y and a cache: at each stage, at each dtype."""
@@ -120,6 +128,7 @@ def test_scores(stage: int) -> None:
 HIDDEN = {"mask": ("bool", ["L", "S"])}, {"lengths": True}, {"attributes": {"is_causal": 1}}
 
 
+@pytest.mark.thorough_but("inf-causal")
 @pytest.mark.parametrize("said", HIDDEN, ids=["mask", "lengths", "causal"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_what_is_hidden_never_shows_in_the_plain_form(said: dict[str, Any], poison: float) -> None:
@@ -154,6 +163,7 @@ def test_a_row_that_sees_nothing_is_zeros() -> None:
     assert np.allclose(weights[1:].sum(-1), 1)
 
 
+@pytest.mark.thorough
 def test_what_a_call_must_bring() -> None:
     """Sizes and numbers that do not fit are refused by the input's name, before anything runs."""
     source = model({"is_causal": 1}, S=5, past="P", mask=("bool", ["B", 1, "L", "T"]), outputs=ALL)
@@ -170,8 +180,8 @@ def test_what_a_call_must_bring() -> None:
         compiled(source)(**inputs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("axes", [pytest.param(3, marks=pytest.mark.thorough), 4])
 def test_a_present_is_its_past_bit_for_bit(dtype: str, axes: int) -> None:
     """The lengths lie around the stretches that are copied, with signalling NaN among the values."""
     source = model(past="P", S="S", outputs=ALL, axes=axes, dtype=dtype)
@@ -188,6 +198,7 @@ def test_a_present_is_its_past_bit_for_bit(dtype: str, axes: int) -> None:
             assert present.tobytes() == expected.tobytes()
 
 
+@pytest.mark.thorough
 def test_dims_without_names_are_free() -> None:
     source = model(lengths=True)
     for value in source.graph.input:
@@ -202,6 +213,7 @@ def test_dims_without_names_are_free() -> None:
         attention(**{**inputs, "v": inputs["v"][:, :, 1:]})
 
 
+@pytest.mark.thorough
 def test_models_made_elsewhere_are_verified() -> None:
     """The sizes of a mask, and numbers of keys, follow from the others."""
     mask = ("bool", ["B", 1, 5, "T"])
@@ -210,6 +222,7 @@ def test_models_made_elsewhere_are_verified() -> None:
         assert verdict.ok, verdict
 
 
+@pytest.mark.thorough
 def test_the_report_says_what_is_written_out() -> None:
     artifact = mhsa.compile(model({"softmax_precision": 11}, past="P", S=5, outputs=(*ALL, "scores")))
     found = {(op.op, op.kernel, op.source) for op in artifact.manifest.ops}
@@ -222,6 +235,7 @@ def test_the_report_says_what_is_written_out() -> None:
     assert "its softmax is float32, not float64" in artifact.manifest.ops[2].note
 
 
+@pytest.mark.thorough
 def test_the_kernel_computes_y_beside_the_scores() -> None:
     artifact = mhsa.compile(model(outputs=("y", "", "", "scores")))
     assert [(op.op, op.kernel) for op in artifact.manifest.ops] == [("attention", "cpu.decode"), ("scores", "plain")]

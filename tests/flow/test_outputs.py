@@ -82,6 +82,7 @@ FLOWS = {
 CASES = [{"B": 3, "L": 7, "S": 13}, {"B": 1, "L": 67, "S": 41}]
 
 
+@pytest.mark.thorough_but("pattern")
 @pytest.mark.parametrize("name", FLOWS)
 def test_every_output_is_within_its_budget(name):
     spec, dims = FLOWS[name]
@@ -97,6 +98,7 @@ def test_every_output_is_within_its_budget(name):
             bench(artifact, dims=CASES[0], against=())
 
 
+@pytest.mark.thorough
 def test_sinks_and_slopes_are_in_what_is_inside():
     """The core by itself; sinks take their share of the weights."""
     torch.manual_seed(3)
@@ -117,6 +119,7 @@ def test_sinks_and_slopes_are_in_what_is_inside():
     assert np.array_equal(in_torch.lse.numpy(), result.lse)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "fields",
     [{}, {"sinks": True, "alibi": True, "causal": True, "softcap": 3.0}, {"mask": "bool", "kv_embed_dim": 24}],
@@ -137,6 +140,7 @@ def test_the_definition_in_standard_operators_says_the_same(fields):
             assert max_error(truth, value) <= 2**-20 * np.abs(truth[np.isfinite(truth)]).max(), output.name
 
 
+@pytest.mark.thorough
 def test_onnx_runtime_runs_the_exported_file():
     runtime = pytest.importorskip("onnxruntime")
     model = export(mhsa.MultiHeadAttention(spec_of()))
@@ -146,6 +150,7 @@ def test_onnx_runtime_runs_the_exported_file():
         assert max_error(truth, value) <= 2**-20 * max(1, np.abs(truth[np.isfinite(truth)]).max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("attribute", "value", "expected"),
     [
@@ -163,6 +168,7 @@ def test_a_node_that_contradicts_itself_is_refused(attribute, value, expected):
         mhsa.compile(model)
 
 
+@pytest.mark.thorough
 def test_a_cache_is_looked_into_and_does_not_mind(tmp_path):
     """A prompt that says more than the steps after it: one cache for both."""
     torch.manual_seed(3)
@@ -198,6 +204,7 @@ print(after - before)
 """
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_square_of_the_length(tmp_path):
     """The weights of 8192 queries and keys are 256 MiB in float32; what is asked for here is less than 1 MiB."""
     artifact = mhsa.compile(spec_of(("y", "lse", "entropy", "top_k:5", "weights:rows=0,-1"), embed_dim=8, num_heads=1,

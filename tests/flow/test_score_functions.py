@@ -66,6 +66,7 @@ def check(compiled: Any, inputs: list[torch.Tensor], mask_mod: Any = None, score
     assert max_error(exact, y) <= budget(exact, yardstick, "float32")
 
 
+@pytest.mark.thorough_but("dilated window")
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_mean_what_they_mean_to_flex_attention(name: str, tmp_path: Path):
     mask_mod = MASKS[name]
@@ -75,6 +76,7 @@ def test_masks_mean_what_they_mean_to_flex_attention(name: str, tmp_path: Path):
         check(compiled, drawn(L, S), mask_mod=mask_mod)
 
 
+@pytest.mark.thorough_but("head offset")
 @pytest.mark.parametrize("name", SCORES)
 def test_score_functions_mean_what_they_mean_to_flex_attention(name: str, tmp_path: Path):
     compiled = loaded(core(score_mod=SCORES[name]), tmp_path)
@@ -82,6 +84,7 @@ def test_score_functions_mean_what_they_mean_to_flex_attention(name: str, tmp_pa
         check(compiled, drawn(L, S), score_mod=SCORES[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["causal", "document, causal", "NATTEN", "by head and entry"])
 def test_masks_of_fixed_sizes_are_computed_once(name: str, tmp_path: Path):
     compiled = loaded(core(mask_mod=MASKS[name], score_mod=SCORES["alibi"]), tmp_path, dims={"L": 97, "S": 131})
@@ -90,8 +93,8 @@ def test_masks_of_fixed_sizes_are_computed_once(name: str, tmp_path: Path):
     check(compiled, drawn(97, 131), MASKS[name], SCORES["alibi"])
 
 
-@pytest.mark.parametrize("mask", ["document", "by head and entry"])
-@pytest.mark.parametrize("score", ["T5", "causal, as a score"])
+@pytest.mark.parametrize("mask", [pytest.param("document", marks=pytest.mark.thorough), "by head and entry"])
+@pytest.mark.parametrize("score", ["T5", pytest.param("causal, as a score", marks=pytest.mark.thorough)])
 def test_few_queries(mask: str, score: str, tmp_path: Path):
     for L in (1, 5):
         compiled = loaded(core(mask_mod=MASKS[mask], score_mod=SCORES[score]), tmp_path / str(L), dims={"L": L})
@@ -109,6 +112,7 @@ def test_what_no_kernel_takes_is_right_too(tmp_path: Path):
     check(compiled, drawn(41, 41), blocks, fields["score_mod"])
 
 
+@pytest.mark.thorough
 def test_verify_knows_them_elsewhere(tmp_path: Path):
     """The artifact holds all that its meaning needs: the spec, the steps, what they capture."""
     fields = {"mask_mod": MASKS["document, causal"], "score_mod": SCORES["relative position, a table"]}
@@ -122,6 +126,7 @@ def test_verify_knows_them_elsewhere(tmp_path: Path):
         compiled(np.zeros((1, len(DOCUMENTS) + 1, 32), np.float32))
 
 
+@pytest.mark.thorough
 def test_with_a_cache_places_are_those_of_the_sequence(tmp_path: Path):
     fields = {"mask_mod": MASKS["sliding window"], "score_mod": SCORES["alibi"]}
     spec = mhsa.AttentionSpec(embed_dim=32, num_heads=HEADS, causal=True, kv_cache=True, **fields)
@@ -130,6 +135,7 @@ def test_with_a_cache_places_are_those_of_the_sequence(tmp_path: Path):
     assert step.difference is not None and step.difference <= step.budget
 
 
+@pytest.mark.thorough
 def test_nan_in_what_they_hide_stays_there(tmp_path: Path):
     for fields in ({"mask_mod": MASKS["causal"]}, {"score_mod": SCORES["causal, as a score"]}):
         for L in (None, 3):
@@ -142,6 +148,7 @@ def test_nan_in_what_they_hide_stays_there(tmp_path: Path):
             assert np.isnan(compiled(q, k, v)[:, :, 2:]).all()
 
 
+@pytest.mark.thorough
 def test_an_index_outside_of_its_tensor_is_nan_and_reads_nothing(tmp_path: Path):
     table = torch.ones(9)
     compiled = loaded(core(score_mod=lambda score, b, h, q, k: score + table[k // 2]), tmp_path)
@@ -151,6 +158,7 @@ def test_an_index_outside_of_its_tensor_is_nan_and_reads_nothing(tmp_path: Path)
     assert np.isnan(compiled(q, k, v)).all()
 
 
+@pytest.mark.thorough
 def test_any_number_of_threads_and_callers_gives_the_same_bits(tmp_path: Path):
     module = core(mask_mod=MASKS["document, causal"], score_mod=SCORES["T5"])
     inputs = [x.numpy() for x in drawn(211, 211, B=3)]
@@ -162,6 +170,7 @@ def test_any_number_of_threads_and_callers_gives_the_same_bits(tmp_path: Path):
         assert all(np.array_equal(result, first) for result in results)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits(dtype: str, tmp_path: Path):
     spec = mhsa.AttentionSpec(
@@ -192,6 +201,7 @@ def test_what_cannot_be_traced_is_one_message(fields: dict[str, Any], named: str
         core(**fields)
 
 
+@pytest.mark.thorough
 def test_captured_tensors_that_are_too_short():
     doc, few = torch.arange(30), SLOPES[:3]
     module = core(mask_mod=lambda b, h, q, k: doc[q] == doc[k])
@@ -226,6 +236,7 @@ NARROW = {
 }
 
 
+@pytest.mark.thorough
 def test_whole_numbers_wrap_as_pytorch_s(tmp_path: Path) -> None:
     """All in one function, by heads, so that it is compiled once; and each by itself, in eager and as the oracle."""
     functions = list(NARROW.values())
@@ -253,6 +264,7 @@ GAPS = torch.randn(40, 40, generator=torch.Generator().manual_seed(0))
 GAPS[3, 5] = GAPS[0, 7] = float("nan")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("queries", [1, 13])
 def test_floats_are_rounded_and_nan_stays(queries: int, tmp_path: Path) -> None:
     """Scores rounded to whole numbers by a sum, NaN hidden by a comparison that is false for it, and one that stays."""

@@ -57,6 +57,7 @@ def of_pytorch(layer: nn.MultiheadAttention, arrays: list[np.ndarray], seen: np.
         layer.float()
 
 
+@pytest.mark.thorough_only("(1, 1, 1)-1")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_it_is_pytorchs_layer_in_float64(
@@ -78,6 +79,7 @@ def test_it_is_pytorchs_layer_in_float64(
         assert np.array_equal(attention(mask=seen, value=value, key=key, x=x), first)
 
 
+@pytest.mark.thorough
 def test_callers_at_once_get_what_one_gets(artifact: mhsa.Artifact) -> None:
     attention = mhsa.load(artifact)
     calls = [drawn(2, L, S, seed=L) for L, S in ((3, 29), (31, 7), (67, 101))]
@@ -122,6 +124,7 @@ def test_weights_of_another_layer_are_bound_at_load(artifact: mhsa.Artifact) -> 
         mhsa.load(artifact, weights=mhsa.weights(mhsa.from_torch(swapped)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [None, "bool", "additive", "key_padding"])
 def test_onnx_runtime_reads_the_file_and_agrees(mask: str | None, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
@@ -160,6 +163,7 @@ def test_bad_calls_have_one_message(artifact: mhsa.Artifact, case: str) -> None:
             attention(**given, mask=np.ones((2, 11), bool))
 
 
+@pytest.mark.thorough
 def test_a_value_where_there_is_no_input_for_it() -> None:
     cross = mhsa.load(mhsa.compile(mhsa.AttentionSpec(embed_dim=D, num_heads=H, kv_embed_dim=K)))
     rows = [np.ones((2, length, width), np.float32) for length, width in ((5, D), (11, K), (11, K))]
@@ -171,6 +175,7 @@ def test_a_value_where_there_is_no_input_for_it() -> None:
         mhsa.AttentionSpec(embed_dim=D, num_heads=H, v_embed_dim=5)
 
 
+@pytest.mark.thorough
 def test_one_query_is_decoded() -> None:
     spec = mhsa.AttentionSpec(embed_dim=24, num_heads=6, num_kv_heads=2, kv_embed_dim=K, v_embed_dim=V, mask="bool")
     artifact = mhsa.compile(spec, dims={"L": 1})
@@ -179,6 +184,7 @@ def test_one_query_is_decoded() -> None:
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.thorough
 def test_what_is_inside_and_fixed_dims() -> None:
     """What a softmax is like, beside y, with every dim fixed but the batch."""
     torch.manual_seed(8)

@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 import mhsa_compile as mhsa
 
+pytestmark = pytest.mark.thorough
 D, H, G, E, CAPACITY = 24, 4, 2, 5, 11
 OUTPUTS = ("y", "weights", "lse", "entropy", "top_k:3")
 

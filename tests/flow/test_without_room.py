@@ -101,6 +101,7 @@ def said(program: str, folder: Path, source: Path) -> subprocess.CompletedProces
     return done
 
 
+@pytest.mark.thorough_only("a dump")
 @pytest.mark.parametrize(("program", "expected"), CASES.values(), ids=CASES.keys())
 def test_it_is_one_error_of_ours_and_nothing_half_written(
     program: str, expected: str, tmp_path: Path, source: Path
@@ -112,6 +113,7 @@ def test_it_is_one_error_of_ours_and_nothing_half_written(
     assert {path.name for path in folder.rglob("*") if path.is_file()} <= whole
 
 
+@pytest.mark.thorough
 def test_a_call_of_an_accelerated_model_goes_on_by_pytorch(tmp_path: Path, source: Path) -> None:
     done = said(ACCELERATED, tmp_path / "f", source)
     first, second, counted, again = done.stdout.splitlines()
@@ -133,6 +135,7 @@ def test_a_profile_is_saved_whole_or_not_at_all(tmp_path: Path, source: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_the_program_of_a_bundle_is_not_ended(tmp_path: Path, source: Path) -> None:
     """It writes into memory to map its code, which the limit holds for, too."""
     from mhsa_compile.runtime.artifact.artifact import Artifact

@@ -63,6 +63,7 @@ def unaligned(array: np.ndarray) -> np.ndarray:
     return view
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", [NESTED, ONLY_THERE], ids=["nested", "only there"])
 def test_branches_are_right_wherever_their_inputs_lie(text: str) -> None:
     model = parsed(text)

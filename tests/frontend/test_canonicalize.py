@@ -232,6 +232,7 @@ def blocks(model: onnx.ModelProto) -> tuple[AttentionCoverage, ...]:
     return canonicalize(model).blocks
 
 
+@pytest.mark.thorough_only("repeated keys-17")
 @pytest.mark.parametrize(("case", "opset"), RUNS)
 def test_means_the_same(case: str, opset: int) -> None:
     """A row without keys included: it gives the mean of the values, unless what hides them is -inf."""
@@ -385,6 +386,7 @@ def test_a_softmax_of_a_classifier_is_no_attention() -> None:
     assert canonical.instead.endswith("MatMul, Softmax")
 
 
+@pytest.mark.thorough
 def test_lengths_end_where_a_table_does() -> None:
     """Positions are taken from a table of 16: a call with 17 is refused, not computed from what lies behind it."""
 

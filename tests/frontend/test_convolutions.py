@@ -34,6 +34,7 @@ def model() -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.thorough
 def test_convolutions_of_one_pixel_are_linears(model: onnx.ModelProto) -> None:
     artifact = mhsa.compile(model)
     found = [row.op for row in artifact.manifest.ops]
@@ -73,6 +74,7 @@ def test_same_padding_is_stated_where_it_does_not_depend_on_sizes(model: onnx.Mo
     assert said == {"kernel_shape": [2, 2], "pads": [0, 0, 1, 1]}
 
 
+@pytest.mark.thorough
 def test_weights_in_constant_nodes_are_weights(model: onnx.ModelProto) -> None:
     """paddle2onnx writes weights so; what a Constant says beside them is no weight."""
     inside = onnx.ModelProto()

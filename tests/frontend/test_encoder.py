@@ -90,6 +90,7 @@ def check(model: onnx.ModelProto, y: np.ndarray, inputs: Arrays) -> None:
     assert max_error(expected, y) <= budget(expected, yardstick, "float32")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("opset", [17, 23])
 def test_an_encoder(opset: int, tmp_path: Path) -> None:
     path = exported(small(), opset, tmp_path / "encoder.onnx")

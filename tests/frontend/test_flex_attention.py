@@ -80,6 +80,7 @@ def check(module: nn.Module, compiled: Callable[..., Any], *inputs: Tensor) -> N
     assert max_error(exact, compiled(*(x.numpy() for x in inputs))) <= budget(exact, yardstick, "float32")
 
 
+@pytest.mark.thorough
 def test_captured_inputs_and_parameters_with_free_lengths(tmp_path: Path):
     module = Documents().eval()
     example = {"x": torch.randn(3, 37, 64), "document": torch.zeros(3, 37, dtype=torch.int64)}
@@ -99,6 +100,7 @@ def heads(L: int = 33) -> dict[str, Tensor]:
     return {name: torch.randn(2, 4, L, 16) for name in "qkv"}
 
 
+@pytest.mark.thorough
 def test_without_functions_it_is_the_standard_operator(tmp_path: Path):
     module = Calling(scale=0.5)
     mhsa.compile(module, example_inputs=heads()).save(tmp_path / "a.mhsa")

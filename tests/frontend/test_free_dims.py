@@ -65,6 +65,7 @@ FIXED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("module", "left", "said"), FIXED.values(), ids=FIXED)
 def test_what_a_module_fixes_is_fixed_and_said(module: nn.Module, left: tuple[int | str, ...], said: str) -> None:
     with pytest.warns(
@@ -94,6 +95,7 @@ LIMITED = {
 }
 
 
+@pytest.mark.thorough_but("a branch")
 @pytest.mark.parametrize(("module", "most"), LIMITED.values(), ids=LIMITED)
 def test_a_length_may_have_a_limit(module: nn.Module, most: int) -> None:
     """Beyond it another branch would be the right one: calls are refused there."""
@@ -111,6 +113,7 @@ FORMS = {
 }
 
 
+@pytest.mark.thorough_but("hints")
 @pytest.mark.parametrize(("stated", "left"), FORMS.values(), ids=FORMS)
 def test_forms_of_torch_export(stated: object, left: tuple[int | str, ...]) -> None:
     model = export(Tail(lambda x, table: x + table[0]), example_inputs=[X], dynamic_shapes=stated)
@@ -203,6 +206,7 @@ class Tokens(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.thorough
 def test_token_ids_leave_batch_and_length_free() -> None:
     module = Tokens().eval()
     ids = torch.randint(0, 50, (3, 11))

@@ -276,6 +276,7 @@ def test_what_is_refused(case: str) -> None:
         import_onnx(source)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", KINDS)
 def test_linears(dtype: str) -> None:
     source = export(MultiHeadAttention(AttentionSpec(embed_dim=24, num_heads=4, dtype=dtype)))
@@ -324,6 +325,7 @@ def test_a_gemm_with_a_constant_weight_is_a_linear(attributes: dict[str, Any], b
     assert (op.biased, op.transposed) == ((bias is not None,), ("transB" not in attributes,))
 
 
+@pytest.mark.thorough
 def test_a_length_is_added_to_a_tensor_as_it_is() -> None:
     """In a layer with a cache the length would, as a tensor of its own, be one more step of each call."""
     spec = AttentionSpec(embed_dim=16, num_heads=2, kv_cache=True, causal=True)

@@ -240,6 +240,7 @@ def check_signature(name: str, artifact: mhsa.Artifact, names: tuple[str, ...] =
     assert [block.fused for block in artifact.manifest.attention] == [True for _ in layers]
 
 
+@pytest.mark.thorough_only("bert-eager-17", "gpt2-sdpa-17")
 @pytest.mark.parametrize(("name", "kind", "opset"), FILES)
 def test_layers_of_a_file(name: str, kind: str, opset: int, tmp_path: Path) -> None:
     model = SUBJECTS[name].made(kind)
@@ -339,6 +340,7 @@ def test_words_that_no_graph_has(words: object, expected: str) -> None:
     assert expected in str(refused.value)
 
 
+@pytest.mark.thorough
 def test_outputs_come_by_layer_and_then_as_they_were_asked_for(tmp_path: Path) -> None:
     _, model = chain(tmp_path / "chain.onnx")
     found = asked_of(model, "entropy,y,top_k:2@-1,weights@0,heads@1")
@@ -417,6 +419,7 @@ def renamed(model: onnx.ModelProto, old: str, new: str) -> onnx.ModelProto:
     return changed
 
 
+@pytest.mark.thorough
 def test_a_module_of_ours_returns_what_it_is_asked_for() -> None:
     spec = mhsa.AttentionSpec(embed_dim=8, num_heads=2)
     for source in (spec, nn.MultiheadAttention(8, 2, batch_first=True)):
@@ -429,6 +432,7 @@ def test_a_module_of_ours_returns_what_it_is_asked_for() -> None:
         mhsa.compile(spec, outputs=("y", "lse@0"))
 
 
+@pytest.mark.thorough
 def test_what_was_compiled_before_had_these_outputs(tmp_path: Path) -> None:
     """The cache of compiled artifacts knows one set of outputs from another."""
     chain(tmp_path / "chain.onnx")

@@ -232,7 +232,13 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("outputs", [None, pytest.param(["weights", "entropy", "heads"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        pytest.param(None, marks=pytest.mark.thorough),
+        pytest.param(["weights", "entropy", "heads"], marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles(case: str, outputs: list[str] | None) -> None:
     file = CASES[case]()

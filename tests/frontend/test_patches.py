@@ -93,6 +93,7 @@ FORMS = {
 }
 
 
+@pytest.mark.thorough_but("volumes-fixed", "one channel-fixed")
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 @pytest.mark.parametrize(("layers", "sizes"), FORMS.values(), ids=FORMS.keys())
 def test_convolutions_are_linears(
@@ -106,6 +107,7 @@ def test_convolutions_are_linears(
     check(source, shapes, convolutions=len(layers))
 
 
+@pytest.mark.thorough
 def test_rows_that_come_as_rows_are_read_as_they_are() -> None:
     """A sequence (B, T, C) whose channels are put first for a convolution, as speech models write it."""
     source = model([(conv(pads=[1, 1]), (WIDTH, 6, 3))], 6, ["T"], "Relu")
@@ -116,6 +118,7 @@ def test_rows_that_come_as_rows_are_read_as_they_are() -> None:
     check(source, [(2, 7, 6), (1, 40, 6)], convolutions=1)
 
 
+@pytest.mark.thorough
 def test_a_value_that_others_read_with_its_channels_first_is_there_for_them() -> None:
     source = model([(conv(pads=[1, 1]), (WIDTH, 6, 3))], 6, ["T"], "Relu")
     source.graph.output.append(helper.make_tensor_value_info("y0_Relu", TensorProto.FLOAT, ["B", WIDTH, None]))
@@ -145,6 +148,7 @@ def test_a_convolution_longer_than_its_input_is_refused() -> None:
         mhsa.compile(model([(conv(), (WIDTH, 3, 9))], 3, [8]))
 
 
+@pytest.mark.thorough
 def test_callers_on_threads_of_their_own_get_the_same_bits() -> None:
     layers = [(conv(pads=[1, 1]), (40, 16, 3)), (conv(pads=[1, 1], strides=[2]), (WIDTH, 40, 3))]
     artifact = mhsa.compile(model(layers, 16, ["T"], "Gelu"))
@@ -183,6 +187,7 @@ def whisper() -> tuple[nn.Module, tuple[int, ...], list[int]]:
     return WhisperEncoder(config), (10, 102), [3, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", [vit, whisper])
 def test_a_whole_encoder(family: Callable[[], tuple[nn.Module, tuple[int, ...], list[int]]], tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -66,11 +66,19 @@ class Follows(Base):
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        (Drops, r"random numbers, by dropout\(p=0.25, train=True\)"),
-        (DropsWeights, r"random numbers, by scaled_dot_product_attention\(dropout_p=0.25\)"),
-        (Noisy, "random numbers, by rand_like"),
+        pytest.param(Drops, r"random numbers, by dropout\(p=0.25, train=True\)", marks=pytest.mark.thorough),
+        pytest.param(
+            DropsWeights,
+            r"random numbers, by scaled_dot_product_attention\(dropout_p=0.25\)",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(Noisy, "random numbers, by rand_like", marks=pytest.mark.thorough),
         (Counts, "one that writes into 'seen', by add_"),
-        (Norms, r"one that writes into 'norm.running_mean', by batch_norm\(training=True\)"),
+        pytest.param(
+            Norms,
+            r"one that writes into 'norm.running_mean', by batch_norm\(training=True\)",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_what_differs_from_call_to_call_is_refused(kind: type[Base], named: str) -> None:
@@ -98,7 +106,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", [Follows, DropsWeights])
+@pytest.mark.parametrize("kind", [pytest.param(Follows, marks=pytest.mark.thorough), DropsWeights])
 def test_what_drops_at_random_stays_with_pytorch_under_torch_compile(anew: None, kind: type[Base]) -> None:
     module = kind().train()
     module.norm.eval()  # in training it counts its batches, which Dynamo shows

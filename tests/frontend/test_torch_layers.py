@@ -89,6 +89,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.thorough_but("no weights")
 @pytest.mark.parametrize(("module", "padding"), LAYERS.values(), ids=LAYERS.keys())
 def test_layers_become_one_attention(module: Attending, padding: bool) -> None:
     """The export itself is held against the module at two lengths, in float64."""
@@ -98,6 +99,7 @@ def test_layers_become_one_attention(module: Attending, padding: bool) -> None:
     assert "forward" not in vars(module.layer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["weights", "padding and a mask", "rows of its own"])
 def test_compiled_layers_are_right(kind: str) -> None:
     module, padding = LAYERS[kind]
@@ -108,6 +110,7 @@ def test_compiled_layers_are_right(kind: str) -> None:
     holds(module, artifact, {"B": 3, "L": 150})
 
 
+@pytest.mark.thorough
 def test_a_bare_layer_with_examples_has_its_own_inputs_and_outputs() -> None:
     layer = nn.MultiheadAttention(D, H, kdim=24, vdim=40).eval()
     given = (torch.zeros(7, 2, D), torch.zeros(9, 2, 24), torch.zeros(9, 2, 40))
@@ -129,6 +132,7 @@ class OfThree(nn.Module):
         return self.layer(q, k, v, key_padding_mask=key_padding_mask, need_weights=False)[0]
 
 
+@pytest.mark.thorough
 def test_values_of_the_keys_width_are_not_taken_for_keys() -> None:
     padding = torch.zeros(2, 9, dtype=torch.bool)
     given = (torch.zeros(2, 7, D), torch.zeros(2, 9, D), torch.zeros(2, 9, D), padding)
@@ -137,6 +141,7 @@ def test_values_of_the_keys_width_are_not_taken_for_keys() -> None:
     holds(OfThree(), artifact, {"B": 3, "L": 31, "S": 53})
 
 
+@pytest.mark.thorough
 def test_encoders_and_decoders_export_without_the_fast_path() -> None:
     torch.manual_seed(2)
     layer = nn.TransformerEncoderLayer(D, H, 48, batch_first=True)

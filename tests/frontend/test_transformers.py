@@ -101,6 +101,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.thorough_but("*-eager-float32", "*-sdpa-bfloat16")
 @pytest.mark.parametrize(("kind", "dtype"), RUNS, ids=lambda value: str(value).removeprefix("torch."))
 @pytest.mark.parametrize("model", MODELS)
 def test_compiles_from_the_module_itself(model: str, kind: str, dtype: torch.dtype) -> None:

@@ -62,6 +62,7 @@ def test_a_case_is_within_its_budget_and_more_than_zero(case):
     assert 0 < outcome.share <= 1 and outcome.calls == 1
 
 
+@pytest.mark.thorough
 def test_steps_of_decoding_that_are_wrong_are_found(monkeypatch):
     """The steps are right; then the second entry's results are taken for those of its positions in another order."""
     of_entry, judge, right = flows._of_entry, flows.judge, []
@@ -81,6 +82,7 @@ def test_steps_of_decoding_that_are_wrong_are_found(monkeypatch):
     assert 0 < right[0] <= 1
 
 
+@pytest.mark.thorough
 def test_a_flow_is_a_program_of_the_public_names():
     names: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -88,7 +90,7 @@ def test_a_flow_is_a_program_of_the_public_names():
     assert names["verdict"].ok and len(names["verdict"].cases) == 1 and names["verdict"].checks
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_a_kernel_that_is_wrong_is_found(dtype, monkeypatch):
     """A kernel seems to forget its sinks: the truth of the test has them, the compiled operation has none."""
     truth = attention.attention
@@ -103,6 +105,7 @@ def test_a_kernel_that_is_wrong_is_found(dtype, monkeypatch):
         run(replace(case, poison=False))
 
 
+@pytest.mark.thorough
 def test_what_is_over_budget_is_shrunk_and_printed(monkeypatch):
     """A fault of wide linears, planted in the runner: the program names the least of them, and shows it again."""
     tried = []

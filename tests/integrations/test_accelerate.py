@@ -66,14 +66,27 @@ def hold(model: nn.Module, call: Callable[[nn.Module, torch.dtype], Any]) -> Non
     ("batch_first", "cross", "given"),
     [
         (True, False, {}),
-        (False, False, {"key_padding_mask": hidden_tail(L, 3), "average_attn_weights": False}),
-        (False, True, {"key_padding_mask": hidden_tail(S, 2), "need_weights": False}),
-        (
+        pytest.param(
+            False,
+            False,
+            {"key_padding_mask": hidden_tail(L, 3), "average_attn_weights": False},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            False, True, {"key_padding_mask": hidden_tail(S, 2), "need_weights": False}, marks=pytest.mark.thorough
+        ),
+        pytest.param(
             True,
             False,
             {"attn_mask": torch.ones(L, L).triu(1).bool(), "is_causal": True, "need_weights": False},
+            marks=pytest.mark.thorough,
         ),
-        (True, True, {"attn_mask": torch.randn(B * H, L, S, generator=torch.Generator().manual_seed(2))}),
+        pytest.param(
+            True,
+            True,
+            {"attn_mask": torch.randn(B * H, L, S, generator=torch.Generator().manual_seed(2))},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["weights", "padding", "cross", "causal", "float"],
 )
@@ -89,6 +102,7 @@ def test_a_layer(batch_first: bool, cross: bool, given: dict[str, Any]) -> None:
     hold(layer(batch_first=batch_first), call)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the encoder as it was
 def test_an_encoder_leaves_the_fast_path_and_nested_tensors() -> None:
     torch.manual_seed(0)
@@ -99,6 +113,7 @@ def test_an_encoder_leaves_the_fast_path_and_nested_tensors() -> None:
     assert model.use_nested_tensor
 
 
+@pytest.mark.thorough
 def test_a_decoder() -> None:
     torch.manual_seed(0)
     model = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, 80, batch_first=True), 1).eval()
@@ -121,6 +136,7 @@ def test_a_row_that_sees_nothing_is_the_bias() -> None:
     assert not weights[2].any()
 
 
+@pytest.mark.thorough
 def test_edited_weights_are_noticed() -> None:
     model, x = layer(), rows()
     report = mhsa.accelerate(model)
@@ -177,6 +193,7 @@ def test_several_threads_get_what_one_gets() -> None:
     assert not wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kdim", "vdim", "batch_first", "given"),
     [
@@ -211,6 +228,7 @@ def test_queries_and_keys_of_one_tensor_and_other_values() -> None:
     hold(layer(), call)
 
 
+@pytest.mark.thorough
 def test_lengths_and_widths_that_differ_are_refused_as_pytorch_refuses_them() -> None:
     model, x = layer(vdim=32), rows()
     mhsa.accelerate(model)
@@ -278,6 +296,7 @@ def test_training_gradients_and_twice_are_refused() -> None:
         model.train()(x, x, x)
 
 
+@pytest.mark.thorough
 def test_a_model_of_transformers() -> None:
     model, inputs = decoder("llama"), prompts(2, 11, hidden=3)
     expected = generated(model, inputs, "eager")

@@ -36,10 +36,10 @@ def _tensors(length: int = L, keys: int = S) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize(
     ("mask", "sinks", "softcap", "causal"),
     [
-        (None, None, 0.0, False),
+        pytest.param(None, None, 0.0, False, marks=pytest.mark.thorough),
         (BOOL, SINKS, 5.0, False),
-        (torch.randn(1, H, L, S), None, 0.0, False),
-        (None, None, 0.0, True),
+        pytest.param(torch.randn(1, H, L, S), None, 0.0, False, marks=pytest.mark.thorough),
+        pytest.param(None, None, 0.0, True, marks=pytest.mark.thorough),
     ],
 )
 def test_both_are_one_meaning_in_all_rows_and_in_some(

@@ -129,6 +129,7 @@ def test_what_compile_refuses(made: Callable[[], nn.Module], why: str) -> None:
     assert state(model) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings(*QUANTISING)
 def test_attention_beside_quantised_layers_is_replaced() -> None:
     model, found = quantised(), list[Tensor]()
@@ -173,6 +174,7 @@ class Doubled(nn.Module):
         return weight * 2
 
 
+@pytest.mark.thorough
 def test_parametrized_later_on() -> None:
     """The next call has the weights as they are computed, and those after an edit."""
     layer = block().attention

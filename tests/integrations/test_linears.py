@@ -136,6 +136,7 @@ def test_what_is_kept_says_why(make: Callable[[], nn.Module], why: str) -> None:
     assert f"1 kept: {row.why_kept}" in repr(report)
 
 
+@pytest.mark.thorough
 def test_attention_keeps_its_own_linears() -> None:
     model = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True).eval()
     report = mhsa.accelerate(model, linears=True)
@@ -171,6 +172,7 @@ def test_calls_that_are_pytorchs() -> None:
         model(x)
 
 
+@pytest.mark.thorough
 def test_a_decoder_of_transformers_says_the_same() -> None:
     model = built("GPT2", "GPT2LMHeadModel", {**TOKENS, "n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 64})
     inputs = prompts(2, 11, hidden=3)

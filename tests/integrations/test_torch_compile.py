@@ -57,6 +57,7 @@ def compiled(layer: nn.Module, **words: Any) -> Any:
     return torch.compile(layer.eval(), backend=BACKEND, dynamic=True, **words)
 
 
+@pytest.mark.thorough
 def test_every_length_and_thread() -> None:
     layer = Layer()
     run = compiled(layer)
@@ -89,6 +90,7 @@ print(len(made))
 """
 
 
+@pytest.mark.thorough
 def test_every_length_is_one_artifact() -> None:
     """This runs in a process of its own: what others have done in one decides how often Dynamo compiles."""
     done = subprocess.run([sys.executable, "-c", ONE_ARTIFACT], capture_output=True, text=True, timeout=300, check=True)
@@ -101,6 +103,7 @@ def called(run: Any, x: Tensor) -> Tensor:
         return found
 
 
+@pytest.mark.thorough
 def test_weights_that_change_and_layers_of_one_class() -> None:
     layers, x = [Layer().eval() for _ in range(2)], torch.randn(2, 19, 32)
     runs = [compiled(layer) for layer in layers]
@@ -181,6 +184,7 @@ class WritesIntoItsOwn(nn.Module):
         return y
 
 
+@pytest.mark.thorough
 def test_what_a_graph_made_itself_it_may_write_into() -> None:
     module, x = WritesIntoItsOwn().eval(), torch.randn(2, 19, 32)
     given = x.clone()
@@ -213,6 +217,7 @@ def test_what_stays_with_pytorch_is_said(module: nn.Module, why: str) -> None:
             assert torch.equal(compiled(module)(x.clone()), expected)
 
 
+@pytest.mark.thorough
 def test_gradients_are_pytorchs() -> None:
     layer, x = Layer().eval(), torch.randn(2, 7, 32)
     with pytest.warns(UserWarning, match="gradients are wanted"):
@@ -223,6 +228,7 @@ def test_gradients_are_pytorchs() -> None:
     assert torch.equal(found, layer.linear.weight.grad)
 
 
+@pytest.mark.thorough
 def test_a_slower_graph_stays_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_compile, "_time_by_eager", lambda graph, run, inputs: 3.0)
     with torch.inference_mode(), pytest.warns(UserWarning, match="it takes 3.00 of PyTorch's time"):
@@ -248,7 +254,7 @@ def test_both_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"options": {"strict": True}}, "expected at least one attention"),
+        pytest.param({"options": {"strict": True}}, "expected at least one attention", marks=pytest.mark.thorough),
         ({"options": {"traget": "native"}}, "options: expected any of target, threads, strict, check, got traget"),
         ({"mode": "max-autotune"}, "has no modes"),
     ],

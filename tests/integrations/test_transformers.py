@@ -26,6 +26,7 @@ def llama() -> Model:
     return decoder("llama")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("hidden", [0, 4])
 def test_generates_the_tokens_of_eager_attention(llama: Model, cache: str, hidden: int) -> None:
@@ -42,6 +43,7 @@ def test_is_within_the_budget_of_eager_attention(llama: Model, batch: int, lengt
     assert share_of_budget(llama, lambda model: model(**inputs).logits) <= 1
 
 
+@pytest.mark.thorough
 def test_an_encoder_reads_padding() -> None:
     inputs = prompts(2, 9, hidden=3)
     assert share_of_budget(encoder("bert"), lambda model: model(**inputs).last_hidden_state) <= 1
@@ -157,6 +159,7 @@ def test_export_and_compile_see_one_operator() -> None:
             assert torch.equal(compiled(q, k), expected)
 
 
+@pytest.mark.thorough
 def test_a_backward_through_the_operator_is_refused() -> None:
     q = torch.randn(1, 4, 5, 16, requires_grad=True)
     y = torch.ops.mhsa.attention(q, q, q, None, None, 0.25, 0.0, False, False, False)

@@ -34,6 +34,7 @@ def off(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+@pytest.mark.thorough
 def test_a_slice_of_the_campaign() -> None:
     assert len(EDITS) == 20
     assert not campaign(25, seed=3)

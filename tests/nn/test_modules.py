@@ -212,7 +212,7 @@ def test_other_outputs_of_the_same_weights(fields: dict[str, object]) -> None:
     MultiHeadAttention(looked_into.spec).load_state_dict(state)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_dropout_is_of_the_weights_and_in_training_alone(hidden: bool) -> None:
     spec = AttentionSpec(embed_dim=24, num_heads=4, mask="bool" if hidden else None, outputs=("y", "weights"))
     q, k, _ = qkv(S=7)

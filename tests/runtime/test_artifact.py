@@ -111,6 +111,7 @@ def test_a_flipped_byte_is_found(saved: Artifact, name: str) -> None:
         Artifact.open(saved.path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bit", [0x01, 0x20])
 def test_a_flipped_byte_anywhere_in_the_manifest_is_found(saved: Artifact, bit: int) -> None:
     path = saved.path / "manifest.json"
@@ -223,6 +224,7 @@ def test_force_can_repair_a_damaged_artifact_and_follows_links(saved: Artifact, 
     Artifact.open(tmp_path / "v1")
 
 
+@pytest.mark.thorough
 def test_readers_beside_a_writer_find_it_whole(saved: Artifact, tmp_path: Path) -> None:
     one, other = saved, assemble(tmp_path / "other", mhsa_version="9")
     place, done = saved.save(tmp_path / "shared").path, threading.Event()

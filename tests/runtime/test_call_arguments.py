@@ -38,6 +38,7 @@ def compiled(artifact: Artifact) -> CompiledAttention:
     return load(artifact)
 
 
+@pytest.mark.thorough
 def test_torch_in_torch_out(compiled: CompiledAttention) -> None:
     x, mask = draw()
     tx, tmask = torch.from_numpy(x), torch.from_numpy(mask)
@@ -335,6 +336,7 @@ def test_a_bound_call_copies_anew_what_has_gaps(compiled: CompiledAttention) -> 
         compiled.bind(x.astype(np.float64), mask)
 
 
+@pytest.mark.thorough
 def test_numbers_of_a_bound_call_are_looked_at_in_each_run() -> None:
     spec = mhsa.AttentionSpec(embed_dim=16, num_heads=2, kv_cache=True, causal=True)
     attention = mhsa.load(mhsa.compile(spec))

@@ -224,6 +224,7 @@ def run_fresh(code: str, artifact: Artifact) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_fresh_process_loads_neither_torch_nor_a_compiler(artifact: Artifact) -> None:
     run_fresh(
         """
@@ -247,7 +248,7 @@ np.testing.assert_array_equal(load(sys.argv[1])(x, mask), y)
     )
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", ["1", pytest.param("2", marks=pytest.mark.thorough)])
 def test_a_process_may_end_while_a_daemon_thread_is_inside_a_call(artifact: Artifact, threads: str) -> None:
     worker = Path(__file__).with_name("daemon_worker.py")
     command = [sys.executable, worker, artifact.path, threads]

@@ -51,6 +51,7 @@ def fields(attention: CompiledAttention) -> dict[str, Any]:
     return dict(kv_cache.cached_spec(attention.manifest))
 
 
+@pytest.mark.thorough
 def test_it_counts_as_the_hosts_does(attention: CompiledAttention, of_cuda: Torch) -> None:
     here = attention.new_cache(batch=2, capacity=16)
     there = DeviceKVCache(fields(attention), 2, 16, "cpu")

@@ -114,7 +114,7 @@ def built(given: Any, path: Path) -> tvm_runtime.Library:
     return tvm_runtime.start().library(code, sha256(code).hexdigest())
 
 
-@pytest.mark.parametrize("length", [1, 7, 197])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.thorough), 7, 197])
 def test_main_computes_in_memory_that_it_is_given(library: tvm_runtime.Library, length: int) -> None:
     rng = np.random.default_rng(length)
     x, p = (aligned_copy(rng.standard_normal(shape, np.float32)) for shape in ((length, 8), (8,)))

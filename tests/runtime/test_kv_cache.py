@@ -71,6 +71,7 @@ def draw(spec: AttentionSpec, B: int, L: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((B, L, spec.embed_dim), np.float32).astype(spec.dtype)
 
 
+@pytest.mark.thorough
 def test_256_steps_equal_the_whole_prefill(decoder: Decoder) -> None:
     x = draw(decoder.spec, 1, PROMPT + STEPS)
     expected, allowed = decoder.of_whole(x)
@@ -214,6 +215,7 @@ def without_cache() -> tuple[MultiHeadAttention, mhsa.Artifact]:
     return module, mhsa.compile(module)
 
 
+@pytest.mark.thorough
 def test_a_spec_without_a_cache_has_none(without_cache: tuple[MultiHeadAttention, mhsa.Artifact]) -> None:
     plain = mhsa.load(without_cache[1], threads=1)
     cache = KVCache(SHAPES["gpt2"].to_dict(), batch=1, capacity=8)

@@ -40,6 +40,7 @@ def test_scenarios(tmp_path: Path) -> None:
     in_a_child(scenarios.__file__, tmp_path)
 
 
+@pytest.mark.thorough
 def test_arithmetic(tmp_path: Path) -> None:
     cuda_compiler.require_nvrtc()  # whose headers the kernels need
     libraries.build(tmp_path)

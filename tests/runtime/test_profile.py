@@ -55,6 +55,7 @@ def foreign() -> CompiledAttention:
     return mhsa.load(mhsa.compile(Twice().eval(), example_inputs=[torch.zeros(2, 5, 24)]))
 
 
+@pytest.mark.thorough
 def test_every_operation_has_its_row_and_its_work(cross: CompiledAttention) -> None:
     B, L, S = 2, 7, 11
     found = cross.profile(random(B, L, 24), random(B, S, 10), seconds=0.01)
@@ -94,6 +95,7 @@ def test_calls_are_what_they_were(cross: CompiledAttention) -> None:
     assert np.array_equal(cross(x, context), before)
 
 
+@pytest.mark.thorough
 def test_a_cache_stays_as_long_as_it_is(cached: CompiledAttention) -> None:
     cache = cached.new_cache(1, 32)
     cached(random(1, 9, 24), cache=cache)
@@ -109,6 +111,7 @@ def test_a_cache_stays_as_long_as_it_is(cached: CompiledAttention) -> None:
         assert np.array_equal(cached(x, cache=cache), cached(x, cache=twin))
 
 
+@pytest.mark.thorough
 def test_code_of_tvms_own_is_one_row_a_function(foreign: CompiledAttention) -> None:
     found = foreign.profile(random(2, 5, 24), seconds=0.01)
     assert len({op.name for op in found.ops}) == len(found.ops)
@@ -142,6 +145,7 @@ def test_the_trace_is_what_chrome_reads(cross: CompiledAttention, tmp_path: Path
         found.save_trace(tmp_path / "missing" / "trace.json")
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_profiled_is_refused(cross: CompiledAttention) -> None:
     with pytest.raises(InputError, match="sizes of at least 1"):
         cross.profile(random(2, 0, 24), random(2, 11, 10))
@@ -222,6 +226,7 @@ class OfATable(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q)
 
 
+@pytest.mark.thorough
 def test_nobody_counts_the_rows_that_are_picked_from_a_table() -> None:
     attention = mhsa.load(mhsa.compile(OfATable().eval(), example_inputs=[torch.zeros(2, 5, dtype=torch.int64)]))
     found = attention.profile(np.ones((2, 5), np.int64), seconds=0.01)
@@ -241,6 +246,7 @@ MASKED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MASKED)
 def test_lengths_are_those_of_queries_and_keys(name: str) -> None:
     spec, (B, L) = MASKED[name], (2, 7)

@@ -63,6 +63,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return Program(tmp_path_factory.mktemp("program"))
 
 
+@pytest.mark.thorough
 def test_a_slice_of_the_campaign(program: Program) -> None:
     outcome = files_cpp.batch(program.harness, [program.artifact], "slice", 120)
     assert sum(outcome.counts.values()) == 120

@@ -120,6 +120,7 @@ def there(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return device(request.param, tmp_path_factory.mktemp("device"))
 
 
+@pytest.mark.thorough_but("riscv64")
 def test_the_program_of_a_bundle_runs(there: Device) -> None:
     """The program runs as its README says, with no file but the bundle's; all of it is less than 12 MB."""
     assert there.made.bytes < 12e6
@@ -129,6 +130,7 @@ def test_the_program_of_a_bundle_runs(there: Device) -> None:
     assert "y: float32 (1, 13, 66), sum " in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("there", ["this machine"], indirect=True)
 @pytest.mark.skipif(shutil.which("make") is None or shutil.which("c++") is None, reason="needs make and a C++ compiler")
 def test_its_makefile_takes_the_compiler_of_the_device(there: Device, tmp_path: Path) -> None:
@@ -139,6 +141,30 @@ def test_its_makefile_takes_the_compiler_of_the_device(there: Device, tmp_path: 
     assert done.returncode == 0 and "y: float32 (1, 13, 66), sum " in done.stdout, done.stderr
 
 
+@pytest.mark.thorough_only(
+    "this machine-a causal block",
+    "this machine-cross-attention",
+    "this machine-eight bits",
+    "this machine, built-a causal block",
+    "this machine, built-rotary and capped, a window",
+    "this machine, built-cross-attention",
+    "this machine, built-decoding from a cache",
+    "this machine, built-bfloat16",
+    "this machine, built-float16",
+    "this machine, built-what a softmax is like",
+    "aarch64, its wheels-a causal block",
+    "aarch64, its wheels-rotary and capped, a window",
+    "aarch64, its wheels-cross-attention",
+    "aarch64, its wheels-decoding from a cache",
+    "aarch64, its wheels-bfloat16",
+    "aarch64, its wheels-float16",
+    "aarch64, its wheels-eight bits",
+    "aarch64, built-a causal block",
+    "aarch64, built-cross-attention",
+    "aarch64, built-float16",
+    "aarch64, built-eight bits",
+    "armv7-cross-attention",
+)
 @pytest.mark.parametrize("name", [*SPECS, INT8])
 def test_its_outputs_are_right(there: Device, name: str, record_property) -> None:
     artifact = there.compiled(name)
@@ -150,6 +176,7 @@ def test_its_outputs_are_right(there: Device, name: str, record_property) -> Non
     assert verdict.ok, verdict.worst
 
 
+@pytest.mark.thorough_only("this machine, built", "aarch64, its wheels")
 def test_it_says_what_it_expected_and_what_it_got(there: Device, tmp_path: Path) -> None:
     save_file({"x": np.zeros((1, 5, 67), np.float32)}, tmp_path / "in.safetensors")
     done = there.run("--inputs", tmp_path / "in.safetensors")
@@ -195,6 +222,7 @@ def test_it_runs_where_proc_is_not_mounted(there: Device, tmp_path: Path) -> Non
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("there", ["aarch64, built"], indirect=True)
 def test_a_cpu_without_the_features_is_refused_before_any_code_runs(there: Device) -> None:
     """The error says what is needed and what is missing."""

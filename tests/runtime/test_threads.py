@@ -65,6 +65,7 @@ def fresh(code: str, *words: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough_only("1-auto")
 @pytest.mark.usefixtures("team")
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -76,6 +77,7 @@ def test_bits_do_not_depend_on_threads_or_pool(artifact: Artifact, alone: np.nda
         assert attention.pool == (pool if threads > 1 else "own")
 
 
+@pytest.mark.thorough_but("auto")
 @pytest.mark.parametrize("pool", POOLS)
 def test_callers_share_the_pool(artifact: Artifact, alone: np.ndarray, pool: str) -> None:
     attention = load(artifact, threads=3, pool=pool)
@@ -96,6 +98,7 @@ def test_settings_belong_to_the_call(artifact: Artifact, alone: np.ndarray) -> N
             assert np.array_equal(attention(X), alone)
 
 
+@pytest.mark.thorough
 def test_one_pool_for_the_process(artifact: Artifact, tmp_path: Path) -> None:
     """Whatever number of artifacts and callers: as many workers as the largest call wants beside its caller."""
     other = tmp_path / "other"
@@ -126,6 +129,7 @@ assert tasks() == before + 2, tasks() - before
     )
 
 
+@pytest.mark.thorough
 def test_pytorch_imported_after_the_load(artifact: Artifact) -> None:
     fresh(
         """
@@ -161,6 +165,7 @@ assert np.array_equal(openmp(x), y) and openmp.pool == "openmp", openmp.pool
     )
 
 
+@pytest.mark.thorough
 def test_what_pytorch_was_told_bounds_the_default(artifact: Artifact) -> None:
     """A number of threads that was asked for is not bounded."""
     fresh(
@@ -187,6 +192,7 @@ assert tasks() == before + 1
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pool", ["auto", "own"])
 def test_a_fork_calls_as_its_parent_does(artifact: Artifact, pool: str) -> None:
     """A child does so, too, where its parent's other threads were in the middle of a call."""
@@ -355,7 +361,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize(
-    ("sanitizer", "share"), [((), 1), (("-fsanitize=thread",), 10)], ids=["plain", "thread sanitizer"]
+    ("sanitizer", "share"),
+    [((), 1), pytest.param(("-fsanitize=thread",), 10, marks=pytest.mark.thorough)],
+    ids=["plain", "thread sanitizer"],
 )
 def test_the_pool_by_itself(sanitizer: tuple[str, ...], share: int, tmp_path: Path) -> None:
     """Every task of every launch has run once, from several callers, with sleeps, failures and loops in tasks; with the

@@ -135,6 +135,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
 """  # of a small process: a child has what its parent had, before it is the program
 
 
+@pytest.mark.thorough
 def test_nor_are_they_in_the_program_of_a_bundle(artifact: mhsa.Artifact, tmp_path: Path) -> None:
     bundle(artifact, tmp_path / "b", build=True)
     words = [sys.executable, "-c", _OF_A_PROGRAM, tmp_path / "b" / "attention", "--dim", "n=3", "--repeat", "1"]

@@ -75,6 +75,7 @@ def test_numbers_and_names_of_others() -> None:
     parsed(many)
 
 
+@pytest.mark.thorough
 def test_compiled_attention_has_one_too() -> None:
     attention = mhsa.load(mhsa.compile(AttentionSpec(embed_dim=8, num_heads=2, causal=True)))
     text = " ".join(parsed(attention._repr_html_()).itertext())

@@ -75,7 +75,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     start = cpu_seconds()
     result = yield
     tier = next((marker for marker in TIERS if item.get_closest_marker(marker)), "")
-    line = {"test": item.nodeid, "tier": tier, "seconds": cpu_seconds() - start, "pairs": sorted(_emitted)}
+    thorough = item.get_closest_marker("thorough") is not None
+    line = {
+        "test": item.nodeid,
+        "tier": tier,
+        "thorough": thorough,
+        "seconds": cpu_seconds() - start,
+        "pairs": sorted(_emitted),
+    }
     with (Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     return result

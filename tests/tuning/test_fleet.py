@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
         yield found
 
 
-@pytest.mark.parametrize("database", [SQLITE, POSTGRES])
+@pytest.mark.parametrize("database", [pytest.param(SQLITE, marks=pytest.mark.thorough), POSTGRES])
 def test_no_trial_is_lost_or_doubled(database: str, request: pytest.FixtureRequest) -> None:
     """Four processes begin at once, on an empty database: one loses its device now and then, and two are killed."""
     if database == POSTGRES:
@@ -88,6 +88,7 @@ def test_signs_of_life_outlast_a_database_that_is_away(tmp_path: Path, monkeypat
     storage.engine.dispose()
 
 
+@pytest.mark.thorough
 def test_a_database_without_its_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(InstallationError, match=r"psycopg on this machine.* pip install psycopg\[binary\]") as caught:

@@ -114,6 +114,7 @@ def test_other_functions_have_no_row(result: metaschedule.ScheduleResult, profil
         assert cpu_schedule.lower(module, profile, RecordSet([result.record, made()], profile)).reports == []
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_tuned_says_why(profile: TargetProfile) -> None:
     (task,) = fallback_jobs.fallback_tasks(norms(te.var("n", "int64")), profile)
     assert "lengths are symbols" in task.reason

@@ -81,6 +81,7 @@ OPS = {
 }
 
 
+@pytest.mark.thorough_but("linear", "linear-int8", "apart-additive")
 @pytest.mark.parametrize("name", OPS)
 def test_defaults_pass_their_exercise_and_a_wrong_output_fails(name: str, tmp_path: Path):
     op = OPS[name]
@@ -96,6 +97,7 @@ def test_defaults_pass_their_exercise_and_a_wrong_output_fails(name: str, tmp_pa
     assert job.error_share(unwritten) == np.inf
 
 
+@pytest.mark.thorough
 def test_bfloat16_and_long_lengths_are_sampled(tmp_path: Path):
     op = fused(dtype="bfloat16", band=WindowSpec(40, 0))
     job = job_of(op, {"B": 1, "L": 1023})

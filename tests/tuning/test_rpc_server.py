@@ -76,6 +76,7 @@ def test_something_else_is_no_tracker() -> None:
         answering.join()
 
 
+@pytest.mark.thorough
 def test_a_device_that_is_killed_costs_no_measurement(tracker: tuple[subprocess.Popen[str], int]) -> None:
     """Two devices, one of which is killed while it measures: whatever was there is measured by the other."""
     _, port = tracker

@@ -113,6 +113,7 @@ def test_what_goes_wrong_costs_only_itself(
     assert isinstance(outcomes[1], Failure) and outcomes[1].reason == reason
 
 
+@pytest.mark.thorough
 def test_every_dtype_crosses(session: Session) -> None:
     """bfloat16 inputs and weights; a boolean mask and 64-bit lengths."""
     linear = replace(measured.OP, dtype="bfloat16")
@@ -148,6 +149,7 @@ def test_a_device_must_have_what_the_code_uses() -> None:
         sessions.require(msgspec.structs.replace(board, features=isa.features[1:]), isa)
 
 
+@pytest.mark.thorough
 def test_a_device_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with sessions.local(threads=1, patience=2) as session:
         monkeypatch.setattr(sessions, "GRACE", -1.9)
@@ -189,6 +191,7 @@ def test_who_harms_the_others_is_not_timed_beside_them(monkeypatch: pytest.Monke
     assert outcomes == [Timing((1.0,), 0.5)] * 3
 
 
+@pytest.mark.thorough
 def test_a_crash_that_does_not_happen_again_was_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = [Fault(1, Failure(CRASH)), Fault(0, Failure(WRONG, "twice"))]
 

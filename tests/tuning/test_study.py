@@ -64,6 +64,7 @@ def test_a_space_holds_every_willing_kernel_and_the_default():
     assert len(space.points) < size  # some tiles need more registers than there are
 
 
+@pytest.mark.thorough
 def test_everything_is_drawn_once_and_then_nothing(storage, space: Space):
     few = {
         knob: choices[:2] if knob != "group" else choices[:1] for knob, choices in space.values["cpu.linear"].items()
@@ -117,6 +118,7 @@ def test_the_score_is_by_rounds(storage, space: Space):
         assert study.trials()[-1].result.score == 60 / 90
 
 
+@pytest.mark.thorough
 def test_two_workers_never_draw_the_same(storage, url: str, space: Space):
     other = study_storage.open_storage(url)
     with Study(storage, identity("two"), space, seed=1) as one, Study(other, identity("two"), space, seed=1) as two:

@@ -69,6 +69,7 @@ def tuned(request: Request, session: MadeSession, **ops: LinearOp) -> TuningRepo
     return tune(ops or {"a": OP}, PROFILE, session, request, build=built)
 
 
+@pytest.mark.thorough
 def test_the_fastest_is_found_and_recorded(request_: Request):
     """A small part of the space is tried, and the machine's speed changes by half from round to round."""
     session = MadeSession(far, drift=0.5)
@@ -85,6 +86,7 @@ def test_the_fastest_is_found_and_recorded(request_: Request):
     assert len(session.measured) - len(set(session.measured)) <= 2 + search.FINALISTS  # beside noise and confirmation
 
 
+@pytest.mark.thorough
 def test_a_difference_within_the_noise_is_none(request_: Request):
     report = tuned(request_, MadeSession(flat, noise=0.02))
     (op,) = report.ops
@@ -95,11 +97,13 @@ def test_a_difference_within_the_noise_is_none(request_: Request):
     assert record.median_us == record.default_us
 
 
+@pytest.mark.thorough
 def test_half_a_percent_counts_where_nothing_moves(request_: Request):
     (op,) = tuned(request_, MadeSession(flat)).ops
     assert op.speedup == pytest.approx(1 / 0.995)
 
 
+@pytest.mark.thorough
 def test_it_goes_on_where_it_ended_and_measures_nothing_twice(request_: Request):
     first, second = MadeSession(far), MadeSession(far)
     assert tuned(replace(request_, trials=8), first).trials == 8
@@ -110,6 +114,7 @@ def test_it_goes_on_where_it_ended_and_measures_nothing_twice(request_: Request)
     assert len(record_files.read(request_.records).records) == 2
 
 
+@pytest.mark.thorough
 def test_it_ends_when_the_gain_is_under_the_noise(request_: Request, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "STARTUP", 2)
     monkeypatch.setattr(search, "PATIENCE", 10)
@@ -123,6 +128,7 @@ def test_it_ends_with_its_time_but_tries_some(request_: Request):
     assert (op.stopped, op.trials) == ("time", BATCH)
 
 
+@pytest.mark.thorough
 def test_a_sweep_says_how_near_the_search_came(request_: Request, monkeypatch: pytest.MonkeyPatch):
     few = {"rows": (2, 4), "columns": (1, 2), "block": (8,), "depth": (16, 64), "group": (8,)}
     monkeypatch.setattr(CpuLinearKernel, "search_space", lambda self, op, profile: few)
@@ -173,6 +179,7 @@ class _OtherwiseElsewhere(MadeSession):
         return here.measure(job, candidates, seconds)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("elsewhere", "is_kept"),
     [
@@ -194,6 +201,7 @@ def test_a_record_for_every_length_is_no_slower_at_others(
     assert (set(session.rows[:-2]) == {12} and session.rows[-2:] == [3, 48]) or not is_kept  # of the best alone
 
 
+@pytest.mark.thorough
 def test_a_bundle_measures_symbolic_lengths_at_others(request_: Request, tmp_path: Path):
     ops, request = {"a": SYMBOLIC}, replace(request_, sizes={"L": 12}, trials=2)
     work, found = tmp_path / "work.zip", tmp_path / "results.json"
@@ -223,6 +231,7 @@ def test_a_bundle_measures_symbolic_lengths_at_others(request_: Request, tmp_pat
     assert told(rows12=101, rows3=90, rows48=90) == "the default"
 
 
+@pytest.mark.thorough
 def test_failures_are_counted_and_never_recorded(request_: Request):
     """What is fastest is wrong, what is next crashes."""
 
@@ -235,6 +244,7 @@ def test_failures_are_counted_and_never_recorded(request_: Request):
     assert op.config["rows"] not in (1, 2)
 
 
+@pytest.mark.thorough
 def test_what_does_not_build_is_a_failure(request_: Request):
     def build(space: Space, point: Point) -> Candidate:
         if point.config["group"] != DEFAULT.config["group"]:
@@ -245,6 +255,7 @@ def test_what_does_not_build_is_a_failure(request_: Request):
     assert set(op.failures) == {"did not build"}
 
 
+@pytest.mark.thorough
 def test_what_a_device_lost_is_measured_when_it_is_back(request_: Request):
     away = [False, True, True]  # after the measurement of the noise
 
@@ -262,6 +273,7 @@ def test_what_a_device_lost_is_measured_when_it_is_back(request_: Request):
         tuned(replace(request_, trials=16), Absent(far))
 
 
+@pytest.mark.thorough
 def test_operations_that_are_equal_are_one_and_each_has_its_record(request_: Request):
     report = tuned(replace(request_, trials=4), MadeSession(far), a=OP, b=OTHER, c=OP)
     assert [op.names for op in report.ops] == [("a", "c"), ("b",)]
@@ -321,6 +333,7 @@ def test_the_sizes_of_symbols_are_those_asked_for():
     assert (task.key["rows"], task.sizes) == ("any", {"rows": 14})
 
 
+@pytest.mark.thorough
 def test_planted_kernels_never_enter_the_records(request_: Request):
     """The kernels run on this machine: one is off by one in a tail, one crashes; both would be the fastest."""
 

@@ -57,7 +57,15 @@ def test_a_search_writes_records_that_compiling_for_that_gpu_uses(request_: Requ
     assert op.kernel in {kernel.name for kernel in KERNELS["cuda"]}
 
 
-@pytest.mark.parametrize(("made_for", "used_on"), [(HOPPER, AMPERE), (AMPERE, HOPPER), (HOPPER, CPU), (CPU, HOPPER)])
+@pytest.mark.parametrize(
+    ("made_for", "used_on"),
+    [
+        (HOPPER, AMPERE),
+        pytest.param(AMPERE, HOPPER, marks=pytest.mark.thorough),
+        pytest.param(HOPPER, CPU, marks=pytest.mark.thorough),
+        pytest.param(CPU, HOPPER, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_record_of_another_gpu_or_of_a_cpu_is_never_used(
     request_: Request, made_for: TargetProfile, used_on: TargetProfile
 ):
@@ -76,6 +84,7 @@ def recorded(request: Request, profile: TargetProfile):
     return record_files.read(request.records).records[-1]
 
 
+@pytest.mark.thorough
 def test_records_of_one_gpu_are_first_guesses_for_another(request_: Request):
     record = recorded(request_, AMPERE)
     space = Space.of(OP, HOPPER)
@@ -109,6 +118,7 @@ def test_a_device_says_which_gpu_it_has(monkeypatch: pytest.MonkeyPatch):
     assert json.loads(rpc_server._said(False))["gpu"] is None
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_a_candidate_is_a_library_with_machine_code(tmp_path: Path):
     (kernel, *_), _ = kernels_for(OP, AMPERE)
@@ -119,6 +129,7 @@ def test_a_candidate_is_a_library_with_machine_code(tmp_path: Path):
     assert b"__global__" not in candidate.library
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_a_bundle_for_a_gpu_is_refused_where_there_is_none(request_: Request, tmp_path: Path):
     work = tmp_path / "work.zip"
@@ -131,6 +142,7 @@ def test_a_bundle_for_a_gpu_is_refused_where_there_is_none(request_: Request, tm
         assert not (tmp_path / "results.json").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(cuda_devices.first() is not None, reason="there is a GPU here")
 def test_tuning_for_a_gpu_without_one_says_so(tmp_path: Path):
     words = ["tune", "--workload", "tiny", "--dtype", "bfloat16", "--target", "cuda-sm90a", "--seconds", "1"]

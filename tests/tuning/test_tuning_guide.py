@@ -60,6 +60,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_the_guide_leads_from_an_unseen_machine_to_records(newcomer: Path) -> None:
     (newcomer / "layer.toml").write_text(*blocks("toml"))
     for words in commands("sh"):
@@ -86,6 +87,7 @@ def test_the_guide_leads_from_an_unseen_machine_to_records(newcomer: Path) -> No
     assert not shipped.exists() or all(record in tuned for record in record_files.read(shipped).records)
 
 
+@pytest.mark.thorough_but("mhsa measure work.zip -o results.json")
 @pytest.mark.parametrize("words", commands("console"), ids=shlex.join)
 def test_commands_for_other_machines_have_these_options(words: list[str]) -> None:
     shown = CliRunner().invoke(app, [words[1], "--help"], env={"COLUMNS": "200"})

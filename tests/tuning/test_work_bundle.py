@@ -59,6 +59,7 @@ print(*sys.modules, open("/proc/self/maps").read(), file=sys.stderr)
 """
 
 
+@pytest.mark.thorough
 def test_a_bundle_is_measured_where_there_is_only_the_runtime(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     done = subprocess.run([sys.executable, "-P", "-c", MEASURE, work, "-o", out], capture_output=True, text=True)

@@ -69,6 +69,7 @@ def check(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray] | 
     assert error <= 8 * UNIT[op.dtype] * np.abs(expected).max()
 
 
+@pytest.mark.thorough_but("narrow-300-300-WindowSpec(left=70, right=None, alignment='top_left')")
 @pytest.mark.parametrize(
     ("machine", "L", "S", "band"),
     [
@@ -98,6 +99,7 @@ def scattered(shape: tuple[int, int, int], seed: int = 1) -> np.ndarray:
     return visible
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("band", [None, WindowSpec(None, 0, "bottom_right")], ids=["free", "causal"])
 def test_constant_masks(heads, band):
@@ -105,6 +107,7 @@ def test_constant_masks(heads, band):
     check(operation(L, S, band=band, static_mask=StaticMask(scattered((heads, L, S)))), WIDE)
 
 
+@pytest.mark.thorough
 def test_what_a_constant_mask_hides_reaches_no_output():
     visible = scattered((1, 100, 90))
     op = operation(100, 90, static_mask=StaticMask(visible))
@@ -118,6 +121,7 @@ def test_what_a_constant_mask_hides_reaches_no_output():
     assert np.isfinite(y[:, blind]).all() and np.isnan(y[:, ~blind]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("E", "F", "band"),
@@ -130,6 +134,7 @@ def test_sixteen_bits(dtype, E, F, band):
         check(operation(67, 67, E=E, F=F, band=band, dtype=dtype), profile)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("step", [0.5, 30.0, -30.0])
 def test_scores_that_rise_or_fall_with_the_keys(dtype, step):
@@ -142,6 +147,7 @@ def test_scores_that_rise_or_fall_with_the_keys(dtype, step):
     check(op, detect(), [q, k, v])
 
 
+@pytest.mark.thorough
 def test_the_largest_numbers_do_not_overflow():
     """Weights may exceed 1, up to 2^8: sums of values near the largest float32 must leave room for that."""
     op = operation(20, 90)

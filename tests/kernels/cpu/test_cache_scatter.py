@@ -48,6 +48,9 @@ class Run:
 SIZES = ((1, 1, 1), (2, 3, 7), (3, 1, 211), (2, 211, 211))  # B, L, S; the last ones are shared between threads
 
 
+@pytest.mark.thorough_but(
+    "two axes-True-True", "rows-True-True", "free row-True-True", "heads of rows-True-True", "row of rows-True-True"
+)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("circular", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,6 +73,7 @@ def test_the_kernel(shape: str, circular: bool, in_place: bool) -> None:
         assert np.array_equal(run(cache, given, *([indices] if op.indexed else [])), expected)
 
 
+@pytest.mark.thorough_only("float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(dtype: np.dtype) -> None:
     rng = np.random.default_rng(0)
@@ -118,7 +122,7 @@ def test_the_operator_makes_a_copy() -> None:
         assert not np.shares_memory(cache, present)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_in_place_the_output_is_the_caller_s_own_array(dtype: str) -> None:
     rng = np.random.default_rng(0)
     write = loaded(KINDS[dtype], said={"past": "present"})
@@ -199,7 +203,7 @@ def two_caches(dtype: int) -> onnx.ModelProto:
     return source
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_two_caches_are_not_one_memory(dtype: str) -> None:
     write = mhsa.load(mhsa.compile(two_caches(KINDS[dtype])))
     cache, update, at = np.zeros((1, 3, 11, 10), dtype), np.ones((1, 3, 4, 10), dtype), np.array([0])

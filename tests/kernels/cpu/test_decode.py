@@ -76,6 +76,7 @@ def close(actual, expected):
     assert np.abs(actual - expected).max() <= RTOL * np.abs(expected).max()
 
 
+@pytest.mark.thorough_but("shape0-scalar")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("shape", [(1, 3, 3, 7, 40), (1, 4, 1, 64, 80), (3, 6, 2, 40, 7), (12, 3, 1, 20, 24)])
 def test_every_size_on_every_machine(name, shape):
@@ -86,7 +87,7 @@ def test_every_size_on_every_machine(name, shape):
         close(run(function, op, q, k, v), attention(op, q, k, v, None))
 
 
-@pytest.mark.parametrize("layout", ["rows", "heads"])
+@pytest.mark.parametrize("layout", ["rows", pytest.param("heads", marks=pytest.mark.thorough)])
 def test_splits_are_combined(layout):
     """Seven cores divide nothing here; S = 1 leaves one split, 1023 leaves an uneven last one."""
     op = decode(E=40, F=128, layout=layout)
@@ -105,6 +106,7 @@ def test_long_blocks_are_as_exact_as_short_ones():
     assert 0 < long <= 2 * short
 
 
+@pytest.mark.thorough_but("5-0-bottom_right", "40-2-top_left")
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (5, 0), (40, 2), (None, None), (300, None)])
 def test_bands(left, right, alignment):
@@ -115,6 +117,7 @@ def test_bands(left, right, alignment):
         close(run(function, op, q, k, v), attention(op, q, k, v, None))
 
 
+@pytest.mark.thorough_but("avx512-5-shape2-float32")
 @pytest.mark.parametrize("dtype", ["bool", "float32"])
 @pytest.mark.parametrize("shape", [(2, 4, 3, 131), (1, 1, 3, 131), (2, 1, 1, 131), (1, 4, 1, 1)])
 @pytest.mark.parametrize(("name", "cores"), [("avx512", 5), ("avx2", 1), ("neon", 1)])
@@ -146,7 +149,7 @@ def test_keys_outside_the_band_do_not_leak():
     close(run(function, op, q, k, v), expected)
 
 
-@pytest.mark.parametrize("L", [1, 13], ids=["decode", "attention"])
+@pytest.mark.parametrize("L", [1, pytest.param(13, marks=pytest.mark.thorough)], ids=["decode", "attention"])
 def test_a_hidden_value_in_a_column_of_its_own_does_not_leak(L):
     """17 columns are a vector and one lane, whose products with zero the simplifier would leave out."""
     op, profile = decode(L=L, F=17, mask=MaskInput("bool", (1, 1, 1, "S"))), machine()
@@ -173,7 +176,7 @@ def test_nan_in_a_visible_place_comes_through():
     assert np.isnan(y[0, 0, :24]).all() and np.isfinite(y[0, 0, 24:]).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_narrow_storage_is_computed_in_float32(dtype):
     """The error is within half a unit of the last place of the result, which is rounded once."""
     import ml_dtypes
@@ -201,6 +204,7 @@ def test_what_it_refuses_says_why():
     assert [type(k).__name__ for k in KERNELS["cpu"]].index("CpuDecodeKernel") < len(KERNELS["cpu"]) - 1
 
 
+@pytest.mark.thorough
 def test_a_module_with_one_query_is_compiled_to_it():
     spec = mhsa.AttentionSpec(embed_dim=96, num_heads=6, num_kv_heads=2, kv_embed_dim=96)
     artifact = mhsa.compile(mhsa.ScaledDotProductAttention(spec), dims={"L": 1})

@@ -103,6 +103,7 @@ def test_two_functions_of_a_module_compute_it(instruction):
         np.testing.assert_array_equal(np.reshape(pairs, expected.shape), expected)
 
 
+@pytest.mark.thorough_only("int8-1x4-asimddp", "int8-2x4-i8mm")
 @pytest.mark.parametrize("instruction", dot_product.DOTS, ids=name_of)
 def test_it_becomes_the_instruction_and_no_call(instruction):
     assembly = library(instruction, "run").mod.inspect_source("asm")

@@ -46,12 +46,16 @@ def converted(machine: tuple[str, int], source: str, target: str, values: np.nda
     return y.numpy().reshape(-1)[: values.size]
 
 
+@pytest.mark.thorough_only("('x86-64-v4', 16)-float16", "('x86-64-v3', 8)-bfloat16")
 @pytest.mark.parametrize("dtype", INFINITY)
 def test_every_value_is_widened_exactly(machine, dtype):
     every = np.arange(1 << 16, dtype=np.uint16).view(NUMPY[dtype])
     np.testing.assert_array_equal(converted(machine, dtype, "float32", every), every.astype(np.float32))
 
 
+@pytest.mark.thorough_but(
+    "('x86-64-v3', 1)-float16", "('x86-64-v3', 32)-bfloat16", "('x86-64-v3', 32)-float16", "('x86-64', 4)-bfloat16"
+)
 @pytest.mark.parametrize("dtype", INFINITY)
 def test_every_value_survives_the_round_trip(machine, dtype):
     every = np.arange(1 << 16, dtype=np.uint16).view(NUMPY[dtype])
@@ -75,6 +79,7 @@ def hard_cases(dtype: str) -> np.ndarray:
     return np.concatenate([positive, -positive, random])
 
 
+@pytest.mark.thorough_but("('x86-64-v3', 8)-bfloat16", "('x86-64', 4)-bfloat16")
 @pytest.mark.parametrize("dtype", INFINITY)
 def test_narrowing_rounds_to_nearest_even(machine, dtype):
     values = hard_cases(dtype)
@@ -86,6 +91,7 @@ def test_narrowing_rounds_to_nearest_even(machine, dtype):
     assert np.isnan(actual[~number]).all()
 
 
+@pytest.mark.thorough_but("('x86-64-v3', 32)")
 def test_every_nan_of_float32_stays_one(machine):
     payloads = np.concatenate([1 << np.arange(23, dtype=np.uint32), np.array([0x7FFFFF, 0x7FFF, 0xFFFF], np.uint32)])
     nan = np.concatenate([payloads | 0x7F800000, payloads | 0xFF800000]).astype(np.uint32).view(np.float32)

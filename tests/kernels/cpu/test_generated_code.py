@@ -65,12 +65,14 @@ def products(assembly_text: str) -> list[list[str]]:
     return [loop for loop in inner_loops(assembly_text, "vfmadd") if not any("vpslld" in line for line in loop)]
 
 
+@pytest.mark.thorough_but("decode, 1 row-x86-64-v4")
 def test_nothing_calls_libm(code):
     """Neither what LLVM makes of a vector's exp, tanh or max (expf, fmaxf, ...) nor anything else of libm's."""
     _, _, text = code
     assert not re.findall(r"\b(?:call|jmp)\w*\s+\S*\b(?:exp|log|pow|tanh|fmax|fmin|fma|floor|round|rint)\w*", text)
 
 
+@pytest.mark.thorough_only("attention-x86-64-v4")
 def test_inner_loops_keep_their_sums_in_registers(code):
     name, machine, text = code
     few = machine.hardware.vector_registers < 32

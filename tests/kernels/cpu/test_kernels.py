@@ -74,6 +74,7 @@ def close(actual: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(actual - expected).max() <= RTOL * np.abs(expected).max()
 
 
+@pytest.mark.thorough_but("avx2")
 def test_self_attention_reads_its_heads_in_one_buffer(profile):
     op, kernel = self_attention(), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
@@ -85,6 +86,7 @@ def test_self_attention_reads_its_heads_in_one_buffer(profile):
         close(y, attention(op, q, k, v, None))
 
 
+@pytest.mark.thorough_but("avx2-heads-bottom_right")
 @half(layout=["rows", "heads"], causal=["top_left", "bottom_right"])
 def test_causal_attention_in_both_layouts(profile, layout, causal):
     op, kernel = split_attention(layout=layout, band=WindowSpec(None, 0, causal)), CpuAttentionKernel()
@@ -99,6 +101,7 @@ def test_causal_attention_in_both_layouts(profile, layout, causal):
         close(y.transpose(0, 2, 1, 3).reshape(B, L, -1) if layout == "heads" else y, expected)
 
 
+@pytest.mark.thorough_but("avx2-(1, 4, 1, 1)-float32")
 @half(shape=[(2, 4, 37, 131), (1, 1, 37, 131), (2, 1, 1, 131), (1, 4, 1, 1)], dtype=["bool", "float32"])
 def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
     """One of the masked keys holds NaN and Inf, and some queries see no key at all."""
@@ -120,6 +123,7 @@ def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
     close(call(library["run"], *rows, mask, np.full((2, 37, 96), np.nan, np.float32)), expected)
 
 
+@pytest.mark.thorough
 def test_nan_in_a_visible_place_comes_through():
     profile = vector_machine(512, 32)
     op, kernel = split_attention(H=1, G=1, F=16, band=WindowSpec(None, 0, "top_left")), CpuAttentionKernel()
@@ -134,6 +138,7 @@ def test_nan_in_a_visible_place_comes_through():
     assert np.isnan(y[0, 7]).all() and np.isfinite(np.delete(y[0], 7, axis=0)).all()
 
 
+@pytest.mark.thorough
 def test_the_inner_loops_stay_in_registers_and_call_nothing():
     """AVX-512 only: AVX2's 16 registers are another machine (docs/lab/2026-11-24-cpu-kernels.md)."""
     profile = vector_machine(512, 32, mcpu="x86-64-v4")

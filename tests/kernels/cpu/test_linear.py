@@ -137,6 +137,7 @@ def side_by_side(widths: tuple[int, ...], in_features: int, **fields) -> LinearO
     return LinearOp(("B", "L"), in_features, widths, biased, transposed, **fields)
 
 
+@pytest.mark.thorough_but("*-dots512", "*-dots256", "5x7-float16-scalar")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize(("dtype", "int8"), KINDS, ids=[f"{dtype}{'-int8' * int8}" for dtype, int8 in KINDS])
 @pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])
@@ -147,7 +148,10 @@ def test_linears_side_by_side(name, widths, in_features, dtype, int8):
         linear.check(rows(linear.op, B, L))
 
 
-@pytest.mark.parametrize("name", ["avx2", "avx512", "dots512"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("avx2", marks=pytest.mark.thorough), pytest.param("avx512", marks=pytest.mark.thorough), "dots512"],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_parts_blocks_and_groups(name, dtype):
     """Small blocks, groups and parts, and rows that fill no tile, at lengths that are fixed."""
@@ -197,7 +201,7 @@ def test_the_padding_of_rows_is_left_alone():
     assert np.abs(y[..., :70] - expected).max() <= RTOL * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", ["avx512", "dots512"])
+@pytest.mark.parametrize("name", [pytest.param("avx512", marks=pytest.mark.thorough), "dots512"])
 def test_int8_rows_that_are_zero_tiny_infinite_or_nan(name):
     linear = random_linear(LinearOp(("B", "L"), 70, (40,), (True,), (False,), int8_weights=True), machine(name))
     x = rows(linear.op, 1, 9)
@@ -226,6 +230,7 @@ def test_an_int8_feature_of_zeros_is_its_bias_and_one_with_nan_is_nan():
     assert np.isnan(linear(x)).tolist() == [[[False, True, False]] * 2]
 
 
+@pytest.mark.thorough_but("avx2-float32-False-vfmadd", "dots512-bfloat16-True-vpdpbusd")
 @pytest.mark.parametrize(
     ("name", "dtype", "int8", "instruction"),
     [("avx2", "float32", False, "vfmadd"), ("avx2", "bfloat16", False, "vfmadd"),

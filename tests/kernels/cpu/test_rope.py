@@ -32,6 +32,16 @@ MACHINES = [((512, 32), "float32"), ((128, 32), "float32"), ((256, 16), "bfloat1
 KINDS = {"float32": TensorProto.FLOAT, "bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16}
 
 
+@pytest.mark.thorough_but(
+    "(512, 32)-float32-heads to heads",
+    "(512, 32)-float32-of each place",
+    "(512, 32)-float32-whole, interleaved",
+    "(256, 16)-bfloat16-heads to heads",
+    "(256, 16)-bfloat16-one for all",
+    "(256, 16)-bfloat16-whole, interleaved",
+    "(32, 8)-float16-rows to heads",
+    "(32, 8)-float16-whole, of each place",
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("machine", "dtype"), MACHINES, ids=str)
 def test_the_kernel(machine: tuple[int, int], shape: str, dtype: str) -> None:
@@ -79,6 +89,7 @@ def model(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
 
 
+@pytest.mark.thorough_but("3-positions1-bfloat16", "3-None-float16", "4-positions1-bfloat16", "4-positions1-float16")
 @pytest.mark.parametrize("dtype", NUMPY)
 @pytest.mark.parametrize("positions", [("B", "L"), (1, "L"), None])
 @pytest.mark.parametrize("rank", [3, 4])
@@ -338,6 +349,7 @@ def test_a_decoder_s_block_turns_rows_of_its_one_projection(form: str) -> None:
     assert not [op for op in ("multiply", "negative", "concat", "strided_slice", "split", "permute") if op in main]
 
 
+@pytest.mark.thorough
 def test_a_decoder_s_block_agrees() -> None:
     source = block("pairs of rows, part")
     attend = mhsa.load(mhsa.compile(source))

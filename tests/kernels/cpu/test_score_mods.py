@@ -111,6 +111,7 @@ def check(
         assert max_error(expected, y) <= budget(expected, yardstick, op.dtype), (op.q_length, op.kv_length, lengths)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("profile", "fields"),
     [(AVX512, {"softcap": 2.5}), (NEON, {"lengths": True}), (AVX2, {"sinks": True}), (AVX512, {"slopes": True})],
@@ -136,10 +137,28 @@ def constant_mask(L: int, S: int) -> StaticMask:
 @pytest.mark.parametrize(
     ("profile", "op", "free", "lengths"),
     [
-        (AVX2, operation(67, 131, band=CAUSAL, **ALL), "LS", [131, 20, 0]),
-        (AVX512, operation(125, 131, mask=MaskInput("float32", (3, 4, 125, 131)), **ALL), "", [131, 1, 90]),
-        (AVX512, operation(125, 197, band=CAUSAL, static_mask=constant_mask(125, 197), **ALL), "", [197, 40, 123]),
-        (detect(), operation(125, 131, E=32, F=64, band=WINDOW, dtype="bfloat16", **ALL), "", [131, 0, 77]),
+        pytest.param(AVX2, operation(67, 131, band=CAUSAL, **ALL), "LS", [131, 20, 0], marks=pytest.mark.thorough),
+        pytest.param(
+            AVX512,
+            operation(125, 131, mask=MaskInput("float32", (3, 4, 125, 131)), **ALL),
+            "",
+            [131, 1, 90],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            AVX512,
+            operation(125, 197, band=CAUSAL, static_mask=constant_mask(125, 197), **ALL),
+            "",
+            [197, 40, 123],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            detect(),
+            operation(125, 131, E=32, F=64, band=WINDOW, dtype="bfloat16", **ALL),
+            "",
+            [131, 0, 77],
+            marks=pytest.mark.thorough,
+        ),
         (NEON, operation(125, 131, mask=MaskInput("bool", (3, 4, 125, 131)), dtype="float16", **ALL), "", [131, 5, 77]),
     ],
     ids=["causal", "biased", "constant mask", "window, bfloat16", "masked, float16"],
@@ -162,9 +181,23 @@ ADDED = MaskInput("float32", (1, 1, 197, 197))
 @pytest.mark.parametrize(
     ("kernel", "op", "hidden", "sign"),
     [
-        (ATTENTION, operation(197, 197, E=16, F=16, static_mask=CLOSE, slopes=True, sinks=True), None, 1),
-        (ATTENTION, operation(197, 197, E=16, F=16, mask=ADDED, slopes=True), -1e4, 1),
-        (DECODE, operation(3, 601, mask=replace(ADDED, dims=(1, 1, 3, 601)), slopes=True), -1e4, 1),
+        pytest.param(
+            ATTENTION,
+            operation(197, 197, E=16, F=16, static_mask=CLOSE, slopes=True, sinks=True),
+            None,
+            1,
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ATTENTION, operation(197, 197, E=16, F=16, mask=ADDED, slopes=True), -1e4, 1, marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            DECODE,
+            operation(3, 601, mask=replace(ADDED, dims=(1, 1, 3, 601)), slopes=True),
+            -1e4,
+            1,
+            marks=pytest.mark.thorough,
+        ),
         (DECODE, operation(5, 601, mask=replace(ADDED, dims=(1, 1, 5, 601)), slopes=True), -np.inf, -1),
     ],
     ids=["constant mask", "added mask", "decode, added mask", "decode, masked"],
@@ -190,9 +223,15 @@ def test_distances_are_exact_where_the_weights_are(kernel, op, hidden, sign):
 @pytest.mark.parametrize(
     ("profile", "op"),
     [
-        (AVX512, operation(5, 600, band=CAUSAL, **ALL)),
-        (AVX2, operation(3, 600, mask=MaskInput("float32", (3, 4, 3, 600)), **ALL)),
-        (NEON, operation(2, 600, H=6, G=1, band=WINDOW, mask=MaskInput("bool", (3, 6, 2, 600)), **ALL)),
+        pytest.param(AVX512, operation(5, 600, band=CAUSAL, **ALL), marks=pytest.mark.thorough),
+        pytest.param(
+            AVX2, operation(3, 600, mask=MaskInput("float32", (3, 4, 3, 600)), **ALL), marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            NEON,
+            operation(2, 600, H=6, G=1, band=WINDOW, mask=MaskInput("bool", (3, 6, 2, 600)), **ALL),
+            marks=pytest.mark.thorough,
+        ),
         (detect(), operation(1, 600, E=64, F=64, H=8, G=1, dtype="bfloat16", **ALL)),
         (AVX512, operation(4, 600, H=16, G=2, band=CAUSAL, dtype="float16", **ALL)),
     ],
@@ -203,6 +242,7 @@ def test_all_together_in_decoding(profile, op):
     check(DECODE, symbolic(op, "S"), cores(profile, 5), *runs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 7, 13])
 def test_uneven_caches_are_dealt_out_whole(count):
     """Shares begin and end within heads, several within one, and there may be fewer pieces of keys than cores."""
@@ -212,7 +252,11 @@ def test_uneven_caches_are_dealt_out_whole(count):
     check(DECODE, symbolic(op, "S"), cores(AVX512, count), *runs)
 
 
-@pytest.mark.parametrize(("kernel", "L", "F"), [(ATTENTION, 64, 40), (DECODE, 7, 1)], ids=["attention", "decode"])
+@pytest.mark.parametrize(
+    ("kernel", "L", "F"),
+    [pytest.param(ATTENTION, 64, 40, marks=pytest.mark.thorough), (DECODE, 7, 1)],
+    ids=["attention", "decode"],
+)
 def test_sums_of_equal_weights_are_exact(kernel: Kernel[AttentionOp], L: int, F: int):
     """All scores are 0: all weights are one number, and each addition of it to a long sum is rounded the same way."""
     op = operation(L, 256, B=64 // L + 3, G=4, F=F, sinks=True)
@@ -229,7 +273,9 @@ def test_sums_of_equal_weights_are_exact(kernel: Kernel[AttentionOp], L: int, F:
     assert max_error(truth, y) <= budget(truth, eager.astype(np.float32), "float32")
 
 
-@pytest.mark.parametrize("kernel", [ATTENTION, DECODE], ids=["attention", "decode"])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(ATTENTION, marks=pytest.mark.thorough), DECODE], ids=["attention", "decode"]
+)
 def test_sinks_and_caps_at_the_ends_of_the_range(kernel):
     """A sink may be far above or below all scores, and a score so large that its product overflows is at the cap."""
     op = operation(3, 90, B=1, G=4, softcap=20.0, sinks=True)

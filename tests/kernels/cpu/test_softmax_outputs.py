@@ -71,10 +71,12 @@ SHAPES = ((97, 1, 1), (2, 37, 131), (1, 131, 37), (29, 7, 3))
 """(B, L, S); short ones with many entries, as the budget wants to see PyTorch's error."""
 
 
+@pytest.mark.thorough
 def test_every_vector_width(machine):
     check(operation(), machine, SHAPES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("band", "wanted"), [(WindowSpec(None, 0, "bottom_right"), SUMS), (WindowSpec(9, 2), ALL)], ids=str
 )
@@ -82,13 +84,19 @@ def test_bands(band, wanted):
     check(operation(band=band), WIDE, SHAPES, wanted)
 
 
-@pytest.mark.parametrize(("dims", "dtype"), [(("B", "H", "L", "S"), "float32"), (("B", 1, 1, "S"), "bool")], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [(("B", "H", "L", "S"), "float32"), pytest.param(("B", 1, 1, "S"), "bool", marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_masks_of_the_call(dims, dtype):
     check(operation(mask=MaskInput(dtype, dims), band=WindowSpec(None, 0)), WIDE, SHAPES)
 
 
 @pytest.mark.parametrize(
-    ("heads", "wanted"), [(4, ALL), (1, replace(ALL, rows=(5, -1, 66, 67), heads=(3, 1)))], ids=["all", "chosen"]
+    ("heads", "wanted"),
+    [pytest.param(4, ALL, marks=pytest.mark.thorough), (1, replace(ALL, rows=(5, -1, 66, 67), heads=(3, 1)))],
+    ids=["all", "chosen"],
 )
 def test_constant_masks(heads, wanted):
     visible = np.random.default_rng(3).random((heads, 67, 131)) < 0.5
@@ -109,12 +117,14 @@ def test_sixteen_bits(dtype, profile, wanted):
     check(operation(dtype=dtype, v_head_dim=16, band=WindowSpec(None, 0)), profile, SHAPES, wanted)
 
 
+@pytest.mark.thorough
 def test_what_else_makes_a_score():
     """Softcap, numbers of keys, sinks and slopes, together and with a bottom-right band; one entry has no key."""
     features = {"softcap": 2.0, "lengths": True, "sinks": True, "slopes": True}
     check(operation(**features, band=WindowSpec(None, 0, "bottom_right")), WIDE, SHAPES)
 
 
+@pytest.mark.thorough
 def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
     """With slopes, the largest scores of most rows are at neither end of the keys, and entries end elsewhere."""
     distance = np.arange(131) - np.arange(67)[:, None]
@@ -130,6 +140,7 @@ def test_chosen_heads_and_rows_and_more_keys_than_there_are():
     check(operation(band=WindowSpec(None, 0), lengths=True), NARROW, SHAPES, wanted)
 
 
+@pytest.mark.thorough
 def test_of_equal_scores_the_first_key_comes_first():
     op, kernel = operation(), CpuSoftmaxStatsKernel()
     q, k, v = operands(op, 1, 3, 50)
@@ -141,6 +152,7 @@ def test_of_equal_scores_the_first_key_comes_first():
     assert (keys[:, ::2, 0] == [3, 4, 11]).all()
 
 
+@pytest.mark.thorough
 def test_what_is_hidden_reaches_no_output_and_what_is_seen_does():
     op = operation(band=WindowSpec(None, 0))
     q, k, v = operands(op, 1, 60, 60)

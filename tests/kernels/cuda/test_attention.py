@@ -32,20 +32,35 @@ slow = pytest.mark.cuda  # of `make test-cuda`; a part of each kind of test is i
 
 
 @slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("widths", [(24, 40), (64, 64), (8, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.thorough), "float16"])
+@pytest.mark.parametrize(
+    "widths",
+    [(24, 40), pytest.param((64, 64), marks=pytest.mark.thorough), pytest.param((8, 256), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_heads_of_any_width(dtype, widths):
     MMA.check(operation(widths=widths, dtype=dtype))
 
 
 @slow
-@pytest.mark.parametrize("width", [96, 128, 256])
+@pytest.mark.parametrize(
+    "width", [pytest.param(96, marks=pytest.mark.thorough), pytest.param(128, marks=pytest.mark.thorough), 256]
+)
 def test_heads_of_usual_widths(width):
     MMA.check(operation((2, 1), (width, width), band=WindowSpec(None, 0)), (1, 131, 131), poisoned=True)
 
 
 @slow
-@pytest.mark.parametrize("config", [(64, 16, 1), (64, 48, 3), (128, 32, 2), (64, 96, 1)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        (64, 16, 1),
+        pytest.param((64, 48, 3), marks=pytest.mark.thorough),
+        pytest.param((128, 32, 2), marks=pytest.mark.thorough),
+        pytest.param((64, 96, 1), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_configs(config):
     op = operation(widths=(72, 48), band=WindowSpec(None, 3, "bottom_right"))
     MMA.check(op, (1, 131, 197), config)
@@ -68,6 +83,7 @@ def test_what_it_does_not_take_is_named():
         assert words in str(KERNEL.why_not_config(op, GPU, MMA.config(*config)))
 
 
+@pytest.mark.thorough_but("32", "64")
 @pytest.mark.parametrize("width", [32, 96, *(pytest.param(width, marks=slow) for width in (48, 64, 128, 160, 256))])
 def test_shared_memory_without_bank_conflicts(width):
     """Every access of Q, K, V and O takes no more cycles than its bytes do."""
@@ -113,6 +129,13 @@ COMPILED = [
 ]
 
 
+@pytest.mark.thorough_but(
+    "cuda-sm80 64 ['dtype', 'softcap', 'lengths', 'sinks', 'slopes', 'band', 'mask']",
+    "cuda-sm86 96 ['static_mask']",
+    "cuda-sm86 128 ['softcap', 'lengths', 'sinks', 'slopes', 'band', 'mask']",
+    "cuda-sm86 256 ['band']",
+    "cuda-sm90a 64 ['static_mask']",
+)
 @slow
 @pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize(("profile", "op"), COMPILED)
@@ -122,15 +145,15 @@ def test_machine_code(profile, op, tmp_path):
 
 @slow
 @pytest.mark.usefixtures("cuda_compiler")
-@pytest.mark.parametrize("name", ["cuda-sm80", "cuda-sm90a"])
+@pytest.mark.parametrize("name", [pytest.param("cuda-sm80", marks=pytest.mark.thorough), "cuda-sm90a"])
 @pytest.mark.parametrize(
     ("width", "fields", "config"),
     [
         (64, {"slopes": True, "band": WindowSpec(None, 0)}, (128, 64, 2)),
         (128, {"softcap": 30.0, "band": WindowSpec(None, 0)}, (128, 48, 1)),
-        (96, {"mask": MaskInput("bool", ("B", 1, "L", "S"))}, (128, 64, 1)),
+        pytest.param(96, {"mask": MaskInput("bool", ("B", 1, "L", "S"))}, (128, 64, 1), marks=pytest.mark.thorough),
         (96, EVERYTHING, (128, 32, 1)),
-        (256, WINDOW, (64, 64, 1)),
+        pytest.param(256, WINDOW, (64, 64, 1), marks=pytest.mark.thorough),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ KERNEL, GPU = FLOAT32.kernel, FLOAT32.profile
 slow = pytest.mark.cuda  # of `make test-cuda`; a part is in the suite
 
 
+@pytest.mark.thorough_but("(20, 68)", "(64, 64)")
 @pytest.mark.parametrize(
     "widths", [(20, 68), *(pytest.param(widths, marks=slow) for widths in ((64, 64), (4, 256), (128, 12)))], ids=str
 )
@@ -24,11 +25,22 @@ def test_heads_of_any_width(widths):
 
 
 @slow
-@pytest.mark.parametrize("config", [(64, 16, 1), (64, 48, 2), (32, 64, 1), (16, 32, 2), (8, 16, 1)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param((64, 16, 1), marks=pytest.mark.thorough),
+        pytest.param((64, 48, 2), marks=pytest.mark.thorough),
+        pytest.param((32, 64, 1), marks=pytest.mark.thorough),
+        (16, 32, 2),
+        pytest.param((8, 16, 1), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_configs(config):
     FLOAT32.check(FLOAT32.operation((2, 2), (24, 48), band=WindowSpec(None, 3, "bottom_right")), (1, 71, 131), config)
 
 
+@pytest.mark.thorough
 @slow
 def test_long_sums_are_sums_of_short_ones():
     """All terms alike, so that roundings of one long sum would not cancel: they come to a hundredfold there."""
@@ -63,7 +75,9 @@ ALL = {
     ("target", "op"),
     [
         ("cuda-sm90a", FLOAT32.operation(widths=(128, 128))),
-        ("cuda-sm80", FLOAT32.operation(widths=(256, 256), band=WindowSpec(None, 0))),
+        pytest.param(
+            "cuda-sm80", FLOAT32.operation(widths=(256, 256), band=WindowSpec(None, 0)), marks=pytest.mark.thorough
+        ),
         ("cuda-sm86", FLOAT32.operation(widths=(64, 64), **ALL)),
     ],
     ids=["128", "256 causal", "64 of everything"],

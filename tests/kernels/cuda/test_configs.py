@@ -36,6 +36,18 @@ OF_HOPPER = {"cuda.attention_hopper", "cuda.linear_hopper"}
 PAIRS = sorted({(case.kernel, target) for case in CASES for target in case.targets})
 
 
+@pytest.mark.thorough_only(
+    "cuda.linear_float32-*",
+    "cuda.attention-cuda-sm80",
+    "cuda.attention-cuda-sm86",
+    "cuda.decode-cuda-sm80",
+    "cuda.linear-cuda-sm80",
+    "cuda.linear_hopper-cuda-sm90a",
+    "cuda.present-cuda-sm80",
+    "cuda.scatter-cuda-sm80",
+    "cuda.statistics-cuda-sm80",
+    "cuda.weights-cuda-sm80",
+)
 @slow
 @pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize(("kernel", "target"), PAIRS)

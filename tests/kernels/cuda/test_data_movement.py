@@ -87,6 +87,7 @@ def turn(
     return y.swapaxes(1, 2) if op.output.layout == "heads" else y.reshape(B, L, H, E), x, *tables
 
 
+@pytest.mark.thorough_only("heads to heads-bfloat16")
 @pytest.mark.parametrize("dtype", NUMPY)
 @pytest.mark.parametrize("shape", ALL_ROPE_SHAPES)
 def test_rope(shape: str, dtype: str) -> None:
@@ -217,6 +218,7 @@ MACHINE_CODE: dict[str, tuple[Fixed, Op]] = {
 }
 
 
+@pytest.mark.thorough_but("rope, interleaved", "rope, odd", "scatter, bool")
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", MACHINE_CODE)
 def test_machine_code(case: str, tmp_path: Any) -> None:

@@ -84,6 +84,7 @@ def check(op: AttentionOp, B: int, S: int, *, blocks: int = 5, poisoned: bool = 
     cuda_attention_checks.check(of_config, op, (B, op.q_length, S), poisoned=poisoned)
 
 
+@pytest.mark.thorough_but("3-131-bfloat16", "3-131-float32", "1-1-float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow), "float32"])
 @pytest.mark.parametrize(("B", "S"), [(3, 131), *(pytest.param(*sizes, marks=slow) for sizes in ((1, 1), (2, 1023)))])
 def test_any_number_of_keys(dtype, B, S):
@@ -91,12 +92,13 @@ def test_any_number_of_keys(dtype, B, S):
 
 
 @slow
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("blocks", [1, 23])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("blocks", [pytest.param(1, marks=pytest.mark.thorough), 23])
 def test_blocks_have_many_heads_and_heads_have_many_blocks(dtype, blocks):
     check(operation(heads=(3, 3), widths=(16, 24), dtype=dtype), 3, 197, blocks=blocks)
 
 
+@pytest.mark.thorough_but("float16-1-(2, 1)-(8, 256)")
 @slow
 @pytest.mark.parametrize(
     ("dtype", "L", "heads", "widths"),
@@ -119,10 +121,10 @@ def test_rows_and_heads_of_any_width(dtype, L, heads, widths):
 @pytest.mark.parametrize(
     ("dtype", "config"),
     [
-        ("bfloat16", {"keys": 32, "stages": 2, "warps": 2}),
+        pytest.param("bfloat16", {"keys": 32, "stages": 2, "warps": 2}, marks=pytest.mark.thorough),
         ("bfloat16", {"keys": 16, "stages": 4, "warps": 8}),
-        ("float32", {"keys": 16, "stages": 2, "warps": 2}),
-        ("float32", {"keys": 32, "stages": 3, "warps": 4}),
+        pytest.param("float32", {"keys": 16, "stages": 2, "warps": 2}, marks=pytest.mark.thorough),
+        pytest.param("float32", {"keys": 32, "stages": 3, "warps": 4}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -138,6 +140,7 @@ BANDS = (
 )
 
 
+@pytest.mark.thorough_but("WindowSpec(left=40, right=3, alignment='bottom_right')-bfloat16")
 @slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -145,6 +148,13 @@ def test_bands(dtype, band):
     check(operation(3, band=band, dtype=dtype), 2, 197, poisoned=True)
 
 
+@pytest.mark.thorough_but(
+    "{'slopes': True, 'sinks': True, 'softcap': 5.0, 'band': WindowSpec(left=30, right=20, alignment='top_left')}-*",
+    "{'softcap': 2.0}-bfloat16",
+    "{'lengths': True, 'band': WindowSpec(left=30, right=0, alignment='bottom_right')}-float32",
+    "{'sinks': True, 'lengths': True}-bfloat16",
+    "{'slopes': True, 'band': WindowSpec(left=None, right=0, alignment='bottom_right')}-bfloat16",
+)
 @slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -171,7 +181,15 @@ def test_lengths_of_more_entries_than_a_warp_has_lanes():
 
 @slow
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32"])
-@pytest.mark.parametrize("dims", [("B", 6, 3, "S"), (1, 1, 3, "S"), ("B", 1, 1, "mask_S")], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ("B", 6, 3, "S"),
+        pytest.param((1, 1, 3, "S"), marks=pytest.mark.thorough),
+        pytest.param(("B", 1, 1, "mask_S"), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_masks(dtype, dims):
     of = "float32" if dtype == "float32" else "bfloat16"
     check(operation(3, mask=MaskInput(dtype, dims), dtype=of), 2, 131, poisoned=True)
@@ -198,7 +216,14 @@ def test_nothing_to_do():
 
 
 @slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("bfloat16", marks=pytest.mark.thorough),
+        "float16",
+        pytest.param("float32", marks=pytest.mark.thorough),
+    ],
+)
 def test_values_that_are_not_finite_reach_only_those_who_see_them(dtype):
     """Infinity of either sign, both, and NaN, each in a column of its own, at keys that the later query sees."""
     op, sizes = operation(2, (2, 1), dtype=dtype, band=WindowSpec(None, 0, "bottom_right")), (1, 2, 67)
@@ -213,7 +238,7 @@ def test_values_that_are_not_finite_reach_only_those_who_see_them(dtype):
 
 
 @slow
-@pytest.mark.parametrize("step", [30.0, -30.0])
+@pytest.mark.parametrize("step", [pytest.param(30.0, marks=pytest.mark.thorough), -30.0])
 def test_scores_that_rise_or_fall_with_the_keys(step):
     """Every key is `step` above the one before: the maximum is raised again and again, or never."""
     op, sizes = operation(dtype="float32"), (1, 1, 131)

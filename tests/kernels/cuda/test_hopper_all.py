@@ -25,6 +25,7 @@ pytestmark = pytest.mark.cuda
 PROFILE = load_profile(HOPPER.target)
 
 
+@pytest.mark.thorough_but("(24, 40)-bfloat16")
 @pytest.mark.parametrize(
     ("widths", "dtype"), [((64, 64), "bfloat16"), ((96, 96), "float16"), ((128, 128), "bfloat16"), ((256, 256),
     "float16"), ((24, 40), "bfloat16"),
@@ -39,6 +40,7 @@ def test_no_keys():
     HOPPER.check(operation(), (1, 7, 0), HOPPER.small)
 
 
+@pytest.mark.thorough_but("None-(2, 48, 3)")
 @pytest.mark.parametrize("config", [(2, 16, 2), (2, 48, 3), (3, 32, 2), (2, 96, 4)], ids=str)
 @pytest.mark.parametrize("seed", [None, 2, 3])
 def test_configs_in_any_order(config, seed):
@@ -63,6 +65,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.thorough_but("64 causal", "256 window", "64 of everything", "64 constant")
 @pytest.mark.parametrize("op", OPERATIONS.values(), ids=OPERATIONS)
 def test_machine_code(op: AttentionOp, tmp_path):
     """Products of warpgroups that overlap, nothing spilt, the registers that the roles hand to each other, and softmax
@@ -82,6 +85,7 @@ def test_machine_code(op: AttentionOp, tmp_path):
     assert f"__launch_bounds__({threads}, 1)" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["256 causal", "256 of everything", "256 constant"])
 def test_nothing_spills_by_nvrtc_either(name, tmp_path):
     cuda_compiler.require_nvrtc()

@@ -21,6 +21,7 @@ from support.cuda.cuda_linear import (
 TARGETS = ("cuda-sm80", "cuda-sm86", "cuda-sm90a")
 
 
+@pytest.mark.thorough_only("float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_projections_side_by_side(dtype):
     """Ragged rows, columns and terms; padded rows; a bias missing, a weight that is stored the other way."""
@@ -29,6 +30,7 @@ def test_projections_side_by_side(dtype):
     check(op, (2, 3))  # few rows, of which there is a kernel of its own
 
 
+@pytest.mark.thorough_only("bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype):
     op = linear(("B", "L"), 72, (40,), dtype)

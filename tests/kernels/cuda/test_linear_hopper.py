@@ -38,12 +38,13 @@ def check(op: LinearOp, rows: tuple[int, ...], columns: int, stages: int, seed: 
     hold(op, rows, HopperMachine(emitted.run, seed=seed), interpreter.Machine(emitted.pack), emitted.packed)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.thorough), "float16"])
 def test_projections_side_by_side(dtype):
     """Ragged rows, columns and terms; a row of y that ends where no box does; a bias missing."""
     check(linear(("B", "L"), 72, (40, 29, 11), dtype, padding=8), (3, 67), 64, 2)
 
 
+@pytest.mark.thorough_but("192-4-None")
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize(("columns", "stages"), [(64, 2), (128, 5), (192, 4), (256, 3)])
 def test_parts_of_one_block_after_another(columns, stages, seed):
@@ -81,7 +82,7 @@ def test_defaults(rows):
             assert rows != (1 << 14,) or KERNEL.default_config(op, GPU)["columns"] >= 192
 
 
-@pytest.mark.parametrize(("columns", "stages"), [(256, 3), (64, 6)])
+@pytest.mark.parametrize(("columns", "stages"), [pytest.param(256, 3, marks=pytest.mark.thorough), (64, 6)])
 def test_machine_code(columns, stages, tmp_path):
     """Products of warpgroups, none of which waits for the one before; all in registers."""
     op, shape = linear((4096,), 776, (768, 768), "bfloat16"), HopperShape(columns, stages)

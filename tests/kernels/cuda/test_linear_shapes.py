@@ -26,18 +26,23 @@ from mhsa_compile.kernels.interface.ops import LinearOp
 pytestmark = pytest.mark.cuda
 
 
+@pytest.mark.thorough_but("(1, 7)-float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(1, 1), (1, 7), (197,)], ids=str)
 def test_fixed_rows(dtype, rows):
     check(linear(rows, 264, (131,), dtype), rows)
 
 
-@pytest.mark.parametrize("depth", [1, 30, 199])
+@pytest.mark.parametrize(
+    "depth", [pytest.param(1, marks=pytest.mark.thorough), 30, pytest.param(199, marks=pytest.mark.thorough)]
+)
 def test_float32_takes_sums_of_any_length(depth):
     check(linear(("B", "L"), depth, (33,), "float32"), (1, 67))
 
 
-@pytest.mark.parametrize("width", [34, 36, 40])
+@pytest.mark.parametrize(
+    "width", [pytest.param(34, marks=pytest.mark.thorough), 36, pytest.param(40, marks=pytest.mark.thorough)]
+)
 def test_rows_of_y_that_begin_anywhere(width):
     """Rows are stored by words, pairs of words, and 16 bytes; elements are in the tests above."""
     for dtype in ("float16", "float32"):
@@ -53,16 +58,19 @@ TENSOR = [
 THREADS = [(32, 64, 8, 2, 32, 32, 1), (4, 64, 64, 5, 4, 64, 4), (64, 32, 16, 3, 16, 32, 2)]
 
 
+@pytest.mark.thorough_but("(64, 16, 16, 2, 16, 16, 1)")
 @pytest.mark.parametrize("sizes", TENSOR, ids=str)
 def test_configs_of_tensor_cores(sizes):
     check(linear(("B", "L"), 200, (67, 29), "bfloat16"), (2, 41), config(*sizes))
 
 
+@pytest.mark.thorough_but("(64, 32, 16, 3, 16, 32, 2)")
 @pytest.mark.parametrize("sizes", THREADS, ids=str)
 def test_configs_of_cuda_cores(sizes):
     check(linear(("B", "L"), 100, (67, 29), "float32"), (2, 41), config(*sizes))
 
 
+@pytest.mark.thorough_but("float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sums(dtype):
     """Float32 within twice the error of a library that sums in parts."""
@@ -78,6 +86,7 @@ def test_blocks_in_groups(dtype):
     check(linear((rows,), 8, (67,), dtype), (rows,), config(*sizes))
 
 
+@pytest.mark.thorough_but("bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_in_its_row(dtype):
     op, rows = linear(("R",), 72, (40,), dtype), 67
@@ -93,6 +102,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype):
     assert finite[np.setdiff1d(np.arange(rows), [5, 66])].all()
 
 
+@pytest.mark.thorough_but("(16, 64, 128, 4, 16, 16, 2)", "(16, 32, 256, 4, 16, 16, 4)")
 @pytest.mark.parametrize(
     "sizes", [MmaLinearKernel.defaults[0], MmaLinearKernel.defaults[3], *MmaLinearKernel.defaults[7:10]], ids=str
 )
@@ -100,6 +110,7 @@ def test_tensor_cores_read_without_bank_conflicts(sizes):
     banks_of(linear((sizes[0],), 2 * sizes[2], (sizes[1],), "bfloat16"), sizes)
 
 
+@pytest.mark.thorough_but("(16, 64, 64, 4, 16, 64, 4)")
 @pytest.mark.parametrize("sizes", [Float32LinearKernel.defaults[1], *Float32LinearKernel.defaults[5:7]], ids=str)
 def test_threads_read_without_bank_conflicts(sizes):
     reads = banks_of(linear((sizes[0],), 2 * sizes[2], (sizes[1],), "float32"), sizes)
@@ -118,6 +129,7 @@ def banks_of(op: LinearOp, sizes: tuple[int, ...]) -> Cycles:
     return reads
 
 
+@pytest.mark.thorough_but("one-sm_80-float32")
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [("sm_80", "bfloat16"), ("sm_86", "float16"), ("sm_90a", "bfloat16"), ("sm_80", "float32"), ("sm_90a", "float32")],

@@ -62,27 +62,50 @@ def check(op: AttentionOp, wanted: SoftmaxOutputs = SUMS, shapes: Sequence[tuple
     compare(op, [run_of(asked) for asked in asked_of(op, wanted)], shapes, wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype(dtype):
     check(operation(dtype=dtype, v_head_dim=16, band=WindowSpec(None, 0)), ALL)
 
 
-@pytest.mark.parametrize("shape", [(97, 1, 1), (1, 71, 37), (3, 5, 131)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((97, 1, 1), marks=pytest.mark.thorough),
+        pytest.param((1, 71, 37), marks=pytest.mark.thorough),
+        (3, 5, 131),
+    ],
+    ids=str,
+)
 def test_ragged_lengths(shape):
     check(operation(), ALL, [shape])
 
 
-@pytest.mark.parametrize("head_dim", [1, 13, 72])
+@pytest.mark.parametrize(
+    "head_dim", [1, pytest.param(13, marks=pytest.mark.thorough), pytest.param(72, marks=pytest.mark.thorough)]
+)
 def test_heads_of_any_width(head_dim):
     check(operation(head_dim=head_dim, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("band", [WindowSpec(None, 0, "bottom_right"), WindowSpec(9, 2), WindowSpec(40, 33)], ids=str)
+@pytest.mark.parametrize(
+    "band",
+    [
+        pytest.param(WindowSpec(None, 0, "bottom_right"), marks=pytest.mark.thorough),
+        WindowSpec(9, 2),
+        pytest.param(WindowSpec(40, 33), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_bands(band):
     check(operation(band=band), ALL, [(29, 7, 3), (2, 19, 103), (1, 67, 35)])
 
 
-@pytest.mark.parametrize(("dims", "dtype"), [(("B", "H", "L", "S"), "float32"), (("B", 1, 1, "S"), "bool")], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [(("B", "H", "L", "S"), "float32"), pytest.param(("B", 1, 1, "S"), "bool", marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_masks_of_the_call(dims, dtype):
     check(operation(mask=MaskInput(dtype, dims), band=WindowSpec(None, 0)), ALL)
 
@@ -98,7 +121,9 @@ def test_a_mask_of_the_call_in_sixteen_bits_beside_a_constant_one():
 
 
 @pytest.mark.parametrize(
-    ("heads", "wanted"), [(4, ALL), (1, replace(ALL, rows=(5, -1, 36, 37), heads=(3, 1)))], ids=["all", "chosen"]
+    ("heads", "wanted"),
+    [pytest.param(4, ALL, marks=pytest.mark.thorough), (1, replace(ALL, rows=(5, -1, 36, 37), heads=(3, 1)))],
+    ids=["all", "chosen"],
 )
 def test_constant_masks(heads, wanted):
     visible = np.random.default_rng(3).random((heads, 37, 131)) < 0.5
@@ -119,13 +144,14 @@ def test_bits_of_a_constant_mask():
         assert ((bits[:, :, key // 32] >> (key % 32) & 1) == seen).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_what_else_makes_a_score(dtype):
     """Softcap, numbers of keys, sinks and slopes, together and with a bottom-right band; one entry has no key."""
     features = {"softcap": 2.0, "lengths": True, "sinks": True, "slopes": True, "dtype": dtype}
     check(operation(**features, band=WindowSpec(None, 0, "bottom_right")), ALL)
 
 
+@pytest.mark.thorough
 def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
     """With slopes, the largest scores of most rows are at neither end of the keys, and entries end elsewhere."""
     distance = np.arange(131) - np.arange(37)[:, None]
@@ -135,6 +161,7 @@ def test_numbers_of_keys_and_a_constant_mask_far_from_the_last_key():
     check(op, ALL, [(5, 37, 131)])
 
 
+@pytest.mark.thorough
 def test_chosen_heads_and_rows_and_more_keys_than_there_are():
     """Rows that are not there are zeros, and so are the weights of keys that are not."""
     wanted = replace(ALL, heads=(2, 0), rows=(0, -1, 5, -3, 2), top_k=40)
@@ -150,6 +177,7 @@ def test_of_equal_scores_the_first_key_comes_first():
     assert (keys[:, ::2, 0] == [3, 4, 11, 40]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_hidden_reaches_no_output_and_what_is_seen_does(bad):
     op = operation(band=WindowSpec(None, 0))
@@ -213,6 +241,7 @@ MACHINE_CODE: dict[str, tuple[str, SoftmaxStatsOp | AttentionProbsOp]] = {
 }
 
 
+@pytest.mark.thorough_only("weights")
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", MACHINE_CODE)
 def test_machine_code(case, tmp_path):

@@ -34,6 +34,7 @@ of_each_dtype = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough_but("(1, 197, 64)-mma")
 @slow
 @every
 @pytest.mark.parametrize("sizes", [(1, 1, 7), (3, 7, 1), (1, 197, 64), (1, 13, 1031)], ids=str)
@@ -41,6 +42,7 @@ def test_ragged_lengths(kernel, sizes):
     kernel.check(kernel.operation((5, 1), dtype=kernel.dtypes[-1]), sizes, kernel.small)
 
 
+@pytest.mark.thorough_but("(1, 131, 61)-WindowSpec(left=None, right=0, alignment='bottom_right')-mma")
 @slow
 @every
 @pytest.mark.parametrize(
@@ -59,6 +61,12 @@ def test_bands(kernel, sizes, band):
     kernel.check(kernel.operation(band=band), sizes, kernel.small, poisoned=True)
 
 
+@pytest.mark.thorough_but(
+    "{'slopes': True, 'sinks': True, 'softcap': 5.0, 'band': WindowSpec(left=30, right=20, alignment='top_left')}-*",
+    "{'sinks': True, 'lengths': True}-mma",
+    "{'sinks': True, 'lengths': True}-float32",
+    "{'slopes': True, 'band': WindowSpec(left=None, right=0, alignment='bottom_right')}-mma",
+)
 @slow
 @every
 @pytest.mark.parametrize(
@@ -79,6 +87,13 @@ def test_scores(kernel, fields):
     kernel.check(kernel.operation(**fields), (3, 67, 131), kernel.small, poisoned=True)
 
 
+@pytest.mark.thorough_but(
+    "('B', 4, 'L', 'S')-bool-mma",
+    "('B', 4, 'L', 'S')-float32-mma",
+    "(1, 1, 'L', 'S')-bool-hopper",
+    "(1, 1, 'L', 'S')-of the attention-mma",
+    "(1, 1, 'L', 'S')-of the attention-hopper",
+)
 @slow
 @every
 @pytest.mark.parametrize("dtype", ["bool", "of the attention", "float32"])
@@ -118,6 +133,13 @@ def test_placements(kernel):
     kernel.check(kernel.operation(output=HeadLayout(0, "heads", H * F), **places))
 
 
+@pytest.mark.thorough_but(
+    "1-{'lengths': True, 'band': WindowSpec(left=90, right=0, alignment='bottom_right'), 'slopes': True}-mma",
+    "1-{'lengths': True, 'band': WindowSpec(left=90, right=0, alignment='bottom_right'), 'slopes': True}-hopper",
+    "4-{}-mma",
+    "4-{}-hopper",
+    "4-{'lengths': True, 'band': WindowSpec(left=90, right=0, alignment='bottom_right'), 'slopes': True}-float32",
+)
 @slow
 @every
 @pytest.mark.parametrize(
@@ -137,6 +159,7 @@ def test_constant_masks(kernel, heads, fields):
     kernel.check(op, (B, L, S), kernel.small, poisoned=True)
 
 
+@pytest.mark.thorough_but("mma-float16", "hopper-float16")
 @slow
 @of_each_dtype
 def test_values_that_are_not_finite_reach_only_those_who_see_them(kernel, dtype):
@@ -153,6 +176,7 @@ def test_values_that_are_not_finite_reach_only_those_who_see_them(kernel, dtype)
     assert np.isfinite(y[0, :40]).all()
 
 
+@pytest.mark.thorough_but("-30.0-mma")
 @slow
 @every
 @pytest.mark.parametrize("step", [30.0, -30.0])
