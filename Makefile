@@ -19,7 +19,7 @@ FOR_GPU := $(CUDA)
 endif
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet mask-pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
+.PHONY: help demo search-app browser test test-thorough test-all choose-tests test-arm cuda-compiler test-cuda cuda-configs test-gpu sanitize-gpu sanitize-threads test-models node-tests fuzz-graphs fuzz-operator fuzz-parity fuzz-files fuzz-edits kill-tuning races helgrind same-code fleet pictures lint textbook bench bench-app bench-models bench-search-app bench-serve-ray bench-all bench-gpu exp2-exhaustive wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -154,8 +154,9 @@ same-code: $(STAMP)  ## Whether code is compiled as a commit did, AGAINST=COMMIT
 fleet: $(STAMP)  ## 1, 2 and 4 workers with two devices on one study, then a worker and a device killed; needs PostgreSQL
 	@PYTHONPATH=tests $(BIN)/python -m campaigns.fleet --json build/fleet.json
 
-mask-pictures: $(STAMP)  ## The pictures of docs/masks.md, again
+pictures: $(STAMP)  ## The pictures of docs/masks.md and of README.md, again
 	@$(BIN)/python docs/mask_pictures.py
+	@$(BIN)/python docs/readme_picture.py
 
 bench-gpu: $(FOR_GPU)  ## On this machine's NVIDIA GPU: against PyTorch's SDPA, FlexAttention, FlashAttention, torch.compile; JSON and a table
 	@$(ON_GPU) benchmarks/gpu.py --json build/gpu.json --text build/gpu.txt

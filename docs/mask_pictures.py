@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/masks.md, into docs/masks/: `make mask-pictures`.
+"""Draws the pictures of docs/masks.md, into docs/masks/: `make pictures`.
 
 The same masks and the same matplotlib give the same bytes.
 """

@@ -4,6 +4,7 @@ page run in order, in one folder, as a reader would type them; and what pages na
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -141,7 +142,7 @@ def run_mhsa(block: Block) -> None:
             assert result.exit_code == 0, f"{where}\n{result.output}\n{result.exception!r}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "tests/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/README.md", "tests/README.md"])
 def test_make_targets_exist(page: str) -> None:
     text, makefile = (ROOT / page).read_text("utf-8"), (ROOT / "Makefile").read_text(encoding="utf-8")
     named = {words[1] for words in shell_commands(ROOT / page) if words[0] == "make"}
@@ -190,9 +191,22 @@ def headings(page: Path) -> set[str]:
 
 
 def test_files_that_the_table_names_exist() -> None:
-    text = README.read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
     assert named and all((ROOT / name).exists() for name in named)
+
+
+def test_every_page_is_on_the_list_of_pages() -> None:
+    text, docs = (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), ROOT / "docs"
+    assert [page.name for page in docs.glob("*.md") if f"({page.name})" not in text and page.name != "README.md"] == []
+    days = (docs / "lab" / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in docs.glob("lab/2*.md") if f"({page.name})" not in days] == []
+
+
+def test_the_picture_is_that_of_the_figures() -> None:
+    """docs/figures/blocks.svg; `make pictures` draws it again."""
+    drawing = runpy.run_path(str(ROOT / "docs" / "readme_picture.py"))
+    assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"]()
 
 
 def test_the_architecture_names_every_folder() -> None:

@@ -60,7 +60,7 @@ def test_the_pictures_are_those_of_the_masks(drawing, tmp_path: Path) -> None:
         pytest.skip("another matplotlib draws other bytes")
     drawing.draw(tmp_path)
     for path in sorted((ROOT / "docs" / "masks").iterdir()):
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), f"{path.name}: run `make mask-pictures`"
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), f"{path.name}: run `make pictures`"
 
 
 def test_reasons_make_up_the_mask(drawing) -> None:
