@@ -343,6 +343,7 @@ def _manifest(read: Source, canonical: Canonical, imported: Any, scheduled: Any,
         ops=tuple(scheduled.reports),
         attention=canonical.blocks,
         limits=canonical.limits,
+        agreements=tuple(imported.agreements),
         slow=scheduled.slow,
         files={},
     )

@@ -32,6 +32,7 @@ from mhsa_compile.runtime.array_memory import (
 )
 from mhsa_compile.runtime.artifact.manifest import Dims, TensorInfo
 from mhsa_compile.runtime.followed_tensors import follower, may_be_followed
+from mhsa_compile.runtime.misfits import shapes_of
 from mhsa_compile.runtime.symbolic_dims import is_expression, made_of, size_of
 from mhsa_compile.spec.outputs import together
 
@@ -377,9 +378,10 @@ class Signature:
         argument, *said = words.split("\n")
         expected, got = (re.sub(r"\{(.*?)\}", lambda name: str(sizes.get(name[1], name[1])), line) for line in said)
         named = next((i for i, taken in enumerate(self._arguments) if taken.label == argument), None)
-        if not got:
-            got = "some beyond" if named is None else _range(arrays[named])
-        return InputError(argument, expected, got)
+        if named is None:
+            brought = shapes_of([taken.info for taken in self._arguments], arrays)
+            return InputError(argument, expected, got or "some beyond", f"The call brings {brought}.")
+        return InputError(argument, expected, got or _range(arrays[named]))
 
     def empty_results(self, arrays: Iterable[Any], sizes: Sizes) -> Any:
         """The outputs of a call in which some size is 0, or None where one of them holds something to compute."""

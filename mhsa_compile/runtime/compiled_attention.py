@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files.foreign_errors import (
     bounded,
-    first_line,
     reading,
     refusal_of,
 )
@@ -40,6 +39,7 @@ from mhsa_compile.runtime.call_arguments import Argument, Signature, Sizes
 from mhsa_compile.runtime.cuda_arguments import DeviceSignature, DeviceWeight
 from mhsa_compile.runtime.cuda_launch import Launches
 from mhsa_compile.runtime.kv_cache import KVCache
+from mhsa_compile.runtime.misfits import misfit, shapes_of
 from mhsa_compile.runtime.profile.call_profile import CallProfile
 from mhsa_compile.runtime.profile.captured_call import KernelRun, capture
 from mhsa_compile.runtime.profile.profile_call import Turns, profile_call
@@ -52,6 +52,7 @@ from mhsa_compile.target import host
 
 _MISFIT = "ErrorContext(match_cast"
 """What TVM's VM says where sizes that must agree inside of a model do not."""
+_REPORT = "Compile it again; if it ends so once more, report it, with the model."
 _AGAIN = "Compile it again."
 
 
@@ -267,9 +268,11 @@ class CompiledAttention:
             return self._signature.refused(words, arrays, sizes)
         if (shortage := refusal_of(error)) is not None:
             return shortage
-        if isinstance(error, ValueError) or _MISFIT in str(error):  # about what the signature could not tell
-            return InputError("inputs", "sizes that fit each other inside the model", first_line(error))
-        return ArtifactError("artifact", "code that fits its manifest", first_line(error), _AGAIN)
+        brought = shapes_of(self.inputs, arrays)
+        about_sizes = str(error) if isinstance(error, ValueError) or _MISFIT in str(error) else None
+        if (refusal := misfit(self.manifest.agreements, brought, sizes, about_sizes)) is not None:
+            return refusal
+        return ArtifactError("artifact", "code that does this call", f"code that ends at {brought}", _REPORT)
 
     @bounded
     def from_host(self, /, *inputs: Any, **by_name: Any) -> Any:
@@ -286,7 +289,12 @@ class CompiledAttention:
             arrays, sizes = host.arrays(inputs, by_name)
             if 0 in sizes.values() and (results := host.empty_results(arrays, sizes)) is not None:
                 return results
-            outputs = thread.run_from_host(arrays, sizes, self._packed)
+            try:
+                outputs = thread.run_from_host(arrays, sizes, self._packed)
+            except MhsaError:
+                raise
+            except Exception as error:
+                raise self._refusal(error, arrays, sizes) from error
             return host.results(outputs[0] if len(outputs) == 1 else outputs, arrays)
 
     def _cached(self, given: object, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:

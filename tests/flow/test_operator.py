@@ -209,7 +209,9 @@ def test_dims_without_names_are_free() -> None:
     assert [info.dims for info in attention.inputs][1] == ("k_0", G, "k_2", 7)
     inputs = draw(model(lengths=True), FULL)
     assert_right(attention, source, inputs)
-    with pytest.raises(InputError, match="inputs: expected sizes that fit each other"):
+    with pytest.raises(
+        InputError, match=r"Attention node .*: expected operands whose sizes fit each other.* The call brings q \("
+    ):
         attention(**{**inputs, "v": inputs["v"][:, :, 1:]})
 
 

@@ -97,7 +97,7 @@ def test_a_concat_whose_dims_only_a_call_shows_to_be_equal(agreeing: Artifact) -
     tables = np.ones((2, 7, 5), "f4"), np.zeros((2, 7, 5), "f4")
     _, both = function(x, rows[..., :2], *tables)
     assert np.array_equal(both, np.concatenate([x, rows[..., :2]], 3).clip(0))
-    with pytest.raises(InputError, match="expected sizes that fit each other inside the model"):
+    with pytest.raises(InputError, match="Concat node 'both': expected operands whose sizes fit each other"):
         function(x, rows[:, :, :5, :2], *tables)
 
 
@@ -131,4 +131,4 @@ def test_the_first_error_of_a_process_reads_no_file_of_somebody_else(agreeing: A
     command = [sys.executable, "-c", AFTER_OTHER_FILES, str(agreeing.path)]
     child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert child.returncode == 0, child.stderr[-2000:]
-    assert child.stdout.startswith("inputs: expected sizes that fit each other")
+    assert child.stdout.startswith("Concat node 'both': expected operands whose sizes fit each other")

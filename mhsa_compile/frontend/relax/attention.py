@@ -22,6 +22,7 @@ from mhsa_compile.frontend.relax.masks import (
     dims,
     equal,
 )
+from mhsa_compile.frontend.relax.sizes.agreements import Demand
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
@@ -49,6 +50,19 @@ class AttentionImport:
         self.fused, self.inputs = fused, inputs
         self.places = {"q": fused.query, "k": fused.key, "v": fused.value}
         self.operands = {role: inputs[place.buffer] for role, place in self.places.items()}
+
+    def demand(self) -> tuple[list[list[Size]], Demand]:
+        """The shapes of Q, K, V and a mask that is computed, and how their sizes must fit."""
+        shapes = [list(dims(self.operands[role])) for role in "qkv"]
+        equal = [(shapes[0][0], shape[0]) for shape in shapes[1:]] + [(self._length("k"), self._length("v"))]
+        mask, past = self._input(self.fused.mask), self.fused.past_key
+        if mask is None or past is not None or self.context.input_name(mask) is not None:
+            return shapes, Demand(equal)
+        full = [shapes[0][0], self.fused.num_heads, self._length("q"), self._length("k")]
+        full = [full[0], full[3]] if self.fused.key_mask else full
+        reach = list(dims(mask))
+        judged = slice(None, -1 if self.fused.pads_mask else None)
+        return [*shapes, reach], Demand(equal, [[full[judged], reach[judged]]])
 
     def _input(self, number: int | None) -> Value | None:
         return None if number is None else self.inputs[number]

@@ -11,6 +11,7 @@ from tvm_ffi import structural_equal
 
 from mhsa_compile.frontend.relax.masks import Size
 from mhsa_compile.kernels.interface.ops import Dim, Op
+from mhsa_compile.runtime.artifact.manifest import Agreement
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ImportedModule:
     limits: dict[str, Dim] = field(default_factory=dict)  # input of integers -> the largest that they may be
     rows: dict[str, int] = field(default_factory=dict)  # input of ids -> the rows of the table that they pick from
     outputs: list[tuple[Dim, ...] | None] = field(default_factory=list)  # dims; None where they cannot be inferred
+    agreements: list[Agreement] = field(default_factory=list)  # what a call's sizes are held to, by node
     in_place: dict[str, str] = field(default_factory=dict)  # output -> the input that a call turns into it
 
 

@@ -11,7 +11,7 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,8 @@ from mhsa_compile.frontend.relax.masks import dims
 from mhsa_compile.frontend.relax.op_converters import CONVERSIONS
 from mhsa_compile.frontend.relax.patches import patches
 from mhsa_compile.frontend.relax.recurrent import recurrent
-from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, of_width
+from mhsa_compile.frontend.relax.sizes.agreements import Demand, agreement, demand, held
+from mhsa_compile.frontend.relax.sizes.broadcasting import agreeing, dims_of, of_width
 from mhsa_compile.frontend.relax.sizes.call_checks import CallChecks
 from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
@@ -231,8 +232,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 return as_tensor(self.bb, sizes) if is_known(sizes) else sizes
             computed = self._shapes.convert(op_name, list(inputs), attrs)
             if computed is not None:
+                if op_name == "Expand":
+                    shapes = [dims_of(value) for value in (inputs[0], computed)]
+                    self._note(self._names.checks.node, shapes, demand(op_name, shapes, attrs))
                 return computed
-            inputs[:] = agreeing(self.bb, self._names, op_name, [as_tensor(self.bb, value) for value in inputs])
+            inputs[:] = [as_tensor(self.bb, value) for value in inputs]
+            self._agree(op_name, inputs, attrs)
+            inputs[:] = agreeing(self.bb, self._names, op_name, inputs, attrs)
             inputs[:], narrow = float32_sums.widened(self.bb, op_name, list(inputs))
             if op_name in GATES:
                 converted = recurrent(self.context, op_name, list(inputs), attrs)
@@ -251,6 +257,16 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             expected = "inputs and attributes of a form that can be compiled"
             raise ModelError(self._names.checks.node, expected, got, hint) from error
 
+    def _agree(self, op_name: str, inputs: list[Any], attrs: dict[str, Any]) -> None:
+        """Notes what a node asks of the sizes of its operands, and holds calls to what no other code does."""
+        shapes = [None if value is None else dims_of(value) for value in inputs]
+        self._note(self._names.checks.node, shapes, demand(op_name, shapes, attrs))
+        held(self._names, op_name, shapes, attrs)
+
+    def _note(self, node: str, shapes: Sequence[Any], wanted: Demand) -> None:
+        if (row := agreement(self._names, node, shapes, wanted)) is not None:
+            self.context.result.agreements.append(row)
+
     def _bound(self, value: Any) -> Any:
         """A value that was computed, as a variable."""
         return self.bb.emit(value) if isinstance(value, relax.Call) else value
@@ -258,6 +274,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _linear(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         fused = FusedLinear.from_attributes(attrs)
         in_features = int(dims(inputs[1])[0 if fused.transposed[0] else 1])
+        shapes = [dims(value) for value in inputs[:2]]
+        self._note(f"linear node {_name(attrs)!r}", shapes, Demand([(shapes[0][-1], in_features)]))
         inputs[0] = of_width(self.bb, inputs[0], in_features)
         rows = dims(inputs[0])
         op = LinearOp(
@@ -273,7 +291,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return self.context.call(op, inputs, [*rows[:-1], op.pitch])
 
     def _attention(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
-        return AttentionImport(self.context, _name(attrs), FusedAttention.from_attributes(attrs), inputs).results()
+        attention = AttentionImport(self.context, _name(attrs), FusedAttention.from_attributes(attrs), inputs)
+        self._note(attention.node, *attention.demand())
+        return attention.results()
 
     def _patches(self, inputs: list[Any], attrs: dict[str, Any]) -> Any:
         return patches(self.bb, FusedPatches.from_attributes(attrs), inputs[0])

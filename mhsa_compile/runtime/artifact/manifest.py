@@ -120,6 +120,19 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return f"agrees with {evaluators}{at}: the largest error is {self.error:.2g} of {self.budget:.2g} allowed{rest}"
 
 
+class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the sizes of a node's operands must be to each other, where only a call shows whether they are.
+
+    `operands` are the shapes, `equal` pairs of sizes that are one, `broadcast` groups of shapes that broadcast to one.
+    "?" is a size that values of the call make. The code holds a call to it; this says what is wrong with one.
+    """
+
+    node: str
+    operands: tuple[Dims, ...]
+    equal: tuple[tuple[Size | str, Size | str], ...] = ()
+    broadcast: tuple[tuple[Dims, ...], ...] = ()
+
+
 class SlowOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function of TVM's own, by the name that a profile gives it, that is expected to be slow at these sizes of the
     free dims.
@@ -161,6 +174,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ops: tuple[OpReport, ...]
     attention: tuple[AttentionCoverage, ...] = ()
     limits: dict[str, Size] = {}  # symbol -> its largest size, where a table of the model has no more rows
+    agreements: tuple[Agreement, ...] = ()  # in the order of the nodes
     slow: tuple[SlowOperation, ...] = ()  # what is expected to be
     check: Check | None = None  # None in artifacts from before there was one
     files: dict[str, Digest]
@@ -199,12 +213,14 @@ def seal(manifest: Manifest, files: dict[str, str]) -> tuple[Manifest, bytes]:
 def _encode(manifest: Manifest) -> bytes:
     """A manifest as bytes, the same for the same content: fields in their order, keys of dicts sorted.
 
-    `v_embed_dim`, `slow` and `check` are written where they are set: an artifact without them has the bytes that it had
-    before there were any.
+    `v_embed_dim`, `agreements`, `slow` and `check` are written where they are set: an artifact without them has the
+    bytes that it had before there were any.
     """
     stated = msgspec.to_builtins(manifest, order="deterministic")
     if manifest.check is None:
         del stated["check"]
+    if not manifest.agreements:
+        del stated["agreements"]
     if not manifest.slow:
         del stated["slow"]
     if manifest.spec is not None and manifest.spec.v_embed_dim is None:

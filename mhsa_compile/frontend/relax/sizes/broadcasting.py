@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -10,27 +10,42 @@ from tvm import relax, te, tirx
 
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, emitted, equals, literal, number
 
-_BROADCAST = frozenset(
+BROADCAST = frozenset(
     ("Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less",
      "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "Sub", "Sum", "Where", "Xor")
 )  # fmt: skip
-_UNIDIRECTIONAL = frozenset(("PRelu",))
+UNIDIRECTIONAL = frozenset(("PRelu",))
 
 
-def agreeing(bb: Any, names: SizeNames, op_name: str, inputs: list[Any]) -> list[Any]:
+def agreeing(bb: Any, names: SizeNames, op_name: str, inputs: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
     """The inputs of a node with dims that TVM sees to fit: an axis that may be 1 is written out as it broadcasts, and a
     call where two differ ends with an error."""
     shapes = [None if value is None else dims_of(value) for value in inputs]
     if any(shape is None for shape in shapes) or len(inputs) < 2:
         return inputs
     known: list[list[Any]] = [shape for shape in shapes if shape is not None]
-    if op_name in _BROADCAST:
+    if op_name in BROADCAST:
         return inputs if _plain(known) else _broadcast(bb, names, inputs, known)
-    if op_name in _UNIDIRECTIONAL and not _plain(known):
+    if op_name in UNIDIRECTIONAL and not _plain(known):
         return [inputs[0], spread(bb, names, inputs[1], known[0])]
+    if op_name == "Gemm" and len(inputs) > 2 and inputs[2] is not None:
+        rows, *_, columns = gemm_sizes(known, attrs)
+        whole = [rows, columns][2 - len(known[2]) :]
+        return inputs if _plain([whole, known[2]]) else [*inputs[:2], spread(bb, names, inputs[2], whole)]
     if op_name == "MatMul" and all(known):
         return _factors(bb, names, inputs, known)
     return inputs
+
+
+def gemm_sizes(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """A Gemm's rows, the columns of its first factor, the rows of its second, both as they are multiplied, its
+    columns."""
+    one, other = (list(shape[:2]) for shape in shapes[:2])
+    if attrs.get("transA"):
+        one.reverse()
+    if attrs.get("transB"):
+        other.reverse()
+    return one[0], one[1], other[0], other[1]
 
 
 def _factors(bb: Any, names: SizeNames, inputs: list[Any], shapes: list[list[Any]]) -> list[Any]:

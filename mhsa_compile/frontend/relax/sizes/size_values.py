@@ -123,6 +123,7 @@ class SizeNames:
         """`limits`: the largest size of a symbol that a call may have, by its name."""
         self.checks = checks
         self._bb, self._taken = bb, {str(symbol.name) for symbol in symbols}
+        self._told, self._meanings = set(self._taken), Analyzer()  # names that symbols tell; what they stand for
         self._known: list[tuple[Entry, Any]] = []
         self._analyzer, self._proofs = Analyzer(), Analyzer()  # the latter knows what names stand for
         self._count = 0
@@ -186,7 +187,18 @@ class SizeNames:
         if self.at_least(entry, 0):
             self._analyzer.update(name, ConstIntBound(0, ConstIntBound.POS_INF), True)
         self._proofs.bind(name, entry, True)
+        if (meaning := self.of_symbols(entry)) is not None:
+            self._told.add(str(name.name))
+            self._meanings.bind(name, meaning, True)
         self._known.append((entry, name))
+
+    def of_symbols(self, entry: Entry) -> Entry | None:
+        """A size as an expression of symbols alone; None where values make it, and for one without an end."""
+        entry = literal(entry)
+        if not _is_provable(entry) or any(str(one.name) not in self._told for one in _variables(entry)):
+            return None
+        whole = self._meanings.simplify(entry)
+        return whole if _is_provable(whole) else None
 
     def checked(self, entries: Sequence[Entry], dims: Sequence[Any]) -> None:
         """Holds every call to sizes being what `dims` says."""
@@ -228,6 +240,10 @@ class SizeNames:
         # through a tensor: what a shape is matched with directly, Relax's passes write into every type again
         tensor = self._bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr(list(entries))))
         self._bb.match_cast(self._bb.emit(relax.op.tensor_to_shape(tensor)), relax.ShapeType(list(names)))
+
+
+def _variables(entry: Entry) -> Sequence[Any]:
+    return tirx.analysis.undefined_vars(entry)  # type: ignore[no-any-return]
 
 
 def _is_provable(*entries: Entry) -> bool:
