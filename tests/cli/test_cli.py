@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
+import typer.main
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file, save_file
 from support.command import mhsa, refused
@@ -36,8 +38,18 @@ from mhsa_compile.spec import checks
 from mhsa_compile.spec.attention_spec import MASKS, AttentionSpec
 from mhsa_compile.target import environment, host, profile
 
-COMMANDS = ("compile", "run", "verify", "inspect", "targets", "doctor", "bench", "profile", "heads",
-            "cache", "cache clear", "records list", "records merge", "records promote", "records check")  # fmt: skip
+
+def names_below(group: Any, *before: str) -> Iterator[str]:
+    """The words of every command of the group that a user can type."""
+    for name, command in group.commands.items():
+        is_group = hasattr(command, "commands")
+        if is_group:
+            yield from names_below(command, *before, name)
+        if not is_group or command.invoke_without_command:
+            yield " ".join((*before, name))
+
+
+COMMANDS = tuple(names_below(typer.main.get_command(app)))
 
 
 def test_help_lists_every_command() -> None:
