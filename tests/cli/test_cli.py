@@ -518,6 +518,7 @@ def test_a_bench_reports_every_peer(compiled: Path) -> None:
     assert len(report["rows"]) == 2
 
 
+@pytest.mark.thorough
 def test_a_bench_shows_a_table(compiled: Path) -> None:
     result = mhsa("bench", compiled, "--against", "torch,openvino", "--length", 16, "--seconds", 0.1, "--dim", "B=2")
     assert result.exit_code == 0, result.output

@@ -57,7 +57,7 @@ class Decoder:
         return expected, budget(expected, yardstick, self.spec.dtype)
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[pytest.param("gpt2", marks=pytest.mark.thorough), "llama", "all"])
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     torch.manual_seed(3)
     module = MultiHeadAttention(SHAPES[request.param]).eval()

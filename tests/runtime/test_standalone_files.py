@@ -120,6 +120,7 @@ def test_inputs_that_are_no_sound_safetensors(program: Program, tmp_path: Path, 
     assert expected in said
 
 
+@pytest.mark.thorough
 def test_no_hostile_header_is_taken(program: Program, tmp_path: Path) -> None:
     """As inputs, and some as the weights of an artifact whose manifest has their hash: refused, and nothing beyond the
     file is read or asked for."""

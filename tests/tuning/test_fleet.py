@@ -36,7 +36,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
         yield found
 
 
-@pytest.mark.parametrize("database", [pytest.param(SQLITE, marks=pytest.mark.thorough), POSTGRES])
+@pytest.mark.thorough
+@pytest.mark.parametrize("database", [SQLITE, POSTGRES])
 def test_no_trial_is_lost_or_doubled(database: str, request: pytest.FixtureRequest) -> None:
     """Four processes begin at once, on an empty database: one loses its device now and then, and two are killed."""
     if database == POSTGRES:

@@ -168,6 +168,7 @@ def test_many_parts_blocks_and_groups(name, dtype):
         Linear(op, [weight], [bias], packed, library["run"]).check(rows(op, 1, L))
 
 
+@pytest.mark.thorough_but("192x33-*", "5x7-True-avx512", "216x197-False-avx2")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("widths", "in_features"), SHAPES, ids=["5x7", "192x33", "216x197"])
