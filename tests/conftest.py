@@ -82,10 +82,12 @@ MARKERS = ("thorough", "arm", "cuda", "slow", "gpu")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases that their tests name; whether all names are there shows where whole files are collected."""
-    from support.thorough_cases import mark_cases
+    """Marks the cases that their tests name. A name that is no case's fails, where whole files are collected."""
+    from support.thorough_cases import failing, mark_cases
 
-    mark_cases(items, complete=not any("::" in argument for argument in config.args))
+    absent = mark_cases(items)
+    if not any("::" in argument for argument in config.args):
+        items += failing(absent)
 
 
 @pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after `-m` has chosen

@@ -17,25 +17,41 @@ import pytest
 BUT, ONLY = "thorough_but", "thorough_only"
 
 
-def mark_cases(items: Iterable[pytest.Item], *, complete: bool) -> None:
+class AbsentCase(pytest.Item):
+    """Fails, and says which name of a mark is no case's; a failing test is seen in every process of pytest-xdist."""
+
+    def runtest(self) -> None:
+        pytest.fail(self.name, pytrace=False)
+
+
+def mark_cases(items: Iterable[pytest.Item]) -> dict[str, tuple[pytest.Item, list[str]]]:
     """Adds the mark `thorough` to the cases that either mark leaves out.
 
-    If `items` are complete, all cases of their functions, a name that is no case's is a `pytest.UsageError`.
+    Returns the names that are no case's: function -> (one of its cases, these names).
     """
     functions = defaultdict[str, dict[str, pytest.Item]](dict)
     for item in items:
         if any(item.get_closest_marker(kind) for kind in (BUT, ONLY)):
             function, _, case = item.nodeid.partition("[")
             functions[function][case.removesuffix("]")] = item
+    absent = {}
     for function, cases in functions.items():
         first = next(iter(cases.values()))
         marks = {kind: mark.args for kind in (BUT, ONLY) if (mark := first.get_closest_marker(kind))}
         names = matches([name for args in marks.values() for name in args], cases)
-        if complete and not all(names.values()):
-            unknown = ", ".join(repr(name) for name, of_name in names.items() if not of_name)
-            raise pytest.UsageError(f"{function}: no case is named {unknown}")
+        if unknown := [name for name, of_name in names.items() if not of_name]:
+            absent[function] = first, unknown
         for case in left_out({kind: [names[name] for name in args] for kind, args in marks.items()}, cases):
             cases[case].add_marker("thorough")
+    return absent
+
+
+def failing(absent: Mapping[str, tuple[pytest.Item, list[str]]]) -> list[pytest.Item]:
+    """A test for each function, which fails and says its names that are no case's."""
+    return [
+        AbsentCase.from_parent(item.parent, name=f"{item.name.partition('[')[0]} has no case {', '.join(names)}")
+        for item, names in absent.values()
+    ]
 
 
 def matches(names: Iterable[str], cases: Collection[str]) -> dict[str, set[str]]:
