@@ -283,9 +283,13 @@ def _canonical(
 ) -> Canonical:
     """The source's model with standard attention. Of one without any it warns, or raises ModelError, as is asked."""
     from mhsa_compile.frontend.canonicalize.canonicalize import canonicalize
+    from mhsa_compile.frontend.reading.contradictions import InferenceError, contradiction
 
     with reading(ModelError, "model", "a graph that this library reads", _REPORT):
-        canonical = canonicalize(read.model, outputs)
+        try:
+            canonical = canonicalize(read.model, outputs)
+        except InferenceError as error:
+            raise contradiction(read.model, error) from error
     if canonical.instead and without_attention == "refuse":
         hint = "Attention is an Attention operator, or a Softmax between two products of activations."
         raise ModelError("model", "at least one attention", canonical.instead, hint)

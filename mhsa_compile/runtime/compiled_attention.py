@@ -270,7 +270,7 @@ class CompiledAttention:
             return shortage
         brought = shapes_of(self.inputs, arrays)
         about_sizes = str(error) if isinstance(error, ValueError) or _MISFIT in str(error) else None
-        if (refusal := misfit(self.manifest.agreements, brought, sizes, about_sizes)) is not None:
+        if (refusal := misfit(self.manifest.agreements, sizes, brought, about_sizes)) is not None:
             return refusal
         return ArtifactError("artifact", "code that does this call", f"code that ends at {brought}", _REPORT)
 

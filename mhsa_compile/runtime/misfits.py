@@ -21,7 +21,7 @@ _LISTED = 3  # so many nodes a message has room for
 
 
 def misfit(
-    agreements: Iterable[Agreement], brought: str, sizes: Mapping[str, int], words: str | None = None
+    agreements: Iterable[Agreement], sizes: Mapping[str, int], brought: str = "", words: str | None = None
 ) -> InputError | None:
     """The error for the first node whose operands cannot have the sizes of this call. Where none can be told, one about
     all inputs if there are `words` of TVM's about sizes, else None. `brought`: see `shapes_of`."""
@@ -29,7 +29,7 @@ def misfit(
         if not _fits(one, sizes):
             expected = f"operands whose sizes fit each other, {_together(one.operands)}"
             got = _together([[_size(dim, sizes) for dim in shape] for shape in one.operands])
-            return InputError(one.node, expected, got, f"The call brings {brought}.")
+            return InputError(one.node, expected, got, f"The call brings {brought}." if brought else "")
     if words is None:
         return None
     compared = _COMPARED.search(words)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 _FOREIGN = re.compile(
-    r"Check failed|InternalError|ErrorContext|match_cast|TVMError|Mismatched|heap_data|\btirx?\b|\brelax\b|CodeGenVM"
-    r"|R\.(?:Tensor|Shape)|<class|span=|\w+\.(?:cc|cpp|h|py):\d+|/project/|site-packages|Traceback|InferenceError"
+    r"Check failed|InternalError|ErrorContext|match_cast|TVMError|Mismatched \S*shape|heap_data|CodeGenVM"
+    r"|\btirx?\b|\brelax\b|R\.(?:Tensor|Shape)|<class|span=|\w+\.(?:cc|cpp|h|py):\d+|/project/|site-packages|Traceback|InferenceError"
     r"|KeyError|IndexError|AttributeError|TypeError:|ValueError:|RuntimeError|AssertionError|NoneType|object at 0x"
     r"|\bop_type:|onnx\.\w+Proto"
 )

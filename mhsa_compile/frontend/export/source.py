@@ -13,7 +13,7 @@ import onnx
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements, without_contents
+from mhsa_compile.frontend.detach_weights import contents_as_inputs, is_large, stored_elements
 from mhsa_compile.frontend.export.input_dims import (
     check_dims,
     dims_of,
@@ -21,8 +21,10 @@ from mhsa_compile.frontend.export.input_dims import (
     settled,
 )
 from mhsa_compile.frontend.reading.check import check_domains, check_file
+from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect
 from mhsa_compile.frontend.reading.functions import check_functions, inlined
+from mhsa_compile.frontend.reading.well_formed import check_well_formed
 from mhsa_compile.spec.attention_spec import SPEC_KEY, AttentionSpec
 from mhsa_compile.spec.outputs import LayerWord, layer_words
 
@@ -147,8 +149,7 @@ def _loaded(path: Path) -> onnx.ModelProto:
 def _checked_file(path: Path, original: onnx.ModelProto) -> onnx.ModelProto:
     name, model = f"model {str(path)!r}", in_one_dialect(original)
     _check(name, model)
-    with reading(ModelError, name, "a valid ONNX model"):
-        onnx.shape_inference.infer_shapes(without_contents(model), strict_mode=True)
+    check_shapes(model)
     return model
 
 
@@ -171,6 +172,7 @@ def _check(name: str, model: onnx.ModelProto) -> None:
         raise ModelError(name, "weights as dense tensors", f"{tensor!r} as a sparse one", "Write it as a dense one.")
     check_domains(model)
     check_functions(model)
+    check_well_formed(model)
     with reading(ModelError, name, "a valid ONNX model"):
         onnx.checker.check_model(_with_ranks(contents_as_inputs(model)), full_check=False)
     for tensor in model.graph.initializer:

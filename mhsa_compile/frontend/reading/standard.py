@@ -42,6 +42,11 @@ _QUANTISED = frozenset(("bfloat16", "float16", "float32", "int8", "uint8"))
 
 _SIGNED = frozenset(("bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64"))
 
+RANDOM = frozenset(
+    ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+)
+"""Operators that draw random numbers: none of them is compiled."""
+
 STANDARD: dict[str, Row] = {
     **dict.fromkeys(_UNARY, row()),
     **dict.fromkeys(_BINARY, row(inputs=2)),

@@ -33,7 +33,7 @@ from mhsa_compile.frontend.fusion.fused_nodes import (
 from mhsa_compile.frontend.fusion.scatter_pattern import declared_in_place
 from mhsa_compile.frontend.onnx_graph import all_nodes, reads, title
 from mhsa_compile.frontend.reading.check import check_graph
-from mhsa_compile.frontend.reading.standard import STANDARD
+from mhsa_compile.frontend.reading.standard import RANDOM, STANDARD
 from mhsa_compile.frontend.relax import float32_sums
 from mhsa_compile.frontend.relax.attention import AttentionImport
 from mhsa_compile.frontend.relax.import_context import ImportContext
@@ -49,6 +49,7 @@ from mhsa_compile.frontend.relax.sizes.folding import folded
 from mhsa_compile.frontend.relax.sizes.shapes import ShapeOperators
 from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, SizeValues, as_tensor, is_known
 from mhsa_compile.kernels.interface.ops import GATES, Dim, HeadLayout, KvScatterOp, LinearOp, RotaryOp
+from mhsa_compile.runtime.misfits import misfit
 from mhsa_compile.spec.attention_spec import DOMAIN, LIMITS_KEY, ROWS_KEY
 
 
@@ -148,6 +149,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         if unknown:
             others = ", ".join(sorted({node.op_type for node in unknown}))
             hint = "Write what it does in operators that are understood."
+            if unknown[0].op_type in RANDOM:
+                hint = "Random numbers are not compiled: pass them as an input of the graph, or export it in eval mode."
             raise ModelError(title(unknown[0]), "operators that can be compiled", others, hint)
 
     def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
@@ -264,8 +267,13 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         held(self._names, op_name, shapes, attrs)
 
     def _note(self, node: str, shapes: Sequence[Any], wanted: Demand) -> None:
-        if (row := agreement(self._names, node, shapes, wanted)) is not None:
-            self.context.result.agreements.append(row)
+        row = agreement(self._names, node, shapes, wanted)
+        if row is None:
+            return
+        if (refusal := misfit([row], {})) is not None:
+            hint = "Correct the model: no call can have other shapes there."
+            raise ModelError(node, refusal.expected, refusal.got, hint)
+        self.context.result.agreements.append(row)
 
     def _bound(self, value: Any) -> Any:
         """A value that was computed, as a variable."""
@@ -342,6 +350,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return self.context.call(op, inputs, cache)
 
 
+_SHOWN = 8  # so many elements of a constant a message has room for
+
+
 class _Nodes(NamedTuple):
     """Some nodes of a graph, as TVM's importer reads them."""
 
@@ -370,8 +381,12 @@ def _described(value: Any) -> str:
     if not isinstance(kind, relax.TensorType):
         return "a list of tensors"
     sizes = f"({_listed(kind.shape.values)})" if isinstance(kind.shape, relax.ShapeExpr) else "any shape"
-    constant = "a constant of " if isinstance(value, tvm.ir.GenericConst) else ""
-    return f"{constant}{kind.dtype} {sizes}"
+    if isinstance(value, tvm.ir.GenericConst):
+        array = value.value.numpy()
+        if array.dtype.kind in "iub" and array.size <= _SHOWN:
+            return f"a constant of {kind.dtype}, {array.tolist()}"
+        return f"a constant of {kind.dtype} {sizes}"
+    return f"{kind.dtype} {sizes}"
 
 
 def _listed(dims: Any) -> str:

@@ -7,6 +7,7 @@ from onnx import numpy_helper, version_converter
 
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.onnx_graph import all_nodes, attributes, branches, is_standard, title
+from mhsa_compile.frontend.reading.contradictions import InferenceError, contradiction
 
 LEAST = 23  # Attention, RotaryEmbedding, RMSNormalization
 SOFTMAX_OF_ONE_AXIS = 13  # before, it runs over all axes from one on
@@ -25,6 +26,8 @@ def raised(model: onnx.ModelProto, least: int = LEAST) -> onnx.ModelProto:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
         converted = version_converter.convert_version(inferred, least)
         onnx.shape_inference.infer_shapes(converted, strict_mode=True)
+    except InferenceError as error:
+        raise contradiction(model, error) from error
     except Exception as error:  # the converter's own kinds, of C++
         hint = "Export the model again with a newer opset."
         got = f"opset {now}, which onnx cannot convert: {str(error).strip().splitlines()[0][:200]}"

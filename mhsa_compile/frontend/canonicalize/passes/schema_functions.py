@@ -15,6 +15,7 @@ from mhsa_compile.frontend.onnx_graph import GraphView
 from mhsa_compile.frontend.reading import preview
 from mhsa_compile.frontend.reading.check import not_understood
 from mhsa_compile.frontend.reading.functions import inlined
+from mhsa_compile.frontend.reading.standard import RANDOM
 
 _DOMAIN = "mhsa.definitions"  # for as long as a definition waits to be inlined
 _LEAST = 12  # definitions for older opsets hold operators that mean something else today
@@ -63,7 +64,7 @@ def _has_definition(node: onnx.NodeProto, opset: int) -> bool:
     """Whether a node is an operator of the standard's that is defined by others."""
     if node.domain == preview.DOMAIN:
         return node.op_type in preview.DEFINED
-    if node.domain != "" or node.op_type in _KERNELS or not defs.has(node.op_type):
+    if node.domain != "" or node.op_type in RANDOM.union(_KERNELS) or not defs.has(node.op_type):
         return False
     try:
         schema = defs.get_schema(node.op_type, opset, "")

@@ -11,12 +11,14 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.canonicalize.rewriting.rewriter import Array
-from mhsa_compile.frontend.onnx_graph import GraphView, attributes
+from mhsa_compile.frontend.onnx_graph import GraphView, attributes, title
 
 Entry = int | bool | str | None
 """A size or a flag, the name of a size that is symbolic, or what is not known."""
 
+_SHOWN = 8  # elements of a constant in a message
 _MOST_ELEMENTS = 1 << 24  # of a constant that is computed here
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 _FOLDABLE = frozenset(
@@ -110,8 +112,14 @@ class Known:
         output = helper.make_tensor_value_info(node.output[0], onnx.TensorProto.UNDEFINED, None)
         graph = helper.make_graph([node], "constant", inputs, [output])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._graph.opset)], ir_version=10)
-        with np.errstate(all="ignore"):
-            return np.asarray(ReferenceEvaluator(model).run(None, {n: self._arrays[n] for n in names})[0])
+        arrays = {name: self._arrays[name] for name in names}
+        try:
+            with np.errstate(all="ignore"):
+                return np.asarray(ReferenceEvaluator(model).run(None, arrays)[0])
+        except Exception as error:  # the evaluator's own kinds, and NumPy's
+            shown = [f"{name} {a.tolist() if a.size <= _SHOWN else a.shape}" for name, a in arrays.items()]
+            expected, hint = "constants of which it can be computed", "Correct the file, or export it again."
+            raise ModelError(title(node), expected, ", ".join(shown), hint) from error
 
     def _entries(self, node: onnx.NodeProto) -> Array | None:
         """Sizes as far as they are known, by the operators that exporters compute them with."""

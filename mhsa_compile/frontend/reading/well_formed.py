@@ -1,0 +1,139 @@
+"""Refuses graphs that are none, by the name of the node: values that nobody makes, operators, inputs and attributes
+that ONNX does not have. ONNX's own checker finds these as well; it names few of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+import onnx
+from onnx import defs
+
+from mhsa_compile.errors import ModelError
+from mhsa_compile.frontend.onnx_graph import branches, reads, title
+
+_KINDS = {
+    "FLOAT": "a number",
+    "INT": "a whole number",
+    "STRING": "a text",
+    "FLOATS": "numbers",
+    "INTS": "whole numbers",
+    "STRINGS": "texts",
+    "TENSOR": "a tensor",
+    "TENSORS": "tensors",
+    "GRAPH": "a graph",
+    "SPARSE_TENSOR": "a sparse tensor",
+    "TYPE_PROTO": "a type",
+}
+_CORRECT = "Correct the file, or export it again."
+_LEFT_OUT = frozenset(("Resize",))
+"""Operators of which runtimes take inputs as absent that a schema of theirs asks for."""
+
+
+def check_well_formed(model: onnx.ModelProto) -> None:
+    """Raises ModelError for the first node of a graph that does not hold together."""
+    opset = next((entry.version for entry in model.opset_import if entry.domain == ""), 0)
+    functions = {(function.domain, function.name) for function in model.functions}
+    _check_graph(model.graph, frozenset(), opset, functions)
+
+
+def _check_graph(
+    graph: onnx.GraphProto, outside: Collection[str], opset: int, functions: Collection[tuple[str, str]]
+) -> None:
+    makers: dict[str, str] = {}
+    known = {*outside, *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
+    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    for node in graph.node:
+        for name in node.input:
+            if name and name not in known:
+                raise ModelError(title(node), *_unmade(graph, node, name), _CORRECT)
+        if node.domain == "" and (node.domain, node.op_type) not in functions:
+            _check_node(node, opset)
+        for branch in branches(node):
+            _check_graph(branch, known, opset, functions)
+        for name in filter(None, node.output):
+            if name in makers:
+                got = f"{name!r}, which {makers[name]} makes already"
+                raise ModelError(title(node), "outputs of names that no other node makes", got, _CORRECT)
+            makers[name] = title(node)
+            known.add(name)
+    for value in graph.output:
+        if value.name not in known:
+            got = "one that no node makes"
+            raise ModelError(f"output {value.name!r}", "a value that a node of the graph makes", got, _CORRECT)
+
+
+def _unmade(graph: onnx.GraphProto, node: onnx.NodeProto, name: str) -> tuple[str, str]:
+    """What was expected of an input that no earlier node makes, and what came."""
+    makers = {output: other for other in graph.node for output in other.output if output}
+    if name not in makers:
+        return "inputs that the graph has, or that a node makes", f"{name!r}, which nothing makes"
+    waiting, seen = [name], set[str]()
+    while waiting:
+        value = waiting.pop()
+        if value in node.output:
+            return "inputs that do not depend on its own outputs", f"{name!r}, which is made from {value!r}: a circle"
+        if value not in seen and value in makers:
+            waiting += reads(makers[value])
+        seen.add(value)
+    return "inputs that earlier nodes make", f"{name!r}, which {title(makers[name])}, behind it, makes"
+
+
+def _check_node(node: onnx.NodeProto, opset: int) -> None:
+    operator = node.op_type
+    try:
+        schema = defs.get_schema(operator, opset, "")
+    except defs.SchemaError:
+        raise _unknown(node, opset) from None
+    if schema.deprecated:
+        hint = f"Import an opset that has it, of those below {schema.since_version}."
+        raise ModelError(title(node), f"an operator of opset {opset}", f"{operator}, which it has no more", hint)
+    for what, names, least, most in (
+        ("inputs", node.input, schema.min_input, schema.max_input),
+        ("outputs", node.output, schema.min_output, schema.max_output),
+    ):
+        if not least <= len(names) <= most:
+            count = str(least) if least == most else f"{least} or more" if most > 1 << 20 else f"{least} to {most}"
+            raise ModelError(title(node), f"{count} {what}, as {operator} has", str(len(names)), _CORRECT)
+    for place, (name, parameter) in enumerate(zip(node.input, schema.inputs, strict=False)):
+        required = parameter.option == defs.OpSchema.FormalParameterOption.Single
+        if required and not name and operator not in _LEFT_OUT:
+            raise ModelError(title(node), f"input {place}, {parameter.name!r}", "none: its name is empty", _CORRECT)
+    _check_attributes(node, schema)
+
+
+def _unknown(node: onnx.NodeProto, opset: int) -> ModelError:
+    operator = node.op_type
+    later = sorted(
+        schema.since_version
+        for schema in defs.get_all_schemas_with_history()
+        if schema.domain == "" and schema.name == operator
+    )
+    if later:
+        hint = f"Import opset {later[0]} or a later one, if the file means that operator."
+        expected = f"an operator of opset {opset}, which the file imports"
+        return ModelError(title(node), expected, f"one of {later[0]}", hint)
+    names = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
+    near = difflib.get_close_matches(operator, names, n=1, cutoff=0.75)
+    hint = f"Did you mean {near[0]}?" if near else "Put its meaning into the file as a model-local function."
+    return ModelError(title(node), "an operator of ONNX's", f"{operator!r}, which ONNX does not have", hint)
+
+
+def _check_attributes(node: onnx.NodeProto, schema: defs.OpSchema) -> None:
+    stated = {attribute.name: attribute for attribute in node.attribute}
+    for name, attribute in stated.items():
+        if name not in schema.attributes:
+            if name.startswith("__"):  # ONNX leaves these to tools
+                continue
+            known = ", ".join(schema.attributes) or "none"
+            expected = f"attributes of {schema.name} as of opset {schema.since_version}: {known}"
+            raise ModelError(title(node), expected, repr(name), "Leave it out, or import the opset that has it.")
+        wanted = schema.attributes[name].type.name
+        kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
+        if kind not in (wanted, "UNDEFINED"):
+            expected = f"attribute {name!r} as {_KINDS.get(wanted, wanted)}"
+            raise ModelError(title(node), expected, _KINDS.get(kind, kind), _CORRECT)
+    for name, wanted_attribute in schema.attributes.items():
+        if wanted_attribute.required and name not in stated:
+            raise ModelError(title(node), f"attribute {name!r}, which {schema.name} needs", "none", _CORRECT)

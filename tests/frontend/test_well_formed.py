@@ -1,0 +1,67 @@
+"""Files that are no graphs, and graphs whose shapes contradict each other: refused by the name of the node, from a path
+and from memory alike."""
+
+import re
+
+import onnx
+import pytest
+from onnx import parser
+
+import mhsa_compile as mhsa
+from mhsa_compile.errors import ModelError
+from tests.support.foreign_words import foreign_words
+
+HEADER = '<ir_version: 9, opset_import: ["" : 21]> g '
+CASES = {
+    "nobody makes it": ("(float[3] a) => (float[3] y) { [odd] y = Add (a, z) }",
+                        "Add node 'odd'.*'z', which nothing makes"),
+    "circle": ("(float[3] a) => (float[3] y) { [odd] y = Add (a, z) z = Relu (y) }", "Add node 'odd'.*a circle"),
+    "order": ("(float[3] a) => (float[3] y) { [odd] y = Add (a, z) z = Relu (a) }", "Relu node 'z', behind it, makes"),
+    "made twice": ("(float[3] a) => (float[3] y) { [one] y = Relu (a) [odd] y = Abs (a) }",
+                    "Abs node 'odd'.*Relu node 'one'"),
+    "no output": ("(float[3] a) => (float[3] q) { y = Relu (a) }", "output 'q'.*no node makes"),
+    "no operator": ("(float[3] a) => (float[3] y) { [odd] y = Sofmax (a) }",
+                    "Sofmax node 'odd'.*Did you mean Softmax?"),
+    "later operator": ("(float[3] a) => (float[3] y) { [odd] y = Swish (a) }", "Swish node 'odd'.*Import opset 24"),
+    "too few": ("(float[3] a) => (float[3] y) { [odd] y = Add (a) }", "Add node 'odd': expected 2 inputs.*got 1"),
+    "left out": ("(float[3] a) => (float[3] y) { [odd] y = Sub (, a) }", "Sub node 'odd': expected input 0, 'A'"),
+    "no attribute": ("(float[3] a) => (float[3] y) { [odd] y = Relu <alpha = 3> (a) }", "Relu node 'odd'.*got 'alpha'"),
+    "missing attribute": ("(float[3] a) => (float[3] y) { [odd] y = Cast (a) }",
+                    "Cast node 'odd': expected attribute 'to'"),
+    "kind of attribute": ("(float[3] a) => (float[3] y) { [odd] y = Softmax <axis = 1.5> (a) }",
+                          "Softmax node 'odd': expected attribute 'axis' as a whole number, got a number"),
+    "in a branch": ("(float[3] a, bool c) => (float[3] y) { y = If (c) <then_branch = t () => (float[3] p) "
+                    "{ [odd] p = Add (a, z) }, else_branch = e () => (float[3] q) { q = Relu (a) }> }",
+                    "Add node 'odd'.*'z'"),
+    "sum": ("(float[3, 5] a, float[4, 5] b) => (float[r, c] y) { [odd] y = Add (a, b) }",
+            "Add node 'odd'.*a float32 (3, 5), b float32 (4, 5)"),
+    "product": ("(float[3, 5] a, float[4, 5] b) => (float[r, c] y) { [odd] y = MatMul (a, b) }",
+                "MatMul node 'odd'.*a float32 (3, 5), b float32 (4, 5)"),
+    "added to a product": ("(float[3, 5] a, float[5, 4] b, float[3] c) => (float[r, s] y) { [odd] y = Gemm (a, b, c) }",
+                           "Gemm node 'odd'.*(3, 5), (5, 4) and (3)"),
+    "channels": ("(float[1, 3, 9] a, float[4, 2, 3] b) => (float[1, 4, 7] y) { [odd] y = Conv (a, b) }",
+                 "Conv node 'odd'.*(1, 3, 9) and (4, 2, 3)"),
+    "numbers of a shape": ("(float[3, 5] a) => (float[r, c] y) { s = Constant <value_ints = [-1, 4]> () "
+                           "[odd] y = Reshape (a, s) }", "Reshape node 'odd'.*a float32 (3, 5), s [-1, 4]"),
+    "axis": ("(float[3, 5] a) => (float[3, 5] y) { [odd] y = Softmax <axis = 2> (a) }", "Softmax node 'odd'.*axis=2"),
+    "declared": ("(float[3, 5] a) => (float[4, 5] y) { [odd] y = Relu (a) }",
+                 "Relu node 'odd': expected its output 'y' as the file declares it.*(4, 5), got float32 (3, 5)"),
+    "declared dtype": ("(float[3, 5] a) => (int64[3, 5] y) { [odd] y = Relu (a) }",
+                       "Relu node 'odd'.*int64 (3, 5), got float32 (3, 5)"),
+    "random": ("(float[3] a) => (float[3] y) { [odd] y = Bernoulli (a) }",
+                    "Bernoulli node 'odd'.*pass them as an input"),
+    "empty range": ("() => (int64[n] y) { s = Constant <value_int = 0> () l = Constant <value_int = 5> () "
+                    "[odd] y = Range (s, l, s) }", "Range node 'odd'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_does_not_hold_together_is_refused_by_name(name, tmp_path):
+    text, words = CASES[name]
+    model = parser.parse_model(f"{HEADER} {text}")
+    onnx.save(model, tmp_path / "m.onnx")
+    for source in (model, tmp_path / "m.onnx"):
+        with pytest.raises(ModelError, match=".*".join(map(re.escape, words.split(".*")))) as refused:
+            mhsa.compile(source, without_attention="accept", check=False)
+        assert refused.value.next_step
+        assert foreign_words(str(refused.value)) == []
