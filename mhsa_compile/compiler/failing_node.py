@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import onnx
 
+from mhsa_compile.compiler.codegen.runtime_functions import AbsentFunctions
 from mhsa_compile.errors import MhsaError, ModelError
 from mhsa_compile.frontend.onnx_graph import title
 
@@ -31,8 +32,13 @@ def failing_node(model: onnx.ModelProto, compiles: Callable[[onnx.ModelProto], o
     return model.graph.node[most] if _fails(_beginning(model, most), compiles) else None
 
 
-def refusal(node: onnx.NodeProto) -> ModelError:
-    """What a user reads of a node that has no code."""
+def refusal(node: onnx.NodeProto, cause: Exception) -> ModelError:
+    """What a user reads of a node that has no code, or code that only TVM's compiler could run."""
+    if isinstance(cause, AbsentFunctions):
+        expected = "an operator whose code runs where TVM's compiler is not installed"
+        got = f"one that calls {', '.join(cause.names)}, which TVM's runtime has not"
+        hint = "Cut it off, and compute it before or after the call, or write what it does in other operators."
+        return ModelError(title(node), expected, got, hint)
     hint = "Write what it does in other operators, or with other dtypes; fix free sizes with dims."
     return ModelError(title(node), "an operator of a form and dtype that has code on this target", "one without", hint)
 

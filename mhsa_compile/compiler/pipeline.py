@@ -264,8 +264,9 @@ class _Code:
         """Raises what a user can act on: the node's name, or else the error as it is."""
         from mhsa_compile.compiler.failing_node import failing_node, refusal
 
-        if isinstance(error.__cause__, Exception) and (node := failing_node(self.model, compiles)) is not None:
-            raise refusal(node) from error
+        cause = error.__cause__
+        if isinstance(cause, Exception) and (node := failing_node(self.model, compiles)) is not None:
+            raise refusal(node, cause) from error
         raise error
 
 

@@ -38,6 +38,10 @@ from mhsa_compile.spec.outputs import together
 
 Sizes = dict[str, int]  # of the symbolic dims in one call
 
+_FIXED = (
+    "An artifact takes what it was compiled with: of what a file lists as an input and as an initializer, the value in "
+    "the file is part of the code."
+)
 _KNOWN_SHAPES = 64
 """Shapes of inputs that are remembered as right: more than a program calls with again and again."""
 
@@ -256,8 +260,11 @@ class Signature:
         aligned: bool = False,
         in_place: Mapping[str, str] | None = None,
         limits: Mapping[str, int] | None = None,
+        weights: Iterable[str] = (),
         make: Callable[..., Argument] = Argument,
     ) -> None:
+        """`weights`: names that a call may not bring, since they were bound at load."""
+        self._weights = frozenset(weights)
         self._limits = dict(limits or {})
         # What broadcasts or has bounds is checked last, against sizes that the others bring.
         self._order = sorted(range(len(inputs)), key=lambda i: (inputs[i].broadcast, inputs[i].most) != (None, None))
@@ -404,8 +411,12 @@ class Signature:
         values = dict(zip(self._names, args, strict=False))
         for name, value in by_name.items():
             if name not in self._names and value is not None:  # mask=None is how PyTorch's callers say "no mask"
+                if name in self._weights:
+                    hint = f"Bind another one: mhsa.load(artifact, weights={{{name!r}: array, ...}})."
+                    got = "a weight of the model, which was bound when it was loaded"
+                    raise InputError(f"input {name!r}", f"one of {names}", got, hint)
                 near = difflib.get_close_matches(name, self._names, n=1)
-                hint = f"Did you mean {near[0]!r}?" if near else "An artifact takes what it was compiled with."
+                hint = f"Did you mean {near[0]!r}?" if near else _FIXED
                 raise InputError(f"input {name!r}", f"one of {names}", "an input that the artifact does not take", hint)
             if name in values:
                 raise InputError(f"input {name!r}", "one value", "one by position and one by name")

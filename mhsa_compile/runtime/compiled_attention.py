@@ -110,6 +110,7 @@ def load(
             aligned=manifest.wants_cache_lines,
             in_place=manifest.in_place,
             limits=manifest.limits,
+            weights=(info.name for info in manifest.weights),
         )
         with reading(ArtifactError, "artifact", "code that `mhsa compile` made", _AGAIN):
             settings = ThreadSettings(host.thread_count(threads), pool, threads is None)

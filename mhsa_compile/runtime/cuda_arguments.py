@@ -144,10 +144,13 @@ class DeviceSignature(Signature):
             manifest.outputs,
             in_place=manifest.in_place,
             limits=manifest.limits,
+            weights=[info.name for info in manifest.weights],
             make=partial(DeviceArgument, gpu),
         )
         self._gpu, self.device = gpu, str(gpu)
-        self.host = Signature(manifest.inputs, manifest.outputs, limits=manifest.limits)
+        self.host = Signature(
+            manifest.inputs, manifest.outputs, limits=manifest.limits, weights=[info.name for info in manifest.weights]
+        )
 
     def results(self, returned: Any, values: Sequence[Any]) -> Any:
         filled = iter(returned)

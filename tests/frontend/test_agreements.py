@@ -6,10 +6,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import parser
+from support.foreign_words import foreign_words
 
 import mhsa_compile as mhsa
 from mhsa_compile.errors import InputError
-from tests.support.foreign_words import foreign_words
 
 HEADER = '<ir_version: 9, opset_import: ["" : 21]> g '
 CASES = {  # name: (signature, node, shapes of a call that fits, shapes of one that does not, words of the error)

@@ -481,3 +481,11 @@ def test_copies_share_what_is_loaded_and_a_pickle_is_refused(compiled: CompiledA
     assert copy.deepcopy({"one": compiled})["one"] is compiled and copy.copy(compiled) is compiled
     with pytest.raises(InputError, match="Pickle the artifact, or its path"):
         pickle.dumps(compiled)
+
+
+def test_a_weight_is_refused_as_one() -> None:
+    signature = Signature([TensorInfo("x", "float32", ("n", 4))], [TensorInfo("y", "float32", ("n", 4))], weights=["g"])
+    with pytest.raises(InputError, match=r"input 'g': .* bound when it was loaded\. .*weights=\{'g': array"):
+        signature.arrays([np.zeros((2, 4), np.float32)], {"g": np.ones(4, np.float32)})
+    with pytest.raises(InputError, match="the value in the file is part of the code"):
+        signature.arrays([np.zeros((2, 4), np.float32)], {"steps": np.ones(4, np.float32)})

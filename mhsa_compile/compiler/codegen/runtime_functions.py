@@ -1,5 +1,9 @@
 """Functions that compiled code calls by name, and that nobody has who only loads it: TVM's compiler brings many more,
-some of them in Python."""
+some of them in Python.
+
+The runtime that `mhsa bundle` builds for other machines has all that this one has but what no compiled module calls:
+TVM's own caches of keys and values, sampling, RPC, JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,19 @@ import tvm_ffi
 _NAME = re.compile(rb"[A-Za-z_][A-Za-z_0-9]*(?:\.[A-Za-z_0-9]+)+")
 
 
+class AbsentFunctions(LookupError):
+    """Compiled code calls functions that TVM's runtime has not; `names` are theirs."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"calls of {', '.join(names)}, which TVM's runtime has not")
+        self.names = tuple(names)
+
+
 def check_functions(library: Path, runtime: Sequence[Path]) -> None:
-    """Raises LookupError for a library that calls a function of this process which the runtime's libraries lack."""
+    """Raises AbsentFunctions for a library that calls a function of this process which the runtime's libraries lack."""
     mentioned = {name.decode() for name in _NAME.findall(library.read_bytes())}
     called = mentioned & set(tvm_ffi.registry.list_global_func_names())
-    known = b"".join(path.read_bytes() for path in runtime) if called else b""
-    missing = sorted(name for name in called if name.encode() not in known)
-    if missing:
-        raise LookupError(f"calls of {', '.join(missing)}, which TVM's runtime has not")
+    known = b"".join(path.read_bytes() + b"\0" for path in runtime) if called else b""
+    # A library registers a function under a C string, which has a zero on either side: "sort" is none of "argsort".
+    if missing := sorted(name for name in called if b"\0" + name.encode() + b"\0" not in known):
+        raise AbsentFunctions(missing)
