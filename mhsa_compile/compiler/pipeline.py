@@ -302,7 +302,10 @@ def _canonical(
 
 def _records(given: str | Path | Iterable[Record] | None, profile: TargetProfile) -> Iterable[Record]:
     if given is not None and not isinstance(given, str | Path):
-        return given
+        records = tuple(given)
+        if wrong := [one for one in records if not isinstance(one, Record)]:
+            raise InputError("records", "a file of records, or Record objects", type(wrong[0]).__name__)
+        return records
     found, torn = record_files.gather(profile.records() if given is None else [Path(given)])
     for sentence in torn:
         warnings.warn(sentence, stacklevel=3)

@@ -53,3 +53,5 @@ def resolved(path: AnyPath, kind: type[MhsaError], argument: str) -> Path:
         return Path(os.path.realpath(path))
     except ValueError as error:  # a NUL, or half of a surrogate pair
         raise kind(argument, "a path of a file system", f"{str(path)!r} ({error})") from error
+    except TypeError as error:
+        raise kind(argument, "a path", type(path).__name__) from error

@@ -115,7 +115,9 @@ class Argument:
             if hasattr(value, "__dlpack__"):
                 return np.from_dlpack(value)
         got = "nothing" if value is None else type(value).__name__
-        raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got)
+        is_numbers = isinstance(value, list | tuple | int | float | np.generic)
+        hint = f"Pass np.asarray(x, {self.info.dtype!r})." if is_numbers and self.info.dtype != "bfloat16" else ""
+        raise InputError(self.label, f"{self._described()}, from NumPy, PyTorch or DLPack", got, hint)
 
     def _check_numbers_in_rows(self, tensor: Any) -> None:
         """Raises InputError for a tensor of PyTorch's whose memory is not its numbers with strides between them."""

@@ -223,6 +223,9 @@ def load_profile(name_or_path: str | Path) -> TargetProfile:
     >>> load_profile("aarch64-cortex-a76").vector_lanes("float32")
     4
     """
+    if not isinstance(name_or_path, str | Path):
+        expected, hint = "a name, the path of a .toml file, or a TargetProfile", "`mhsa targets` lists the names."
+        raise TargetError("target", expected, type(name_or_path).__name__, hint)
     if name_or_path == NATIVE:
         return detect()
     path = Path(name_or_path)

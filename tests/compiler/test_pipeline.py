@@ -454,3 +454,16 @@ def test_nan_behind_a_mask_never_comes_out(mask):
     context[:, -5:-2], context[:, -2:] = np.nan, np.inf
     assert np.isfinite(clean).all()
     assert (attention(x, context, mask=given) == clean).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 5}, "target: expected a name, .* got int"),
+        ({"dims": [1]}, "dims: expected sizes by symbol, .* got list"),
+        ({"records": [1]}, "records: expected a file of records, .* got int"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(options, message):
+    with pytest.raises((InputError, TargetError), match=message):
+        mhsa.compile(mhsa.AttentionSpec(embed_dim=32, num_heads=4), **options)

@@ -55,6 +55,24 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("opsets", "got"), [([], "got none"), ([("", 0)], "got 0"), ([("", 99)], "got 99"), ([("other", 1)], "got none")]
+)
+def test_a_model_says_which_operators_it_means(opsets, got):
+    model = parser.parse_model(f"{HEADER} (float[3] a) => (float[3] y) {{ y = Relu (a) }}")
+    del model.opset_import[:]
+    model.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets)
+    with pytest.raises(ModelError, match=f"model: expected an opset of ONNX's operators from 1 .* {got}"):
+        mhsa.compile(model, without_attention="accept", check=False)
+
+
+def test_a_graph_gives_something_out():
+    model = parser.parse_model(f"{HEADER} (float[3] a) => (float[3] y) {{ y = Relu (a) }}")
+    del model.graph.output[:]
+    with pytest.raises(ModelError, match="model: expected an output at least"):
+        mhsa.compile(model, without_attention="accept", check=False)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_does_not_hold_together_is_refused_by_name(name, tmp_path):
     text, words = CASES[name]

@@ -124,6 +124,8 @@ def asked(
 def _by_name(argument: str, module: nn.Module, given: Any, what: str) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return dict(given)
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InputError(argument, f"{what}, in the order of forward or by name", type(given).__name__)
     parameters = list(inspect.signature(module.forward).parameters)
     if len(given) > len(parameters):
         raise InputError(argument, f"at most {len(parameters)} {what}", str(len(given)))

@@ -23,6 +23,8 @@ _READ_ALIKE = re.compile(r"\s*\w+\s*(?:(?:[+-]\s*\w+\s*)+|(?:\*|//)\s*[A-Za-z_1-
 
 def check_dims(dims: Mapping[str, int] | None) -> None:
     """Checks the sizes that a caller fixes. Raises InputError."""
+    if dims is not None and not isinstance(dims, Mapping):
+        raise InputError("dims", 'sizes by symbol, such as {"B": 1}', type(dims).__name__)
     for symbol, size in (dims or {}).items():
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST:
             raise InputError(f"dims[{symbol!r}]", f"a size of at least 1, and at most {LARGEST}", repr(size))

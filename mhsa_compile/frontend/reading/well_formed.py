@@ -32,10 +32,26 @@ _LEFT_OUT = frozenset(("Resize",))
 
 
 def check_well_formed(model: onnx.ModelProto) -> None:
-    """Raises ModelError for the first node of a graph that does not hold together."""
-    opset = next((entry.version for entry in model.opset_import if entry.domain == ""), 0)
+    """Raises ModelError for a model that imports no operators or gives nothing out, and for the first node of its graph
+    that does not hold together."""
+    opset = _opset(model)
+    if not model.graph.output:
+        raise ModelError("model", "an output at least", "a graph without any", _CORRECT)
     functions = {(function.domain, function.name) for function in model.functions}
     _check_graph(model.graph, frozenset(), opset, functions)
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    """The version of ONNX's operators that a model imports; 0 where it neither does nor uses any."""
+    opset = next((entry.version for entry in model.opset_import if entry.domain == ""), None)
+    last, own = defs.onnx_opset_version(), any(node.domain == "" for node in model.graph.node)
+    if opset is None and not own:
+        return 0
+    if opset is None or not 1 <= opset <= last:
+        got = "none" if opset is None else str(opset)
+        hint = "Say in opset_import which it is written for, or export it with another."
+        raise ModelError("model", f"an opset of ONNX's operators from 1 to {last}", got, hint)
+    return int(opset)
 
 
 def _check_graph(

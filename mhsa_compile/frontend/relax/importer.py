@@ -237,7 +237,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             if computed is not None:
                 if op_name == "Expand":
                     shapes = [dims_of(value) for value in (inputs[0], computed)]
-                    self._note(self._names.checks.node, shapes, demand(op_name, shapes, attrs))
+                    self._note(self._names.checks.node, shapes, Demand(broadcast=[shapes]))
                 return computed
             inputs[:] = [as_tensor(self.bb, value) for value in inputs]
             self._agree(op_name, inputs, attrs)

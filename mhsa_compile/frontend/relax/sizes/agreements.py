@@ -33,7 +33,7 @@ def demand(op_name: str, shapes: Sequence[Shape | None], attrs: Mapping[str, Any
     """What a node of ONNX asks of the sizes of its operands; nothing where their ranks are others than it takes, which
     is refused elsewhere."""
     present = [shape for shape in shapes if shape is not None]
-    if op_name in BROADCAST | UNIDIRECTIONAL | {"Expand"}:
+    if op_name in BROADCAST | UNIDIRECTIONAL:
         return Demand(broadcast=[present])
     rule = _RULES.get(op_name)
     if rule is None or len(present) < 2 or shapes[0] is None or shapes[1] is None:
@@ -81,7 +81,7 @@ def held(names: SizeNames, op_name: str, shapes: Sequence[Shape | None], attrs: 
 def _hold_to(names: SizeNames, shape: Shape, whole: Shape) -> None:
     """Ends a call in which an array does not broadcast to a shape."""
     for size, full in zip(reversed(list(shape)), reversed(list(whole)), strict=False):
-        if number(size) != 1 and not names.same(size, full):
+        if 1 not in (number(size), number(full)) and not names.same(size, full):
             names.checked([tirx.Select(equals(size, literal(1)), literal(full), literal(size))], [literal(full)])
 
 
@@ -152,11 +152,11 @@ def _einsum(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:
     if "." in text or len(terms) != len(shapes):
         return Demand()
     seen: dict[str, Entry] = {}
-    equal = []
+    groups = []
     for term, shape in zip(terms, shapes, strict=True):
         for letter, size in zip(term, shape or (), strict=False):
-            equal.append((seen.setdefault(letter, size), size))
-    return Demand(equal)
+            groups.append([[seen.setdefault(letter, size)], [size]])
+    return Demand(broadcast=groups)
 
 
 def _scattered(shapes: Sequence[Any], attrs: Mapping[str, Any]) -> Demand:
