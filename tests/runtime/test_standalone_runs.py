@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.arm import machine, other_machines, runs
@@ -192,6 +193,19 @@ def test_it_says_what_it_expected_and_what_it_got(there: Device, tmp_path: Path)
     done = there.run("--artifact", foreign.path)
     assert done.returncode == 2
     assert re.search(rf"expected a CPU of \w+, .*got {there.machine}\. ", done.stderr)
+
+
+@pytest.mark.parametrize("there", ["this machine"], indirect=True)
+def test_sizes_that_do_not_fit_are_refused_in_our_words(there: Device) -> None:
+    graph = "(float[n, 5] a, float[m, 5] b) => (float[r, 5] y) { y = Add (a, b) }"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 21]> g {graph}')
+    artifact = mhsa.compile(model, without_attention="accept", check=False)
+    assert there.run("--artifact", artifact.path, "--dim", "n=3", "--dim", "m=3").returncode == 0
+    done = there.run("--artifact", artifact.path, "--dim", "n=3", "--dim", "m=4")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: inputs: expected sizes that fit each other inside the model, got m = 4, n = 3. Correct the inputs.\n"
+    )
 
 
 @pytest.mark.parametrize("there", ["this machine"], indirect=True)

@@ -290,6 +290,13 @@ class Attention {
     return Argument(info, "output", {}, true).ready(&*tensor, sizes);
   }
 
+  // The sizes of a call's symbols, as a message has them.
+  static std::string listed(const Sizes& sizes) {
+    std::string all;
+    for (const auto& [symbol, size] : sizes) all += (all.empty() ? "" : ", ") + symbol + " = " + std::to_string(size);
+    return all.empty() ? "the only sizes there are" : all;
+  }
+
   // Does what TVM does, and says in our words what it refuses: of compiled code's own refusals, the argument, what was
   // expected and what came are three lines, in which {N} is the size of the dim N.
   template <typename Body>
@@ -298,7 +305,10 @@ class Attention {
       body();
     } catch (const ffi::Error& error) {
       std::string words = error.message();
-      if (error.kind() != "mhsa.InputError") throw Error("artifact", "code that does this call", in_quotes(words), kCompileAgain);
+      const bool sizes_differ = error.kind() == "ValueError" || words.find("match_cast") != std::string::npos;
+      if (sizes_differ) throw Error("inputs", "sizes that fit each other inside the model", listed(sizes), "Correct the inputs.");
+      if (error.kind() != "mhsa.InputError")
+        throw Error("artifact", "code that does this call", "code that ends at " + listed(sizes), kCompileAgain);
       for (const auto& [symbol, size] : sizes)
         for (size_t found; (found = words.find("{" + symbol + "}")) != std::string::npos;)
           words.replace(found, symbol.size() + 2, std::to_string(size));
