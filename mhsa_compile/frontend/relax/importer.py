@@ -236,7 +236,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             computed = self._shapes.convert(op_name, list(inputs), attrs)
             if computed is not None:
                 if op_name == "Expand":
-                    shapes = [dims_of(value) for value in (inputs[0], computed)]
+                    shapes = [shape for value in (inputs[0], computed) if (shape := dims_of(value)) is not None]
                     self._note(self._names.checks.node, shapes, Demand(broadcast=[shapes]))
                 return computed
             inputs[:] = [as_tensor(self.bb, value) for value in inputs]
