@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -42,12 +44,12 @@ def scratch_in_front() -> Iterator[None]:
     """The schedule of fallbacks that was here once: both loops use the same arrays, which TVM then moves in front of
     them."""
 
-    def in_parallel_if_large(function: Function, size: Any) -> Function:
+    def in_parallel_if_large(function: Function, sizes: list[Any]) -> Function:
         compact = cpu_schedule.traces.COMPACT(tvm.IRModule({"main": function}))["main"]
         root = compact.body.block
         loop = root.body
         alone = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
-        choice = tirx.IfThenElse(size > cpu_schedule.WORTH_SHARING, loop, alone)
+        choice = tirx.IfThenElse(reduce(operator.add, sizes) > cpu_schedule.WORTH_SHARING, loop, alone)
         block = tvm.s_tir.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, choice)
         module = tvm.IRModule({"main": compact.with_body(tvm.s_tir.SBlockRealize([], True, block))})
         return tirx.transform.ConvertSSA()(module)["main"]

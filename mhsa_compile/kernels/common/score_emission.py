@@ -107,10 +107,8 @@ class ScoreEmission:
         if step.op == "where":
             return self._where(args, self._dtype(number), lanes)
         if step.op in COMPARISONS:
-            one, other = self._alike(args, self._widest(args), lanes)
-            if step.op == "ne":  # TVM's is false for NaN
-                return Value(tirx.Not(opaque_flag(one == other)), "bool", lanes)
-            return Value(_COMPARED[step.op](one, other), "bool", lanes)
+            kind = self._widest(args)
+            return Value(self._compared(step.op, self._alike(args, kind, lanes), kind), "bool", lanes)
         if self.function.steps[number].kind == "bool":
             return self._logical(step.op, args, lanes)
         dtype = self._dtype(number)
@@ -155,7 +153,7 @@ class ScoreEmission:
             return value
         if dtype == "bool":
             zero = self._constant(0, value.dtype, lanes)
-            return Value(value.expr != zero, dtype, lanes)
+            return Value(self._compared("ne", [value.expr, zero], value.dtype), dtype, lanes)
         if value.dtype == "bool":
             one, zero = (self._constant(number, dtype, lanes) for number in (1, 0))
             return Value(tirx.Select(value.expr, one, zero), dtype, lanes)
@@ -198,8 +196,17 @@ class ScoreEmission:
         one, other = self._alike(args[1:], dtype, lanes)
         return Value(tirx.Select(chosen, one, other), dtype, lanes)
 
+    def _compared(self, op: str, operands: list[Expr], dtype: str) -> Expr:
+        """A comparison; of floats one that logic about it leaves as it is, as the opposite of "less" includes NaN."""
+        one, other = operands
+        if dtype != self.arithmetic.floating:
+            return _COMPARED[op](one, other)
+        if op == "ne":  # TVM's is false for NaN
+            return tirx.Not(opaque_flag(one == other))
+        return opaque_flag(_COMPARED[op](one, other))
+
     def _logical(self, op: str, args: Sequence[Value], lanes: int) -> Value:
-        operands = [opaque_flag(self._vector(arg, lanes)) for arg in args]
+        operands = [self._vector(arg, lanes) for arg in args]
         if op == "not":
             return Value(tirx.Not(operands[0]), "bool", lanes)
         if op == "xor":
@@ -216,13 +223,13 @@ class ScoreEmission:
             (x,) = (self.arithmetic.kept(Value(operands[0], dtype, lanes)).expr,)
             return tirx.Select(x < self._constant(0, dtype, lanes), self._constant(0, dtype, lanes) - x, x)
         one, other = operands
-        if dtype == self.arithmetic.floating and op not in ("min", "max"):
-            return _COMPUTED[op](*opaque_pair(one, other))
         if op in ("min", "max"):
             one, other = (self.arithmetic.kept(Value(x, dtype, lanes)).expr for x in operands)
             first, second = (one < other, other <= one) if op == "min" else (one > other, other >= one)
             last = one + other if dtype == self.arithmetic.floating else other  # NaN, if either is
             return tirx.Select(first, one, tirx.Select(second, other, last))
+        if dtype == self.arithmetic.floating:
+            one, other = opaque_pair(one, other)
         return _COMPUTED[op](one, other)
 
     def _division(self, step: Step, operands: list[Expr], dtype: str, lanes: int, flags: list[Value]) -> list[Expr]:
@@ -277,14 +284,15 @@ class ScoreEmission:
     # Results.
 
     def scaled(self, known: Mapping[int, Value], score: Value, factor: float, lanes: int) -> Expr:
-        """The result times `factor`, of a score that comes times it, without a division where that can be. After one
-        sum the next may round on purpose, so two are left in their units."""
+        """The result times `factor`, of a score that comes times it, without a division where that can be. What is put
+        on a score and taken off may round it on purpose, so two such sums are left in their units."""
         last = len(self.function.steps) - 1
-        sums = [
-            n for n, step in enumerate(self.function.steps)
-            if step.op in ("add", "sub") and step.kind == "float" and "score" in self.dependences[n]
-        ]  # fmt: skip
-        if len(sums) > 1:
+        scored = [
+            ["score" in self.dependences[arg] for arg in step.args]
+            for step in self.function.steps
+            if step.op in ("add", "sub") and step.kind == "float"
+        ]
+        if sum(sum(sides) == 1 for sides in scored) > 1:
             return self._vector(known[last], lanes) * self._constant(factor, self.arithmetic.floating, lanes)
         return self._scaled(last, known, score, factor, lanes)
 
@@ -317,6 +325,7 @@ class ScoreEmission:
 
 _COMPARED = {
     "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,
