@@ -25,7 +25,6 @@ from mhsa_compile.frontend.export.input_dims import check_dims
 from mhsa_compile.frontend.export.source import Source, as_module, read_source, with_outputs
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record, RecordSet
-from mhsa_compile.runtime import tvm_runtime
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import (
     FORMAT_VERSION,
@@ -222,8 +221,7 @@ def _imported(read: Source, canonical: Canonical, weights: str | None) -> tuple[
 
 def _parsed(model: onnx.ModelProto, weights: str | None) -> ImportedModule:
     tvm_compiler.load()
-    with tvm_runtime.hidden_torch():
-        from mhsa_compile.frontend.relax import importer
+    from mhsa_compile.frontend.relax import importer
 
     return importer.import_onnx(model, int8_weights=weights == "int8")
 

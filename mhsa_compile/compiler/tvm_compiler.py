@@ -25,8 +25,10 @@ def load() -> None:
     tvm_runtime.start()
     with tvm_runtime.hidden_torch():  # the compiler takes a second to load, and would load PyTorch
         import tvm.base
-    if tvm.base._RUNTIME_ONLY:
-        raise _refusal(Path(tvm.__file__).parent / _LIBRARY)
+
+        if tvm.base._RUNTIME_ONLY:
+            raise _refusal(Path(tvm.__file__).parent / _LIBRARY)
+        import tvm.relax
 
 
 def _refusal(library: Path) -> InstallationError:

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +29,20 @@ _FITTING_TVM_FFI = re.compile(r"0\.1\.14\.post\d+")
 
 RUNTIME_ALONE = "TVM_USE_RUNTIME_LIB"
 """The variable of the environment by which TVM, where it is 1 at the import, is its runtime without the compiler."""
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Inside, a variable of the environment has this value; then what it had, or none."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def check_tvm_pair() -> None:

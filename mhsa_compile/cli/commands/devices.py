@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +70,10 @@ def measure(
     json: options.Json = False,
 ) -> None:
     """Measure a bundle of candidates on this machine; begun again with the same -o, it goes on where it was."""
-    with _runtime_alone(), output.counted("measure") as count:
+    from mhsa_compile.target import environment
+
+    # Nothing here compiles; whoever called this command has the environment that they had.
+    with environment.variable(environment.RUNTIME_ALONE, "1"), output.counted("measure") as count:
         from mhsa_compile.tuning.measure import work_results
 
         found = work_results.measure(work, out, lambda now: count(len(now.measured), now.total, _last(now)))
@@ -95,23 +95,6 @@ def measure(
     )
     columns = ("operation", "candidates>", "failed>", "default us>", "best us>", "speedup>")
     output.print_table(f"{found.device.name}, {found.order.threads} threads: {out}", columns, rows)
-
-
-@contextmanager
-def _runtime_alone() -> Iterator[None]:
-    """TVM, where this process imports it here, is its runtime: nothing here compiles. Whoever called this command, and
-    processes that they start, have the environment that they had."""
-    from mhsa_compile.target.environment import RUNTIME_ALONE
-
-    before = os.environ.get(RUNTIME_ALONE)
-    os.environ[RUNTIME_ALONE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[RUNTIME_ALONE]
-        else:
-            os.environ[RUNTIME_ALONE] = before
 
 
 def _last(found: Results) -> str:

@@ -6,7 +6,6 @@ Zig's C compiler links for every target from any host, needs no system tool chai
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +28,7 @@ from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_o
 from mhsa_compile.compiler.codegen.runtime_functions import check_functions
 from mhsa_compile.files import atomic_write
 from mhsa_compile.runtime import threads, tvm_runtime
-from mhsa_compile.target import zig
+from mhsa_compile.target import environment, zig
 from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
 _FLOAT16, _CPU_FEATURES = (Path(__file__).with_name(name) for name in ("float16.c", "cpu_features.c"))
@@ -68,17 +67,11 @@ def _for_kernels() -> Iterator[None]:
 
     Not `pass_context`: schedules of TVM's for GPUs cut their shared memory to size by a pass that it leaves out.
     """
-    name = "TVM_COMPILE_FORCE_FALLBACK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        with tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}):
-            yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    with (
+        environment.variable("TVM_COMPILE_FORCE_FALLBACK", "1"),
+        tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}),
+    ):
+        yield
 
 
 def library(functions: Mapping[str, Any], profile: TargetProfile) -> bytes:

@@ -43,10 +43,10 @@ def _may_trap(inputs: list[Any]) -> bool:
         return False
     if not str(inputs[0].ty.dtype).startswith(("int", "uint")):
         return False
-    divisor = inputs[1]
-    return not isinstance(divisor, tvm.ir.GenericConst) or bool(
-        ((n := divisor.value.numpy()) == 0).any() | (n == -1).any()
-    )
+    if not isinstance(inputs[1], tvm.ir.GenericConst):
+        return True
+    numbers = inputs[1].value.numpy()
+    return bool(((numbers == 0) | (numbers == -1)).any())
 
 
 def _divisor(bb: Any, divisor: Any) -> tuple[Any, Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from tvm import relax, te, tirx
 
 from mhsa_compile.frontend.relax.sizes.broadcasting import dims_of
-from mhsa_compile.frontend.relax.sizes.size_values import Entry, SizeNames, as_tensor, emitted, literal
+from mhsa_compile.frontend.relax.sizes.size_values import SizeNames, as_tensor, emitted, literal, product
 
 
 def nonzero(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -18,20 +18,12 @@ def nonzero(bb: Any, names: SizeNames, inputs: list[Any], attributes: dict[str, 
         return None
     if not dims:
         x, dims = bb.emit(relax.op.reshape(x, [1])), [literal(1)]
-    whole = names.shape([_product(dims)])
+    whole = names.shape([product(dims)])
     flags = emitted(bb, _flags, x, name="flags")
     counts = bb.emit(relax.op.cumsum(bb.emit(relax.op.reshape(flags, whole)), 0))
     (total,) = names.of_tensor(emitted(bb, _last, counts, name="total"), 1)
-    names.checks.hold(total >= 0, "a number of elements", inputs[0])
     counts = bb.emit(relax.op.reshape(counts, names.shape(dims)))
     return emitted(bb, _places, flags, counts, total, name="nonzero")
-
-
-def _product(dims: list[Entry]) -> Entry:
-    size = literal(1)
-    for dim in dims:
-        size = size * dim
-    return size
 
 
 def _flags(x: Any) -> Any:

@@ -15,6 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -83,23 +84,13 @@ class _Matrices:
     place: list[Expr]
 
     def left(self, row: Expr, k: Expr) -> list[Expr]:
-        return _at(self.op.left, self.place, row, k)
+        return indices(self.op.left, self.place, row, k)
 
     def right(self, k: Expr, column: Expr) -> list[Expr]:
-        return _at(self.op.right, self.place, k, column)
+        return indices(self.op.right, self.place, k, column)
 
     def result(self, row: Expr, column: Expr) -> list[Expr]:
         return [*self.place, row, column]
-
-
-def _at(operand: ProductOperand, place: list[Expr], row: Expr, column: Expr) -> list[Expr]:
-    """The indices, as it is stored, of an operand's element."""
-    index: list[Expr] = [T.int64(0)] * len(operand.dims)
-    for axis, number in zip(operand.batch, place, strict=True):
-        if axis is not None:
-            index[axis] = number
-    index[operand.rows], index[operand.columns] = row, column
-    return index
 
 
 def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int, cores: int) -> Expr:
@@ -135,11 +126,7 @@ def _product(op: ProductOp, lanes: int, rows: int, columns: int, run: int, cores
         with T.parallel(materialize(count)) as task:
             p, rest = materialize(T.truncmod(task, panels)), materialize(T.truncdiv(task, panels))
             first = materialize(T.truncmod(rest, blocks) * block)
-            entry, place = materialize(T.truncdiv(rest, blocks)), list[Expr]()
-            for extent in reversed(batch):
-                place.insert(0, materialize(T.truncmod(entry, extent)))
-                entry = materialize(T.truncdiv(entry, extent))
-            matrices = _Matrices(op, a, b, y, place)
+            matrices = _Matrices(op, a, b, y, place_of(materialize(T.truncdiv(rest, blocks)), batch))
             _Task(matrices, M, K, N, materialize(p * panel), lanes, columns, rows, run, block, large).run_block(first)
     return builder.get()
 

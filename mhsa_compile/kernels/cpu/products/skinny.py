@@ -15,6 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
+from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, let, materialize, store
@@ -131,10 +132,7 @@ def _product(op: ProductOp, shape: _Shape, lanes: int, breadth: int) -> Expr:
         blocks = materialize(ceil_div(lines, block))
 
         def run(task: Expr) -> None:
-            entry, place = materialize(T.truncdiv(task, blocks)), list[Expr]()
-            for extent in reversed(batch):
-                place.insert(0, materialize(T.truncmod(entry, extent)))
-                entry = materialize(T.truncdiv(entry, extent))
+            place = place_of(materialize(T.truncdiv(task, blocks)), batch)
             first = materialize(T.truncmod(task, blocks) * block)
             end = materialize(T.min(first + block, lines))
             here = replace(tile, arrays=replace(arrays, place=place))
@@ -225,12 +223,7 @@ class _Arrays:
 
 def _at(operand: ProductOperand, place: list[Expr], row: Expr, column: Expr) -> list[Expr]:
     """The indices of an operand's element, as it is stored, without axes of one element at the end."""
-    index: list[Expr] = [T.int64(0)] * len(operand.dims)
-    for axis, number in zip(operand.batch, place, strict=True):
-        if axis is not None:
-            index[axis] = number
-    index[operand.rows], index[operand.columns] = row, column
-    return index[: _length(operand.dims)]
+    return indices(operand, place, row, column)[: _length(operand.dims)]
 
 
 @dataclass(frozen=True)
