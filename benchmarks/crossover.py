@@ -30,7 +30,7 @@ HEADS, KEY_HEADS, WIDTH = 16, 4, 128
 
 def operation(L: int, S: int) -> AttentionOp:
     places = [HeadLayout(buffer, "heads", 0) for buffer in range(4)]
-    return AttentionOp(1, L, S, HEADS, KEY_HEADS, WIDTH, WIDTH, WIDTH**-0.5, None, None, *places)
+    return AttentionOp(1, L, S, HEADS, KEY_HEADS, WIDTH, WIDTH, WIDTH**-0.5, *places)
 
 
 def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float | None:

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "conversion": {"nn", "spec", "verification"},
     "kernels": {"spec", "target"},
     "analysis": {"conversion", "nn", "runtime", "spec"},
-    "frontend": {"conversion", "kernels.interface", "nn", "runtime", "spec", "verification"},
+    "frontend": {"conversion", "kernels.interface", "kernels.scores", "nn", "runtime", "spec", "verification"},
     "compiler": {"frontend", "kernels", "records", "runtime", "target", "verification"},
     "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "target", "verification"},
     "bench": {"compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "target", "verification"},
@@ -51,6 +51,7 @@ WITHIN_KERNELS = {
     "kernels.common": {"kernels.interface"},
     "kernels.cpu": {"kernels.common", "kernels.interface"},
     "kernels.cuda": {"kernels.common", "kernels.interface"},
+    "kernels.scores": {"kernels.common", "kernels.interface", "kernels.cpu", "kernels.cuda"},
 }
 """What a folder of kernels may import of the other ones: the two families never know each other; the list of both is
 `kernels/registry.py`."""

@@ -27,14 +27,14 @@ class Semantics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     v_head_dim: int
     scale: float
     dtype: str
-    causal: Literal["top_left", "bottom_right"] | None
-    band: BandMeaning | None
-    static_mask: str | None
-    softcap: float | None
-    lengths: str | None
-    sinks: bool
-    alibi: bool
-    mask: str | None
+    causal: Literal["top_left", "bottom_right"] | None = None
+    band: BandMeaning | None = None
+    static_mask: str | None = None
+    softcap: float | None = None
+    lengths: str | None = None
+    sinks: bool = False
+    alibi: bool = False
+    mask: str | None = None
     bool_mask: str
     fully_masked_row: str
     softmax: str

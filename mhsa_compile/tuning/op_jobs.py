@@ -27,6 +27,7 @@ from mhsa_compile.kernels.interface.ops import (
     LinearOp,
     Op,
 )
+from mhsa_compile.kernels.interface.score_step import SomeRows
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
 from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
@@ -124,7 +125,8 @@ class _AttentionJob:
     def __init__(self, op: AttentionOp, sizes: Mapping[str, int]) -> None:
         self.op = op
         self.B, self.L, self.S = (sized(dim, sizes) for dim in (op.batch, op.q_length, op.kv_length))
-        self.mask_shape = None if op.mask is None else tuple(sized(dim, sizes) for dim in op.mask.dims)
+        kinds = ([kind for _, kind in step.arguments(op)] for step in op.scores)
+        self.kinds = [[(kind.dtype, tuple(sized(dim, sizes) for dim in kind.dims)) for kind in own] for own in kinds]
 
     def job(self, rng: np.random.Generator) -> MeasureJob:
         op = self.op
@@ -132,21 +134,25 @@ class _AttentionJob:
         q, k, v = self._heads(inputs)
         entries = _some(self.B, 2)
         rows = _some(self.L, max(2, min(ROWS, MOST_SCORES // (op.num_heads * self.S * len(entries)))))
-        mask, lengths, sinks, slopes = self._extras(rng)
-        visible = self._visible(rows, entries, mask)
-        scores = self._bias(rows, entries, mask, slopes)
+        extras = [step.drawn(rng, kinds) for step, kinds in zip(op.scores, self.kinds, strict=True)]
+        some = SomeRows(entries, rows, self._distance(rows))
+        meanings = [step.meaning(own, some) for step, own in zip(op.scores, extras, strict=True)]
+        visible = _visible([meaning.visible for meaning in meanings if meaning.visible is not None])
+        biases = [to_torch(np.ascontiguousarray(m.bias)) for m in meanings if m.bias is not None]
+        scores = sum(biases[1:], start=biases[0]) if biases else None
+        softcap = max((meaning.softcap for meaning in meanings), default=0.0)
+        sinks = next((meaning.sinks for meaning in meanings if meaning.sinks is not None), None)
 
         def at(dtype: torch.dtype) -> Array:
             given = [to_torch(np.ascontiguousarray(x[entries])).to(dtype) for x in (q[:, :, rows], k, v)]
             bias = None if scores is None else scores.to(dtype)
             sink = None if sinks is None else to_torch(sinks).to(dtype)
-            return to_numpy(attend(given[0], given[1], given[2], visible, bias, op.scale, op.softcap, sink))
+            return to_numpy(attend(given[0], given[1], given[2], visible, bias, op.scale, softcap, sink))
 
         expected = at(torch.float64)
         shape, places = self._places(entries, rows)
-        extras = (array for array in (mask, lengths, sinks, slopes) if array is not None)
         return MeasureJob(
-            inputs=(*inputs, *extras),
+            inputs=(*inputs, *(array for own in extras for array in own)),
             weights=(),
             output=(shape, op.dtype),
             checked=places.reshape(-1),
@@ -186,49 +192,10 @@ class _AttentionJob:
             found.append(array)
         return found
 
-    def _extras(self, rng: np.random.Generator) -> tuple[Array | None, ...]:
-        """Mask, lengths (all keys), sinks, slopes (a power of two for each head, as in the paper)."""
-        op, mask = self.op, None
-        if op.mask is not None and self.mask_shape is not None:
-            seen = rng.random(self.mask_shape) < 0.9
-            mask = seen if op.mask.dtype == "bool" else _drawn(rng, self.mask_shape, op.mask.dtype)
-        heads = np.arange(1, op.num_heads + 1)
-        return (
-            mask,
-            np.full(self.B, self.S, np.int64) if op.lengths else None,
-            _drawn(rng, (op.num_heads,), op.dtype) if op.sinks else None,
-            (2.0 ** (-8 * heads / op.num_heads)).astype(np.dtype(op.dtype)) if op.slopes else None,
-        )
-
     def _distance(self, rows: Array) -> Array:
         """(rows, S): key - place of the query."""
-        band = self.op.band
-        shift = self.S - self.L if band is not None and band.alignment == "bottom_right" else 0
+        shift = self.S - self.L if self.op.from_end else 0
         return np.asarray(np.arange(self.S) - (rows + shift)[:, None])
-
-    def _visible(self, rows: Array, entries: Array, mask: Array | None) -> Tensor | None:
-        """(1 or entries, 1 or H, rows, S), or None: all are."""
-        op, stated = self.op, []
-        if op.band is not None:
-            distance = self._distance(rows)
-            left = True if op.band.left is None else -distance <= op.band.left
-            right = True if op.band.right is None else distance <= op.band.right
-            stated.append(np.broadcast_to(left & right, distance.shape)[None, None])
-        if op.static_mask is not None:
-            stated.append(op.static_mask.visible[None, :, rows])
-        if mask is not None and mask.dtype == bool:
-            stated.append(_some_rows(mask, entries, rows))
-        return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*stated)))) if stated else None
-
-    def _bias(self, rows: Array, entries: Array, mask: Array | None, slopes: Array | None) -> Tensor | None:
-        """What is added to the scores, at the precision of its sources."""
-        terms = []
-        if mask is not None and mask.dtype != bool:
-            terms.append(to_torch(np.ascontiguousarray(_some_rows(mask, entries, rows))).to(torch.float64))
-        if slopes is not None:
-            distance = to_torch(self._distance(rows).astype(np.float64))
-            terms.append(to_torch(slopes).to(torch.float64)[:, None, None] * distance)
-        return sum(terms[1:], start=terms[0]) if terms else None
 
     def _places(self, entries: Array, rows: Array) -> tuple[tuple[int, ...], Array]:
         """(shape of the output, flat places of the checked rows as (entries, H, rows, F))."""
@@ -242,17 +209,17 @@ class _AttentionJob:
 
     def _pairs(self) -> int:
         """Visible pairs of a head, over the batch, as far as they are known when it is compiled."""
-        op = self.op
-        if op.static_mask is not None:
-            return int(op.static_mask.visible.mean(axis=0).sum()) * self.B
-        if op.band is None:
+        pairs, window = self.op.pairs, self.op.window
+        if pairs is not None:
+            return int(pairs.mean(axis=0).sum()) * self.B
+        if window is None:
             return self.B * self.L * self.S
-        place = np.arange(self.L) + (self.S - self.L if op.band.alignment == "bottom_right" else 0)
-        first = 0 * place if op.band.left is None else np.maximum(0, place - op.band.left)
-        last = 0 * place + self.S - 1 if op.band.right is None else np.minimum(self.S - 1, place + op.band.right)
+        place = np.arange(self.L) + (self.S - self.L if self.op.from_end else 0)
+        first = 0 * place if window.left is None else np.maximum(0, place - window.left)
+        last = 0 * place + self.S - 1 if window.right is None else np.minimum(self.S - 1, place + window.right)
         return int(np.maximum(0, last - first + 1).sum()) * self.B
 
 
-def _some_rows(mask: Array, entries: Array, rows: Array) -> Array:
-    mask = mask[entries] if mask.shape[0] > 1 else mask
-    return mask[:, :, rows] if mask.shape[2] > 1 else mask
+def _visible(stated: list[Array]) -> Tensor | None:
+    """(1 or entries, 1 or H, rows, S), or None: all are."""
+    return to_torch(np.ascontiguousarray(np.logical_and.reduce(np.broadcast_arrays(*stated)))) if stated else None

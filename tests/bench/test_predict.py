@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from support.attention_ops import attention_of
 from typer.testing import CliRunner
 
 from mhsa_compile.bench.static import llvm_mca
@@ -30,7 +31,7 @@ def attention(dtype: str = "float32") -> AttentionOp:
     L, H, E = 144, 8, 64
     width = 3 * H * E
     q, k, v = (HeadLayout(0, "rows", width, offset * H * E) for offset in range(3))
-    return AttentionOp(1, L, L, H, H, E, E, 0.125, None, None, q, k, v, HeadLayout(0, "rows", H * E), dtype)
+    return attention_of(1, L, L, H, H, E, E, 0.125, q, k, v, HeadLayout(0, "rows", H * E), dtype)
 
 
 KERNELS = {

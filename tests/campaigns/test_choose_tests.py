@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from support.attention_ops import attention_of
 from support.kernel_features import features
 
 from campaigns.choose_tests import SLOW, MeasuredTest, changes, choose
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.interface.ops import HeadLayout, WindowSpec
 
 
 def made(id: str, seconds: float, *lines: int, tier: str = "") -> MeasuredTest:
@@ -41,11 +42,12 @@ def test_the_suite_counts_on_no_other_target() -> None:
 
 def test_features_of_an_operation() -> None:
     rows = HeadLayout(0, "rows", 64)
-    op = AttentionOp("B", 7, "S", 4, 2, 16, 16, 0.25, WindowSpec(8, 0), None, rows, rows, rows, rows, softcap=5.0)
+    op = attention_of("B", 7, "S", 4, 2, 16, 16, 0.25, rows, rows, rows, rows, band=WindowSpec(8, 0), softcap=5.0)
     assert features(op) == {
-        "grouped heads", "batch free", "kv_length free", "band", "band.left", "band.right", "band.alignment=top_left",
+        "grouped heads", "batch free", "kv_length free", "Band", "Band.window.left", "Band.window.right",
+        "Band.window.alignment=top_left", "Softcap",
         "query.layout=rows", "key.layout=rows", "value.layout=rows", "output.layout=rows", "dtype=float32",
-        "softmax=float32", "softcap",
+        "softmax=float32",
     }  # fmt: skip
 
 

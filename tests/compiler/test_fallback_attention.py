@@ -7,6 +7,7 @@ import pytest
 import torch
 import tvm
 from fuzz.attention import draw_operands, evaluated, placed
+from support.attention_ops import attention_of
 from tvm import relax
 
 from mhsa_compile.compiler.fallback import attention
@@ -32,7 +33,7 @@ def run(op: AttentionOp, arrays: list[np.ndarray]) -> np.ndarray:
 def test_slopes_and_sinks(band: WindowSpec | None) -> None:
     B, L, S, H, G, E, F = 2, 5, 11, 4, 2, 7, 3
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
-    op = AttentionOp(
+    op = attention_of(
         B, L, S, H, G, E, F, scale=E**-0.5, band=band, mask=None, output=HeadLayout(0, "rows", H * F),
         slopes=True, sinks=True, lengths=True, **places,
     )  # fmt: skip

@@ -6,6 +6,7 @@ from itertools import product
 
 import msgspec
 import pytest
+from support.attention_ops import attention_of
 
 from mhsa_compile.compiler.selection.op_key import (
     bucket,
@@ -13,13 +14,7 @@ from mhsa_compile.compiler.selection.op_key import (
     symbols,
 )
 from mhsa_compile.compiler.selection.select_kernel import kernels_for, select_kernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    LinearOp,
-    ScoresOp,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, ScoresOp, WindowSpec
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, RecordSet, isa_of
 from mhsa_compile.target.profile import TargetProfile, load_profile
@@ -34,7 +29,7 @@ def linear(rows=(1, 37), widths=(72, 24), **fields) -> LinearOp:
 
 def attention(L=5, S=37, dtype="float32", band=None, **fields) -> AttentionOp:
     places = [HeadLayout(i, "heads", 64) for i in range(4)]
-    return AttentionOp(1, L, S, 4, 2, 64, 64, 0.125, band, None, *places, dtype=dtype, **fields)
+    return attention_of(1, L, S, 4, 2, 64, 64, 0.125, *places, dtype=dtype, band=band, **fields)
 
 
 def record(op, kernel: str, config: dict[str, int], profile: TargetProfile, **fields) -> Record:

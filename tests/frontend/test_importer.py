@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.attention_ops import features
 from support.operator_models import model as operator_model
 
 from mhsa_compile.errors import ModelError
@@ -78,7 +79,7 @@ BANDS = [
 def test_windows_and_causality_are_one_band(attributes: dict[str, int], expected: Any, nonpad: bool) -> None:
     """nonpad_kv_seqlen that says S moves the query to i + S - L, for windows as well as for causality."""
     alignment = "bottom_right" if nonpad else "top_left"
-    band = attention(model(attributes, nonpad=nonpad)).band
+    band = attention(model(attributes, nonpad=nonpad)).window
     assert band == (None if expected is None else WindowSpec(*expected, alignment))
 
 
@@ -91,9 +92,9 @@ def drawn(*shape: int) -> np.ndarray:
 def test_constant_masks(shape: tuple[int, ...], as_constant_node: bool) -> None:
     mask = drawn(*shape)
     op = attention(model(mask=mask, opset=23, as_constant_node=as_constant_node))
-    assert op.mask is None
-    assert op.static_mask is not None
-    visible = op.static_mask.visible
+    assert features(op).mask is None
+    assert op.pairs is not None
+    visible = op.pairs
     assert visible.dtype == np.bool_
     assert visible.shape == (shape[-3] if len(shape) > 2 else 1, L, S)
     assert np.array_equal(np.broadcast_to(visible, (1, H, L, S)), np.broadcast_to(mask, (1, H, L, S)))
@@ -102,8 +103,8 @@ def test_constant_masks(shape: tuple[int, ...], as_constant_node: bool) -> None:
 def test_a_short_constant_mask_hides_the_rest_from_opset_24_on() -> None:
     mask = np.ones((L, 3), np.bool_)
     op = attention(model(mask=mask, opset=24))
-    assert op.static_mask is not None
-    assert np.array_equal(op.static_mask.visible[0], np.arange(S) < np.full((L, 1), 3))
+    assert op.pairs is not None
+    assert np.array_equal(op.pairs[0], np.arange(S) < np.full((L, 1), 3))
     with pytest.raises(ModelError, match=r"an attn_mask that broadcasts to \(1, 2, 5, 7\), got \(5, 3\)"):
         import_onnx(model(mask=mask, opset=23))
 
@@ -113,8 +114,8 @@ def test_a_constant_additive_mask_that_only_hides(dtype: str, fill: float) -> No
     shown = drawn(L, S) | np.eye(L, S, dtype=np.bool_)
     mask = np.where(shown, 0.0, fill).astype(dtype)
     op = attention(model(mask=mask, dtypes=(dtype,) * 3))
-    assert op.static_mask is not None
-    assert np.array_equal(op.static_mask.visible[0], shown)
+    assert op.pairs is not None
+    assert np.array_equal(op.pairs[0], shown)
 
 
 @pytest.mark.parametrize("fill", [-np.inf, LOWEST])
@@ -124,8 +125,8 @@ def test_a_constant_mask_that_is_causal(heads: int, fill: float) -> None:
     shown = np.tri(L, S, dtype=np.bool_)
     mask = np.where(np.broadcast_to(shown, (1, heads, L, S)), 0, fill).astype(np.float32)
     op = attention(model(mask=mask))
-    assert op.static_mask is None
-    assert op.band is not None and (op.band.left, op.band.right, op.band.alignment) == (None, 0, "top_left")
+    assert op.pairs is None
+    assert op.window is not None and (op.window.left, op.window.right, op.window.alignment) == (None, 0, "top_left")
     others = {
         "to the last key": (np.tri(L, S, S - L, dtype=np.bool_), {}),
         "of one head": (np.stack([shown, np.ones_like(shown)]), {}),
@@ -133,8 +134,8 @@ def test_a_constant_mask_that_is_causal(heads: int, fill: float) -> None:
     }
     for other, attributes in others.values():
         op = attention(model(attributes, mask=other))
-        assert op.static_mask is not None
-        assert np.array_equal(op.static_mask.visible, other.reshape(-1, L, S))
+        assert op.pairs is not None
+        assert np.array_equal(op.pairs, other.reshape(-1, L, S))
 
 
 def test_constant_masks_that_are_not_static() -> None:
@@ -150,9 +151,9 @@ def test_constant_masks_that_are_not_static() -> None:
     }
     for mask, lengths in others.values():
         op = attention(model(mask=mask.astype(np.float32), lengths=lengths, opset=23))
-        assert op.static_mask is None
-        assert op.mask is not None
-        assert op.mask.dtype == "float32"
+        assert op.pairs is None
+        assert features(op).mask is not None
+        assert features(op).mask.dtype == "float32"
 
 
 @pytest.mark.parametrize("dtype", KINDS)

@@ -11,17 +11,14 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import torch
+from support.attention_ops import attention_of, changed, features
 from support.kernel_runs import attention, masked_scores
 
 from fuzz.cases import AttentionCase
 from mhsa_compile import masks
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 
 NUMPY = {
     "float32": np.float32,
@@ -51,8 +48,8 @@ def attention_op(case: AttentionCase) -> AttentionOp:
         kind, axes = case.mask
         full = {"B": batch, "H": H, "L": q_length, "S": kv_length}
         dims = tuple(full.get(axis, axis) for axis in axes)
-        mask = MaskInput("bool" if kind == "bool" else case.dtype, dims)  # type: ignore[arg-type]
-    return AttentionOp(
+        mask = CallMask("bool" if kind == "bool" else case.dtype, dims)  # type: ignore[arg-type]
+    return attention_of(
         batch, q_length, kv_length, H, G, E, F,
         scale=E**-0.5 if case.scale is None else case.scale,
         band=None if case.band is None else WindowSpec(*case.band),  # type: ignore[arg-type]
@@ -96,27 +93,27 @@ def draw_operands(
     return Operands(
         *(array.astype(narrow) for array in (q * np.float32(magnitude), k, v)),
         mask=_mask(rng, op, sizes, turn),
-        lengths=rng.integers(0, S + 1, B) if op.lengths else None,
-        sinks=rng.standard_normal(H, np.float32).astype(narrow) if op.sinks else None,
-        slopes=rng.random(H, np.float32).astype(narrow) if op.slopes else None,
+        lengths=rng.integers(0, S + 1, B) if features(op).lengths else None,
+        sinks=rng.standard_normal(H, np.float32).astype(narrow) if features(op).sinks else None,
+        slopes=rng.random(H, np.float32).astype(narrow) if features(op).slopes else None,
     )
 
 
 def _mask(rng: np.random.Generator, op: AttentionOp, sizes: tuple[int, int, int], turn: int) -> np.ndarray | None:
     """The mask of a call, None where the operation has none. An axis that may be 1 is that in every other call. One row
     in seven hides everything."""
-    if op.mask is None:
+    if features(op).mask is None:
         return None
     full = dict(zip("BLS", sizes, strict=True)) | {"H": op.num_heads}
     shape = []
-    for axis, dim in zip("BHLS", op.mask.dims, strict=True):
+    for axis, dim in zip("BHLS", features(op).mask.dims, strict=True):
         loose = isinstance(dim, str) and dim.startswith("mask_")
         shape.append(dim if isinstance(dim, int) else 1 if loose and turn % 2 else full[axis])
     visible = rng.random(shape) < 0.7
     visible.reshape(-1, shape[-1])[3::7] = False
-    if op.mask.dtype == "bool":
+    if features(op).mask.dtype == "bool":
         return visible
-    return np.where(visible, rng.standard_normal(shape), -np.inf).astype(NUMPY[op.mask.dtype])
+    return np.where(visible, rng.standard_normal(shape), -np.inf).astype(NUMPY[features(op).mask.dtype])
 
 
 def evaluated(op: AttentionOp, given: Operands, dtype: torch.dtype) -> np.ndarray:
@@ -149,7 +146,7 @@ def poison(op: AttentionOp, given: Operands) -> None:
     """
     B, S = given.k.shape[0], given.k.shape[2]
     ones = np.eye(S)
-    flat = replace(op, num_kv_heads=1, head_dim=1, v_head_dim=S, softcap=0.0, slopes=False, sinks=False)
+    flat = changed(op, num_kv_heads=1, head_dim=1, v_head_dim=S, softcap=0.0, slopes=False, sinks=False)
     mask = given.mask if given.mask is None or given.mask.dtype == np.bool_ else ~np.isneginf(given.mask)
     q = np.zeros((B, op.num_heads, given.q.shape[2], 1))
     weights = attention(flat, q, np.zeros((B, 1, S, 1)), np.broadcast_to(ones, (B, 1, S, S)), mask, given.lengths)

@@ -36,6 +36,8 @@ def features(op: Any, prefix: str = "") -> set[str]:
             continue
         if dataclasses.is_dataclass(value):
             found |= features(value, f"{name}.")
+        for step in value if name.endswith("scores") else ():
+            found |= {step_name := f"{prefix}{type(step).__name__}"} | features(step, f"{step_name}.")
         if isinstance(value, str):
             found.add(f"{name} free" if "Dim" in str(field.type) else f"{name}={value}")
         elif value is True or optional or _is_set(value, field.default):

@@ -20,6 +20,7 @@ from mhsa_compile.target.profile import (
     TvmTarget,
 )
 from support import this_cpu
+from support.attention_ops import features
 
 
 def vector_machine(bits: int, registers: int, mcpu: str = "x86-64-v3", features: tuple[str, ...] = ()) -> CpuProfile:
@@ -124,12 +125,12 @@ def masked_scores(
     q, k = (to_torch(array).to(dtype) for array in (q, k))
     held = np.full(B, S) if lengths is None else lengths.clip(0, S)
     place = np.arange(L) + np.zeros((B, 1, 1), np.int64)
-    if op.band is not None and op.band.alignment == "bottom_right":
+    if op.window is not None and op.window.alignment == "bottom_right":
         place += held[:, None, None] - L
     distance = torch.from_numpy(np.arange(S) - place[..., None])
     scores = q @ k.repeat_interleave(H // k.shape[1], dim=1).swapaxes(-1, -2) * op.scale
-    if op.softcap:
-        scores = torch.tanh(scores / op.softcap) * op.softcap
+    if features(op).softcap:
+        scores = torch.tanh(scores / features(op).softcap) * features(op).softcap
     if slopes is not None:  # a place has more bits than a 16-bit float, as in `functional`
         scores = scores + (to_torch(slopes).double()[:, None, None] * distance).to(dtype)
     visible = torch.from_numpy(_visible(op, distance.numpy(), held, mask)).expand(scores.shape)
@@ -141,11 +142,11 @@ def masked_scores(
 def _visible(op: AttentionOp, distance: np.ndarray, held: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """bool (B or 1, H or 1, L, S)"""
     visible = np.arange(distance.shape[-1]) < held[:, None, None, None]
-    if op.band is not None:
-        visible = visible & (True if op.band.left is None else -distance <= op.band.left)
-        visible = visible & (True if op.band.right is None else distance <= op.band.right)
-    if op.static_mask is not None:
-        visible = visible & op.static_mask.visible
+    if op.window is not None:
+        visible = visible & (True if op.window.left is None else -distance <= op.window.left)
+        visible = visible & (True if op.window.right is None else distance <= op.window.right)
+    if op.pairs is not None:
+        visible = visible & op.pairs
     if mask is not None:
         visible = visible & (mask if mask.dtype == bool else ~np.isneginf(mask))
     return visible

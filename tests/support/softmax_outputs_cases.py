@@ -10,17 +10,13 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    HeadLayout,
-    SoftmaxStatsOp,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, HeadLayout, SoftmaxStatsOp
 from mhsa_compile.nn import softmax_outputs
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.verification.error_budget import budget, max_error
 from mhsa_compile.verification.oracle.softmax_outputs import collected, softmax_outputs_of_rows
+from support.attention_ops import attention_of, features
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -37,7 +33,7 @@ def operation(**fields: Any) -> AttentionOp:
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     stated = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "scale": E**-0.5, **places, **fields}
     sizes = {"batch": "B", "q_length": "L", "kv_length": "S", "num_heads": H, "num_kv_heads": G}
-    return AttentionOp(**{**sizes, "head_dim": E, "v_head_dim": F, **stated})
+    return attention_of(**{**sizes, "head_dim": E, "v_head_dim": F, **stated})
 
 
 def operands(op: AttentionOp, B: int, L: int, S: int, seed: int = 0) -> list[Array]:
@@ -58,27 +54,29 @@ def extras(op: AttentionOp, B: int, S: int) -> list[Array]:
         "sinks": rng.standard_normal(op.num_heads).astype(DTYPES[op.dtype]),
         "slopes": rng.random(op.num_heads).astype(DTYPES[op.dtype]),
     }
-    return [array for name, array in made.items() if getattr(op, name)]
+    return [array for name, array in made.items() if getattr(features(op), name)]
 
 
 def scores(op: AttentionOp, inputs: Sequence[Array], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(the scores as the softmax takes them, -inf where hidden; the sinks), in PyTorch's arithmetic at `dtype`."""
     q, k = (to_torch(array).to(dtype) for array in inputs[:2])
     rest = list(inputs[3:])
-    mask = rest.pop(0) if op.mask is not None else None
-    lengths, sinks, slopes = (rest.pop(0) if getattr(op, name) else None for name in ("lengths", "sinks", "slopes"))
+    mask = rest.pop(0) if features(op).mask is not None else None
+    lengths, sinks, slopes = (
+        rest.pop(0) if getattr(features(op), name) else None for name in ("lengths", "sinks", "slopes")
+    )
     L, S = q.shape[2], k.shape[2]
     value = (q * op.scale) @ k.repeat_interleave(op.num_heads // op.num_kv_heads, dim=1).transpose(-1, -2)
-    value = torch.tanh(value / op.softcap) * op.softcap if op.softcap else value
+    value = torch.tanh(value / features(op).softcap) * features(op).softcap if features(op).softcap else value
     count = np.full((1, 1, 1, 1), S) if lengths is None else lengths.reshape(-1, 1, 1, 1)
-    bottom_right = op.band is not None and op.band.alignment == "bottom_right"
+    bottom_right = op.window is not None and op.window.alignment == "bottom_right"
     distance = np.arange(S) - np.arange(L).reshape(1, 1, L, 1) - (count - L if bottom_right else 0)
     visible = np.broadcast_to(np.arange(S) < count, tuple(value.shape))
-    if op.band is not None:
-        visible = visible & (True if op.band.left is None else -distance <= op.band.left)
-        visible = visible & (True if op.band.right is None else distance <= op.band.right)
-    if op.static_mask is not None:
-        visible = visible & op.static_mask.visible
+    if op.window is not None:
+        visible = visible & (True if op.window.left is None else -distance <= op.window.left)
+        visible = visible & (True if op.window.right is None else distance <= op.window.right)
+    if op.pairs is not None:
+        visible = visible & op.pairs
     if slopes is not None:
         value = value + (to_torch(slopes).double().reshape(-1, 1, 1) * to_torch(distance)).to(dtype)
     if mask is not None and mask.dtype == np.bool_:
@@ -147,12 +145,12 @@ def check_keys(keys: Array, expected: dict[str, Array], exact: Array, sinks: Arr
 
 def masks(op: AttentionOp, B: int, L: int, S: int) -> list[Array]:
     """A mask for each axis as the operation says: 1, or full; some queries see nothing."""
-    if op.mask is None:
+    if features(op).mask is None:
         return []
     rng = np.random.default_rng(2)
-    shape = [1 if dim == 1 else {"B": B, "H": op.num_heads, "L": L, "S": S}[str(dim)] for dim in op.mask.dims]
+    shape = [1 if dim == 1 else {"B": B, "H": op.num_heads, "L": L, "S": S}[str(dim)] for dim in features(op).mask.dims]
     mask = rng.random(shape) < 0.7
     mask[:, :, -1] = mask[:, :, -1] if shape[2] == 1 else False
-    if op.mask.dtype == "bool":
+    if features(op).mask.dtype == "bool":
         return [mask]
-    return [np.where(mask, rng.standard_normal(shape), -np.inf).astype(DTYPES[op.mask.dtype])]
+    return [np.where(mask, rng.standard_normal(shape), -np.inf).astype(DTYPES[features(op).mask.dtype])]

@@ -9,19 +9,15 @@ import ml_dtypes  # noqa: F401  names bfloat16 to NumPy
 import numpy as np
 import pytest
 import tvm
+from support.attention_ops import attention_of
 
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.pipeline import operations
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import BuildError, ModelError
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    LinearOp,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.op_jobs import candidate_of, job_of
@@ -53,7 +49,7 @@ def fused(L="L", **fields) -> AttentionOp:
     width = 4 * 8 + 2 * 8 + 2 * 12
     places = [HeadLayout(0, "rows", width, offset) for offset in (0, 32, 48)]
     fields = {"band": None, "mask": None, "q_length": L, "kv_length": L} | fields
-    return AttentionOp(
+    return attention_of(
         batch="B", num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=12, scale=0.3, query=places[0], key=places[1],
         value=places[2], output=HeadLayout(0, "rows", 48), **fields,
     )  # fmt: skip
@@ -62,7 +58,7 @@ def fused(L="L", **fields) -> AttentionOp:
 def apart(**fields) -> AttentionOp:
     places = [HeadLayout(i, "heads", 0) for i in (0, 1, 2, 0)]
     stated = {"band": None, "mask": None} | fields
-    return AttentionOp(
+    return attention_of(
         batch="B", q_length="L", kv_length="S", num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=12, scale=0.3,
         query=places[0], key=places[1], value=places[2], output=places[3], **stated,
     )  # fmt: skip
@@ -74,8 +70,8 @@ OPS = {
     "fused-causal": fused(band=WindowSpec(None, 0)),
     "fused-static": fused(L=19, static_mask=StaticMask(np.random.default_rng(1).random((1, 19, 19)) < 0.3)),
     "apart-window": apart(band=WindowSpec(5, 2, "bottom_right"), softcap=5.0),
-    "apart-masked": apart(mask=MaskInput("bool", ("mask_B", "mask_H", "mask_L", "mask_S")), sinks=True),
-    "apart-additive": apart(mask=MaskInput("float32", ("B", 1, 1, "S")), lengths=True),
+    "apart-masked": apart(mask=CallMask("bool", ("mask_B", "mask_H", "mask_L", "mask_S")), sinks=True),
+    "apart-additive": apart(mask=CallMask("float32", ("B", 1, 1, "S")), lengths=True),
     "apart-alibi": apart(slopes=True, band=WindowSpec(None, 0)),
     "decode": dataclasses.replace(apart(), q_length=1),
 }

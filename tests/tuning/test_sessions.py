@@ -15,16 +15,13 @@ import numpy as np
 import pytest
 import tvm
 from support import measured
+from support.attention_ops import attention_of
 
 from mhsa_compile.errors import DeviceError
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    MaskInput,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import HeadLayout, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import isa_of
 from mhsa_compile.target import host
@@ -118,8 +115,8 @@ def test_every_dtype_crosses(session: Session) -> None:
     """bfloat16 inputs and weights; a boolean mask and 64-bit lengths."""
     linear = replace(measured.OP, dtype="bfloat16")
     placed = [HeadLayout(i, "heads", 2) for i in range(3)]
-    mask = MaskInput("bool", (2, 1, 3, 5))
-    attention = AttentionOp(
+    mask = CallMask("bool", (2, 1, 3, 5))
+    attention = attention_of(
         *(2, 3, 5, 3, 1, 2, 2, 0.7), WindowSpec(None, 0), mask, *placed, HeadLayout(0, "rows", 6), lengths=True
     )
     for op, kernel in ((linear, CpuLinearKernel()), (attention, CpuAttentionKernel())):

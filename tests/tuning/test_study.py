@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.attention_ops import attention_of
 from support.made_session import ROUNDS
 from support.records_made import made
 
 from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.errors import InputError, OutputError
-from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
+from mhsa_compile.kernels.interface.ops import HeadLayout, LinearOp
 from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning.measure.job import (
     CRASH,
@@ -26,7 +27,7 @@ from mhsa_compile.tuning.search.warm_start import first_guesses
 PROFILE = load_profile("x86-64-v4")
 LINEAR = LinearOp(rows=(1, 13), in_features=37, widths=(29,), biased=(True,), transposed=(False,))
 PLACES = [HeadLayout(buffer, "heads", 0) for buffer in range(4)]
-ATTENTION = AttentionOp(1, 3, 197, 6, 2, 16, 16, 0.25, None, None, *PLACES)
+ATTENTION = attention_of(1, 3, 197, 6, 2, 16, 16, 0.25, *PLACES)
 DEFAULT = Timing((100.0,) * ROUNDS, 0.5)
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from mhsa_compile.compiler.fallback.score_functions import PlainFunctions
-from mhsa_compile.frontend.relax.masks import masked_element
+from mhsa_compile.kernels.common.plain_parts import EXACT, Pair, PlainPart, PlainTask, exact
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
@@ -26,7 +25,6 @@ from mhsa_compile.kernels.interface.ops import (
 )
 
 Expr = Any  # tirx.PrimExpr
-EXACT = "float64"
 _WEIGHTS = 3  # the last stage of a ScoresOp
 _HIDDEN = tirx.const(-math.inf, EXACT)
 
@@ -37,7 +35,7 @@ def emit(builder: relax.BlockBuilder, op: AttentionOp | ScoresOp | AttentionProb
         assert op.whole
         op = ScoresOp(op.attention, _WEIGHTS)
     attention = op.attention if isinstance(op, ScoresOp) else op
-    constants = [] if attention.static_mask is None else [relax.const(attention.static_mask.visible)]
+    constants = [relax.const(step.pairs) for step in attention.scores if step.pairs is not None]
     compute = partial(_compute, op, attention)
     return builder.emit_te(compute, *inputs, *constants, primfunc_name_hint="plain_attention")
 
@@ -57,12 +55,11 @@ class _Plain:
         self.op = op
         buffers = 1 + max(op.query.buffer, op.key.buffer, op.value.buffer)
         self.buffers, rest = tensors[:buffers], iter(tensors[buffers:])
-        self.mask = next(rest) if op.mask is not None else None
-        self.lengths = next(rest) if op.lengths else None
-        self.sinks = next(rest) if op.sinks else None
-        self.slopes = next(rest) if op.slopes else None
-        self.functions = PlainFunctions(op, [next(rest) for _ in op.tensors])
-        self.static_mask = next(rest) if op.static_mask is not None else None
+        self.own = [[next(rest) for _ in step.arguments(op)] for step in op.scores]
+        for step, own in zip(op.scores, self.own, strict=True):
+            own += [next(rest)] if step.pairs is not None else []
+        tasks = [(step, PlainTask(op, own, self._place)) for step, own in zip(op.scores, self.own, strict=True)]
+        self.parts = [step.plain(task) or PlainPart(step, task) for step, task in tasks]
         query, key = self.buffers[op.query.buffer], self.buffers[op.key.buffer]
         self.batch, self.queries = query.shape[0], _length(query, op.query)
         self.keys = _length(key, op.key)
@@ -75,8 +72,8 @@ class _Plain:
         b, head, row, column = at
         buffer = self.buffers[place.buffer]
         if place.layout == "rows":
-            return _exact(buffer[b, row, place.offset + head * size + column])
-        return _exact(buffer[b, head, row, column])
+            return exact(buffer[b, row, place.offset + head * size + column])
+        return exact(buffer[b, head, row, column])
 
     def _all_products(self) -> te.Tensor:
         op = self.op
@@ -92,49 +89,39 @@ class _Plain:
         return self._products[at] * tirx.const(self.op.scale, EXACT)
 
     def capped(self, *at: Expr) -> Expr:
-        if not self.op.softcap:
-            return self.raw(*at)
-        softcap = tirx.const(self.op.softcap, EXACT)
-        return softcap * te.tanh(self.raw(*at) / softcap)
+        """After the steps that change scores by themselves."""
+        return self._changed(self.raw(*at), Pair(*at), elementwise=True)
 
     def masked(self, *at: Expr) -> Expr:
-        b, h, i, j = at
-        score = self.functions.score(self._places(*at), self.capped(*at))
-        if self.slopes is not None:
-            score = score + _exact(self.slopes[h]) * tirx.Cast(EXACT, j - self._place(b, i))
-        if self.mask is not None and self.mask.dtype != "bool":
-            score = score + _exact(self.mask[masked_element(self.mask, *at)])
+        score = self._changed(self.capped(*at), Pair(*at), elementwise=False)
         return tirx.Select(self._sees(*at), score, _HIDDEN)
 
-    def _places(self, b: Expr, h: Expr, i: Expr, j: Expr) -> dict[str, Expr]:
-        """What functions are told of a pair."""
-        return {"b": b, "h": h, "q_idx": self._place(b, i), "kv_idx": j}
+    def _changed(self, score: Expr, pair: Pair, *, elementwise: bool) -> Expr:
+        for part in self.parts:
+            if part.step.elementwise == elementwise:
+                score = part.score(score, pair)
+        return score
 
     def _place(self, b: Expr, i: Expr) -> Expr:
         """The place of query i among the keys."""
-        if self.op.band is None or self.op.band.alignment == "top_left":
-            return i
-        return i + (self.keys if self.lengths is None else self._count(b)) - self.queries
+        return i + self._count(b) - self.queries if self.op.from_end else i
 
     def _count(self, b: Expr) -> Expr:
         """How many keys an entry has."""
-        assert self.lengths is not None
-        return tirx.max(0, tirx.min(self.keys, self.lengths[b]))
+        count = self.keys
+        for step, own in zip(self.op.scores, self.own, strict=True):
+            count = step.keys(own, b, count)
+        return count
 
     def _sees(self, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
-        op, seen = self.op, [tirx.const(True, "bool")]
-        if op.band is not None and op.band.left is not None:
-            seen.append(j >= self._place(b, i) - op.band.left)
-        if op.band is not None and op.band.right is not None:
-            seen.append(j <= self._place(b, i) + op.band.right)
-        if self.lengths is not None:
+        seen = [tirx.const(True, "bool")]
+        if (window := self.op.window) is not None:
+            seen += [] if window.left is None else [j >= self._place(b, i) - window.left]
+            seen += [] if window.right is None else [j <= self._place(b, i) + window.right]
+        if self.op.any_step("counts_keys"):
             seen.append(j < self._count(b))
-        if self.static_mask is not None:
-            seen.append(self.static_mask[tirx.min(h, self.static_mask.shape[0] - 1), i, j])
-        if self.mask is not None:
-            flag = self.mask[masked_element(self.mask, b, h, i, j)]
-            seen.append(flag if self.mask.dtype == "bool" else _exact(flag) != _HIDDEN)
-        return tirx.all(*seen, self.functions.sees(self._places(b, h, i, j)))
+        of_parts = (part.sees(Pair(b, h, i, j)) for part in self.parts)
+        return tirx.all(*seen, *(own for own in of_parts if own is not None))
 
     def weight(self, *at: Expr) -> Expr:
         """The weight of a key: zero where it is hidden; a row of nothing but hidden keys has no sum to divide by."""
@@ -144,8 +131,8 @@ class _Plain:
         return tirx.Select(self._is_left(*at), share, tirx.const(0, EXACT))
 
     def _is_left(self, *at: Expr) -> Expr:
-        """Whether a query sees a key, and score_mod has not hidden it."""
-        if self.op.score_mod is None:
+        """Whether a query sees a key, and nothing that became of its score has hidden it."""
+        if not any(part.score_hides for part in self.parts):
             return self._sees(*at)
         return tirx.all(self._sees(*at), self._masked_scores[at] != _HIDDEN)
 
@@ -162,18 +149,26 @@ class _Plain:
 
         def top(b: Expr, h: Expr, i: Expr) -> Expr:
             value = largest[b, h, i]
-            if self.sinks is not None:
-                value = tirx.max(value, _exact(self.sinks[h]))
+            for sink in self._sinks(h):
+                value = tirx.max(value, sink)
             return tirx.Select(value == _HIDDEN, tirx.const(0, EXACT), value)
 
         tops = te.compute(rows, top, "top")
         exponents = te.compute(self.shape, lambda b, h, i, j: te.exp(masked[b, h, i, j] - tops[b, h, i]), "exponents")
         along = te.reduce_axis((0, self.keys), "j")
         sums = te.compute(rows, lambda b, h, i: te.sum(exponents[b, h, i, along], axis=along), "sums")
-        if self.sinks is not None:
-            seen, sinks = sums, self.sinks
-            sums = te.compute(rows, lambda b, h, i: seen[b, h, i] + te.exp(_exact(sinks[h]) - tops[b, h, i]), "total")
+        if self._sinks(tirx.const(0, "int64")):
+            seen = sums
+
+            def total(b: Expr, h: Expr, i: Expr) -> Expr:
+                return sum((te.exp(sink - tops[b, h, i]) for sink in self._sinks(h)), start=seen[b, h, i])
+
+            sums = te.compute(rows, total, "total")
         return exponents, sums
+
+    def _sinks(self, h: Expr) -> list[Expr]:
+        """The scores of no key that a head has."""
+        return [sink for part in self.parts if (sink := part.sink(h)) is not None]
 
     def output(self) -> te.Tensor:
         """Y, laid out as the operation says."""
@@ -205,12 +200,6 @@ def _maximum(value: Expr, axis: Any) -> Expr:
 
 def _length(tensor: te.Tensor, place: HeadLayout) -> Expr:
     return tensor.shape[1 if place.layout == "rows" else 2]
-
-
-def _exact(value: Expr) -> Expr:
-    """The value in float64; by way of float32, since TVM lowers no other cast of bfloat16."""
-    narrow = value.dtype in ("bfloat16", "float16")
-    return tirx.Cast(EXACT, tirx.Cast("float32", value)) if narrow else tirx.Cast(EXACT, value)
 
 
 def _narrow(value: Expr, dtype: str) -> Expr:

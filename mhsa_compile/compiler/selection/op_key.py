@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from math import prod
 from typing import Any
 
@@ -18,8 +17,8 @@ from mhsa_compile.kernels.interface.ops import (
     HeadLayout,
     LinearOp,
     Op,
-    WindowSpec,
 )
+from mhsa_compile.kernels.scores.order import STEPS
 
 ANY = "any"
 """The bucket of a length that is symbolic: every size has to be served."""
@@ -37,7 +36,7 @@ def bucket(dim: Dim) -> Bucket:
 def key_of(op: Op) -> dict[str, Any] | None:
     """The key of an operation, or None where its kernels have nothing to tune."""
     tunable = _TUNABLE.get(type(op))
-    of_functions = isinstance(op, AttentionOp) and op.captured
+    of_functions = isinstance(op, AttentionOp) and op.any_step("function")
     return None if tunable is None or of_functions else tunable.key(op)  # nobody draws what functions capture
 
 
@@ -98,7 +97,6 @@ def _linear_key(op: LinearOp) -> dict[str, Any]:
 
 def _attention_key(op: AttentionOp) -> dict[str, Any]:
     places = {"query": op.query, "key": op.key, "value": op.value, "output": op.output}
-    visible = None if op.static_mask is None else op.static_mask.visible
     return {
         "batch": bucket(op.batch),
         "q_length": bucket(op.q_length),
@@ -108,16 +106,11 @@ def _attention_key(op: AttentionOp) -> dict[str, Any]:
         "head_dim": op.head_dim,
         "v_head_dim": op.v_head_dim,
         "dtype": op.dtype,
-        "band": _band(op.band),
-        "mask": None if op.mask is None else [op.mask.dtype, *(dim != 1 for dim in op.mask.dims)],
-        "static_mask": None if visible is None else sha256(visible.tobytes()).hexdigest()[:16],
-        "extras": [name for name in ("lengths", "sinks", "slopes", "softcap") if getattr(op, name)],
+        **{word: value for kind in STEPS for word, value in kind.absent_key.items()},
+        **{word: value for step in op.scores for word, value in step.key().items()},
+        "extras": sorted(step.extra for step in op.scores if step.extra),
         "places": {name: _place(place) for name, place in places.items()},
     }
-
-
-def _band(band: WindowSpec | None) -> list[Any] | None:
-    return None if band is None else [band.left, band.right, band.alignment]
 
 
 def _place(place: HeadLayout) -> list[Any]:
@@ -126,7 +119,8 @@ def _place(place: HeadLayout) -> list[Any]:
 
 
 def _attention_dims(op: AttentionOp) -> tuple[Dim, ...]:
-    return (op.batch, op.q_length, op.kv_length, *(op.mask.dims if op.mask else ()))
+    own = (dim for step in op.scores for _, kind in step.arguments(op) for dim in kind.dims)
+    return (op.batch, op.q_length, op.kv_length, *own)
 
 
 def _attention_sizes(op: AttentionOp, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -28,13 +28,22 @@ from mhsa_compile.kernels.interface.ops import (
     AttentionProbsOp,
     HeadLayout,
     KvConcatOp,
-    MaskInput,
     ScoresOp,
     SoftmaxStatsOp,
-    StaticMask,
     TensorInput,
     WindowSpec,
 )
+from mhsa_compile.kernels.interface.score_step import ScoreStep
+from mhsa_compile.kernels.scores.band import Band
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.lengths import Lengths
+from mhsa_compile.kernels.scores.mask_mod import MaskMod
+from mhsa_compile.kernels.scores.order import in_order
+from mhsa_compile.kernels.scores.score_mod import ScoreMod
+from mhsa_compile.kernels.scores.sinks import Sinks
+from mhsa_compile.kernels.scores.slopes import Slopes
+from mhsa_compile.kernels.scores.softcap import Softcap
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 
 WEIGHTS = 3
 """The qk_matmul_output_mode of what the softmax gives, for which there are kernels."""
@@ -153,16 +162,8 @@ class AttentionImport:
     def _operation(self, full: list[Size], inputs: list[Value]) -> AttentionOp:
         """The operation; what it takes besides Q, K and V joins `inputs`."""
         fused, dim = self.fused, self.context.dim
-        mask = self._mask(full)
-        band, mask = self._band(full, mask)
-        lengths, sinks, slopes = map(self._input, (fused.lengths, fused.sinks, fused.slopes))
-        if lengths is not None and (name := self.context.input_name(lengths)) is not None:
-            self.context.result.limits[name] = stated(full[3])
-        counted = slopes is not None or fused.mask_mod is not None or fused.score_mod is not None
-        if band is None and counted:  # from the queries' places
-            band = WindowSpec(None, None, fused.alignment)
-        tensors = [self._as_captured(self.inputs[number]) for number in fused.tensors or ()]
-        inputs += [value for value in (mask, lengths, sinks, slopes) if value is not None] + tensors
+        steps = self._steps(full)
+        inputs += [value for _, values in steps for value in values]
         return AttentionOp(
             batch=dim(full[0]),
             q_length=dim(full[2]),
@@ -172,23 +173,43 @@ class AttentionImport:
             head_dim=fused.head_dim,
             v_head_dim=fused.v_head_dim,
             scale=fused.head_dim**-0.5 if fused.scale is None else fused.scale,
-            band=band,
-            mask=None if mask is None else MaskInput(str(mask.ty.dtype), tuple(map(dim, dims(mask)))),  # type: ignore[arg-type]
             query=self.places["q"],
             key=self.places["k"],
             value=self.places["v"],
             output=HeadLayout(0, fused.output_layout, fused.num_heads * fused.v_head_dim),
             dtype=str(self.operands["q"].ty.dtype),  # type: ignore[arg-type]
-            static_mask=None if fused.static_mask is None else StaticMask(fused.static_mask),
-            softcap=fused.softcap,
-            lengths=lengths is not None,
-            sinks=sinks is not None,
-            slopes=slopes is not None,
+            scores=tuple(step for step, _ in steps),
             softmax=fused.softmax,
-            mask_mod=fused.mask_mod,
-            score_mod=fused.score_mod,
-            tensors=tuple(TensorInput(str(value.ty.dtype), tuple(map(dim, dims(value)))) for value in tensors),
         )
+
+    def _steps(self, full: list[Size]) -> list[tuple[ScoreStep, list[Value]]]:
+        """The steps of the scores, in their order, each with its inputs."""
+        fused, dim = self.fused, self.context.dim
+        band, mask = self._band(full, self._mask(full))
+        lengths, sinks, slopes = map(self._input, (fused.lengths, fused.sinks, fused.slopes))
+        if lengths is not None and (name := self.context.input_name(lengths)) is not None:
+            self.context.result.limits[name] = stated(full[3])
+        values: dict[ScoreStep, list[Value]] = {}
+        if fused.softcap:
+            values[Softcap(fused.softcap)] = []
+        tensors = iter([self._as_captured(self.inputs[number]) for number in fused.tensors or ()])
+        for kind, function in ((ScoreMod, fused.score_mod), (MaskMod, fused.mask_mod)):
+            if function is not None:
+                own = [next(tensors) for _ in function.tensors]
+                kinds = (TensorInput(str(value.ty.dtype), tuple(map(dim, dims(value)))) for value in own)
+                values[kind(function, tuple(kinds))] = own
+        if fused.static_mask is not None:
+            values[StaticMask(fused.static_mask)] = []
+        if mask is not None:
+            values[CallMask(str(mask.ty.dtype), tuple(map(dim, dims(mask))))] = [mask]  # type: ignore[arg-type]
+        for step, value in ((Lengths(), lengths), (Sinks(), sinks), (Slopes(), slopes)):
+            if value is not None:
+                values[step] = [value]
+        if band is None and any(step.from_places for step in values):
+            band = WindowSpec(None, None, fused.alignment)
+        if band is not None:
+            values[Band(band)] = []
+        return [(step, values[step]) for step in in_order(*values)]
 
     def _as_captured(self, value: Value) -> Value:
         """A tensor that a function reads, of a dtype that kernels gather."""

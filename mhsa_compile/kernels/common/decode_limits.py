@@ -23,6 +23,6 @@ def why_not_few_queries(op: AttentionOp, most_queries: int, most_rows: int, *, f
     rows = rows_of_key_head(op)
     if op.q_length > most_queries or rows > most_rows:
         return f"for at most {most_queries} queries and {most_rows} rows a key head, not {op.q_length} and {rows}"
-    if op.static_mask is not None:
+    if op.pairs is not None:
         return "no constant masks"
     return why_not_scores(op, functions=functions)

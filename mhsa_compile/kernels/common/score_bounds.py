@@ -25,21 +25,21 @@ def place_bounds(op: AttentionOp) -> dict[str, Bounds]:
 
 def last_place(op: AttentionOp, leaf: str) -> Dim | None:
     """The size that a place is below at every call, as `AttentionOp` calls it; None where it has no name."""
-    counted_from_end = op.band is not None and op.band.alignment == "bottom_right"
     sizes = {"b": op.batch, "h": op.num_heads, "kv_idx": op.kv_length}
     if leaf == "q_idx":
         # The last query stands at the last key; the first ones may stand before all, which the bounds tell.
-        return op.kv_length if counted_from_end else op.q_length
+        return op.kv_length if op.from_end else op.q_length
     return sizes[leaf]
 
 
 def _query_bounds(op: AttentionOp) -> Bounds:
-    if op.band is None or op.band.alignment == "top_left":
+    if not op.from_end:
         return (0, _last(op.q_length))
+    counts_keys = op.any_step("counts_keys")
     if isinstance(op.q_length, int) and isinstance(op.kv_length, int):
-        first = -op.q_length if op.lengths else op.kv_length - op.q_length
+        first = -op.q_length if counts_keys else op.kv_length - op.q_length
         return (first, op.kv_length - 1)
-    if op.q_length == op.kv_length and not op.lengths:
+    if op.q_length == op.kv_length and not counts_keys:
         return (0, LONGEST)
     return (-_last(op.q_length) - 1, _last(op.kv_length))
 

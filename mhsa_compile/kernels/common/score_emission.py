@@ -63,13 +63,22 @@ class StepArithmetic(Protocol):
         ...
 
 
-class ScoreEmission:
-    """Emits one function of an attention. `tensors` are those that it captures."""
+@dataclass(frozen=True)
+class TracedFunction:
+    """A function of the scores of an attention, with what it captures: `tensors` say of what kind the `buffers` are."""
 
-    def __init__(
-        self, op: AttentionOp, function: ScoreFunction, tensors: Sequence[TensorInput], arithmetic: StepArithmetic
-    ) -> None:
-        self.op, self.function, self.tensors, self.arithmetic = op, function, tensors, arithmetic
+    op: AttentionOp
+    function: ScoreFunction
+    tensors: Sequence[TensorInput]
+    buffers: Sequence[Expr]
+
+
+class ScoreEmission:
+    """Emits one function."""
+
+    def __init__(self, traced: TracedFunction, arithmetic: StepArithmetic) -> None:
+        op, function = traced.op, traced.function
+        self.op, self.function, self.tensors, self.arithmetic = op, function, traced.tensors, arithmetic
         self.bounds = bounds_of(function, place_bounds(op))
         self.wrapping = wrapping(function, place_bounds(op))
         self.dependences = function.dependences()

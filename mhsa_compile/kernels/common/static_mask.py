@@ -1,9 +1,10 @@
-"""A mask that is known when a kernel is compiled: how much of the band goes into the plan that is made of it, and the
+"""A mask that is known when a kernel is compiled: how much of the window goes into the plan that is made of it, and the
 arguments that bring the plan to the kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,30 @@ from mhsa_compile.kernels.common.buffers import Expr, argument
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
 
-def divided_band(op: AttentionOp) -> tuple[WindowSpec | None, WindowSpec | None]:
-    """(what a plan holds of the band, what is left to the kernel): a band counted from lengths is known when called
-    only, and distances and places are counted from its edge."""
-    counts = op.slopes or op.captured
-    late = op.lengths and op.band is not None and op.band.alignment == "bottom_right"
-    return None if late else op.band, op.band if late or counts else None
+def why_not_plan(op: AttentionOp, family: str) -> str | None:
+    """Why a family of kernels can make no plan of the pairs that are known in advance, or None."""
+    others = [step.not_beside[family] for step in op.scores if family in step.not_beside]
+    return f"a static mask or {others[0]}, not both" if op.pairs is not None and others else None
 
 
-def seen_in_band(band: WindowSpec | None, rows: range, L: int, S: int) -> NDArray[np.bool_]:
+def divided_window(op: AttentionOp) -> tuple[WindowSpec | None, AttentionOp]:
+    """(what a plan holds of the window, what is left to the kernel): a window counted from numbers of keys is known in
+    the call only, and distances and places are counted from its edge."""
+    if op.any_step("counts_keys") and op.from_end:
+        return None, op
+    if op.any_step("from_places"):
+        return op.window, op
+    return op.window, replace(op, scores=tuple(step for step in op.scores if step.window is None))
+
+
+def seen_in_window(window: WindowSpec | None, rows: range, L: int, S: int) -> NDArray[np.bool_]:
     """(rows, S): which keys some of the L queries see by their place."""
     visible = np.ones((len(rows), S), np.bool_)
-    if band is not None:
-        place = np.array(rows)[:, np.newaxis] + (S - L if band.alignment == "bottom_right" else 0)
+    if window is not None:
+        place = np.array(rows)[:, np.newaxis] + (S - L if window.alignment == "bottom_right" else 0)
         distance = place - np.arange(S)
-        visible &= True if band.left is None else distance <= band.left
-        visible &= True if band.right is None else -distance <= band.right
+        visible &= True if window.left is None else distance <= window.left
+        visible &= True if window.right is None else -distance <= window.right
     return visible
 
 

@@ -1,5 +1,5 @@
-"""mask_mod and score_mod on a vector CPU. What does not depend on the key or the score is computed once a task, and
-waits in memory; the rest is computed with the scores.
+"""Functions of scores on a vector CPU. What does not depend on the key or the score is computed once a task, and waits
+in memory; the rest is computed with the scores.
 
 Both kernels of attention hold their query rows in lanes: `place` says what each lane is.
 """
@@ -8,32 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.score_emission import ScoreEmission, Value
+from mhsa_compile.kernels.common.score_emission import ScoreEmission, TracedFunction, Value
 from mhsa_compile.kernels.common.score_scale import LOG2_E
 from mhsa_compile.kernels.cpu.simd import score_math
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, constant, load, materialize, scratch, splat, store
-from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.spec.score_functions import ScoreFunction
 
 HIDDEN, SEEN, BROKEN = -math.inf, 0.0, math.nan
-"""What a mask_mod adds to scores; the last where it has no value."""
-
-
-@dataclass(frozen=True)
-class CapturedTensors:
-    """The buffers that the functions of an attention capture, those of score_mod first."""
-
-    op: AttentionOp
-    buffers: Sequence[Expr]
-
-    def of(self, name: str) -> tuple[ScoreFunction | None, Sequence[Expr], slice]:
-        """(a function, its buffers, their places among all)."""
-        part = self.op.captured[name]
-        return getattr(self.op, name), self.buffers[part], part
+"""What a function of bools adds to scores; the last where it has no value."""
 
 
 class _CpuArithmetic:
@@ -87,11 +71,9 @@ class TaskFunction:
     varying   the places that differ from lane to lane; what depends on none of them is one number for all
     """
 
-    def __init__(self, tensors: CapturedTensors, name: str, slots: int, varying: frozenset[str]) -> None:
-        function, buffers, part = tensors.of(name)
-        assert function is not None
-        self.function = function
-        self.emission = ScoreEmission(tensors.op, function, tensors.op.tensors[part], _CpuArithmetic(buffers))
+    def __init__(self, traced: TracedFunction, slots: int, varying: frozenset[str]) -> None:
+        function = self.function = traced.function
+        self.emission = ScoreEmission(traced, _CpuArithmetic(traced.buffers))
         late_leaves = {"score", "kv_idx"}
         dependences = self.emission.dependences
         numbers = range(len(function.steps))
@@ -147,7 +129,7 @@ class TaskFunction:
         return known, flags
 
     def bias(self, slot: int, lanes: int, key: Value) -> Expr:
-        """HIDDEN, SEEN or BROKEN of the lanes from `slot` on: what a mask_mod says of `key`."""
+        """HIDDEN, SEEN or BROKEN of the lanes from `slot` on: what a function of bools says of `key`."""
         known, flags = self._waited(slot, lanes)
         self.emission.emit(self.late, {"kv_idx": key}, known, flags)
         result = known[len(self.function.steps) - 1]
@@ -156,7 +138,7 @@ class TaskFunction:
         return T.Select(_all(flags, lanes).expr, bias, constant(BROKEN, lanes)) if flags else bias
 
     def score(self, slot: int, lanes: int, key: Value, score: Expr) -> Expr:
-        """What a score_mod makes of the scores of some lanes and `key`, in units of log2 before and after."""
+        """What a function makes of the scores of some lanes and `key`, in units of log2 before and after."""
         known, flags = self._waited(slot, lanes)
         score = materialize(score, "float32", lanes)
         natural = Value(score * constant(math.log(2), lanes), "float32", lanes)

@@ -7,15 +7,14 @@ without its lengths.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from mhsa_compile.kernels.interface.epilogue import Epilogue
-from mhsa_compile.spec.score_functions import ScoreFunction
-from mhsa_compile.spec.semantics import BandMeaning, Semantics
+from mhsa_compile.kernels.interface.score_step import ScoreStep
+from mhsa_compile.spec.semantics import Semantics
 
 Dim = int | str  # a fixed size, or the name of a symbolic one
 DType = Literal["float32", "bfloat16", "float16"]
@@ -201,14 +200,6 @@ class HeadLayout:
 
 
 @dataclass(frozen=True)
-class MaskInput:
-    """A mask the call brings: (mB, mH, mL, mS), each axis 1 or full; True takes part, floats are added."""
-
-    dtype: Literal["bool", "float32", "bfloat16", "float16"]
-    dims: tuple[Dim, Dim, Dim, Dim]
-
-
-@dataclass(frozen=True)
 class WindowSpec:
     """The keys a query sees by its place: query i stands at p = i, or i + S - L where it is "bottom_right", and sees
     the keys p - left to p + right. None is unbounded; causality is right = 0."""
@@ -231,35 +222,13 @@ class TensorInput:
     dims: tuple[Dim, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class StaticMask:
-    """A mask known when the attention is compiled: bool (1 or H, L, S), True takes part."""
-
-    visible: np.ndarray[Any, Any]
-
-
 @dataclass(frozen=True)
 class AttentionOp:
-    """Y = softmax(scale Q K^T + mask) V, ONNX Attention-25: B, L, S are dims; H, G, E, F fixed.
+    """Y = softmax(scores) V, where the scores are scale Q K^T after all steps of `scores`; ONNX Attention-25. B, L, S
+    are dims; H, G, E, F fixed.
 
-    Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`. What a query sees is what `band`,
-    `static_mask`, `mask` and `lengths` all let it see. A static mask needs fixed lengths.
-
-    softcap   scores become softcap * tanh(score / softcap) before any mask or bias; 0 is none
-    lengths   whether an input (B,) int64 says how many keys of each batch entry there are, 0 .. S: the others are
-              hidden, and a "bottom_right" band counts from that number instead of S
-    sinks     whether an input (H,) of `dtype` holds for each head one more score that every query sees, of no value: it
-              takes its share of the softmax (after scale and softcap, which do not touch it)
-    slopes    whether an input (H,) of `dtype` holds for each head a slope: slope * (key - place of the query) is added
-              to the scores (after softcap), the place counted as for a band, "top_left" where there is none
-    softmax   what scores, statistics and sums are computed in; what asks for less gets float32
-
-    mask_mod  whether a query sees a key, beside all else that hides some; its q_idx is the query's place, counted as
-              for `slopes`
-    score_mod what a score becomes, after softcap and before any mask or bias; one of -inf hides its key
-    tensors   what score_mod captures, then what mask_mod does
-
-    Inputs come in this order: those of Q, K and V, then mask, lengths, sinks, slopes, tensors.
+    Q, K, V and Y are of `dtype`; scores, statistics and sums are of `softmax`, where what asks for less gets float32.
+    What a query sees is what all steps let it see. Inputs: those of Q, K and V, then those of the steps, in order.
     """
 
     kind: ClassVar[str] = "attention"
@@ -272,46 +241,37 @@ class AttentionOp:
     head_dim: int
     v_head_dim: int
     scale: float
-    band: WindowSpec | None
-    mask: MaskInput | None
     query: HeadLayout
     key: HeadLayout
     value: HeadLayout
     output: HeadLayout
     dtype: DType = "float32"
-    static_mask: StaticMask | None = None
-    softcap: float = 0.0
-    lengths: bool = False
-    sinks: bool = False
-    slopes: bool = False
+    scores: tuple[ScoreStep, ...] = ()
     softmax: Literal["float32", "float64"] = "float32"
-    mask_mod: ScoreFunction | None = None
-    score_mod: ScoreFunction | None = None
-    tensors: tuple[TensorInput, ...] = ()
 
     @property
-    def captured(self) -> dict[str, slice]:
-        """By function, of those that there are: which of `tensors` it captures."""
-        found, first = dict[str, slice](), 0
-        for name in ("score_mod", "mask_mod"):
-            function: ScoreFunction | None = getattr(self, name)
-            if function is not None:
-                found[name] = slice(first, first + len(function.tensors))
-                first += len(function.tensors)
-        return found
+    def window(self) -> WindowSpec | None:
+        """The keys that queries see by their places; None: all, and places are counted from the first query."""
+        return next((step.window for step in self.scores if step.window is not None), None)
+
+    @property
+    def from_end(self) -> bool:
+        """Whether the last query stands at the last key; else the first at the first."""
+        return self.window is not None and self.window.alignment == "bottom_right"
+
+    @property
+    def pairs(self) -> np.ndarray[Any, Any] | None:
+        """The pairs that are known when the attention is compiled, bool (1 or H, L, S); True takes part."""
+        return next((step.pairs for step in self.scores if step.pairs is not None), None)
+
+    def any_step(self, question: str) -> bool:
+        """Whether the answer of any step to a question, an attribute of `ScoreStep`, is true."""
+        return any(getattr(step, question) for step in self.scores)
 
     def summary(self) -> str:
         grouped = "" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}"
-        words = {
-            "" if self.band is None else self.band.summary(): self.band,
-            "lengths": self.lengths,
-            "sinks": self.sinks,
-            "ALiBi": self.slopes,
-            f"softcap {self.softcap:g}": self.softcap,
-            "mask_mod": self.mask_mod,
-            "score_mod": self.score_mod,
-        }
-        return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *_words_that_hold(words)])
+        words = [words for step in self.scores if (words := step.summary())]
+        return ", ".join([f"{self.num_heads}{grouped} heads of {self.head_dim}", *words])
 
     def semantics(self, name: str) -> Semantics:
         """What this attention means, resolved."""
@@ -324,30 +284,16 @@ class AttentionOp:
             v_head_dim=self.v_head_dim,
             scale=self.scale,
             dtype=self.dtype,
-            causal=self.band.alignment if self.band is not None and self.band.right == 0 else None,
-            band=None if self.band is None else BandMeaning(**asdict(self.band)),
-            static_mask=None if self.static_mask is None else _described(self.static_mask),
-            softcap=self.softcap or None,
-            lengths="a number of keys for each batch entry" if self.lengths else None,
-            sinks=self.sinks,
-            alibi=self.slopes,
-            mask_mod=None if self.mask_mod is None else self.mask_mod.text(),
-            score_mod=None if self.score_mod is None else self.score_mod.text(),
-            mask=None if self.mask is None else f"{self.mask.dtype} {list(self.mask.dims)}",
             bool_mask="True takes part",
             fully_masked_row="zeros",
             softmax=self.softmax,
+            **{word: meaning for step in self.scores for word, meaning in step.semantics().items()},
         )
 
 
 def _words_that_hold(words: Mapping[str, object]) -> list[str]:
     """The words whose value is true, or there."""
     return [word for word, present in words.items() if present]
-
-
-def _described(mask: StaticMask) -> str:
-    visible = mask.visible
-    return f"bool {list(visible.shape)}, {visible.mean():.1%} visible, sha256 {sha256(visible.tobytes()).hexdigest()}"
 
 
 @dataclass(frozen=True)

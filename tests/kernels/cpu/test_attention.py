@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.attention_ops import attention_of
 from support.kernel_runs import (
     attention,
     call,
@@ -23,12 +24,9 @@ from mhsa_compile.kernels.cpu.attention.block_sparsity import (
     plan,
 )
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.target.profile import TargetProfile, detect
 
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)
@@ -50,7 +48,7 @@ def operation(
 ) -> AttentionOp:
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     fields = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), **places, **fields}
-    return AttentionOp(B, L, S, H, G, E, F, E**-0.5, **fields)
+    return attention_of(B, L, S, H, G, E, F, E**-0.5, **fields)
 
 
 def run(op: AttentionOp, profile: TargetProfile, operands: list[np.ndarray]) -> np.ndarray:
@@ -161,7 +159,7 @@ def test_a_plan_visits_what_is_seen_and_nothing_else():
     visible = np.zeros((1, 128, 256), np.bool_)
     visible[0, :64, :64] = True  # whole for the first tile
     visible[0, 64:, 100:110] = True  # for the second, the middle of some groups
-    made = plan(StaticMask(visible), None, queries=64, lanes=16, key_tile=4, keys=64)
+    made = plan(visible, None, queries=64, lanes=16, key_tile=4, keys=64)
     assert made.index.tolist() == [0, 1, 2]
     assert made.runs.tolist() == [[0, 64, -1], [100, 12, 0]]
     assert made.bits.shape == (12, 4) and (made.bits[:10] == 0xFFFF).all() and not made.bits[10:].any()
@@ -176,5 +174,5 @@ def test_runs_join_short_stretches_and_keep_to_the_longest():
 
 
 def test_static_and_brought_masks_are_not_taken_together():
-    op = operation(8, 8, static_mask=StaticMask(np.ones((1, 8, 8), np.bool_)), mask=object())
+    op = operation(8, 8, static_mask=StaticMask(np.ones((1, 8, 8), np.bool_)), mask=CallMask("bool", (1, 1, 1, 8)))
     assert "not both" in str(CpuAttentionKernel().why_not(op, WIDE))

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from support import this_cpu
+from support.attention_ops import attention_of, changed
 from support.kernel_runs import (
     attention,
     call,
@@ -18,14 +19,10 @@ from support.kernel_runs import (
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
 RTOL = 4e-6  # of the largest value: float32 sums of up to a thousand terms, in many parts
@@ -37,12 +34,12 @@ def machine(name="avx512", cores=1):
 
 
 def decode(L=1, H=4, G=2, E=16, F=24, layout="heads", **fields) -> AttentionOp:
-    op = AttentionOp(
+    op = attention_of(
         batch="B", q_length=L, kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
         scale=0.3, band=None, mask=None, query=HeadLayout(0, layout, H * E), key=HeadLayout(1, layout, G * E),
         value=HeadLayout(2, layout, G * F), output=HeadLayout(0, layout, H * F),
     )  # fmt: skip
-    return replace(op, **fields)
+    return changed(op, **fields)
 
 
 def library(op, profile, **config):
@@ -124,7 +121,7 @@ def test_bands(left, right, alignment):
 def test_masks_broadcast_and_nothing_masked_leaks(name, cores, shape, dtype):
     """Masked keys hold NaN and Inf, and some queries see no key at all: those give zeros."""
     names = tuple(1 if size == 1 else name for size, name in zip(shape, ("B", "H", 3, "S"), strict=True))
-    op = decode(L=3, mask=MaskInput(dtype, names))
+    op = decode(L=3, mask=CallMask(dtype, names))
     function = library(op, machine(name, cores), least_keys=16)
     rng = np.random.default_rng(1)
     q, k, v = operands(op, 2, 131)
@@ -152,7 +149,7 @@ def test_keys_outside_the_band_do_not_leak():
 @pytest.mark.parametrize("L", [1, pytest.param(13, marks=pytest.mark.thorough)], ids=["decode", "attention"])
 def test_a_hidden_value_in_a_column_of_its_own_does_not_leak(L):
     """17 columns are a vector and one lane, whose products with zero the simplifier would leave out."""
-    op, profile = decode(L=L, F=17, mask=MaskInput("bool", (1, 1, 1, "S"))), machine()
+    op, profile = decode(L=L, F=17, mask=CallMask("bool", (1, 1, 1, "S"))), machine()
     (kernel, *_), _ = kernels_for(op, profile)
     function = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)["run"]
     q, k, v = operands(op, 2, 40)
@@ -200,7 +197,7 @@ def test_what_it_refuses_says_why():
     assert kernel.why_not(decode(L=9), narrow) is kernel.why_not(decode(L=9, dtype="bfloat16"), profile) is None
     assert "128" in kernel.why_not(decode(L=8, H=32, G=2), profile)
     visible = np.ones((1, 1, 8), bool)
-    assert "constant" in kernel.why_not(replace(decode(), kv_length=8, static_mask=StaticMask(visible)), profile)
+    assert "constant" in kernel.why_not(changed(decode(), kv_length=8, static_mask=StaticMask(visible)), profile)
     assert [type(k).__name__ for k in KERNELS["cpu"]].index("CpuDecodeKernel") < len(KERNELS["cpu"]) - 1
 
 

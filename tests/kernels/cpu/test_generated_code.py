@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
+from support.attention_ops import attention_of, changed
 from support.kernel_runs import (
     assembly,
     inner_loops,
@@ -16,12 +16,8 @@ from support.kernel_runs import (
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    LinearOp,
-    MaskInput,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
+from mhsa_compile.kernels.scores.call_mask import CallMask
 
 MACHINES = {"x86-64-v3": (256, 16), "x86-64-v4": (512, 32)}
 
@@ -29,7 +25,7 @@ MACHINES = {"x86-64-v3": (256, 16), "x86-64-v4": (512, 32)}
 def attention(q_length, kv_length="S", ratio=1, mask=None) -> AttentionOp:
     H, E = 8, 128
     G = H // ratio
-    return AttentionOp(
+    return attention_of(
         batch="B", q_length=q_length, kv_length=kv_length, num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=E,
         scale=0.3, band=None, mask=mask, query=HeadLayout(0, "heads", H * E), key=HeadLayout(1, "heads", G * E),
         value=HeadLayout(2, "heads", G * E), output=HeadLayout(0, "heads", H * E),
@@ -39,13 +35,13 @@ def attention(q_length, kv_length="S", ratio=1, mask=None) -> AttentionOp:
 KERNELS = {
     "linear": (CpuLinearKernel(), LinearOp(("B", "L"), 768, (768,), (True,), (False,))),
     "attention": (CpuAttentionKernel(), attention("L")),
-    "attention, capped": (CpuAttentionKernel(), replace(attention(64), softcap=50.0)),
+    "attention, capped": (CpuAttentionKernel(), changed(attention(64), softcap=50.0)),
     # One path of decode at a time. With both (S not known to be whole groups), LLVM spills a few sums of the masked
     # one, which then runs for the last block only.
     "decode, 1 row": (CpuDecodeKernel(), attention(1, 2048)),
     "decode, 4 rows": (CpuDecodeKernel(), attention(1, 2048, ratio=4)),
-    "decode, capped": (CpuDecodeKernel(), replace(attention(1, 2048), softcap=50.0)),
-    "decode, masked": (CpuDecodeKernel(), attention(1, ratio=4, mask=MaskInput("bool", ("B", 1, 1, "S")))),
+    "decode, capped": (CpuDecodeKernel(), changed(attention(1, 2048), softcap=50.0)),
+    "decode, masked": (CpuDecodeKernel(), attention(1, ratio=4, mask=CallMask("bool", ("B", 1, 1, "S")))),
 }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
+from support.attention_ops import attention_of, changed
 from support.kernel_runs import (
     assembly,
     attention,
@@ -20,12 +20,8 @@ from support.kernel_runs import (
 )
 
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    MaskInput,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "neon": (128, 32), "scalar": (64, 8)}
 RTOL = 4e-6  # of the largest value: float32 sums of up to 200 terms
@@ -51,7 +47,7 @@ def half(**choices):
 def self_attention(H=3, E=20, F=12, **fields) -> AttentionOp:
     """Q, K and V side by side in one buffer, as the fused projection leaves them."""
     width = H * (2 * E + F)
-    return AttentionOp(
+    return attention_of(
         batch="B", q_length="L", kv_length="L", num_heads=H, num_kv_heads=H, head_dim=E, v_head_dim=F,
         scale=E**-0.5, band=None, mask=None,
         query=HeadLayout(0, "rows", width), key=HeadLayout(0, "rows", width, H * E),
@@ -61,12 +57,12 @@ def self_attention(H=3, E=20, F=12, **fields) -> AttentionOp:
 
 def split_attention(H=4, G=2, E=16, F=24, layout="rows", **fields) -> AttentionOp:
     """Q, K and V in three buffers."""
-    op = AttentionOp(
+    op = attention_of(
         batch="B", q_length="L", kv_length="S", num_heads=H, num_kv_heads=G, head_dim=E, v_head_dim=F,
         scale=0.3, band=None, mask=None, query=HeadLayout(0, layout, H * E), key=HeadLayout(1, layout, G * E),
         value=HeadLayout(2, layout, G * F), output=HeadLayout(0, layout, H * F),
     )  # fmt: skip
-    return replace(op, **fields)
+    return changed(op, **fields)
 
 
 def close(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -106,7 +102,7 @@ def test_causal_attention_in_both_layouts(profile, layout, causal):
 def test_masks_broadcast_and_nothing_masked_leaks(profile, shape, dtype):
     """One of the masked keys holds NaN and Inf, and some queries see no key at all."""
     names = tuple(1 if size == 1 else name for size, name in zip(shape, "BHLS", strict=True))
-    op, kernel = split_attention(mask=MaskInput(dtype, names)), CpuAttentionKernel()
+    op, kernel = split_attention(mask=CallMask(dtype, names)), CpuAttentionKernel()
     library = compiled(kernel.emit(op, profile, kernel.default_config(op, profile)), profile)
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((2, h, n, e), np.float32) for h, n, e in ((4, 37, 16), (2, 131, 16), (2, 131, 24)))

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.attention_ops import attention_of, changed, features
 from support.kernel_runs import (
     attention,
     call,
@@ -23,13 +24,9 @@ from support.kernel_runs import (
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.interface.kernel import Kernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.error_budget import budget, max_error
 
@@ -49,7 +46,7 @@ def operation(
 ) -> AttentionOp:
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     fields = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), **places, **fields}
-    return AttentionOp(B, L, S, H, G, E, F, E**-0.5, **fields)
+    return attention_of(B, L, S, H, G, E, F, E**-0.5, **fields)
 
 
 def symbolic(op: AttentionOp, lengths: str) -> AttentionOp:
@@ -57,7 +54,7 @@ def symbolic(op: AttentionOp, lengths: str) -> AttentionOp:
     names = {"L": "q_length", "S": "kv_length"}
     op = replace(op, batch="B", **{names[axis]: axis for axis in lengths})
     dims = ("B", op.num_heads, op.q_length, op.kv_length)
-    return op if op.mask is None else replace(op, mask=MaskInput(op.mask.dtype, dims))
+    return op if features(op).mask is None else changed(op, mask=CallMask(features(op).mask.dtype, dims))
 
 
 def operands(op: AttentionOp, lengths: list[int], seed: int = 0) -> dict[str, Any]:
@@ -68,15 +65,15 @@ def operands(op: AttentionOp, lengths: list[int], seed: int = 0) -> dict[str, An
     shapes = ((B, H, L, op.head_dim), (B, op.num_kv_heads, S, op.head_dim), (B, op.num_kv_heads, S, op.v_head_dim))
     taken: dict[str, Any] = dict(zip("qkv", (rng.standard_normal(s).astype(dtype) for s in shapes), strict=True))
     mask = None
-    if op.mask is not None:
+    if features(op).mask is not None:
         mask = rng.random((B, H, L, S)) < 0.6
         mask[..., S // 3] = False
-        if op.mask.dtype != "bool":
-            mask = np.where(mask, rng.standard_normal(mask.shape), -np.inf).astype(DTYPES[op.mask.dtype])
+        if features(op).mask.dtype != "bool":
+            mask = np.where(mask, rng.standard_normal(mask.shape), -np.inf).astype(DTYPES[features(op).mask.dtype])
     taken["mask"] = mask
-    taken["lengths"] = np.array(lengths, np.int64) if op.lengths else None
-    taken["sinks"] = np.resize([0.5, -np.inf, 30, -7], H).astype(dtype) if op.sinks else None
-    taken["slopes"] = np.resize([0.25, 0, 0.0625, 1], H).astype(dtype) if op.slopes else None
+    taken["lengths"] = np.array(lengths, np.int64) if features(op).lengths else None
+    taken["sinks"] = np.resize([0.5, -np.inf, 30, -7], H).astype(dtype) if features(op).sinks else None
+    taken["slopes"] = np.resize([0.25, 0, 0.0625, 1], H).astype(dtype) if features(op).slopes else None
     return taken
 
 
@@ -85,9 +82,9 @@ def poisoned(op: AttentionOp, taken: dict[str, Any]) -> dict[str, Any]:
     k, v = taken["k"].copy(), taken["v"].copy()
     S = k.shape[2]
     hidden = np.zeros((k.shape[0], S), bool)
-    if op.lengths:
+    if features(op).lengths:
         hidden |= np.arange(S) >= taken["lengths"][:, None]
-    if op.mask is not None:
+    if features(op).mask is not None:
         hidden[:, S // 3] = True
     rows = np.broadcast_to(hidden[:, None], k.shape[:3])
     k[rows], v[rows] = np.nan, np.inf
@@ -140,7 +137,7 @@ def constant_mask(L: int, S: int) -> StaticMask:
         pytest.param(AVX2, operation(67, 131, band=CAUSAL, **ALL), "LS", [131, 20, 0], marks=pytest.mark.thorough),
         pytest.param(
             AVX512,
-            operation(125, 131, mask=MaskInput("float32", (3, 4, 125, 131)), **ALL),
+            operation(125, 131, mask=CallMask("float32", (3, 4, 125, 131)), **ALL),
             "",
             [131, 1, 90],
             marks=pytest.mark.thorough,
@@ -159,7 +156,7 @@ def constant_mask(L: int, S: int) -> StaticMask:
             [131, 0, 77],
             marks=pytest.mark.thorough,
         ),
-        (NEON, operation(125, 131, mask=MaskInput("bool", (3, 4, 125, 131)), dtype="float16", **ALL), "", [131, 5, 77]),
+        (NEON, operation(125, 131, mask=CallMask("bool", (3, 4, 125, 131)), dtype="float16", **ALL), "", [131, 5, 77]),
     ],
     ids=["causal", "biased", "constant mask", "window, bfloat16", "masked, float16"],
 )
@@ -175,7 +172,7 @@ def close(L: int, S: int) -> np.ndarray:
 
 
 CLOSE = StaticMask(close(197, 197)[None])
-ADDED = MaskInput("float32", (1, 1, 197, 197))
+ADDED = CallMask("float32", (1, 1, 197, 197))
 
 
 @pytest.mark.parametrize(
@@ -225,11 +222,11 @@ def test_distances_are_exact_where_the_weights_are(kernel, op, hidden, sign):
     [
         pytest.param(AVX512, operation(5, 600, band=CAUSAL, **ALL), marks=pytest.mark.thorough),
         pytest.param(
-            AVX2, operation(3, 600, mask=MaskInput("float32", (3, 4, 3, 600)), **ALL), marks=pytest.mark.thorough
+            AVX2, operation(3, 600, mask=CallMask("float32", (3, 4, 3, 600)), **ALL), marks=pytest.mark.thorough
         ),
         pytest.param(
             NEON,
-            operation(2, 600, H=6, G=1, band=WINDOW, mask=MaskInput("bool", (3, 6, 2, 600)), **ALL),
+            operation(2, 600, H=6, G=1, band=WINDOW, mask=CallMask("bool", (3, 6, 2, 600)), **ALL),
             marks=pytest.mark.thorough,
         ),
         (detect(), operation(1, 600, E=64, F=64, H=8, G=1, dtype="bfloat16", **ALL)),

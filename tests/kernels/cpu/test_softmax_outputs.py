@@ -30,14 +30,9 @@ from mhsa_compile.kernels.cpu.simd.vectors import load, store
 from mhsa_compile.kernels.cpu.softmax_outputs.probs_kernel import CpuAttentionProbsKernel
 from mhsa_compile.kernels.cpu.softmax_outputs.stats_kernel import CpuSoftmaxStatsKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    MaskInput,
-    SoftmaxStatsOp,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, SoftmaxStatsOp, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.target.profile import TargetProfile, detect
 
@@ -90,7 +85,7 @@ def test_bands(band, wanted):
     ids=str,
 )
 def test_masks_of_the_call(dims, dtype):
-    check(operation(mask=MaskInput(dtype, dims), band=WindowSpec(None, 0)), WIDE, SHAPES)
+    check(operation(mask=CallMask(dtype, dims), band=WindowSpec(None, 0)), WIDE, SHAPES)
 
 
 @pytest.mark.parametrize(

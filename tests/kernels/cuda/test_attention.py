@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzz.attention import draw_operands
+from support.attention_ops import features
 from support.cuda import cuda_code
 from support.cuda.cuda_attention_checks import operation, scattered
 from support.cuda.cuda_tile_kernels import MMA
@@ -18,13 +19,10 @@ from support.simt.banks import counted
 import mhsa_compile as mhsa
 from mhsa_compile.kernels.cuda.attention.block_sparsity import plan
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.target.profile import load_profile
 
 KERNEL, GPU = MMA.kernel, MMA.profile
@@ -70,7 +68,7 @@ def test_a_plan_visits_what_is_seen_and_nothing_else():
     visible = np.zeros((1, 100, 256), np.bool_)
     visible[0, :64, :64] = True  # whole for the first block
     visible[0, 64:, 100:110] = True  # for the second, the middle of a tile
-    made = plan(StaticMask(visible), None, queries=64, keys=64)
+    made = plan(visible, None, queries=64, keys=64)
     assert made.index.tolist() == [0, 1, 2] and made.visits.tolist() == [[0, -1], [1, 0]]
     assert made.bits.shape == (64, 2) and not made.bits[36:].any()
     assert (made.bits[:36] == [0, 0x3FF << 4]).all()
@@ -98,7 +96,7 @@ def test_shared_memory_without_bank_conflicts(width):
 WINDOW = {"band": WindowSpec(70, 0, "bottom_right"), "lengths": True, "sinks": True}
 EVERYTHING = {
     **{"softcap": 5.0, "lengths": True, "sinks": True, "slopes": True, "band": WindowSpec(None, 0, "bottom_right")},
-    "mask": MaskInput("bfloat16", ("B", 4, "L", "S")),
+    "mask": CallMask("bfloat16", ("B", 4, "L", "S")),
 }
 
 
@@ -125,7 +123,7 @@ COMPILED = [
     of_profile("cuda-sm90a", 64, **BITS),
     of_profile("cuda-sm90a", 96, **EVERYTHING),
     of_profile("cuda-sm90a", 128, band=WindowSpec(None, 0)),
-    of_profile("cuda-sm90a", 256, mask=MaskInput("bool", ("B", 1, "L", "S"))),
+    of_profile("cuda-sm90a", 256, mask=CallMask("bool", ("B", 1, "L", "S"))),
 ]
 
 
@@ -151,7 +149,7 @@ def test_machine_code(profile, op, tmp_path):
     [
         (64, {"slopes": True, "band": WindowSpec(None, 0)}, (128, 64, 2)),
         (128, {"softcap": 30.0, "band": WindowSpec(None, 0)}, (128, 48, 1)),
-        pytest.param(96, {"mask": MaskInput("bool", ("B", 1, "L", "S"))}, (128, 64, 1), marks=pytest.mark.thorough),
+        pytest.param(96, {"mask": CallMask("bool", ("B", 1, "L", "S"))}, (128, 64, 1), marks=pytest.mark.thorough),
         (96, EVERYTHING, (128, 32, 1)),
         pytest.param(256, WINDOW, (64, 64, 1), marks=pytest.mark.thorough),
     ],
@@ -169,7 +167,7 @@ def test_machine_code_of_the_largest_that_fit(name, width, fields, config, tmp_p
 def check_code(profile: Any, op: AttentionOp, config: dict[str, int], folder: Path) -> None:
     """Asserts that the machine code computes on the tensor cores, all in registers, within what the profile has, and
     with our barriers alone."""
-    if op.static_mask is not None:
+    if op.pairs is not None:
         op = replace(op, q_length=512, kv_length=512)
     assert KERNEL.why_not(op, profile) is None and KERNEL.why_not_config(op, profile, config) is None
     text, host = cuda_code.source(KERNEL.emit(op, profile, config), profile.tvm.arch)
@@ -178,7 +176,7 @@ def check_code(profile: Any, op: AttentionOp, config: dict[str, int], folder: Pa
     of_warp, of_product = config["queries"] // 4 * config["keys"] * (op.head_dim + op.v_head_dim), 16 * 8 * 16
     assert code.instructions["HMMA"] == of_warp // of_product  # those of one tile, once
     assert code.instructions["LDSM"] and code.instructions["LDGSTS"]
-    hides = op.band is not None or op.mask is not None or op.static_mask is not None
+    hides = op.window is not None or features(op).mask is not None or op.pairs is not None
     assert code.instructions["BAR"] == (6 if hides else 3)
     shared = KERNEL.shape(op, config).shared_bytes
     assert f" {shared}" in host  # what it is launched with, no more and no less

@@ -9,7 +9,8 @@ from fuzz.attention import draw_operands
 from support.cuda import cuda_code
 from support.cuda.cuda_tile_kernels import FLOAT32
 
-from mhsa_compile.kernels.interface.ops import MaskInput, WindowSpec
+from mhsa_compile.kernels.interface.ops import WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.target.profile import load_profile
 
 KERNEL, GPU = FLOAT32.kernel, FLOAT32.profile
@@ -66,7 +67,7 @@ ALL = {
     "sinks": True,
     "slopes": True,
     "band": WindowSpec(100, 0, "bottom_right"),
-    "mask": MaskInput("float32", ("B", 4, "L", "S")),
+    "mask": CallMask("float32", ("B", 4, "L", "S")),
 }
 
 

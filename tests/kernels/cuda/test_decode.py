@@ -20,6 +20,7 @@ from fuzz.attention import (
     output_shape,
     placed,
 )
+from support.attention_ops import changed
 from support.cuda import cuda_attention_checks, cuda_code
 from support.cuda.cuda_attention_checks import Sizes
 from support.kernel_runs import attention
@@ -27,13 +28,9 @@ from support.simt import interpreter
 
 import mhsa_compile as mhsa
 from mhsa_compile.kernels.cuda.decode.kernel import KNOBS, CudaDecodeKernel
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.target.profile import CudaProfile, load_profile
 from mhsa_compile.verification.parity import judge
 
@@ -192,7 +189,7 @@ def test_lengths_of_more_entries_than_a_warp_has_lanes():
 )
 def test_masks(dtype, dims):
     of = "float32" if dtype == "float32" else "bfloat16"
-    check(operation(3, mask=MaskInput(dtype, dims), dtype=of), 2, 131, poisoned=True)
+    check(operation(3, mask=CallMask(dtype, dims), dtype=of), 2, 131, poisoned=True)
 
 
 @slow
@@ -264,7 +261,7 @@ def test_what_it_does_not_take_is_named():
         (operation(query=HeadLayout(0, "rows", 100)), "multiples of 8"),
         (operation(softmax="float64"), "float64"),
         (operation(7, dtype="float32", widths=(128, 128)), "room"),
-        (replace(operation(), kv_length=8, static_mask=StaticMask(np.ones((1, 1, 8), np.bool_))), "constant"),
+        (changed(operation(), kv_length=8, static_mask=StaticMask(np.ones((1, 1, 8), np.bool_))), "constant"),
     ]
     for op, words in refused:
         assert words in str(KERNEL.why_not(op, profile))
@@ -304,7 +301,7 @@ ALL = {
     [
         ("cuda-sm90a", operation(1, (32, 8), (128, 128))),
         ("cuda-sm80", operation(1, (16, 1), (256, 256), dtype="float16", lengths=True)),
-        ("cuda-sm86", operation(2, (32, 8), (64, 64), mask=MaskInput("bfloat16", ("B", 32, 2, "S")), **ALL)),
+        ("cuda-sm86", operation(2, (32, 8), (64, 64), mask=CallMask("bfloat16", ("B", 32, 2, "S")), **ALL)),
         ("cuda-sm90a", operation(1, (32, 8), (128, 128), dtype="float32")),
         ("cuda-sm80", operation(2, (32, 8), (64, 64), dtype="float32", **ALL)),
         ("cuda-sm86", operation(1, (16, 1), (128, 128), dtype="float32")),

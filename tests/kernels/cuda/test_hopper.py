@@ -6,7 +6,8 @@ import pytest
 from support.cuda.cuda_attention_checks import operation
 from support.cuda.cuda_tile_kernels import HOPPER
 
-from mhsa_compile.kernels.interface.ops import MaskInput, WindowSpec
+from mhsa_compile.kernels.interface.ops import WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.target.profile import load_profile
 
 KERNEL, PROFILE = HOPPER.kernel, load_profile(HOPPER.target)
@@ -21,7 +22,7 @@ def test_what_it_does_not_take_is_named():
     assert "warpgroups" in str(KERNEL.why_not(operation(), load_profile("cuda-sm80")))
     refused = [
         (operation(dtype="float32"), "16-bit"),
-        (operation(widths=(64, 256), mask=MaskInput("bool", ("B", 1, "L", "S"))), "registers"),
+        (operation(widths=(64, 256), mask=CallMask("bool", ("B", 1, "L", "S"))), "registers"),
     ]
     for op, words in refused:
         assert words in str(KERNEL.why_not(op, PROFILE))

@@ -13,12 +13,9 @@ from support.cuda import cuda_code, cuda_compiler
 from support.cuda.cuda_attention_checks import operation, scattered
 from support.cuda.cuda_tile_kernels import HOPPER
 
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.target.profile import load_profile
 
 pytestmark = pytest.mark.cuda
@@ -49,7 +46,7 @@ def test_configs_in_any_order(config, seed):
 
 
 ALL: dict[str, Any] = {"softcap": 5.0, "lengths": True, "sinks": True, "slopes": True}
-MASK = MaskInput("bfloat16", ("B", 4, "L", "S"))
+MASK = CallMask("bfloat16", ("B", 4, "L", "S"))
 CONSTANT = StaticMask(scattered((1, 256, 512)))
 OPERATIONS = {
     "64 causal": operation(widths=(64, 64), band=WindowSpec(None, 0)),

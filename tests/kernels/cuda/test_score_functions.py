@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz.attention import NUMPY
+from support.attention_ops import features
 from support.cuda import cuda_code
 from support.cuda.cuda_attention_checks import operation
 from support.cuda.cuda_tile_kernels import FLOAT32, HOPPER, MMA, TileKernel
@@ -58,7 +59,7 @@ def expected(op: AttentionOp, inputs: list[Tensor], functions: dict[str, Functio
     q, k, v = (x.to(dtype) for x in inputs)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     (B, H, L, _), S = q.shape, k.shape[2]
-    shift = S - L if op.band is not None and op.band.alignment == "bottom_right" else 0
+    shift = S - L if op.window is not None and op.window.alignment == "bottom_right" else 0
     b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (B, H, L, S)), indexing="ij")
     scores = q @ k.transpose(2, 3) * op.scale
     seen = torch.ones(B, H, L, S, dtype=torch.bool)
@@ -66,9 +67,9 @@ def expected(op: AttentionOp, inputs: list[Tensor], functions: dict[str, Functio
         scores = functions["score_mod"](scores, b, h, i + shift, j).to(dtype)
     if "mask_mod" in functions:
         seen = seen & functions["mask_mod"](b, h, i + shift, j)
-    if op.band is not None:
+    if op.window is not None:
         seen = seen & (j <= i + shift)
-    if op.lengths:
+    if features(op).lengths:
         seen = seen & (j < torch.tensor(LENGTHS)[b])
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = torch.softmax(scores, -1).masked_fill(scores == -torch.inf, 0)
@@ -80,7 +81,7 @@ def run(kernel: TileKernel, op: AttentionOp, inputs: list[Tensor], captured: lis
     assert kernel.kernel.why_not(op, kernel.profile) is None
     emitted = kernel.kernel.emit(op, kernel.profile, kernel.config(*kernel.small))
     arrays = [x.float().numpy().astype(NUMPY[op.dtype]) for x in inputs]
-    arrays += [np.array(LENGTHS)] if op.lengths else []
+    arrays += [np.array(LENGTHS)] if features(op).lengths else []
     B, _, L, _ = inputs[0].shape
     y = np.full((B, L, HEADS * F), np.nan, NUMPY[op.dtype])
     interpreter.Machine(emitted.run)(*arrays, *(t.numpy() for t in captured), *emitted.constants, y)

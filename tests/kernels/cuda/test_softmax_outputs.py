@@ -25,14 +25,9 @@ from mhsa_compile.kernels.cuda.softmax_outputs.probs_kernel import CudaAttention
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import packed_bits
 from mhsa_compile.kernels.cuda.softmax_outputs.stats_kernel import CudaSoftmaxStatsKernel
 from mhsa_compile.kernels.interface.kernel import Emitted
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    AttentionProbsOp,
-    MaskInput,
-    SoftmaxStatsOp,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, SoftmaxStatsOp, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.outputs import SoftmaxOutputs
 from mhsa_compile.target.profile import load_profile
 
@@ -107,12 +102,12 @@ def test_bands(band):
     ids=str,
 )
 def test_masks_of_the_call(dims, dtype):
-    check(operation(mask=MaskInput(dtype, dims), band=WindowSpec(None, 0)), ALL)
+    check(operation(mask=CallMask(dtype, dims), band=WindowSpec(None, 0)), ALL)
 
 
 def test_a_mask_of_the_call_in_sixteen_bits_beside_a_constant_one():
     visible = np.random.default_rng(3).random((1, 19, 71)) < 0.5
-    mask = MaskInput("float16", ("B", 1, "L", "S"))
+    mask = CallMask("float16", ("B", 1, "L", "S"))
     check(
         operation(q_length=19, kv_length=71, dtype="float16", mask=mask, static_mask=StaticMask(visible)),
         ALL,
@@ -137,7 +132,7 @@ def test_constant_masks(heads, wanted):
 
 def test_bits_of_a_constant_mask():
     visible = np.random.default_rng(0).random((2, 3, 71)) < 0.5
-    bits = packed_bits(StaticMask(visible))
+    bits = packed_bits(visible)
     assert bits.shape == (2, 3, 3) and bits.dtype == np.uint32
     for key in range(96):
         seen = visible[:, :, key] if key < 71 else np.zeros((2, 3), np.bool_)
@@ -198,7 +193,7 @@ def test_what_is_hidden_reaches_no_output_and_what_is_seen_does(bad):
 
 
 def test_rows_that_see_nothing():
-    op = operation(mask=MaskInput("bool", (1, 1, "L", "S")))
+    op = operation(mask=CallMask("bool", (1, 1, "L", "S")))
     q, k, v = operands(op, 1, 9, 40)
     mask = np.zeros((1, 1, 9, 40), np.bool_)
     mask[:, :, 4, 7] = True
@@ -229,7 +224,7 @@ def test_what_they_do_not_take_is_named():
 
 EVERYTHING = {
     "band": WindowSpec(40, 0, "bottom_right"),
-    "mask": MaskInput("bfloat16", ("B", 4, "L", "S")),
+    "mask": CallMask("bfloat16", ("B", 4, "L", "S")),
     "dtype": "bfloat16",
     **dict.fromkeys(("lengths", "sinks", "slopes"), True),
 }

@@ -13,13 +13,9 @@ from support.cuda.cuda_attention_checks import scattered
 from support.cuda.cuda_tile_kernels import TILE_KERNELS
 from support.kernel_runs import attention
 
-from mhsa_compile.kernels.interface.ops import (
-    AttentionOp,
-    HeadLayout,
-    MaskInput,
-    StaticMask,
-    WindowSpec,
-)
+from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.verification.parity import judge
 
 slow = pytest.mark.cuda  # of `make test-cuda`; a part of what these see is in the suite with each kernel
@@ -99,7 +95,7 @@ def test_scores(kernel, fields):
 @pytest.mark.parametrize("dtype", ["bool", "of the attention", "float32"])
 @pytest.mark.parametrize("dims", [("B", 4, "L", "S"), (1, 1, "L", "S"), ("B", 1, 1, "mask_S")], ids=str)
 def test_masks(kernel, dtype, dims):
-    mask = MaskInput(kernel.dtypes[0] if dtype == "of the attention" else dtype, dims)
+    mask = CallMask(kernel.dtypes[0] if dtype == "of the attention" else dtype, dims)
     band = WindowSpec(None, 0, "bottom_right") if dtype == "bool" else None
     kernel.check(kernel.operation(mask=mask, band=band), (2, 67, 131), poisoned=True)
 
@@ -115,7 +111,7 @@ def test_masks(kernel, dtype, dims):
 def test_masks_in_pairs(kernel, dtype):
     """Masks are read in pairs where their rows are of an even number of elements; the last tile has keys beyond."""
     op = kernel.operation(
-        mask=MaskInput(dtype, ("B", 4, "L", "S")), lengths=True, band=WindowSpec(90, 0, "bottom_right")
+        mask=CallMask(dtype, ("B", 4, "L", "S")), lengths=True, band=WindowSpec(90, 0, "bottom_right")
     )
     kernel.check(op, (2, 67, 132), kernel.small, poisoned=True)
 
@@ -197,7 +193,7 @@ def test_what_none_of_them_takes_is_named(kernel):
     profile, chunk = kernel.profile, kernel.chunk
     E, F = 5 * chunk // 2, 5 * chunk
     assert kernel.kernel.op_type is AttentionOp
-    mask = {"mask": MaskInput("bool", ("B", 1, "L", "S")), "static_mask": StaticMask(scattered((1, 67, 131)))}
+    mask = {"mask": CallMask("bool", ("B", 1, "L", "S")), "static_mask": StaticMask(scattered((1, 67, 131)))}
     refused = [
         (kernel.operation(widths=(E, F)), f"multiple of {chunk}"),
         (kernel.operation(widths=(256 + chunk, F)), "up to 256"),

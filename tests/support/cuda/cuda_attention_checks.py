@@ -16,6 +16,7 @@ from fuzz.attention import (
     poison,
     reordered,
 )
+from support.attention_ops import attention_of
 
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
 from mhsa_compile.verification.parity import Draw, judge
@@ -32,7 +33,7 @@ def operation(heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (24, 40
     (H, G), (E, F) = heads, widths
     places = {role: HeadLayout(i, "heads", 0) for i, role in enumerate(("query", "key", "value"))}
     rest = {"band": None, "mask": None, "output": HeadLayout(0, "rows", H * F), "dtype": "bfloat16", "scale": E**-0.5}
-    return AttentionOp("B", "L", "S", H, G, E, F, **{**rest, **places, **fields})
+    return attention_of("B", "L", "S", H, G, E, F, **{**rest, **places, **fields})
 
 
 def check(run: Run, op: AttentionOp, sizes: Sizes, *, poisoned: bool = False) -> None:

@@ -21,13 +21,13 @@ from mhsa_compile.kernels.interface.ops import (
     AttentionProbsOp,
     HeadLayout,
     KvConcatOp,
-    MaskInput,
     Op,
     SoftmaxStatsOp,
-    StaticMask,
     WindowSpec,
 )
 from mhsa_compile.kernels.registry import KERNELS
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.target.profile import CudaProfile
 from mhsa_compile.tuning.search.space import Point
 
@@ -51,8 +51,8 @@ class Case:
 CAUSAL, LATE = WindowSpec(None, 0), WindowSpec(None, 0, "bottom_right")
 SCORES: dict[str, Any] = {"softcap": 5.0, "lengths": True, "sinks": True, "slopes": True}
 WINDOW: dict[str, Any] = {"band": WindowSpec(70, 0, "bottom_right"), "lengths": True, "sinks": True}
-EVERYTHING: dict[str, Any] = {**SCORES, "band": LATE, "mask": MaskInput("bfloat16", ("B", 4, "L", "S"))}
-BOOL = MaskInput("bool", ("B", 1, "L", "S"))
+EVERYTHING: dict[str, Any] = {**SCORES, "band": LATE, "mask": CallMask("bfloat16", ("B", 4, "L", "S"))}
+BOOL = CallMask("bool", ("B", 1, "L", "S"))
 
 
 def _square(width: int, **fields: Any) -> AttentionOp:
@@ -112,7 +112,7 @@ def _decode(heads: tuple[int, int], width: int, queries: int = 1, **fields: Any)
 
 def _decodes(dtype: Any) -> dict[str, tuple[AttentionOp, tuple[str, ...]]]:
     everything = {**SCORES, "band": WindowSpec(100, 0, "bottom_right")}
-    mask = MaskInput(dtype, ("B", 32, 2, "S"))
+    mask = CallMask(dtype, ("B", 32, 2, "S"))
     more, fewer = (1, 1) if dtype == "float32" else (3, 2)  # for more rows no block has room
     return {
         "64, a head each": (_decode((8, 8), 64, dtype=dtype, lengths=True), (AMPERE,)),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mhsa_compile.kernels.common.static_mask import seen_in_band
-from mhsa_compile.kernels.interface.ops import StaticMask, WindowSpec
+from mhsa_compile.kernels.common.static_mask import seen_in_window
+from mhsa_compile.kernels.interface.ops import WindowSpec
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 SHORT = 4
@@ -41,10 +41,10 @@ class CpuBlockSparsity:
 
 
 def plan(
-    mask: StaticMask, band: WindowSpec | None, *, queries: int, lanes: int, key_tile: int, keys: int
+    pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: int, lanes: int, key_tile: int, keys: int
 ) -> CpuBlockSparsity:
     """Tiles of `queries` rows, vectors of `lanes` of them; runs of up to `keys` keys, in groups of `key_tile`."""
-    heads, L, S = mask.visible.shape
+    heads, L, S = pairs.shape
     tiles = -(-L // queries)
     order = np.empty((heads, tiles), np.int32)
     index, runs = [0], list[tuple[int, int, int]]()
@@ -52,7 +52,7 @@ def plan(
     for head in range(heads):
         for tile in range(tiles):
             of_tile = range(tile * queries, min(L, (tile + 1) * queries))
-            block = mask.visible[head, of_tile.start : of_tile.stop] & seen_in_band(band, of_tile, L, S)
+            block = pairs[head, of_tile.start : of_tile.stop] & seen_in_window(window, of_tile, L, S)
             for kind, begin, end in _runs(_kinds(block, key_tile), keys // key_tile):
                 keys_of_run = slice(begin * key_tile, min(S, end * key_tile))
                 row = -1

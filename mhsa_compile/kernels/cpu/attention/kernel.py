@@ -6,10 +6,8 @@ algorithm; this file deals the tasks out and says where each operand lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from tvm.script.ir_builder import IRBuilder
@@ -19,17 +17,16 @@ from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
 from mhsa_compile.kernels.common.score_scale import why_not_scores
-from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band
+from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_window, why_not_plan
 from mhsa_compile.kernels.cpu.attention import matmuls_bf16_dot, matmuls_bf16_mmla
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity, plan
-from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
-from mhsa_compile.kernels.cpu.attention.masking import FunctionInputs, MaskReader, TileMask
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_mmla import MatrixProducts, words_fit
 from mhsa_compile.kernels.cpu.attention.tile import AttentionTile
-from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
+from mhsa_compile.kernels.cpu.score_parts import TilePart, keys_of, tile_parts
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available, matrix
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import (
@@ -49,11 +46,7 @@ class CpuAttentionKernel:
     op_type = AttentionOp
 
     def why_not(self, op: AttentionOp, profile: CpuProfile) -> str | None:
-        if op.static_mask is not None and op.mask is not None:
-            return "a static mask or one that the call brings, not both"
-        if op.static_mask is not None and op.mask_mod is not None:
-            return "a static mask or a mask_mod, not both"
-        return why_not_scores(op, functions=True)
+        return why_not_plan(op, "cpu") or why_not_scores(op, functions=True)
 
     def search_space(self, op: AttentionOp, profile: CpuProfile) -> dict[str, tuple[int, ...]]:
         lanes = profile.vector_lanes("float32")
@@ -91,12 +84,12 @@ class CpuAttentionKernel:
 
 
 def planned_apart(op: AttentionOp, profile: CpuProfile, config: Config) -> tuple[AttentionOp, CpuBlockSparsity | None]:
-    """(What is left to the kernel, the plan of a static mask and of as much of the band as it holds.)"""
-    if op.static_mask is None:
+    """(What is left to the kernel, the plan of pairs that are known and of as much of the window as it holds.)"""
+    if op.pairs is None:
         return op, None
     tile = {name: config[name] for name in ("queries", "keys", "key_tile")}
-    held, left = divided_band(op)
-    return replace(op, band=left), plan(op.static_mask, held, lanes=profile.vector_lanes("float32"), **tile)
+    window, left = divided_window(op)
+    return left, plan(op.pairs, window, lanes=profile.vector_lanes("float32"), **tile)
 
 
 def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
@@ -106,10 +99,10 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, CpuExtraInputs)
+            given = attention_arguments(op)
             views = None if planned is None else plan_arguments(planned)
             y = given.output()
-            batch, q_length, inputs, extras = given.batch, given.q_length, given.inputs, given.extras
+            batch, q_length, inputs = given.batch, given.q_length, given.inputs
             tiles = materialize(ceil_div(q_length, queries))
             total = materialize(batch * T.int64(op.num_heads) * tiles)
             with _imported(dot), T.parallel(total) as index:
@@ -132,19 +125,15 @@ def _attention(op: AttentionOp, profile: CpuProfile, config: Config, planned: Cp
                     value=head_view(inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
                     first_query=first_query,
                     q_length=q_length,
-                    kv_length=extras.keys(b, given.kv_length),
+                    kv_length=keys_of(given, b),
                     next_query=(head_view(q, op.query, op.head_dim, next_b, next_h), next_first),
-                    sink=extras.sink(h),
-                    slope=extras.slope(h),
                 )
                 output = head_view(y, op.output, op.v_head_dim, b, h)
-                reader = None if given.mask is None else partial(mask_reader(given.mask, b), h)
-
-                task_functions = FunctionInputs(CapturedTensors(op, given.tensors), b, h)
+                parts = tile_parts(given, b, h)
 
                 def tile(width: int) -> None:
                     shape = {**config, "queries": width}
-                    _emit_tile(operands, profile, shape, output, reader, task_functions, runs, dot)
+                    _emit_tile(operands, profile, shape, output, parts, runs, dot)
 
                 _by_width(op, lanes, queries, q_length - first_query, tile)
     return builder.get()
@@ -168,7 +157,7 @@ def _imported(dot: Dot | None) -> AbstractContextManager[Any]:
 def _entry_and_head(op: AttentionOp, index: Expr, batch: Expr) -> tuple[Expr, Expr]:
     """Heads of one entry come together; of entries with lengths of their own, the entries of one head: an equal share
     of the tasks is then nearly equal work."""
-    if op.lengths:
+    if op.any_step("counts_keys"):
         return materialize(T.truncmod(index, batch)), materialize(T.truncdiv(index, batch))
     heads = T.int64(op.num_heads)
     return materialize(T.truncdiv(index, heads)), materialize(T.truncmod(index, heads))
@@ -184,7 +173,7 @@ def tile_and_runs(
     """The tile of query rows whose turn it is, and with a plan the runs of keys that it visits."""
     if views is None:
         # Short and long causal rows in turn: equal shares of the tasks are then equal work.
-        return turn if op.band is None else _in_turn(turn, tiles), None
+        return turn if op.window is None else _in_turn(turn, tiles), None
     order, index, runs, bits = views
     # One plan for all heads, where the mask is the same for all.
     head = T.int64(0) if int(order.shape[0]) == 1 else h
@@ -213,8 +202,7 @@ def _emit_tile(
     profile: CpuProfile,
     config: Config,
     output: HeadView,
-    mask: MaskReader | None,
-    functions: FunctionInputs,
+    parts: Sequence[TilePart],
     runs: Runs | None,
     dot: Dot | None,
 ) -> None:
@@ -235,8 +223,7 @@ def _emit_tile(
         first_query=operands.first_query,
         q_length=operands.q_length,
         kv_length=operands.kv_length,
-        mask=mask,
-        functions=functions,
+        parts=parts,
         lanes=lanes,
     )
     AttentionTile(

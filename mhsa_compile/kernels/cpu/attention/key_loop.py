@@ -1,7 +1,7 @@
 """The way of one task over its keys: which blocks of them it visits, and which groups of a block hide something.
 
 What no row of the task's tile sees is never visited; what every row sees takes a path without masks; at the right edge
-of a band, columns of queries that see nothing of a group may be left out. What becomes of a group of keys is the
+of a window, columns of queries that see nothing of a group may be left out. What becomes of a group of keys is the
 visitor's: attention makes probs of it (`tile`), and `softmax_outputs` looks at its scores.
 """
 
@@ -125,13 +125,13 @@ class KeyLoop:
         """Visits one block, by all but the bits of a static mask."""
         # A way over the same keys before this one may have left bits.
         self.visibility.bits = None
-        if self.visibility.mask_mod is None:
+        if (seen := self.visibility.look(first_key, count)) is None:
             return self._visit_block(first_key, count)
-        with T.If(self.visibility.read_function(first_key, count)), T.Then():
+        with T.If(seen), T.Then():
             self._visit_block(first_key, count)
 
     def _visit_block(self, first_key: Expr, count: Expr) -> None:
-        """Visits one block of which something is seen, as far as mask_mod tells."""
+        """Visits one block of which something is seen, as far as the steps of scores tell."""
         self.visibility.read_block(first_key, count)
         groups = self._groups(count)
         if self.route.begins_early:
@@ -139,7 +139,7 @@ class KeyLoop:
         lead, whole = self._bounds(first_key, groups)
         if not self.route.begins_early:
             self.visitor.begin_block()
-        if self.visibility.mask is None:
+        if not self.visibility.blind:
             if self.visibility.leftmost is not None:
                 self._hidden(T.int64(0), lead, first_key, self.query_columns)
             self._seen(lead, whole, first_key)
@@ -164,8 +164,8 @@ class KeyLoop:
         with T.serial(runs.first, runs.end) as turn:
             number = self._in_order(turn, runs.first, runs.end)
             run = _Run(*(materialize(T.cast(runs.runs[number, i], "int64")) for i in range(3)))
-            # The plan does not know how many keys a call's entries have, nor a band that is counted from their end.
-            if self.visibility.op.lengths:
+            # The plan does not know how many keys a call's entries have, nor a window that is counted from their end.
+            if self.visibility.op.any_step("counts_keys"):
                 self._visit_cut(runs, run)
             else:
                 self._visit_run(runs, run)
@@ -183,7 +183,7 @@ class KeyLoop:
                 self._visit_partial(runs, run, groups)
 
     def _visit_cut(self, runs: Runs, run: _Run) -> None:
-        """Visits what the keys of the batch entry, and a band counted from their end, leave of a run."""
+        """Visits what the keys of the batch entry, and a window counted from their end, leave of a run."""
         first, end = self.visibility.seen_by_any()
         run = _Run(run.first_key, materialize(T.min(run.count, end - run.first_key)), run.row)
         with T.If(T.And(run.count > 0, run.first_key + run.count > first)), T.Then(), T.If(run.row < 0):

@@ -38,8 +38,7 @@ from mhsa_compile.kernels.interface.ops import AttentionOp
 @dataclass(frozen=True)
 class TaskOperands:
     """Q, K and V of one task: rows of Q from `first_query` on, the last one repeated beyond the end, and `kv_length`
-    keys; and the head and the first row of Q of the task after it. `sink` and `slope` are the head's, in units of
-    log2."""
+    keys; and the head and the first row of Q of the task after it."""
 
     op: AttentionOp
     query: HeadView
@@ -49,8 +48,6 @@ class TaskOperands:
     q_length: Expr
     kv_length: Expr
     next_query: tuple[HeadView, Expr]
-    sink: Expr | None
-    slope: Expr | None
 
     def query_rows(self, first: Expr, count: int) -> list[Expr]:
         """Rows first .. first + count of the tile, each clamped to the last; those beyond are never written out."""

@@ -3,7 +3,7 @@ hardly ever moves.
 
 m need not be the maximum: a prob of 2^RISE is as exact as one of 1. Only where a score exceeds its row's reference by
 more does the reference become that score, and what was summed up before shrinks by the power of two between them. With
-it moves the key from which the distances of ALiBi are counted; `score_mods` says why.
+it move the origins that a bias of scores is counted from; `kernels/scores/slopes.py` says why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -84,7 +83,7 @@ class OnlineSoftmax:
     ) -> None:
         self.products, self.visibility, self.key_tile, self._rescale = products, visibility, key_tile, rescale
         self.interleaves = interleaves
-        self.scores = ScoreMods(products.operands, visibility, queries, key_tile)
+        visibility.listen(key_tile)
         self.query_columns = vectors.chunks(queries, lanes)
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
@@ -96,13 +95,13 @@ class OnlineSoftmax:
     def clear(self) -> None:
         """Begins with rows that have seen nothing, or nothing but their sink: a reference with a sum of 1. (A sink of
         -inf is none: of any other reference its 1 is 2^-inf.)"""
-        self.scores.prepare(self.query_columns)
+        self.visibility.prepare()
         if self.constants is not None:
             self.constants.write()
         for first, lanes in self.query_columns:
             nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
             limit, reference, total = nothing, zero, zero
-            if (sink := self.scores.sink((first, lanes))) is not None:
+            if (sink := self.visibility.sink((first, lanes))) is not None:
                 sink = materialize(sink, "float32", lanes)
                 limit, total = sink + constant(RISE, lanes), constant(1.0, lanes)
                 reference = T.Select(sink == nothing, zero, sink)
@@ -128,11 +127,11 @@ class OnlineSoftmax:
         else:
             self._weigh_all_pending(base - self.key_tile)
             self.products.score(tile, keys)
-        self.scores.cap(tile, keys, base)
+        self.visibility.score(tile, keys, base)
         if group.hides:
             tile.each(lambda r, c: self.visibility.hide(tile.get(r, c), base + r, group.first_key + r, columns[c]))
         # After hiding, so that the tile which is kept for `renew_bias` has -inf where it is hidden.
-        self.scores.add_bias(tile, keys[0])
+        self.visibility.add_bias(tile, keys[0])
         self._raise_where_exceeded(base, columns, tile, keys[0])
         for r in range(self.key_tile):
             for lane, lanes in self.query_columns:
@@ -203,7 +202,7 @@ class OnlineSoftmax:
                 store(self.factors, [T.int64(lane)], constant(1.0, lanes), lanes)
             for (lane, lanes), top in zip(columns, largest, strict=True):
                 self._raise_column((lane, lanes), top, key)
-            self.scores.renew_bias(tile, key)
+            self.visibility.renew_bias(tile, key)
             # The block's probs so far wait for P V, which comes at the block's end.
             self.products.rescale_probs(base, self.factors)
             self._rescale(self.factors)
@@ -213,7 +212,7 @@ class OnlineSoftmax:
         nothing = constant(-math.inf, lanes)  # what a row has seen that has seen nothing: -inf - -inf is not a number
         old = T.Select(load(self.limit, at, lanes) == nothing, nothing, load(self.reference, at, lanes))
         old = materialize(old, "float32", lanes)
-        lost = self.scores.move(column, top > old, key)
+        lost = self.visibility.move(column, top > old, key)
         new = materialize(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
         reference = materialize(T.Select(new == nothing, constant(0.0, lanes), new), "float32", lanes)
         store(self.limit, at, new + constant(RISE, lanes), lanes)

@@ -56,7 +56,7 @@ class AttentionTile:
             interleaves=registers > 16,
         )
         # Backwards where scores fall with the distance, so that the reference need not rise.
-        backwards = visibility.op.slopes
+        backwards = visibility.op.any_step("fades")
         route = Route(equal_blocks=True, backwards=backwards, drops_columns=True, begins_early=True)
         self.loop = KeyLoop(self, visibility, config, route, lanes=lanes, runs=runs)
 

@@ -17,13 +17,12 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments, atten
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, why_not_few_queries
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
-from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
 from mhsa_compile.kernels.cpu.decode.output_accumulator import each_vector
 from mhsa_compile.kernels.cpu.decode.query_key import ScoreLayout
 from mhsa_compile.kernels.cpu.decode.split_kv import SplitKv, SplitKvByLength
 from mhsa_compile.kernels.cpu.decode.task import DecodeTask, zero_if_unseen
 from mhsa_compile.kernels.cpu.decode.work import Heads, KeyRange
-from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
+from mhsa_compile.kernels.cpu.score_parts import CpuMath
 from mhsa_compile.kernels.cpu.simd import dot_product, vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.dtypes import store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -92,11 +91,15 @@ def _decode(op: AttentionOp, profile: CpuProfile, config: Config) -> Expr:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("decode")
         T.func_attr({"tirx.noalias": True})
-        given = attention_arguments(op, CpuExtraInputs)
+        given = attention_arguments(op)
         y = given.output()
         layout = ScoreLayout(rows_of_key_head(op), profile.vector_lanes("float32"), profile.hardware.vector_registers)
         sizes = {"least_keys": config["least_keys"], "group": layout.group, "cores": profile.hardware.cores}
-        deal = SplitKvByLength(given, **sizes) if op.lengths else SplitKv(op, given.batch, given.kv_length, **sizes)
+        deal = (
+            SplitKvByLength(given, **sizes)
+            if op.any_step("counts_keys")
+            else SplitKv(op, given.batch, given.kv_length, **sizes)
+        )
         emitter = _Decode(profile, config, given, y, deal.parts)
         loop = T.serial if _is_small(op) else T.parallel
         with loop(deal.tasks) as task:
@@ -140,24 +143,21 @@ class _Decode:
     pool and shared by all threads.
     """
 
-    def __init__(
-        self, profile: CpuProfile, config: Config, given: AttentionArguments[CpuExtraInputs], y: Expr, parts: Expr
-    ) -> None:
+    def __init__(self, profile: CpuProfile, config: Config, given: AttentionArguments, y: Expr, parts: Expr) -> None:
         op = given.op
         self.op, self.config = op, config
-        self.inputs, self.mask, self.extras, self.y = given.inputs, given.mask, given.extras, y
-        self.tensors = CapturedTensors(op, given.tensors)
+        self.given, self.inputs, self.y, self.fades = given, given.inputs, y, op.any_step("fades")
         self.lanes, self.registers = profile.vector_lanes("float32"), profile.hardware.vector_registers
         self.ratio = op.num_heads // op.num_kv_heads
         self.rows = rows_of_key_head(op)
         # Rows of all parts; one that no part fills is never touched.
         self.sums = T.alloc_buffer((parts, T.int64(self.rows), T.int64(op.v_head_dim)), "float32")
-        # The maximum, the sum and, with slopes, the origin of each row's distances.
-        self.statistics = T.alloc_buffer((parts, T.int64(3 if op.slopes else 2), T.int64(self.rows)), "float32")
+        # The maximum, the sum and, where scores fade, the origin of each row's distances.
+        self.statistics = T.alloc_buffer((parts, T.int64(3 if self.fades else 2), T.int64(self.rows)), "float32")
 
     def attend(self, part: KeyRange) -> None:
         heads = self._heads(part.head)
-        task = DecodeTask(self.op, self.config, self.lanes, self.registers, part.kv_length, part.span, heads)
+        task = DecodeTask(self.given, self.config, self.lanes, self.registers, part.kv_length, part.span, heads)
         first, end = part.keys()
         task.attend(first, end, part.begins)
         with T.If(part.whole):
@@ -168,8 +168,8 @@ class _Decode:
             with T.Else(), T.serial(T.int64(self.rows)) as row:
                 T.buffer_store(self.statistics, task.row_max[row], [part.number, T.int64(0), row])
                 T.buffer_store(self.statistics, task.row_sum[row], [part.number, T.int64(1), row])
-                if self.op.slopes:
-                    T.buffer_store(self.statistics, task.terms.origin(row), [part.number, T.int64(2), row])
+                if task.fading is not None:
+                    T.buffer_store(self.statistics, task.fading.origin(row), [part.number, T.int64(2), row])
                 task.values.each_vector(
                     lambda at, n: store(
                         self.sums, [part.number, row, at], load(task.values.accumulator, [row, at], n), n
@@ -184,12 +184,8 @@ class _Decode:
             query=lambda h: head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, first + h),
             key=head_view(self.inputs[op.key.buffer], op.key, op.head_dim, b, g),
             value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
-            mask=None if self.mask is None else mask_reader(self.mask, b),
             entry=b,
-            tensors=self.tensors,
             first_head=first,
-            sink=lambda h: self.extras.sink(first + h),
-            slope=lambda h: self.extras.slope(first + h),
         )
 
     def _write(self, head: Expr, row: Expr, total: Expr, accumulator: Callable[[Expr, int], Expr]) -> None:
@@ -235,7 +231,7 @@ class _Decode:
         def maximum(part: Expr) -> Expr:
             return self.statistics[part, T.int64(0), row]
 
-        if not self.op.slopes:
+        if not self.fades:
             with T.serial(count) as s:
                 T.buffer_store(largest, T.max(largest[0], maximum(first + s)), zero)
             # Where no part saw anything all maxima are -inf, and -inf - -inf is not a number.
@@ -247,7 +243,7 @@ class _Decode:
 
         # Distances from place 0 find the part, since they need not be exact for that; what counts is from its origin.
         h = T.truncmod(head, T.int64(self.op.num_kv_heads)) * self.ratio + T.truncmod(row, T.int64(self.ratio))
-        slope, best = self.extras.slope(materialize(h)), T.alloc_buffer((1,), "int64")
+        slope, best = self._tilt(materialize(h)), T.alloc_buffer((1,), "int64")
         T.buffer_store(best, first, zero)
         with T.serial(count) as s:
             reach = materialize(maximum(first + s) + slope * origin(first + s), "float32")
@@ -260,3 +256,8 @@ class _Decode:
             materialize(origin(chosen), "float32"),
         )
         return lambda part: maximum(part) - top + slope * (origin(part) - from_key)
+
+    def _tilt(self, head: Expr) -> Expr:
+        """What a head adds to a score for each key further on."""
+        tilts = (step.tilt(CpuMath(), own, head) for step, own in self.given.steps())
+        return next(tilt for tilt in tilts if tilt is not None)

@@ -16,8 +16,8 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import ceil_div
-from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs
 from mhsa_compile.kernels.cpu.decode.work import KeyRange, Span, span_of
+from mhsa_compile.kernels.cpu.score_parts import keys_of
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, let, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -81,8 +81,8 @@ class SplitKvByLength:
     share of the pieces, whatever heads they belong to, so the time follows the keys that there are. A share may begin
     and end within a head."""
 
-    def __init__(self, given: AttentionArguments[CpuExtraInputs], *, least_keys: int, group: int, cores: int) -> None:
-        self.op, self.batch, self.kv_length, self.extras = given.op, given.batch, given.kv_length, given.extras
+    def __init__(self, given: AttentionArguments, *, least_keys: int, group: int, cores: int) -> None:
+        self.given, self.op, self.batch = given, given.op, given.batch
         self.piece = T.int64(-(-least_keys // group) * group)
         # All pieces are counted first: a share is a part of that number.
         total = T.alloc_buffer((1,), "int64")
@@ -141,7 +141,7 @@ class SplitKvByLength:
         begin = T.alloc_buffer((1,), "int64")
         T.buffer_store(begin, T.int64(0), [T.int64(0)])
         with T.serial(self.batch) as b:
-            kv_length = self.extras.keys(b, self.kv_length)
+            kv_length = keys_of(self.given, b)
             span = span_of(self.op, self.op.q_length, kv_length)
             # One that sees no key has a piece as well: somebody must write its zeros.
             pieces = materialize(T.max(T.int64(1), ceil_div(span.stop - span.start, self.piece)))

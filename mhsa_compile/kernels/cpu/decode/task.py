@@ -17,15 +17,14 @@ import operator
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.score_scale import score_factor
-from mhsa_compile.kernels.cpu.attention.inputs import mask_bias
 from mhsa_compile.kernels.cpu.decode.output_accumulator import MASKED, ValueSums
 from mhsa_compile.kernels.cpu.decode.query_key import PackedQueries, ScoreLayout
-from mhsa_compile.kernels.cpu.decode.row_functions import RowFunctions
-from mhsa_compile.kernels.cpu.decode.score_mods import RowTerms
 from mhsa_compile.kernels.cpu.decode.work import Heads, Span
-from mhsa_compile.kernels.cpu.simd import vector_math, vectors
+from mhsa_compile.kernels.cpu.score_parts import FadingPart, row_parts
+from mhsa_compile.kernels.cpu.simd import vector_math
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Expr,
     RegisterTile,
@@ -37,7 +36,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     store,
 )
 from mhsa_compile.kernels.interface.kernel import Config
-from mhsa_compile.kernels.interface.ops import AttentionOp
 
 LONGEST_SUM_OF_WEIGHTS = 16
 """Vectors of probs that one float32 sum takes one after another. Of a row of equal probs each addition is rounded
@@ -49,8 +47,16 @@ class DecodeTask:
     thread."""
 
     def __init__(
-        self, op: AttentionOp, config: Config, lanes: int, registers: int, kv_length: Expr, span: Span, heads: Heads
+        self,
+        given: AttentionArguments,
+        config: Config,
+        lanes: int,
+        registers: int,
+        kv_length: Expr,
+        span: Span,
+        heads: Heads,
     ) -> None:
+        op = given.op
         assert isinstance(op.q_length, int)
         self.op, self.config, self.lanes, self.registers = op, config, lanes, registers
         self.kv_length, self.span, self.heads = kv_length, span, heads
@@ -59,18 +65,19 @@ class DecodeTask:
         self.layout = layout = ScoreLayout(self.rows, lanes, registers)
         # Whole groups, so that only the last block of a part can need clamps.
         self.keys = -(-config["keys"] // layout.group) * layout.group
+        self.parts = row_parts(given, heads.entry, heads.first_head, layout, kv_length)
 
         self.queries = PackedQueries(layout, op.head_dim, score_factor(op))
-        self.terms = RowTerms(op, layout, kv_length, heads)
         self.scores = T.alloc_buffer((self.keys * layout.padded_rows,), "float32")  # then the probs
-        self.bias = None if op.mask is None else T.alloc_buffer((self.keys * layout.padded_rows,), "float32")
+        for part in self.parts:
+            part.allocate(self.keys)
+        self.fading = next((part for part in self.parts if isinstance(part, FadingPart)), None)
         self.row_max = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.row_sum = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.rescale = T.alloc_buffer((layout.padded_rows * layout.keys_per_vector,), "float32")
         self.values = ValueSums(op, config, layout, heads.value, self.scores, self.rescale)
-        self.functions = RowFunctions(op, layout, kv_length, heads)
-        self.masks = op.mask is not None or op.band is not None or op.lengths or not self._divides_into_groups
-        self.masks = self.masks or self.functions.hide
+        self.blind = any(part.masked for part in self.parts)
+        self.masks = self.blind or op.any_step("counts_keys") or op.window is not None or not self._divides_into_groups
         self.bounds: tuple[Expr, Expr] | None = None
 
     @property
@@ -81,10 +88,10 @@ class DecodeTask:
         """Keys `first` to before `end`: fills accumulator, row_max and row_sum. The part of a head's keys that `begins`
         takes the sinks."""
         self._pack_queries()
-        self.terms.prepare()
-        self.functions.prepare()
+        for part in self.parts:
+            part.prepare()
         self._clear()
-        self.terms.begin(self.row_max, self.row_sum, begins)
+        self._begin_with_sinks(begins)
         if len(self.span.low) > 1:
             self._write_bounds()
         low, high = self.span.seen_by_all
@@ -93,7 +100,7 @@ class DecodeTask:
             count = materialize(T.min(T.int64(self.keys), end - begin))
             if not self.masks:
                 self._visit(begin, count, masked=False)
-            elif self.op.mask is not None or self.functions.hide:
+            elif self.blind:
                 self._visit(begin, count, masked=True)
             else:
                 whole = T.And(begin >= low, begin + count <= high)
@@ -125,6 +132,19 @@ class DecodeTask:
             store(self.row_sum, at, constant(0.0, self.lanes), self.lanes)
         self.values.clear()
 
+    def _begin_with_sinks(self, begins: Expr) -> None:
+        """Begins rows with their scores of no key, where there are any: a maximum with a sum of 1, in one part of a
+        head only."""
+        if not any(part.sink_of_heads for part in self.parts):
+            return
+        (sink_of,) = (part.sink for part in self.parts if part.sink_of_heads)
+        with T.serial(T.int64(self.layout.rows)) as row:
+            sink = sink_of(materialize(T.truncmod(row, T.int64(self.ratio))))
+            sink = materialize(T.Select(begins, sink, T.float32(-math.inf)), "float32")
+            for key in range(self.layout.keys_per_vector):
+                T.buffer_store(self.row_max, sink, [row + key * self.layout.padded_rows])
+            T.buffer_store(self.row_sum, T.float32(1), [row])  # 2^-inf of any other maximum where there is none
+
     def _write_bounds(self) -> None:
         """The interval of each lane's row, as int32."""
         size = self.layout.padded_rows * self.layout.keys_per_vector
@@ -137,34 +157,19 @@ class DecodeTask:
 
     def _visit(self, begin: Expr, count: Expr, masked: bool) -> None:
         """One block; `count` is a whole number of groups unless `masked`."""
-        if masked and self.bias is not None:
-            self._read_mask(begin, count)
+        if masked:
+            for part in self.parts:
+                part.read_block(begin, count)
         self._score(begin, count, masked)
         self._weigh(begin, count, masked)
         self.values.add(begin, count, masked)
 
-    def _read_mask(self, begin: Expr, count: Expr) -> None:
-        """bias = the mask of the block as a number to add, in units of log2; -inf where masked."""
-        mask, layout = self.heads.mask, self.layout
-        assert mask is not None and self.op.mask is not None and self.bias is not None
-        dims = self.op.mask.dims
-        if dims[1:3] == (1, 1):  # the same for every row: a key's is stored for all of them at once
-            with T.serial(count) as j:
-                bias = let(mask_bias(self.op.mask, mask(T.int64(0), T.int64(0), begin + j)))
-                for offset, lanes in vectors.chunks(layout.padded_rows, self.lanes):
-                    store(self.bias, [layout.place(j, 0) + offset], splat(bias, lanes), lanes)
-            return
-        with T.serial(T.int64(self.rows)) as row:
-            query, head = self.query_and_head(row)
-            head = materialize(self.heads.first_head + head)
-            with T.serial(count) as j:
-                store(self.bias, [layout.place(j, 0) + row], mask_bias(self.op.mask, mask(head, query, begin + j)), 1)
-
     def _score(self, begin: Expr, count: Expr, masked: bool) -> None:
-        """scores = q K^T, and rescale (for now) their maximum over the block in each lane. (Of ALiBi's bias only the
-        maximum knows.)"""
+        """scores = q K^T, and rescale (for now) their maximum over the block in each lane. (Of a bias that moves only
+        the maximum knows.)"""
         layout, lanes = self.layout, self.lanes
-        largest, distances = RegisterTile(layout.row_vectors, [(0, lanes)]), self.terms.largest_distances()
+        largest, fading = RegisterTile(layout.row_vectors, [(0, lanes)]), self.fading
+        distances = None if fading is None else fading.distances()
         largest.fill(-math.inf)
         with T.serial(ceil_div(count, layout.group)) as group:
             base = materialize(group * layout.group)
@@ -174,22 +179,25 @@ class DecodeTask:
             for vector in range(layout.row_vectors):
                 for i, score in enumerate(self.queries.scores(rows, self.heads.key, vector)):
                     key = base + i * layout.keys_per_vector
-                    score = self.functions.modified(self.terms.capped(score), begin + key, vector)
+                    for part in self.parts:
+                        score = part.score(score, begin + key, vector)
                     if masked:
                         score = let(self._mask_score(score, begin, key, vector))
                     store(self.scores, [layout.place(key, vector)], score, lanes)
-                    self.terms.keep_larger(largest, distances, score, begin + key, vector)
+                    if fading is None or distances is None:
+                        largest.set(vector, 0, T.max(largest.get(vector, 0), score))
+                    else:
+                        fading.keep_larger(largest, distances, score, begin + key, vector)
         for vector in range(layout.row_vectors):
             store(self.rescale, [T.int64(vector * lanes)], largest.get(vector, 0), lanes)
-        self.terms.keep_distances(distances)
+        if fading is not None and distances is not None:
+            fading.keep_distances(distances)
 
     def _mask_score(self, score: Expr, begin: Expr, key: Expr, vector: int) -> Expr:
         """-inf where a lane's row does not see its key: a select, so that NaN cannot pass."""
         lanes, hidden = self.lanes, constant(-math.inf, self.lanes)
-        if self.bias is not None:
-            bias = let(load(self.bias, [self.layout.place(key, vector)], lanes))
-            score = T.Select(bias == hidden, hidden, score + bias)
-        score = self.functions.masked(score, begin + key, vector)
+        for part in self.parts:
+            score = part.hide(score, begin, key, vector)
         keys = splat(T.cast(begin + key, "int32"), lanes) + self.layout.key_of_lane()
         if self.bounds is None:
             return T.Select(keys < splat(T.cast(self.span.stop, "int32"), lanes), score, hidden)
@@ -204,7 +212,7 @@ class DecodeTask:
             old = let(load(self.row_max, at, lanes))
             in_lanes = load(self.rescale, at, lanes)
             top = layout.over_keys(in_lanes, T.max)
-            lost = self.terms.move(old, in_lanes, top, vector)
+            lost = None if self.fading is None else self.fading.move(old, in_lanes, top, vector)
             largest = let(T.max(old, top) if lost is None else T.Select(top > old, top - lost, old))
             store(self.row_max, at, largest, lanes)
             if masked:
@@ -229,7 +237,8 @@ class DecodeTask:
         key = index * layout.keys_per_vector
         place = [layout.place(key, vector)]
         score = let(load(self.scores, place, lanes))
-        prob = vector_math.exp2(self.terms.biased(score, begin + key, vector) - largest, lanes)
+        biased = score if self.fading is None else self.fading.biased(score, begin + key, vector)
+        prob = vector_math.exp2(biased - largest, lanes)
         if masked:
             # By the score: a prob of 0 may also be one that underflowed, whose NaN counts.
             prob = T.Select(score == constant(-math.inf, lanes), constant(MASKED, lanes), prob)

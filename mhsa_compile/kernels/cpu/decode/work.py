@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.head_layout import HeadView
-from mhsa_compile.kernels.cpu.attention.inputs import MaskReader
-from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp
 
@@ -36,16 +34,16 @@ class Span:
 
 
 def span_of(op: AttentionOp, q_length: int, kv_length: Expr) -> Span:
-    """The band and the end of the keys, as one interval a query; both ends grow from query to query."""
+    """The window and the end of the keys, as one interval a query; both ends grow from query to query."""
     zero = T.int64(0)
-    if op.band is None:
+    if op.window is None:
         return Span((zero,), (kv_length,))
-    offset = kv_length - q_length if op.band.alignment == "bottom_right" else zero
-    left, right = op.band.left, op.band.right
+    offset = kv_length - q_length if op.from_end else zero
+    left, right = op.window.left, op.window.right
     places = [materialize(offset + i) for i in range(q_length)]
     low = [zero if left is None else materialize(T.max(zero, p - left)) for p in places]
     high = [kv_length if right is None else materialize(T.max(zero, T.min(kv_length, p + (right + 1)))) for p in places]
-    # A band without ends hides nothing: one interval for all queries.
+    # A window without ends hides nothing: one interval for all queries.
     if left is None and right is None:
         return Span((zero,), (kv_length,))
     return Span(tuple(low), tuple(high))
@@ -58,12 +56,8 @@ class Heads:
     query: Callable[[Expr], HeadView]  # query head within the group -> its view
     key: HeadView
     value: HeadView
-    mask: MaskReader | None
     entry: Expr
-    tensors: CapturedTensors
     first_head: Expr
-    sink: Callable[[Expr], Expr]  # query head within the group -> its sink, in units of log2, if there are any
-    slope: Callable[[Expr], Expr]  # likewise
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.head_layout import head_view
-from mhsa_compile.kernels.cpu.attention.inputs import CpuExtraInputs, mask_reader
-from mhsa_compile.kernels.cpu.attention.masking import FunctionInputs, MaskReader, TileMask
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Float32Products, Products, TaskOperands
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import PairedProducts, pairs_fit
-from mhsa_compile.kernels.cpu.score_functions import CapturedTensors
+from mhsa_compile.kernels.cpu.score_parts import keys_of, tile_parts
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config
@@ -31,15 +29,15 @@ def default_config(profile: CpuProfile) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Call(AttentionArguments[CpuExtraInputs]):
+class Call(AttentionArguments):
     """The arguments of a call, and what its tasks are computed with."""
 
     profile: CpuProfile
     config: Config
     dot: Dot | None
 
-    def task(self, b: Expr, h: Expr, first_query: Expr, mask: MaskReader | None) -> tuple[Products, TileMask]:
-        """Allocates the scratch of one tile of query rows."""
+    def task(self, b: Expr, h: Expr, first_query: Expr, place: Expr = None) -> tuple[Products, TileMask]:
+        """Allocates the scratch of one tile of query rows; `place` is that of a chosen row among those asked for."""
         op, config, lanes = self.op, self.config, self.profile.vector_lanes("float32")
         g = materialize(T.truncdiv(h, T.int64(op.num_heads // op.num_kv_heads)))
         query = head_view(self.inputs[op.query.buffer], op.query, op.head_dim, b, h)
@@ -50,11 +48,10 @@ class Call(AttentionArguments[CpuExtraInputs]):
             value=head_view(self.inputs[op.value.buffer], op.value, op.v_head_dim, b, g),
             first_query=first_query,
             q_length=self.q_length,
-            kv_length=self.extras.keys(b, self.kv_length),
+            kv_length=keys_of(self, b),
             next_query=(query, first_query),
-            sink=self.extras.sink(h),
-            slope=self.extras.slope(h),
         )
+        parts = tile_parts(self, b, h, place)
         queries, keys, key_tile = config["queries"], config["keys"], config["key_tile"]
         products: Products
         if self.dot is None:
@@ -70,21 +67,17 @@ class Call(AttentionArguments[CpuExtraInputs]):
             first_query=first_query,
             q_length=self.q_length,
             kv_length=operands.kv_length,
-            mask=mask,
-            functions=FunctionInputs(CapturedTensors(op, self.tensors), b, h),
+            parts=parts,
             lanes=lanes,
         )
         return products, visibility
-
-    def reader(self, b: Expr, h: Expr) -> MaskReader | None:
-        return None if self.mask is None else partial(mask_reader(self.mask, b), h)
 
 
 def call_arguments(op: AttentionOp, profile: CpuProfile, config: Config) -> Call:
     """The arguments that an attention and what looks into it have in common."""
     dot, lanes = available(profile, op.dtype), profile.vector_lanes("float32")
     fits = config["queries"] % lanes == 0 and pairs_fit(op, dot, lanes, config["key_tile"])
-    given = attention_arguments(op, CpuExtraInputs)
+    given = attention_arguments(op)
     return Call(**vars(given), profile=profile, config=config, dot=dot if fits else None)
 
 

@@ -6,6 +6,7 @@ for the weights, which `probs_writer` writes out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
+from mhsa_compile.kernels.common.static_mask import constant_arguments
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import (
     CpuAttentionKernel,
@@ -23,7 +25,7 @@ from mhsa_compile.kernels.cpu.attention.kernel import (
     tile_and_runs,
 )
 from mhsa_compile.kernels.cpu.attention.key_loop import Runs
-from mhsa_compile.kernels.cpu.attention.masking import MaskReader, TileMask
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
 from mhsa_compile.kernels.cpu.attention.matmuls_bf16_dot import imported
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize, store
@@ -37,7 +39,8 @@ from mhsa_compile.kernels.cpu.softmax_outputs.probs_writer import WeightsWriter
 from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import TileRowStats
 from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
-from mhsa_compile.kernels.interface.ops import AttentionProbsOp, MaskInput
+from mhsa_compile.kernels.interface.ops import AttentionProbsOp
+from mhsa_compile.kernels.interface.score_step import ScoreStep
 from mhsa_compile.target.profile import CpuProfile
 
 
@@ -66,20 +69,10 @@ class CpuAttentionProbsKernel:
             attention, planned = planned_apart(op.attention, profile, config)
             arrays = (*(planned.arrays if planned else ()), heads)
             return Emitted(_weights(replace(op, attention=attention), profile, config, planned), constants=arrays)
-        constants: list[np.ndarray[Any, Any]] = [heads, np.array(op.rows, np.int32)]
-        if op.attention.static_mask is not None:
-            constants.append(_rows_of(op.attention.static_mask.visible, op.rows))
-        return Emitted(_chosen_weights(op, profile, config), constants=tuple(constants))
-
-
-def _rows_of(visible: np.ndarray[Any, Any], rows: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """(1 or H, rows, S): the chosen rows of a static mask, nothing for one that is not there."""
-    L = visible.shape[1]
-    chosen = np.zeros((len(visible), len(rows), visible.shape[2]), np.bool_)
-    for i, row in enumerate(rows):
-        if -L <= row < L:
-            chosen[:, i] = visible[:, row]
-    return chosen
+        of_rows = [step.of_rows(op.rows) for step in op.attention.scores]
+        constants = [array for _, array in of_rows if array is not None]
+        run = _chosen_weights(op, of_rows, profile, config)
+        return Emitted(run, constants=(heads, np.array(op.rows, np.int32), *constants))
 
 
 def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned: CpuBlockSparsity | None) -> Expr:
@@ -101,7 +94,7 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned:
             h = materialize(T.cast(chosen[place], "int64"))
             tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)
             first_query = materialize(tile * queries)
-            products, visibility = call.task(b, h, first_query, call.reader(b, h))
+            products, visibility = call.task(b, h, first_query)
             rows = materialize(T.min(T.int64(queries), call.q_length - first_query))
             view = HeadView(y, lambda row, key: [b, place, first_query + row, key])
             _write_weights(call, products, visibility, runs, view, rows)
@@ -109,23 +102,27 @@ def _weights(op: AttentionProbsOp, profile: CpuProfile, config: Config, planned:
     return function("weights", body)
 
 
-def _chosen_weights(op: AttentionProbsOp, profile: CpuProfile, config: Config) -> Expr:
-    """The PrimFunc for chosen rows: one task each."""
-    assert op.rows is not None
-    attention, visible = op.attention, op.attention.static_mask
-    hidden_rows = None if visible is None else (len(visible.visible), len(op.rows), visible.visible.shape[2])
-    if hidden_rows is not None:  # one row of it is as a mask that is the same for all queries
-        mask = MaskInput("bool", (1, hidden_rows[0], 1, hidden_rows[2]))
-        attention = replace(attention, static_mask=None, mask=mask)
+def _chosen_weights(
+    op: AttentionProbsOp,
+    of_rows: Sequence[tuple[ScoreStep, np.ndarray[Any, Any] | None]],
+    profile: CpuProfile,
+    config: Config,
+) -> Expr:
+    """The PrimFunc for chosen rows: one task each. `of_rows` are the steps of scores for these rows, each with its
+    constant."""
+    attention = replace(op.attention, scores=tuple(step for step, _ in of_rows))
 
     def body() -> None:
-        call = call_arguments(replace(attention, mask=op.attention.mask), profile, config)
-        # The arguments were the call's own; from here on the static mask's row stands for its mask.
-        call = replace(call, op=attention)
+        call = call_arguments(attention, profile, config)
         count = attention.num_heads if op.heads is None else len(op.heads)
         heads, chosen = T.int64(count), argument("heads", [T.int64(count)], "int32")
         rows, chosen_rows = T.int64(len(op.rows or ())), argument("rows", [T.int64(len(op.rows or ()))], "int32")
-        bits = None if hidden_rows is None else argument("visible", list(map(T.int64, hidden_rows)), "bool")
+        arrays = [array for _, array in of_rows if array is not None]
+        constants = iter(constant_arguments([f"constant{i}" for i in range(len(arrays))], arrays))
+        own = zip(of_rows, call.of_steps, strict=True)
+        call = replace(
+            call, of_steps=tuple((*known, *([] if array is None else [next(constants)])) for (_, array), known in own)
+        )
         y = argument("weights", [call.batch, heads, rows, call.kv_length], attention.dtype)
         with T.parallel(materialize(call.batch * heads * rows)) as index:
             head_index, place = materialize(T.truncdiv(index, rows)), materialize(T.truncmod(index, rows))
@@ -133,7 +130,7 @@ def _chosen_weights(op: AttentionProbsOp, profile: CpuProfile, config: Config) -
             h, row = (materialize(T.cast(number, "int64")) for number in (chosen[head], chosen_rows[place]))
             row = materialize(T.Select(row < 0, row + call.q_length, row))
             view = HeadView(y, lambda _, key: [b, head, place, key])
-            products, visibility = call.task(b, h, row, _row_reader(bits, h, place) or call.reader(b, h))
+            products, visibility = call.task(b, h, row, place)
             with T.If(T.And(row >= 0, row < call.q_length)):
                 with T.Then():
                     _write_weights(call, products, visibility, None, view, T.int64(1))
@@ -144,21 +141,13 @@ def _chosen_weights(op: AttentionProbsOp, profile: CpuProfile, config: Config) -
     return function("chosen_weights", body)
 
 
-def _row_reader(bits: Expr | None, h: Expr, place: Expr) -> MaskReader | None:
-    """Reads the chosen row of a static mask, whichever query asks."""
-    if bits is None:
-        return None
-    head = T.int64(0) if int(bits.shape[0]) == 1 else h
-    return lambda _, key: bits[head, place, key]
-
-
 def _write_weights(
     call: Call, products: Products, visibility: TileMask, runs: Runs | None, output: HeadView, rows: Expr
 ) -> None:
     """Two passes over the keys of one task: sums, then weights."""
     config, lanes = call.config, call.profile.vector_lanes("float32")
     sweep = Sweep(products, visibility, config, lanes=lanes, runs=runs)
-    sums = TileRowStats(sweep.scores, config["queries"], config["key_tile"], lanes, with_moments=False)
+    sums = TileRowStats(visibility, config["queries"], config["key_tile"], lanes, with_moments=False)
     writer = WeightsWriter(sums, output, rows, queries=config["queries"], keys=config["keys"], lanes=lanes)
     sweep.prepare()
     sums.clear()

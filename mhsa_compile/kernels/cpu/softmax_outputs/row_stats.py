@@ -6,9 +6,8 @@ Scores s are in units of log2. With a reference m near their maximum, as in `att
     where m becomes m':  U = (U + (m - m') Z) 2^(m - m'),  Z = Z 2^(m - m')
     lse = m ln 2 + ln Z,  entropy = ln Z - ln 2 U / Z
 
-U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small. With m moves
-the key from which the distances of ALiBi are counted, as `attention/score_mods` says: s and m become less by what it
-moves.
+U / Z is the mean distance from m: as m is near the maximum, no term is large where the result is small. With m move
+the origins that a bias is counted from, as `kernels/scores/slopes.py` says: s and m become less by what it moves.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from operator import add
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
+from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
 from mhsa_compile.kernels.cpu.simd.vectors import (
     Chunk,
@@ -53,7 +52,7 @@ class TileRowStats:
 
     def __init__(
         self,
-        scores: ScoreMods,
+        visibility: TileMask,
         queries: int,
         key_tile: int,
         lanes: int,
@@ -61,7 +60,7 @@ class TileRowStats:
         with_moments: bool,
         lower: Callable[[Chunk, Expr], None] | None = None,
     ) -> None:
-        self.scores, self.key_tile, self.columns = scores, key_tile, vectors.chunks(queries, lanes)
+        self.visibility, self.key_tile, self.columns = visibility, key_tile, vectors.chunks(queries, lanes)
         self._lower = lower
         self.reference = scratch((queries,))  # 0 while a row has seen nothing,
         self.limit = scratch((queries,))  # and this -inf: else the reference + RISE
@@ -75,7 +74,7 @@ class TileRowStats:
             at = [T.int64(first)]
             nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
             limit, reference, total = nothing, zero, zero
-            if (sink := self.scores.sink((first, lanes))) is not None:
+            if (sink := self.visibility.sink((first, lanes))) is not None:
                 sink = materialize(sink, "float32", lanes)
                 limit = sink + constant(RISE, lanes)
                 reference = T.Select(sink == nothing, zero, sink)
@@ -126,14 +125,14 @@ class TileRowStats:
         with T.If(any_lane(exceeded, self.columns[0][1])), T.Then():
             for column, top in zip(self.columns, largest, strict=True):
                 self._raise_column(column, top, first_key)
-            self.scores.renew_bias(scores, first_key)
+            self.visibility.renew_bias(scores, first_key)
 
     def _raise_column(self, column: Chunk, top: Expr, key: Expr) -> None:
         at, lanes = [T.int64(column[0])], column[1]
         nothing, zero = constant(-math.inf, lanes), constant(0.0, lanes)
         is_first = load(self.limit, at, lanes) == nothing
         old = materialize(T.Select(is_first, nothing, load(self.reference, at, lanes)), "float32", lanes)
-        lost = self.scores.move(column, top > old, key)
+        lost = self.visibility.move(column, top > old, key)
         if lost is not None and self._lower is not None:
             self._lower(column, lost)
         new = materialize(T.Select(top > old, top if lost is None else top - lost, old), "float32", lanes)
@@ -168,8 +167,8 @@ class TileRowStats:
         at = [T.int64(first)]
         total = materialize(load(self.total, at, lanes), "float32", lanes)
         reference = load(self.reference, at, lanes)
-        if self.scores.op.slopes:
-            reference = reference + self.scores.lack(column)
+        if (lack := self.visibility.lack(column)) is not None:
+            reference = reference + lack
         value = reference * constant(LN_2, lanes) + vector_math.natural_log(total, lanes)
         return T.Select(total == constant(0.0, lanes), constant(-math.inf, lanes), value)
 

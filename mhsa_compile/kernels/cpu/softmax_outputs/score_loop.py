@@ -14,8 +14,6 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.cpu.attention.key_loop import KeyGroup, KeyLoop, Route, Runs, VisitedBlock
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
 from mhsa_compile.kernels.cpu.attention.matmuls import Products
-from mhsa_compile.kernels.cpu.attention.score_mods import ScoreMods
-from mhsa_compile.kernels.cpu.simd import vectors
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, materialize
 from mhsa_compile.kernels.interface.kernel import Config
 
@@ -27,7 +25,7 @@ class Taker(Protocol):
 
     def take(self, scores: RegisterTile, base: Expr, first_key: Expr) -> None:
         """scores[r, c] of key first_key + r, number base + r of its block, and the c-th column of queries, in units of
-        log2; -inf where hidden. Who moves the origins of ALiBi's distances makes the tile again for those after it."""
+        log2; -inf where hidden. Who moves the origins of a bias makes the tile again for those after it."""
         ...
 
     def end_block(self, first_key: Expr, count: Expr) -> None:
@@ -43,31 +41,30 @@ class Sweep:
     ) -> None:
         self.products, self.visibility, self.config = products, visibility, config
         self.runs, self.lanes = runs, lanes
-        self.query_columns = vectors.chunks(config["queries"], lanes)
-        self.scores = ScoreMods(products.operands, visibility, config["queries"], config["key_tile"])
+        visibility.listen(config["key_tile"])
 
     def prepare(self) -> None:
         """Prepares the queries and what is added to scores; to be called once, before the first way."""
         self.products.pack_queries()
-        self.scores.prepare(self.query_columns)
+        self.visibility.prepare()
 
     def ends(self) -> tuple[Expr, Expr]:
         """(first, end): no key outside is visited, and every block inside is."""
-        all_visited = self.runs is None and self.visibility.mask_mod is None
+        all_visited = self.runs is None and not self.visibility.looks
         return self.visibility.seen_by_any() if all_visited else (T.int64(0), T.int64(0))
 
     def over(self, takers: Sequence[Taker]) -> None:
         """Goes over all keys, in their order, and all columns of queries."""
-        visitor = _Handing(self.products, self.visibility, self.scores, takers)
-        # Forwards, whatever the slopes: of equal scores the first key is to stay the first of the largest.
+        visitor = _Handing(self.products, self.visibility, takers)
+        # Forwards, whatever fades: of equal scores the first key is to stay the first of the largest.
         KeyLoop(visitor, self.visibility, self.config, Route(), lanes=self.lanes, runs=self.runs).emit()
 
 
 class _Handing:
     """Computes the scores of each group of keys and hands them over."""
 
-    def __init__(self, products: Products, visibility: TileMask, scores: ScoreMods, takers: Sequence[Taker]) -> None:
-        self.products, self.visibility, self.scores, self.takers = products, visibility, scores, takers
+    def __init__(self, products: Products, visibility: TileMask, takers: Sequence[Taker]) -> None:
+        self.products, self.visibility, self.takers = products, visibility, takers
 
     def begin_block(self) -> None:
         for taker in self.takers:
@@ -76,7 +73,7 @@ class _Handing:
     def add_group(self, group: KeyGroup) -> None:
         tile = self._scores(group)
         key = materialize(group.first_key)
-        self.scores.add_bias(tile, key)
+        self.visibility.add_bias(tile, key)
         for taker in self.takers:
             taker.take(tile, group.base, key)
 
@@ -87,7 +84,7 @@ class _Handing:
     def _scores(self, group: KeyGroup) -> RegisterTile:
         tile = RegisterTile(len(group.rows), group.columns)
         self.products.score(tile, group.rows)
-        self.scores.cap(tile, group.rows, group.base)
+        self.visibility.score(tile, group.rows, group.base)
         if group.hides:
             hide, base, first_key, columns = self.visibility.hide, group.base, group.first_key, group.columns
             tile.each(lambda r, c: hide(tile.get(r, c), base + r, first_key + r, columns[c]))

@@ -90,7 +90,7 @@ def _statistics(op: SoftmaxStatsOp, profile: CpuProfile, config: Config, planned
             b, h = materialize(T.truncdiv(head_index, heads)), materialize(T.truncmod(head_index, heads))
             tile, runs = tile_and_runs(attention, materialize(T.truncmod(index, tiles)), tiles, h, views)
             first_query = materialize(tile * queries)
-            products, visibility = call.task(b, h, first_query, call.reader(b, h))
+            products, visibility = call.task(b, h, first_query)
             gathered = _Gathered(op, products, visibility, call, runs)
             gathered.gather()
             for buffer, value in ((lse, gathered.sums.lse), (entropy, gathered.sums.entropy)):
@@ -117,9 +117,7 @@ class _Gathered:
         self.largest = Candidates(op.top_k, self.queries, self.key_tile, lanes) if op.top_k else None
         # Where origins move, the candidates' scores move with them.
         lower = self.largest.lower if self.largest is not None else None
-        self.sums = TileRowStats(
-            self.sweep.scores, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower
-        )
+        self.sums = TileRowStats(visibility, self.queries, self.key_tile, lanes, with_moments=op.entropy, lower=lower)
 
     def gather(self) -> None:
         self.sweep.prepare()

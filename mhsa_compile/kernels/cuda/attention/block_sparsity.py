@@ -6,15 +6,15 @@ block sees is in no list, so neither time nor memory goes to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_band, seen_in_band
+from mhsa_compile.kernels.common.static_mask import constant_arguments, divided_window, seen_in_window
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
-from mhsa_compile.kernels.interface.ops import AttentionOp, StaticMask, WindowSpec
+from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 
 WORD = 32  # bits
 
@@ -39,14 +39,14 @@ class CudaBlockSparsity:
         return (self.order, self.index, self.visits, self.bits)
 
 
-def plan(mask: StaticMask, band: WindowSpec | None, *, queries: int, keys: int) -> CudaBlockSparsity:
+def plan(pairs: NDArray[np.bool_], window: WindowSpec | None, *, queries: int, keys: int) -> CudaBlockSparsity:
     """Blocks of `queries` rows, tiles of `keys`."""
-    heads, L, S = mask.visible.shape
+    heads, L, S = pairs.shape
     blocks, tiles = -(-L // queries), -(-S // keys)
     order = np.empty((heads, blocks), np.int32)
     index, visits, bits = [0], list[tuple[int, int]](), list[NDArray[np.uint32]]()
     for head in range(heads):
-        visible = mask.visible[head] & seen_in_band(band, range(L), L, S)
+        visible = pairs[head] & seen_in_window(window, range(L), L, S)
         for block in range(blocks):
             rows = np.zeros((queries, tiles * keys), np.bool_)
             part = visible[block * queries : (block + 1) * queries]
@@ -79,11 +79,11 @@ def _words(cells: NDArray[np.bool_]) -> NDArray[np.uint32]:
 
 
 def planned_apart(op: AttentionOp, queries: int, keys: int) -> tuple[AttentionOp, CudaBlockSparsity | None]:
-    """(what is left to the kernel, the plan of a static mask and of as much of the band as it holds)."""
-    if op.static_mask is None:
+    """(what is left to the kernel, the plan of pairs that are known and of as much of the window as it holds)."""
+    if op.pairs is None:
         return op, None
-    held, left = divided_band(op)
-    return replace(op, band=left), plan(op.static_mask, held, queries=queries, keys=keys)
+    window, left = divided_window(op)
+    return left, plan(op.pairs, window, queries=queries, keys=keys)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import math
 from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, attention
-from mhsa_compile.kernels.cuda.attention.score_mods import QUICK_SOFTCAP
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config
@@ -23,7 +22,7 @@ MOST_KEYS = 128
 """The most keys of a tile, where a warp has 16 rows: scores in 64 registers. Half as many with twice the rows."""
 BESIDE_TILES = 55
 """Registers for addresses, copies and the softmax: so many were left where nothing spilt (nvcc and NVRTC 13.0). What
-`_registers` adds for a ring of several stages, lengths, bits and masks was found the same way."""
+`_registers` adds for a ring of several stages, and steps of scores for themselves, was found the same way."""
 
 
 class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
@@ -67,7 +66,7 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
         self, op: AttentionOp, shape: MmaBlockShape, planned: CudaBlockSparsity | None, profile: CudaProfile
     ) -> Expr:
         together = None
-        if not op.captured:  # which take whatever there is
+        if not op.any_step("function"):  # which take whatever there is
             together = occupancy_hint(profile, shape.threads, _registers(op, shape), shape.shared_bytes)
         return attention(op, shape, planned, MmaAttentionBlock, together)
 
@@ -75,13 +74,11 @@ class MmaAttentionKernel(TiledAttentionKernel[MmaBlockShape]):
 def _registers(op: AttentionOp, shape: MmaBlockShape) -> int:
     """The registers that a thread needs so that nothing spills."""
     needed = shape.tile_registers + BESIDE_TILES + (0, 9, 13)[min(shape.stages, 3) - 1]
-    if op.captured:
-        needed += shape.row_tiles * shape.keys + 32
-    if op.mask is not None and op.mask.dtype != "bool":
-        return needed + shape.row_tiles * (shape.keys // 2 + 16)
-    needed += 24 if op.mask is not None or op.static_mask is not None or op.lengths else 0
-    needed += 8 * shape.row_tiles if op.mask is not None and shape.stages > 1 else 0
-    return needed + (40 if op.softcap > QUICK_SOFTCAP else 4 if op.softcap else 0)
+    of_steps: dict[str, int] = {}
+    for step in op.scores:
+        for purpose, count in step.cuda_registers(shape.row_tiles, shape.keys, shape.stages).items():
+            of_steps[purpose] = max(count, of_steps.get(purpose, 0))
+    return needed + sum(of_steps.values())
 
 
 def _blocks(op: AttentionOp, shape: MmaBlockShape) -> float:

@@ -15,18 +15,20 @@ from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 FAR = 1 << 30  # beyond every key, and added to a key's number still an int32
 
 
-def span(band: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr) -> tuple[Expr, Expr]:
+def span(
+    window: WindowSpec | None, first_row: Expr, queries: int, q_length: Expr, kv_length: Expr
+) -> tuple[Expr, Expr]:
     """(first, end): of `queries` rows from `first_row` on, as many as there are, none sees a key outside."""
     first, end = T.int32(0), kv_length
-    if band is None:
+    if window is None:
         return first, end
-    shift = kv_length - q_length if band.alignment == "bottom_right" else T.int32(0)
-    if band.left is not None:
-        first = materialize(T.max(first, T.min(first_row + shift - min(band.left, FAR), kv_length)))
-    if band.right is not None:
+    shift = kv_length - q_length if window.alignment == "bottom_right" else T.int32(0)
+    if window.left is not None:
+        first = materialize(T.max(first, T.min(first_row + shift - min(window.left, FAR), kv_length)))
+    if window.right is not None:
         # Of the rows that there are: the last block may have fewer than `queries`.
         last = T.min(first_row + queries, q_length) - 1
-        end = materialize(T.max(first, T.min(end, last + shift + (min(band.right, FAR) + 1))))
+        end = materialize(T.max(first, T.min(end, last + shift + (min(window.right, FAR) + 1))))
     return first, end
 
 
@@ -46,21 +48,22 @@ class BlockKeyRange:
     ) -> None:
         self.op, self.first_row, self.queries, self.visits = op, first_row, queries, visits
         self.q_length, self.kv_length = q_length, kv_length
-        late = op.band is not None and op.band.alignment == "bottom_right"
-        self.shift = materialize(kv_length - q_length) if late else T.int32(0)  # from a query's number to its place
-        self.left = None if op.band is None or op.band.left is None else min(op.band.left, FAR)
-        self.right = None if op.band is None or op.band.right is None else min(op.band.right, FAR)
+        self.shift = (
+            materialize(kv_length - q_length) if op.from_end else T.int32(0)
+        )  # from a query's number to its place
+        self.left = None if op.window is None or op.window.left is None else min(op.window.left, FAR)
+        self.right = None if op.window is None or op.window.right is None else min(op.window.right, FAR)
 
     def seen_by_any(self) -> tuple[Expr, Expr]:
         """(first, end): no row of the block sees a key outside."""
-        return span(self.op.band, self.first_row, self.queries, self.q_length, self.kv_length)
+        return span(self.op.window, self.first_row, self.queries, self.q_length, self.kv_length)
 
     def seen_by_all(self, first_key: Expr, count: int) -> Expr:
         """Whether every row sees these keys, by all but the bits."""
-        return T.bool(False) if self.op.mask is not None else self.seen_but_for_mask(first_key, count)
+        return T.bool(False) if self.op.any_step("blind") else self.seen_by_place(first_key, count)
 
-    def seen_but_for_mask(self, first_key: Expr, count: int) -> Expr:
-        """Whether every row sees these keys, by all but the bits and the mask that the call brings."""
+    def seen_by_place(self, first_key: Expr, count: int) -> Expr:
+        """Whether every row sees these keys, by all but the bits and what only the call knows."""
         seen = first_key + count <= self.kv_length
         if self.left is not None:
             seen = T.And(seen, first_key >= self.first_row + self.shift + (self.queries - 1 - self.left))

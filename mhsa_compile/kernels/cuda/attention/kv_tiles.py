@@ -29,18 +29,13 @@ class KeyTiles:
 
     def hides(self, turn: Expr, first_key: Expr) -> tuple[Expr | None, Expr]:
         """(the tile's row of bits, whether anything of it is hidden from any row)."""
-        seen = T.bool(False) if functions_hide(self.op) else self.key_range.seen_by_all(first_key, self.keys)
+        seen = self.key_range.seen_by_all(first_key, self.keys)
         if self.visits is None:
             return None, materialize(T.Not(seen), "bool")
         bits_row = self.visits.bits_row(turn)
         # The plan knows neither lengths nor what is counted from them.
-        late = self.op.lengths or self.op.band is not None or functions_hide(self.op)
+        late = self.op.any_step("counts_keys") or self.op.window is not None or self.op.any_step("blind")
         return bits_row, materialize(T.Or(bits_row >= 0, T.Not(seen)) if late else bits_row >= 0, "bool")
-
-
-def functions_hide(op: AttentionOp) -> bool:
-    """Whether a mask_mod hides keys, or a score_mod may, by a score of -inf."""
-    return op.mask_mod is not None or (op.score_mod is not None and op.score_mod.may_be_infinite)
 
 
 def hides_values(op: AttentionOp, *, copied_to_length: bool) -> bool:
@@ -50,5 +45,4 @@ def hides_values(op: AttentionOp, *, copied_to_length: bool) -> bool:
     copy engine knows only the tensor's own last key: from there on it makes zeros, but keys between an entry's length
     and that one are copied as they are, and hidden.
     """
-    masked = any(mask is not None for mask in (op.band, op.mask, op.static_mask))
-    return masked or functions_hide(op) or (op.lengths and not copied_to_length)
+    return op.any_step("hides") or (op.any_step("counts_keys") and not copied_to_length)

@@ -15,12 +15,11 @@ from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles, hides_values
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
-from mhsa_compile.kernels.cuda.attention.score_functions import BlockScoreFunctions
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
 from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
-from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, elements
-from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.inputs import elements, keys_of
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
@@ -105,9 +104,9 @@ def attention(
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, CudaExtraInputs)
+            given = attention_arguments(op)
             views = None if planned is None else plan_arguments(planned)
-            y, inputs, extras = given.output(), given.inputs, given.extras
+            y, inputs = given.output(), given.inputs
             tiles = ceil_div(given.q_length, shape.queries)
             blocks = given.batch * T.int64(op.num_heads) * tiles
             with (
@@ -122,22 +121,19 @@ def attention(
                 visits = None
                 if views is not None:
                     turn, visits = visits_of(views, turn, tiles, h)
-                elif op.band is not None:
+                elif op.window is not None:
                     turn = materialize(tiles - 1 - turn, "int64")  # long rows of a causal head first
                 place = ThreadIndex(thread)
                 first_row = materialize(T.cast(turn * shape.queries, "int32"))
                 numbers, cells = block_type.layout(shape, place, first_row)
                 # 2. What they see, and what their scores are.
-                q_length, kv_length = materialize(T.cast(given.q_length, "int32")), extras.keys(b, given.kv_length)
-                reader = None if given.mask is None else MaskReader(given.mask, b, h)
+                q_length, kv_length = materialize(T.cast(given.q_length, "int32")), keys_of(given, b)
+                parts = thread_parts(given, b, h)
                 key_range = BlockKeyRange(
                     op, first_row, shape.queries, q_length=q_length, kv_length=kv_length, visits=visits
                 )
-                visibility = ScoreMask(key_range, cells, numbers, reader)
-                functions = None
-                if op.captured:
-                    functions = BlockScoreFunctions(op, given.tensors, b, h, key_range)
-                scores = RowScoreMods(op, visibility, extras.sink(h), extras.slope(h), functions)
+                visibility = ScoreMask(key_range, cells, numbers, parts)
+                scores = RowScoreMods(op, visibility)
                 # 3. The block.
                 operands = (
                     elements(inputs[op.query.buffer], op.query, op.head_dim, b, h),

@@ -1,4 +1,4 @@
-"""What of a thread's scores is hidden: by the place of its rows, by a mask that the call brings, by bits known
+"""What of a thread's scores is hidden: by the place of its rows, by steps that only the call knows, by bits known
 beforehand.
 
 A hidden score becomes -inf by a select, so that NaN cannot pass.
@@ -7,15 +7,14 @@ A hidden score becomes -inf by a select, so that NaN cannot pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.score_scale import LARGEST, LOG2_E
 from mhsa_compile.kernels.cuda.attention.block_sparsity import WORD
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
-from mhsa_compile.kernels.cuda.primitives.fragments import Fragment, OfRows, of_row
-from mhsa_compile.kernels.cuda.primitives.inputs import wide
-from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.attention.thread_parts import ThreadPart
+from mhsa_compile.kernels.cuda.primitives.fragments import Fragment
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     ROWS,
@@ -41,50 +40,25 @@ class ScoreMask:
     of a block that sees the keys of `key_range`."""
 
     def __init__(
-        self, key_range: BlockKeyRange, cells: Fragment, numbers: tuple[Expr, ...], mask: OfRows[MaskReader]
+        self, key_range: BlockKeyRange, cells: Fragment, numbers: tuple[Expr, ...], parts: Sequence[ThreadPart]
     ) -> None:
-        self.op, self.key_range, self.cells, self.numbers, self.mask = key_range.op, key_range, cells, numbers, mask
+        self.op, self.key_range, self.cells, self.numbers, self.parts = key_range.op, key_range, cells, numbers, parts
+        self.masking = [part for part in parts if part.masks]
 
     def hide(
         self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int = 0
     ) -> None:
-        """Adds the mask to scores of the keys from `first_key` on, in units of log2; what is hidden becomes -inf. The
+        """Masks scores of the keys from `first_key` on, in units of log2; what is hidden becomes -inf. The
         word `first_word` of a tile's rows of bits is that of `first_key`."""
-        if self.mask is None or not self.cells.in_pairs:
+        if not self.masking or not self.cells.in_pairs:
             self._hide_by_place(scores, tiles, first_key, bits_row, first_word)
             return
         # 1. What the call brings.
-        self._add_mask(scores, tiles, first_key)
+        for part in self.masking:
+            part.add(scores, tiles, first_key, self)
         # 2. Edges, where there are any.
-        with T.If(T.Not(self.key_range.seen_but_for_mask(first_key, tiles * COLUMNS))), T.Then():
+        with T.If(T.Not(self.key_range.seen_by_place(first_key, tiles * COLUMNS))), T.Then():
             self._hide_by_place(scores, tiles, first_key, None, 0)
-
-    def _add_mask(self, scores: Expr, tiles: int, first_key: Expr) -> None:
-        """Adds the mask of the call, two rows at a time, so that enough is under way at once, and not more than there
-        are registers for."""
-        # Every other offset: the one behind it is the other half of a pair.
-        base, offsets = materialize(first_key + self.cells.first), self.cells.offsets(tiles)[::2]
-        readers = [of_row(self.mask, row) for row in range(len(self.numbers))]
-        assert readers[0] is not None
-        # One branch for all rows: it depends on the mask's width and on these keys alone.
-        has_pairs = materialize(readers[0].has_pairs(first_key + tiles * COLUMNS), "bool")
-        for first in range(0, len(readers), 2):
-            rows = [(row, reader) for row, reader in enumerate(readers[first : first + 2], first) if reader is not None]
-            count = len(offsets) * readers[0].pair_words
-            words = registers(len(rows) * count, "uint32")
-            queries = [T.min(self.numbers[row], self.key_range.q_length - 1) for row, _ in rows]
-            with T.If(has_pairs):
-                with T.Then():
-                    for i, (_, reader) in enumerate(rows):
-                        reader.read_pairs(words, i * count, queries[i], base, offsets)
-                with T.Else():
-                    for i, (_, reader) in enumerate(rows):
-                        reader.read_each(words, i * count, queries[i], base, offsets)
-            for i, (row, reader) in enumerate(rows):
-                for number in range(2 * len(offsets)):
-                    at = self.cells.at(row, tiles, number)
-                    element = reader.element(words, i * count + number // 2 * reader.pair_words, number % 2)
-                    set_register(scores, at, self._with_mask(scores[at], element))
 
     def _hide_by_place(
         self, scores: Expr, tiles: int, first_key: Expr, bits_row: Expr | None, first_word: Expr | int
@@ -102,7 +76,7 @@ class ScoreMask:
                 if words is not None:
                     flag = words[offset // WORD] & T.uint32(1 << offset % WORD)
                     score = _select(flag != T.uint32(0), score)
-                if words is None or self.op.lengths:  # else the bits hold what is beyond the last key
+                if words is None or self.op.any_step("counts_keys"):  # else the bits hold what is beyond the last key
                     score = _select(T.int32(offset) < end, score)
                 if first is not None:
                     score = _select(T.int32(offset) >= first, score)
@@ -121,22 +95,15 @@ class ScoreMask:
         return words
 
     def _masked(self, score: Expr, row: int, key: Expr) -> Expr:
-        """A score with what the mask of the call adds to it."""
-        reader = of_row(self.mask, row)
-        if reader is None or self.op.mask is None:
+        """A score after the steps that only the call knows."""
+        if not self.masking:
             return score
         # Beyond the last key the last one's element is read; the number hides it.
         last_key = T.max(T.int32(0), self.key_range.kv_length - 1)
-        element = reader(T.min(self.numbers[row], self.key_range.q_length - 1), T.min(key, last_key))
-        return self._with_mask(score, element)
-
-    def _with_mask(self, score: Expr, element: Expr) -> Expr:
-        """A score with an element of the mask, which says whether it takes part, or what is added to it."""
-        if self.op.mask is not None and self.op.mask.dtype == "bool":
-            return _select(element, score)
-        bias = materialize(wide(element), "float32")
-        # What overflows to -inf in units of log2 hides as -inf does, whatever the score.
-        return T.Select(bias < T.float32(-LARGEST / LOG2_E), T.float32(-math.inf), score + bias * T.float32(LOG2_E))
+        query, key = T.min(self.numbers[row], self.key_range.q_length - 1), T.min(key, last_key)
+        for part in self.masking:
+            score = part.masked(score, row, query, key)
+        return score
 
 
 def _select(seen: Expr, score: Expr) -> Expr:

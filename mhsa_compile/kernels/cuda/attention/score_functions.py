@@ -1,4 +1,4 @@
-"""mask_mod and score_mod on a GPU: each thread computes its own cells, number by number.
+"""Functions of scores on a GPU: each thread computes its own cells, number by number.
 
 What depends on neither key nor score is computed once for a row and a tile, the rest with each score. Cells beyond the
 last query or key take the last one's place, so that no tensor is read outside; they are hidden after that.
@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.score_emission import ScoreEmission, Value
+from mhsa_compile.kernels.common.score_emission import ScoreEmission, TracedFunction, Value
 from mhsa_compile.kernels.common.score_scale import LOG2_E
-from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
+from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.primitives.inputs import wide
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
-from mhsa_compile.kernels.interface.ops import AttentionOp
 
 _FUNCTIONS = {"exp": T.exp, "exp2": T.exp2, "log": T.log, "tanh": T.tanh, "sqrt": T.sqrt}
 
@@ -52,66 +51,61 @@ class _CudaArithmetic:
         return Value(materialize(element, str(buffer.dtype)), str(buffer.dtype))
 
 
-class BlockScoreFunctions:
-    """The functions of an attention, for queries of batch entry `b` and head `h`; `tensors` are all that they
-    capture."""
+class ThreadFunction:
+    """A function for queries of batch entry `b` and head `h`."""
 
-    def __init__(self, op: AttentionOp, tensors: Sequence[Expr], b: Expr, h: Expr, key_range: BlockKeyRange) -> None:
-        self.op, self.key_range = op, key_range
+    def __init__(self, traced: TracedFunction, b: Expr, h: Expr) -> None:
         self._head = {"b": _place(b), "h": _place(h)}
-        self._emissions = {}
-        for name, part in op.captured.items():
-            arithmetic = _CudaArithmetic(tensors[part])
-            self._emissions[name] = ScoreEmission(op, getattr(op, name), op.tensors[part], arithmetic)
+        self._emission = ScoreEmission(traced, _CudaArithmetic(traced.buffers))
 
-    def of_row(self, number: Expr) -> RowScoreFunctions:
-        """The functions for the query of this number among all."""
-        last = self.key_range.q_length - 1
-        place = materialize(T.min(number, last) + self.key_range.shift)
-        places = {**self._head, "q_idx": Value(place, "int32")}
-        return RowScoreFunctions(self._emissions, places, self.key_range.kv_length - 1)
+    def of_row(self, mask: ScoreMask, row: int) -> RowFunction:
+        """The function for a row of the thread."""
+        keys = mask.key_range
+        place = materialize(T.min(mask.numbers[row], keys.q_length - 1) + keys.shift)
+        return RowFunction(self._emission, {**self._head, "q_idx": Value(place, "int32")}, keys.kv_length - 1)
 
 
-class RowScoreFunctions:
-    """The functions for one query, with what they need to know of it computed here and now."""
+class RowFunction:
+    """A function for one query, with what it needs to know of it computed here and now."""
 
-    def __init__(self, emissions: dict[str, ScoreEmission], places: dict[str, Value], last_key: Expr) -> None:
-        self._emissions, self._last_key = emissions, last_key
-        self._known, self._flags = dict[str, dict[int, Value]](), dict[str, list[Value]]()
-        for name, emission in emissions.items():
-            early = [n for n, leaves in enumerate(emission.dependences) if not leaves & {"score", "kv_idx"}]
-            known: dict[int, Value] = {}
-            flags: list[Value] = []
-            emission.emit(early, places, known, flags)
-            steps = emission.function.steps
-            self._known[name] = {
-                n: value if steps[n].op == "constant" else emission.arithmetic.kept(value) for n, value in known.items()
-            }
-            self._flags[name] = [emission.arithmetic.kept(flag) for flag in flags]
+    def __init__(self, emission: ScoreEmission, places: dict[str, Value], last_key: Expr) -> None:
+        self._emission, self._last_key = emission, last_key
+        early = [n for n, leaves in enumerate(emission.dependences) if not leaves & {"score", "kv_idx"}]
+        known: dict[int, Value] = {}
+        flags: list[Value] = []
+        emission.emit(early, places, known, flags)
+        steps, kept = emission.function.steps, emission.arithmetic.kept
+        self._known = {n: value if steps[n].op == "constant" else kept(value) for n, value in known.items()}
+        self._flags = [kept(flag) for flag in flags]
 
     def score(self, score: Expr, number: Expr) -> Expr:
-        """What becomes of the score of this query and the key of this number, in units of log2 before and after: -inf
-        where the key is hidden, NaN where a function has no value."""
-        key = Value(materialize(T.min(number, self._last_key)), "int32")
-        if (emission := self._emissions.get("score_mod")) is not None:
-            score = materialize(score, "float32")
-            natural = Value(score * T.float32(math.log(2)), "float32")
-            known, holds = self._late("score_mod", {"kv_idx": key, "score": natural})
-            made = emission.scaled(known, Value(score, "float32"), LOG2_E, 1)
-            score = T.Select(holds, made, T.float32(math.nan)) if holds is not None else made
-        if (emission := self._emissions.get("mask_mod")) is not None:
-            score = materialize(score, "float32")
-            known, holds = self._late("mask_mod", {"kv_idx": key})
-            seen = known[len(emission.function.steps) - 1].expr
-            score = T.Select(seen, score, T.float32(-math.inf))
-            score = T.Select(holds, score, T.float32(math.nan)) if holds is not None else score
-        return score
+        """What becomes of the score of this query and the key of this number, in units of log2 before and after; NaN
+        where the function has no value."""
+        key = self._key(number)
+        score = materialize(score, "float32")
+        natural = Value(score * T.float32(math.log(2)), "float32")
+        known, holds = self._late({"kv_idx": key, "score": natural})
+        return self._where(holds, self._emission.scaled(known, Value(score, "float32"), LOG2_E, 1))
 
-    def _late(self, name: str, leaves: dict[str, Value]) -> tuple[dict[int, Value], Expr | None]:
+    def hidden(self, score: Expr, number: Expr) -> Expr:
+        """A score, -inf where the function says that its key is hidden."""
+        key = self._key(number)
+        score = materialize(score, "float32")
+        known, holds = self._late({"kv_idx": key})
+        seen = known[len(self._emission.function.steps) - 1].expr
+        return self._where(holds, T.Select(seen, score, T.float32(-math.inf)))
+
+    def _key(self, number: Expr) -> Value:
+        return Value(materialize(T.min(number, self._last_key)), "int32")
+
+    def _where(self, holds: Expr | None, score: Expr) -> Expr:
+        return score if holds is None else T.Select(holds, score, T.float32(math.nan))
+
+    def _late(self, leaves: dict[str, Value]) -> tuple[dict[int, Value], Expr | None]:
         """(the values of all steps, whether all that must hold does; None where that is nothing)."""
-        emission = self._emissions[name]
-        known, flags = dict(self._known[name]), list(self._flags[name])
-        emission.emit([n for n in range(len(emission.function.steps)) if n not in known], leaves, known, flags)
+        known, flags = dict(self._known), list(self._flags)
+        steps = range(len(self._emission.function.steps))
+        self._emission.emit([n for n in steps if n not in known], leaves, known, flags)
         return known, functools.reduce(T.And, (flag.expr for flag in flags)) if flags else None
 
 

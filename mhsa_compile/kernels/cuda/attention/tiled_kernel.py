@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from mhsa_compile.kernels.common.score_scale import why_not_scores
+from mhsa_compile.kernels.common.static_mask import why_not_plan
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, planned_apart
 from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
@@ -60,9 +61,7 @@ class TiledAttentionKernel(ABC, Generic[Shape]):
     def why_not(self, op: AttentionOp, profile: CudaProfile) -> str | None:
         if op.dtype not in self.dtypes:
             return f"of {self.dtypes_in_words}, not {op.dtype}"
-        if op.static_mask is not None and op.mask is not None:
-            return "a static mask or one that the call brings, not both"
-        return why_not_widths(op) or why_not_scores(op, functions=self.functions)
+        return why_not_plan(op, "cuda") or why_not_widths(op) or why_not_scores(op, functions=self.functions)
 
     def why_not_config(self, op: AttentionOp, profile: CudaProfile, config: Config) -> str | None:
         if reason := unknown_knobs(config, self.knobs) or self.why_not_knobs(config):

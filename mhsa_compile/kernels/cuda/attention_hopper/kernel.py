@@ -88,5 +88,5 @@ class HopperAttentionKernel(TiledAttentionKernel[HopperBlockShape]):
 
 def _registers(op: AttentionOp, shape: HopperBlockShape) -> int:
     """The registers that a thread that computes needs so that nothing spills."""
-    masks = (_MASK + shape.keys // 4 if op.mask is not None else 0) + (_BITS if op.static_mask is not None else 0)
+    masks = (_MASK + shape.keys // 4 if op.any_step("blind") else 0) + (_BITS if op.pairs is not None else 0)
     return shape.tile_registers + _BESIDE[shape.consumers] + masks

@@ -20,14 +20,14 @@ from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.kv_tiles import KeyTiles
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask, rows_of
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.attention_hopper.consumer import AttentionConsumer
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import AttentionSharedMemory, HopperBlockShape
 from mhsa_compile.kernels.cuda.attention_hopper.tile_scheduler import Schedule, scheduled
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
 from mhsa_compile.kernels.cuda.primitives.fragments import QuadFragment
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import Tensor
-from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs
-from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
 from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS, Slots
 from mhsa_compile.kernels.cuda.primitives.warp import (
     ROWS,
@@ -56,7 +56,7 @@ class Items:
 
     op: AttentionOp
     shape: HopperBlockShape
-    given: AttentionArguments[CudaExtraInputs]
+    given: AttentionArguments
     views: list[Expr] | None
     schedule: Schedule
     block: Expr
@@ -77,24 +77,24 @@ class Items:
             turn, h, tiles = (T.cast(number, "int64") for number in (turn, h, self.schedule.tiles))
             tile, visits = visits_of(self.views, turn, tiles, h)
             return T.cast(tile, "int32"), visits
-        return (self.schedule.tiles - 1 - turn if self.op.band is not None else turn), None  # long rows first
+        return (self.schedule.tiles - 1 - turn if self.op.window is not None else turn), None  # long rows first
 
     def key_range(self, rows: ItemRows, b: Expr) -> BlockKeyRange:
         """Which keys an item's rows see."""
         given = self.given
         q_length = materialize(T.cast(given.q_length, "int32"))
-        kv_length = given.extras.keys(T.cast(b, "int64"), given.kv_length)
+        kv_length = keys_of(given, T.cast(b, "int64"))
         return BlockKeyRange(
             self.op, rows.first, self.shape.queries, q_length=q_length, kv_length=kv_length, visits=rows.visits
         )
 
     def score_mask(self, rows: ItemRows, place: ThreadIndex, b: Expr, h: Expr) -> ScoreMask:
         """What is hidden of the scores of the thread at `place`."""
-        mask, warps = self.given.mask, self.shape.consumer_threads // WARP
+        warps = self.shape.consumer_threads // WARP
         numbers = rows_of(place, rows.first, self.shape.queries, warps)
         cells = QuadFragment(place)
-        reader = None if mask is None else MaskReader(mask, T.cast(b, "int64"), T.cast(h, "int64"))
-        return ScoreMask(self.key_range(rows, b), cells, numbers, reader)
+        parts = thread_parts(self.given, T.cast(b, "int64"), T.cast(h, "int64"))
+        return ScoreMask(self.key_range(rows, b), cells, numbers, parts)
 
 
 def attention(
@@ -105,7 +105,7 @@ def attention(
         with T.prim_func():
             T.func_name("attention")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, CudaExtraInputs)
+            given = attention_arguments(op)
             views = None if planned is None else plan_arguments(planned)
             sizes = batch, q_length, _ = given.batch, given.q_length, given.kv_length
             # 1. The operands as the copy engine sees them.
@@ -142,7 +142,7 @@ def attention(
     return builder.get()
 
 
-def _tensors(shape: HopperBlockShape, given: AttentionArguments[CudaExtraInputs], y: Expr) -> list[Tensor]:
+def _tensors(shape: HopperBlockShape, given: AttentionArguments, y: Expr) -> list[Tensor]:
     """Q, K and V in boxes of the tiles that are loaded, Y in those of one warp. Where there is no query, nothing is
     launched, so no map is filled in; where there is no key, those of K and V are of what is there."""
     op, batch, q_length, kv_length = given.op, given.batch, given.q_length, given.kv_length
@@ -203,8 +203,7 @@ def _compute(items: Items, memory: AttentionSharedMemory, place: ThreadIndex, ou
 
     def item(rows: ItemRows, b: Expr, h: Expr) -> None:
         visibility = items.score_mask(rows, place, b, h)
-        head, extras = T.cast(h, "int64"), items.given.extras
-        scores = RowScoreMods(items.op, visibility, extras.sink(head), extras.slope(head))
+        scores = RowScoreMods(items.op, visibility)
         consumer.item(visibility, scores, b, h)
 
     items.each(item)

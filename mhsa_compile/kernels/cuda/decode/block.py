@@ -20,14 +20,14 @@ from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.attention.key_range import BlockKeyRange
 from mhsa_compile.kernels.cuda.attention.masking import ScoreMask
 from mhsa_compile.kernels.cuda.attention.score_mods import RowScoreMods
+from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
 from mhsa_compile.kernels.cuda.decode.block_shape import WORD, DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.online_softmax import Area
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv, SplitPart
 from mhsa_compile.kernels.cuda.decode.warp_fp32 import SimtWarp
 from mhsa_compile.kernels.cuda.decode.warp_mma import TensorWarp
 from mhsa_compile.kernels.cuda.primitives import smem_pipeline
-from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, elements
-from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.cuda.primitives.inputs import elements
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element, SharedTiles
 from mhsa_compile.kernels.cuda.primitives.warp import (
     Expr,
@@ -48,7 +48,7 @@ CHUNK = 4  # columns that a thread writes at a time
 class Arrays:
     """The arguments of the kernel. `workspace` is (slots, rows, words of a result), float32."""
 
-    given: AttentionArguments[CudaExtraInputs]
+    given: AttentionArguments
     y: Expr
     workspace: Expr
 
@@ -123,18 +123,16 @@ class DecodeBlock:
     def _semantics(self, part: SplitPart) -> tuple[ScoreMask, RowScoreMods]:
         """What the rows of this thread see, and what their scores are: row r is query r / ratio of head r % ratio."""
         assert isinstance(self.op.q_length, int)
-        L, extras, mask = self.op.q_length, self.arrays.given.extras, self.arrays.given.mask
+        L = self.op.q_length
         queries, heads = zip(*(self._row(part, row) for row in self.warp.rows), strict=True)
         b = T.cast(part.b, "int64")
         cells = self.warp.cells(T.And(self.place.warp == 0, part.begins))
-        readers = None if mask is None else tuple(MaskReader(mask, b, head) for head in heads)
+        parts = thread_parts(self.arrays.given, b, heads)
         key_range = BlockKeyRange(
             self.op, T.int32(0), L, q_length=T.int32(L), kv_length=part.entry.kv_length, visits=None
         )
-        visibility = ScoreMask(key_range, cells, queries, readers)
-        sinks = tuple(extras.sink(head) for head in heads) if self.op.sinks else None
-        slopes = tuple(extras.slope(head) for head in heads) if self.op.slopes else None
-        return visibility, RowScoreMods(self.op, visibility, sinks, slopes)
+        visibility = ScoreMask(key_range, cells, queries, parts)
+        return visibility, RowScoreMods(self.op, visibility)
 
     def _row(self, part: SplitPart, row: Expr) -> tuple[Expr, Expr]:
         """(query, head) of a row."""

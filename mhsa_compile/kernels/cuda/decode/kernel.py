@@ -18,7 +18,7 @@ from mhsa_compile.kernels.cuda.decode import combine
 from mhsa_compile.kernels.cuda.decode.block import Arrays, DecodeBlock
 from mhsa_compile.kernels.cuda.decode.block_shape import DecodeBlockShape
 from mhsa_compile.kernels.cuda.decode.split_kv import CudaSplitKv
-from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, why_not_widths
+from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
 from mhsa_compile.kernels.cuda.primitives.warp import (
     MOST_REGISTERS,
     Expr,
@@ -89,8 +89,8 @@ class CudaDecodeKernel:
 
 def _shape(op: AttentionOp, config: Config) -> DecodeBlockShape:
     keys, stages, warps = (config[knob] for knob in KNOBS[:3])
-    terms = sum((op.band is not None, op.mask is not None, op.softcap > 0, op.sinks, op.slopes))
-    hides_values = op.mask is not None or (op.band is not None and op.q_length != 1)
+    terms = sum(not step.counts_keys for step in op.scores)
+    hides_values = op.any_step("blind") or (op.any_step("hides") and op.q_length != 1)
     return DecodeBlockShape(
         rows_of_key_head(op), keys, stages, warps, op.head_dim, op.v_head_dim, op.dtype, terms, hides_values
     )
@@ -102,7 +102,7 @@ def _decode(op: AttentionOp, shape: DecodeBlockShape, blocks: int, count: int) -
         with T.prim_func():
             T.func_name("decode")
             T.func_attr({"tirx.noalias": True})
-            given = attention_arguments(op, CudaExtraInputs)
+            given = attention_arguments(op)
             y = given.output()
             slots = [T.int64(size) for size in (2 * count, shape.rows, shape.result_pitch)]
             arrays = Arrays(given, y, argument("workspace", slots, "float32"))

@@ -17,7 +17,7 @@ from tvm.tirx.script import builder as T
 
 from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.attention.key_range import span
-from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs
+from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
     Expr,
@@ -57,13 +57,13 @@ class SplitPart:
 class CudaSplitKv:
     """`count` shares. Numbers are int32: there are fewer than 2^31 pieces. All lanes of a warp have to ask together."""
 
-    def __init__(self, given: AttentionArguments[CudaExtraInputs], lane: Expr, *, piece: int, count: int) -> None:
+    def __init__(self, given: AttentionArguments, lane: Expr, *, piece: int, count: int) -> None:
         op = self.op = given.op
         assert isinstance(op.q_length, int)
-        self.kv_length, self.extras, self.lane, self.piece = given.kv_length, given.extras, lane, piece
+        self.given, self.lane, self.piece = given, lane, piece
         self.batch = materialize(T.cast(given.batch, "int32"))
         self.heads = op.num_kv_heads
-        self.alike = None if op.lengths else self._entry(T.int64(0))
+        self.alike = None if op.any_step("counts_keys") else self._entry(T.int64(0))
         total = self._sum() if self.alike is None else self.batch * self.heads * self.alike.pieces
         self.total = materialize(total)
         # The first `more` shares have one piece more than `least`.
@@ -129,8 +129,8 @@ class CudaSplitKv:
 
     def _entry(self, b: Expr) -> SplitEntry:
         assert isinstance(self.op.q_length, int)
-        keys, rows = self.extras.keys(b, self.kv_length), self.op.q_length
-        first, end = span(self.op.band, T.int32(0), rows, T.int32(rows), keys)
+        keys, rows = keys_of(self.given, b), self.op.q_length
+        first, end = span(self.op.window, T.int32(0), rows, T.int32(rows), keys)
         # One that sees no key has a piece as well: somebody must write its zeros.
         pieces = materialize(T.max(T.int32(1), T.truncdiv(end - first + (self.piece - 1), T.int32(self.piece))))
         return SplitEntry(keys, first, end, pieces)

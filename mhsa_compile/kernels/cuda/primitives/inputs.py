@@ -1,4 +1,4 @@
-"""Where the operands of an attention lie on a GPU, and what it takes besides Q, K and V."""
+"""Where the operands of an attention lie on a GPU, and how many keys there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.kernels.common.attention_args import ExtraInputs
+from mhsa_compile.kernels.common.attention_args import AttentionArguments
 from mhsa_compile.kernels.cuda.primitives.smem_pipeline import Element
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
@@ -33,17 +33,9 @@ def wide(element: Expr) -> Expr:
     return element if element.ty.dtype == "float32" else T.cast(element, "float32")
 
 
-class CudaExtraInputs(ExtraInputs):
-    """The extra inputs of an attention on a GPU; numbers of keys are int32 here."""
-
-    def keys(self, b: Expr, kv_length: Expr) -> Expr:
-        return materialize(T.cast(self.held(b, kv_length), "int32"))
-
-    def settled(self, value: Expr) -> Expr:
-        return materialize(value, "float32")
-
-    def element(self, buffer: Expr, head: Expr) -> Expr:
-        return wide(buffer[head])
+def keys_of(given: AttentionArguments, b: Expr) -> Expr:
+    """How many keys batch entry b has, int32."""
+    return materialize(T.cast(given.keys(b), "int32"))
 
 
 def elements(buffer: Expr, place: HeadLayout, head_dim: int, b: Expr, head: Expr) -> Element:

@@ -46,14 +46,14 @@ class CudaAttentionProbsKernel(Fixed):
         return why_not_scores(op.attention)
 
     def emit(self, op: AttentionProbsOp, profile: TargetProfile, config: Config) -> Emitted:
-        mask, chosen = op.attention.static_mask, (op.heads, op.rows)
+        pairs, chosen = op.attention.pairs, (op.heads, op.rows)
         numbers = [np.array(of_axis, np.int32) for of_axis in chosen if of_axis is not None]
-        return Emitted(_weights(op), constants=(*([] if mask is None else [packed_bits(mask)]), *numbers))
+        return Emitted(_weights(op), constants=(*([] if pairs is None else [packed_bits(pairs)]), *numbers))
 
 
 def _weights(op: AttentionProbsOp) -> Expr:
     attention = op.attention
-    count = ROWS if attention.static_mask is None else ROWS_WITH_BITS
+    count = ROWS if attention.pairs is None else ROWS_WITH_BITS
     with IRBuilder() as builder, T.prim_func():
         T.func_name("weights")
         T.func_attr({"tirx.noalias": True})

@@ -3,7 +3,7 @@
 It is what looks into a softmax: float32 throughout, for any width of heads, without tensor cores. What a lane reads of
 its key serves all rows of the warp; rows of queries are the same for all lanes, and come from the first cache.
 
-A score has two parts, in units of log2: base + slope * (key - place of the row). The distances of ALiBi enter only as
+A score has two parts, in units of log2: base + tilt * (key - place of the row). Distances enter only as
 differences between two keys of a row. So they are small, and exact, wherever its largest scores lie.
 """
 
@@ -20,9 +20,9 @@ from tvm.tirx.script import builder as T
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.common.head_layout import head_view
-from mhsa_compile.kernels.common.score_scale import LOG2_E, score_factor
-from mhsa_compile.kernels.cuda.primitives.inputs import CudaExtraInputs, wide
-from mhsa_compile.kernels.cuda.primitives.mask_reader import MaskReader
+from mhsa_compile.kernels.common.score_scale import LOG2_E
+from mhsa_compile.kernels.cuda.attention.thread_parts import thread_parts
+from mhsa_compile.kernels.cuda.primitives.inputs import keys_of
 from mhsa_compile.kernels.cuda.primitives.vector_copy import Piece, piece_of, row_steps
 from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
@@ -31,32 +31,32 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     registers,
     set_register,
 )
-from mhsa_compile.kernels.interface.ops import AttentionOp, StaticMask
+from mhsa_compile.kernels.interface.ops import AttentionOp
 
 ROWS, WARPS = 4, 4
 """Rows of a warp, and warps of a block."""
 FAR = 1 << 30  # beyond every key
 
 
-def packed_bits(mask: StaticMask) -> NDArray[np.uint32]:
+def packed_bits(pairs: NDArray[np.bool_]) -> NDArray[np.uint32]:
     """(1 or H, L, words): bit i of word w says whether the query sees key 32 w + i."""
-    heads, L, S = mask.visible.shape
+    heads, L, S = pairs.shape
     padded = np.zeros((heads, L, -(-S // WARP) * WARP), np.bool_)
-    padded[:, :, :S] = mask.visible
+    padded[:, :, :S] = pairs
     return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
 
 
 @dataclass(frozen=True)
-class RowCall(AttentionArguments[CudaExtraInputs]):
+class RowCall(AttentionArguments):
     """The arguments of a call that looks into an attention, those of the attention and a static mask's bits."""
 
     bits: Expr | None
 
     @classmethod
     def arguments(cls, op: AttentionOp) -> RowCall:
-        given, bits = attention_arguments(op, CudaExtraInputs), None
-        if op.static_mask is not None:
-            heads, L, S = op.static_mask.visible.shape
+        given, bits = attention_arguments(op), None
+        if op.pairs is not None:
+            heads, L, S = op.pairs.shape
             bits = argument("bits", [T.int64(heads), T.int64(L), T.int64(-(-S // WARP))], "uint32")
         return cls(**vars(given), bits=bits)
 
@@ -68,16 +68,18 @@ class RowScores:
         op = self.op = call.op
         self.lane, self.bits, self._head = lane, call.bits, h
         queries = materialize(T.cast(call.q_length, "int32"))
-        self.kv_length, self._is_asked = call.extras.keys(b, call.kv_length), queries > 0
-        self.sink, self.slope = call.extras.sink(h), call.extras.slope(h)
+        self.kv_length, self._is_asked = keys_of(call, b), queries > 0
+        self._parts = thread_parts(call, b, h)
+        for part in self._parts:
+            part.read()
+        self.sink = next((sink for part in self._parts if (sink := part.sink(0)) is not None), None)
+        self.tilt = next((tilt for part in self._parts if (tilt := part.tilt()) is not None), None)
         self.rows = [materialize(T.max(T.int32(0), T.min(number, queries - 1))) for number in numbers]
-        late = op.band is not None and op.band.alignment == "bottom_right"
-        shift = materialize(self.kv_length - queries) if late else T.int32(0)
+        shift = materialize(self.kv_length - queries) if op.from_end else T.int32(0)
         self.places = [materialize(row + shift) for row in self.rows]
-        left, right = (None, None) if op.band is None else (op.band.left, op.band.right)
+        left, right = (None, None) if op.window is None else (op.window.left, op.window.right)
         self._left = None if left is None else [materialize(place - min(left, FAR)) for place in self.places]
         self._end = self._ends(right)
-        self._mask = None if call.mask is None else MaskReader(call.mask, b, h)
         group = T.int64(op.num_heads // op.num_kv_heads)
         self._query = head_view(call.inputs[op.query.buffer], op.query, op.head_dim, b, h)
         key_head = materialize(T.truncdiv(h, group), "int64")
@@ -176,15 +178,14 @@ class RowScores:
                     set_register(self.bases, r, self.bases[r] + of_query[i] * of_key[i])
 
     def _scaled(self, product: Expr) -> Expr:
-        score = product * T.float32(score_factor(self.op))
-        return T.tanh(score) * T.float32(self.op.softcap * LOG2_E) if self.op.softcap else score
+        own = (part.exact(product) for part in self._parts)
+        score = next((score for score in own if score is not None), product * T.float32(self.op.scale * LOG2_E))
+        for part in self._parts:
+            score = part.element(score)
+        return score
 
     def _masked(self, base: Expr, row: Expr, key: Expr) -> Expr:
-        """A base with what the mask of the call adds to it."""
-        if self._mask is None or self.op.mask is None:
-            return base
-        element, hidden = self._mask(row, key), T.float32(-math.inf)
-        if self.op.mask.dtype == "bool":
-            return T.Select(element, base, hidden)
-        bias = materialize(wide(element) * T.float32(LOG2_E), "float32")
-        return T.Select(bias == hidden, hidden, base + bias)
+        """A base after the steps that only the call knows."""
+        for part in self._parts:
+            base = part.masked(base, 0, row, key)
+        return base

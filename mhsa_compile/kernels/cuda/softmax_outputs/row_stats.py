@@ -61,9 +61,9 @@ class WarpRowStats:
     def beyond(self, base: Expr, key: Expr, other_base: Expr, other_key: Expr) -> Expr:
         """How far a score of a row is above another one."""
         distance = base - other_base
-        if self.scores.slope is None:
+        if self.scores.tilt is None:
             return distance
-        return distance + self.scores.slope * T.cast(key - other_key, "float32")
+        return distance + self.scores.tilt * T.cast(key - other_key, "float32")
 
     def take(self, first_key: Expr) -> None:
         """Adds the bases that have just been made to the sums."""

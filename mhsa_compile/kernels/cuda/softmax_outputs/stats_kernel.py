@@ -44,8 +44,8 @@ class CudaSoftmaxStatsKernel(Fixed):
         return why_not_scores(op.attention)
 
     def emit(self, op: SoftmaxStatsOp, profile: TargetProfile, config: Config) -> Emitted:
-        mask = op.attention.static_mask
-        return Emitted(_statistics(op), constants=() if mask is None else (packed_bits(mask),))
+        pairs = op.attention.pairs
+        return Emitted(_statistics(op), constants=() if pairs is None else (packed_bits(pairs),))
 
 
 def _statistics(op: SoftmaxStatsOp) -> Expr:

@@ -1,0 +1,42 @@
+"""Batch entries with numbers of keys of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+
+from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
+from mhsa_compile.kernels.interface.score_step import Array, Expr, ScoreStep
+
+
+@dataclass(frozen=True)
+class Lengths(ScoreStep):
+    """An input (B,) int64 says how many keys of each batch entry there are, held to 0 .. S: the others are hidden, and
+    places that are counted from the last key are counted from that number."""
+
+    extra = "lengths"
+    counts_keys = True
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return (("lengths", TensorInput("int64", (op.batch,))),)
+
+    def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
+        return {"masks": 24}
+
+    def keys(self, own: Sequence[Expr], b: Expr, count: Expr) -> Expr:
+        return tirx.max(tirx.const(0, "int64"), tirx.min(count, own[0][b]))
+
+    def drawn(self, rng: np.random.Generator, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[Array]:
+        """More than any: all keys."""
+        ((dtype, shape),) = kinds
+        return [np.full(shape, np.iinfo(np.int32).max, dtype)]
+
+    def summary(self) -> str:
+        return "lengths"
+
+    def semantics(self) -> dict[str, Any]:
+        return {"lengths": "a number of keys for each batch entry"}

@@ -1,0 +1,31 @@
+"""The steps of scores, in the order in which they act: what bends scores, what hides keys, what is added in the end."""
+
+from __future__ import annotations
+
+from mhsa_compile.kernels.interface.score_step import ScoreStep
+from mhsa_compile.kernels.scores.band import Band
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.lengths import Lengths
+from mhsa_compile.kernels.scores.mask_mod import MaskMod
+from mhsa_compile.kernels.scores.score_mod import ScoreMod
+from mhsa_compile.kernels.scores.sinks import Sinks
+from mhsa_compile.kernels.scores.slopes import Slopes
+from mhsa_compile.kernels.scores.softcap import Softcap
+from mhsa_compile.kernels.scores.static_mask import StaticMask
+
+STEPS: tuple[type[ScoreStep], ...] = (
+    Softcap,
+    ScoreMod,
+    StaticMask,
+    CallMask,
+    MaskMod,
+    Band,
+    Lengths,
+    Sinks,
+    Slopes,
+)
+
+
+def in_order(*steps: ScoreStep | None) -> tuple[ScoreStep, ...]:
+    """Those that there are, in the order of STEPS."""
+    return tuple(sorted((step for step in steps if step is not None), key=lambda step: STEPS.index(type(step))))

@@ -1,0 +1,92 @@
+"""A score of no key: a sink takes its share of the softmax, and has no value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.plain_parts import PlainMath, PlainPart, PlainTask
+from mhsa_compile.kernels.common.score_scale import LARGEST
+from mhsa_compile.kernels.cpu.score_parts import CpuMath, RowPart, RowTask, TilePart, TileTask
+from mhsa_compile.kernels.cpu.simd.vectors import Chunk, splat
+from mhsa_compile.kernels.cpu.simd.vectors import materialize as kept
+from mhsa_compile.kernels.cuda.attention.thread_parts import CudaMath, ThreadPart, ThreadTask
+from mhsa_compile.kernels.cuda.primitives.fragments import OfRows, of_row
+from mhsa_compile.kernels.cuda.primitives.warp import materialize
+from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
+from mhsa_compile.kernels.interface.score_step import Array, Expr, RowMeaning, ScoreStep, SomeRows
+
+
+@dataclass(frozen=True)
+class Sinks(ScoreStep):
+    """An input (H,) of the attention's dtype holds for each head one more score that every query sees, after all that
+    is done to the others."""
+
+    extra = "sinks"
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return (("sinks", TensorInput(op.dtype, (op.num_heads,))),)
+
+    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+        return RowMeaning(sinks=own[0])
+
+    def summary(self) -> str:
+        return "sinks"
+
+    def semantics(self) -> dict[str, Any]:
+        return {"sinks": True}
+
+    def plain(self, task: PlainTask) -> PlainPart:
+        return _Plain(self, task)
+
+    def cpu_tile(self, task: TileTask) -> TilePart:
+        return _Tile(self, task)
+
+    def cpu_rows(self, task: RowTask) -> RowPart:
+        return _Rows(self, task)
+
+    def cuda_rows(self, task: ThreadTask) -> ThreadPart:
+        return _Thread(self, task)
+
+
+def _held(sink: Expr) -> Expr:
+    """An infinite sink is held to the largest number: what is infinitely below its row's maximum has a weight of 0, but
+    the maximum itself must be one that can be subtracted from."""
+    largest = T.float32(LARGEST)
+    return T.Select(sink > largest, largest, sink)
+
+
+class _Plain(PlainPart):
+    def sink(self, h: Expr) -> Expr:
+        return PlainMath().element(self.task.own[0], [h])
+
+
+class _Tile(TilePart):
+    def __init__(self, step: Sinks, task: TileTask) -> None:
+        super().__init__(step, task)
+        self._sink = kept(_held(CpuMath().element(task.own[0], [task.h])), "float32")
+
+    def sink(self, column: Chunk) -> Expr:
+        return splat(self._sink, column[1])
+
+
+class _Rows(RowPart):
+    sink_of_heads = True
+
+    def sink(self, head: Expr) -> Expr:
+        return kept(_held(CpuMath().element(self.task.own[0], [self.task.first_head + head])), "float32")
+
+
+class _Thread(ThreadPart):
+    def read(self) -> None:
+        heads = self.task.heads
+        self._sinks: OfRows[Expr] = tuple(map(self._of, heads)) if isinstance(heads, tuple) else self._of(heads)
+
+    def _of(self, head: Expr) -> Expr:
+        return materialize(_held(CudaMath().element(self.task.own[0], [head])), "float32")
+
+    def sink(self, row: int) -> Expr:
+        return of_row(self._sinks, row)

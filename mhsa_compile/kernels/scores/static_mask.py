@@ -1,0 +1,86 @@
+"""A mask that is known when the attention is compiled. Tiled kernels make a plan of `pairs`, which skips what no row of
+a tile sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.kernels.common.plain_parts import Pair, PlainPart, PlainTask
+from mhsa_compile.kernels.cpu.score_parts import TilePart, TileTask
+from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput
+from mhsa_compile.kernels.interface.score_step import Array, Expr, RowMeaning, ScoreStep, SomeRows
+from mhsa_compile.kernels.scores.call_mask import CallMask, CallMaskTile, Reader
+
+
+@dataclass(frozen=True, eq=False)
+class StaticMask(ScoreStep):
+    """A mask bool (1 or H, L, S), True takes part, for fixed lengths."""
+
+    visible: np.ndarray[Any, Any]
+    hides = True
+    absent_key = {"static_mask": None}  # noqa: RUF012
+
+    @property
+    def pairs(self) -> np.ndarray[Any, Any]:
+        return self.visible
+
+    def meaning(self, own: Sequence[Array], rows: SomeRows) -> RowMeaning:
+        return RowMeaning(self.visible[None, :, rows.rows])
+
+    def semantics(self) -> dict[str, Any]:
+        shape, share = list(self.visible.shape), self.visible.mean()
+        return {"static_mask": f"bool {shape}, {share:.1%} visible, sha256 {self._digest()}"}
+
+    def key(self) -> dict[str, Any]:
+        return {"static_mask": self._digest()[:16]}
+
+    def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
+        return {"masks": 24}
+
+    def plain(self, task: PlainTask) -> PlainPart:
+        return _Plain(self, task)
+
+    def _digest(self) -> str:
+        return sha256(self.visible.tobytes()).hexdigest()
+
+    def of_rows(self, rows: tuple[int, ...]) -> tuple[ScoreStep, np.ndarray[Any, Any]]:
+        heads, L, S = self.visible.shape
+        visible = np.zeros((heads, len(rows), S), np.bool_)
+        for i, row in enumerate(rows):
+            if -L <= row < L:
+                visible[:, i] = self.visible[:, row]
+        return ChosenRows("bool", (1, heads, 1, S)), visible
+
+
+class _Plain(PlainPart):
+    """Its own input is the mask itself, behind those of the call."""
+
+    def sees(self, pair: Pair) -> Expr:
+        (mask,) = self.task.own
+        return mask[tirx.min(pair.h, mask.shape[0] - 1), pair.i, pair.j]
+
+
+class ChosenRows(CallMask):
+    """Rows of a static mask, nothing for one that is not there: a constant (1 or H, rows, S). A row of it is as a mask
+    that is the same for all queries."""
+
+    def arguments(self, op: AttentionOp) -> tuple[tuple[str, TensorInput], ...]:
+        return ()
+
+    def cpu_tile(self, task: TileTask) -> TilePart:
+        return _ChosenRowsTile(self, task)
+
+
+class _ChosenRowsTile(CallMaskTile):
+    def reader(self) -> Reader:
+        """Reads the chosen row, whichever query asks."""
+        bits: Expr = self.task.own[0]
+        one_for_all = int(bits.shape[0]) == 1
+        return lambda head, _, key: bits[T.int64(0) if one_for_all else head, self.task.place, key]

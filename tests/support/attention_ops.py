@@ -1,0 +1,82 @@
+"""Attentions and the steps of their scores, written by the features that there are: for tests, and for references that
+read them again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput, WindowSpec
+from mhsa_compile.kernels.interface.score_step import ScoreStep
+from mhsa_compile.kernels.scores.band import Band
+from mhsa_compile.kernels.scores.call_mask import CallMask
+from mhsa_compile.kernels.scores.lengths import Lengths
+from mhsa_compile.kernels.scores.mask_mod import MaskMod
+from mhsa_compile.kernels.scores.order import in_order
+from mhsa_compile.kernels.scores.score_mod import ScoreMod
+from mhsa_compile.kernels.scores.sinks import Sinks
+from mhsa_compile.kernels.scores.slopes import Slopes
+from mhsa_compile.kernels.scores.softcap import Softcap
+from mhsa_compile.kernels.scores.static_mask import StaticMask
+from mhsa_compile.spec.score_functions import ScoreFunction
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the scores of an attention have, by name."""
+
+    band: WindowSpec | None = None
+    mask: CallMask | None = None
+    static_mask: StaticMask | None = None
+    softcap: float = 0.0
+    lengths: bool = False
+    sinks: bool = False
+    slopes: bool = False
+    mask_mod: ScoreFunction | None = None
+    score_mod: ScoreFunction | None = None
+    tensors: tuple[TensorInput, ...] = ()
+    """What score_mod captures, then what mask_mod does."""
+
+    def steps(self) -> tuple[ScoreStep, ...]:
+        count = 0 if self.score_mod is None else len(self.score_mod.tensors)
+        return in_order(
+            Softcap(self.softcap) if self.softcap else None,
+            None if self.score_mod is None else ScoreMod(self.score_mod, self.tensors[:count]),
+            self.static_mask,
+            self.mask,
+            None if self.mask_mod is None else MaskMod(self.mask_mod, self.tensors[count:]),
+            None if self.band is None else Band(self.band),
+            Lengths() if self.lengths else None,
+            Sinks() if self.sinks else None,
+            Slopes() if self.slopes else None,
+        )
+
+
+def features(op: AttentionOp) -> Features:
+    """The features of an attention."""
+    of: dict[type[ScoreStep], Any] = {type(step): step for step in op.scores}
+    functions = [of[kind] for kind in (ScoreMod, MaskMod) if kind in of]
+    return Features(
+        band=op.window,
+        mask=of.get(CallMask),
+        static_mask=of.get(StaticMask),
+        softcap=of[Softcap].limit if Softcap in of else 0.0,
+        lengths=Lengths in of,
+        sinks=Sinks in of,
+        slopes=Slopes in of,
+        mask_mod=of[MaskMod].function if MaskMod in of else None,
+        score_mod=of[ScoreMod].function if ScoreMod in of else None,
+        tensors=tuple(tensor for step in functions for tensor in step.tensors),
+    )
+
+
+def changed(op: AttentionOp, **fields: Any) -> AttentionOp:
+    """The attention with other fields, or features."""
+    stated = {name: fields.pop(name) for name in list(fields) if name in Features.__dataclass_fields__}
+    return replace(op, **fields, **({"scores": replace(features(op), **stated).steps()} if stated else {}))
+
+
+def attention_of(*sizes: Any, **fields: Any) -> AttentionOp:
+    """An attention of these fields and features."""
+    stated = {name: fields.pop(name) for name in list(fields) if name in Features.__dataclass_fields__}
+    return AttentionOp(*sizes, **fields, scores=Features(**stated).steps())
