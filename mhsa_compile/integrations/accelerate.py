@@ -23,6 +23,7 @@ from mhsa_compile.files.foreign_errors import first_line
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, AccelerationRow
+from mhsa_compile.integrations.encoder_layer import EncoderLayerForward, is_plain
 from mhsa_compile.integrations.first_calls import FirstCalls
 from mhsa_compile.integrations.padded_encoder import EncoderForward
 from mhsa_compile.integrations.torch_attention import LayerForward
@@ -162,6 +163,7 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
     """Replaces the forward of every nn.MultiheadAttention; encoders around them call them again, and drop padding in
     rows instead of nested tensors."""
     replaced = set()
+    plain = {layer.self_attn: layer for layer in model.modules() if is_plain(layer)}
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.MultiheadAttention):
             continue
@@ -172,8 +174,11 @@ def _replace_layers(model: nn.Module, profile: TargetProfile, report: Accelerati
             first_calls = FirstCalls(name, check, report.count_check)
             forward = LayerForward(layer, partial(_ARTIFACTS.attention, profile), report.count, first_calls)
             _put_forward(layer, forward, report)
-            # Where a hook is there, nn.TransformerEncoderLayer calls its parts instead of one operator for all of them.
-            report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
+            if layer not in plain:  # where a hook is there, subclasses of nn.TransformerEncoderLayer call their parts
+                report.undo.append(layer.register_forward_pre_hook(_calls_parts).remove)
+    for attention, around in plain.items():
+        if attention in replaced:
+            _put_forward(around, EncoderLayerForward(around, report.count), report)
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and replaced.intersection(encoder.modules()):
             attentions: set[Any] = {getattr(layer, "self_attn", None) for layer in encoder.layers}
@@ -199,11 +204,13 @@ def _replace_linears(model: nn.Module, profile: TargetProfile, report: Accelerat
 
 
 def _put_forward(
-    layer: nn.Module, forward: LayerForward | LinearForward | EncoderForward, report: AccelerationReport
+    layer: nn.Module,
+    forward: LayerForward | LinearForward | EncoderForward | EncoderLayerForward,
+    report: AccelerationReport,
 ) -> None:
     vars(layer)["forward"] = forward
     report.undo.append(partial(_forget_forward, layer))
-    if not isinstance(forward, EncoderForward):
+    if isinstance(forward, LayerForward | LinearForward):
         report.on_refresh.append(forward.forget)
 
 

@@ -18,9 +18,12 @@ from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.integrations.attention_check import Operands, by_pytorch, why_wrong
 from mhsa_compile.integrations.attention_graph import AttentionCall
 from mhsa_compile.integrations.bound_weights import no_room
+from mhsa_compile.integrations.call_plan import CallPlan
 from mhsa_compile.integrations.call_table import TABLE
 
 NAME = "mhsa::attention"
+_KNOWN_PLANS = 64
+"""Plans that are remembered: more than a model calls with again and again, few beside a decoder's lengths."""
 
 
 def attend(
@@ -47,13 +50,40 @@ def attend(
 
     Raises InputError for what the artifact refuses.
     """
+    shape_of_mask = None if mask is None else (mask.shape, mask.dtype)
+    sizes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, shape_of_mask, sinks is None)
+    key = (sizes, scale, softcap, causal, causal_unmasked, windowed)
+    plans = TABLE.plans
+    if (plan := plans.get(key)) is not None:
+        return plan.run(q, k, v, mask, sinks)
     _check_ranks(q, k, v, mask)
     operands = Operands(q, k, v, mask, sinks, scale, softcap, causal)
-    H, G = q.shape[1], k.shape[1]
+    call = _call_of(operands)
+    if TABLE.is_left(call):
+        return by_pytorch(operands)
+    call = call._replace(kv_layout=TABLE.layout(call, k.transpose(1, 2), v.transpose(1, 2)))
+    try:
+        compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
+    except OutputError as error:
+        TABLE.leave(call, no_room(error))
+        return by_pytorch(operands)
+    plan = CallPlan(compiled, call.kv_layout, q, k, v)
+    y = plan.run(q, k, v, mask, sinks)
+    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, operands)):
+        TABLE.leave(call, why)
+        return by_pytorch(operands)
+    if len(plans) >= _KNOWN_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return y
+
+
+def _call_of(operands: Operands) -> AttentionCall:
+    q, k, v, mask, sinks, scale, softcap, causal = operands
     kind = "bool" if mask is not None and mask.dtype == torch.bool else None if mask is None else "additive"
-    call = AttentionCall(
-        H=H,
-        G=G,
+    return AttentionCall(
+        H=q.shape[1],
+        G=k.shape[1],
         E=q.shape[3],
         F=v.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
@@ -63,29 +93,6 @@ def attend(
         mask=kind,
         sinks=sinks is not None,
     )
-    if TABLE.is_left(call):
-        return by_pytorch(operands)
-    k_rows, v_rows = k.transpose(1, 2), v.transpose(1, 2)
-    by_rows = TABLE.layout(call, k_rows, v_rows) == "rows"
-    if by_rows:
-        call = call._replace(kv_layout="rows")
-        k, v = k_rows.flatten(2), v_rows.flatten(2)
-    try:
-        compiled = TABLE.get(call, one_query=q.shape[2] == 1, causal=causal_unmasked, windowed=windowed)
-    except OutputError as error:
-        TABLE.leave(call, no_room(error))
-        return by_pytorch(operands)
-    inputs = [q.transpose(1, 2).reshape(q.shape[0], q.shape[2], H * q.shape[3]), k, v]
-    if mask is not None:
-        inputs.append(_as_small_as_it_is(mask))
-    if sinks is not None:
-        inputs.append(sinks)
-    y: Tensor = compiled(*inputs)
-    y = y.view(y.shape[0], y.shape[1], H, v.shape[-1] // G if by_rows else v.shape[-1])
-    if TABLE.is_first(call, q, mask) and (why := why_wrong(y, operands)):
-        TABLE.leave(call, why)
-        return by_pytorch(operands)
-    return y
 
 
 def _check_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
@@ -95,14 +102,6 @@ def _check_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     if q.shape[1] % max(1, k.shape[1]) or k.shape[1] != v.shape[1]:
         got = f"{q.shape[1]} query, {k.shape[1]} key and {v.shape[1]} value heads"
         raise InputError("key", "key and value heads that divide the query heads", got)
-
-
-def _as_small_as_it_is(mask: Tensor) -> Tensor:
-    """A mask without the repetitions of an expanded one, which a call would copy."""
-    for axis in range(3):
-        if mask.shape[axis] > 1 and mask.stride(axis) == 0:
-            mask = mask.narrow(axis, 0, 1)
-    return mask
 
 
 @functools.cache

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.integrations.attention_graph import AttentionCall, Layout, graph_of
+from mhsa_compile.integrations.call_plan import CallPlan
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.target.profile import TargetProfile
 
@@ -28,15 +30,18 @@ class CallTable:
         self._asked: dict[tuple[AttentionCall, bool, bool, bool], CompiledAttention] = {}  # siblings of these are there
         self._checks, self._checked = True, set[tuple[object, ...]]()
         self._left: set[AttentionCall] = set()
+        self.plans: dict[Hashable, CallPlan] = {}  # of calls that were right; let go of with what they stand on
 
     def use(self, target: str | TargetProfile, *, check: bool = True) -> None:
         """Sets the target that calls are compiled for from now on; what was compiled for another is let go. `check`:
         whether first calls are held against PyTorch's."""
         with self._lock:
-            self._checks = check
             if target != self._target:
                 self._target, self._loaded, self._asked = target, {}, {}
-                self._checked, self._left = set(), set()
+                self._checked, self._left, self.plans = set(), set(), {}
+            elif check and not self._checks:
+                self.plans = {}
+            self._checks = check
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -75,6 +80,7 @@ class CallTable:
     def leave(self, call: AttentionCall, why: str) -> None:
         """Leaves calls of this kind to PyTorch, with a warning."""
         self._left.add(call._replace(kv_layout="heads"))
+        self.plans = {}
         warnings.warn(f"attention of {call.H} heads of {call.E}: {why}; PyTorch computes such calls", stacklevel=4)
 
     def layout(self, call: AttentionCall, k: Tensor, v: Tensor) -> Layout:

@@ -122,7 +122,7 @@ class LayerForward:
             return type(layer).forward(layer, *arguments)
         why = self._why_not(*arguments)
         if not why:
-            check_inference(layer, "query", query, key, value, *self._weights())
+            check_inference(layer, "query", query, key, value, attn_mask, *self._weights())
             result = self._computed(*arguments)
             why = result if isinstance(result, str) else self._checked(result, arguments)
             if not why and not isinstance(result, str):
@@ -174,12 +174,14 @@ class LayerForward:
         if (query.ndim, key.ndim, value.ndim) not in ((3, 3, 3), (2, 2, 2)):
             return "a rank that it refuses"
         dtype = getattr(self._weights()[-2], "dtype", None)
-        if any(x.dtype != dtype or x.device.type != "cpu" for x in (query, key, value)):
-            return f"inputs that are not {dtype} in CPU memory"
+        for x in (query, key, value):
+            if x.dtype != dtype or not x.is_cpu:
+                return f"inputs that are not {dtype} in CPU memory"
         if rest[-1] and mask is None:
             return "is_causal without attn_mask, which it refuses"
-        if any(m is not None and m.dtype != torch.bool and not m.is_floating_point() for m in (padding, mask)):
-            return "a mask that it refuses"
+        for m in (padding, mask):
+            if m is not None and m.dtype != torch.bool and not m.is_floating_point():
+                return "a mask that it refuses"
         return ""
 
     def _computed(
@@ -211,8 +213,7 @@ class LayerForward:
         compiled = self._bound.get(CallKind(layer.num_heads, len(inputs), kind, causal, need_weights))
         if isinstance(compiled, str):
             return compiled
-        with torch.no_grad():
-            results: Any = compiled(*inputs, *([] if mask is None else [mask]))
+        results: Any = compiled(*inputs, *([] if mask is None else [mask]))
         y: Tensor = results.y if need_weights else results
         found: Tensor | None = results.weights if need_weights else None
         if found is not None and average_attn_weights:

@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 
 from mhsa_compile.runtime import tvm_runtime
-from mhsa_compile.runtime.followed_tensors import may_be_followed
 
 ALIGNMENT = 64
 """A cache line, in bytes: where TVM's own code took arrays to begin, in artifacts of formats before 5."""
@@ -25,8 +24,7 @@ def is_torch(value: object) -> bool:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether a value is a contiguous tensor of PyTorch's in CPU memory, of no subclass, that wants no gradient and
-    that nothing follows."""
+    """Whether a value is a contiguous tensor of PyTorch's in CPU memory, of no subclass, that wants no gradient."""
     torch = sys.modules.get("torch")
     return (
         torch is not None
@@ -34,7 +32,7 @@ def is_plain_tensor(value: Any) -> bool:
         and value.layout is torch.strided
         and value.is_cpu
         and value.is_contiguous()
-        and not (value.requires_grad or value.is_neg() or value.is_nested or may_be_followed())
+        and not (value.requires_grad or value.is_neg() or value.is_nested)
     )
 
 

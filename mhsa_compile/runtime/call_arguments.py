@@ -324,6 +324,8 @@ class Signature:
     def _key(self, values: Sequence[Any]) -> tuple[object, ...] | None:
         """The shapes and dtypes of values that are read as they are; None where one of them needs more than a look."""
         key: list[object] = []
+        if "torch" in sys.modules and may_be_followed():
+            return None
         for value in values:
             if not (value.flags.carray if type(value) is np.ndarray else is_plain_tensor(value)):
                 return None
