@@ -1,6 +1,6 @@
 """nn.TransformerEncoderLayer around an attention that is replaced: its parts are called, not PyTorch's one operator for
-all of them, but for calls so small that the operator is as fast. With a mask the two differ (rows that see no key, NaN at
-hidden keys), so such calls stay ours.
+all of them, but for calls so small that the operator is as fast. Calls with a mask stay ours, however small: the
+operator differs in rows that see no key, and in what NaN at hidden keys does.
 
 Notation: B batch, L length, D embed.
 """
@@ -8,7 +8,7 @@ Notation: B batch, L length, D embed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class EncoderLayerForward:
         return bool(operator) and torch.backends.mha.get_fastpath_enabled()
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> TypeGuard[nn.TransformerEncoderLayer]:
     """Whether a module is an encoder's layer that computes what PyTorch's class does."""
     own = type(layer).forward is nn.TransformerEncoderLayer.forward
     return isinstance(layer, nn.TransformerEncoderLayer) and own and "forward" not in vars(layer)

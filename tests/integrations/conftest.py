@@ -1,4 +1,4 @@
-"""Layers of encoders on little, as tests have them, are computed by artifacts here, which would leave them to PyTorch."""
+"""Artifacts compute layers of encoders on little here, as tests have them, and not PyTorch's operator."""
 
 import pytest
 
