@@ -86,7 +86,10 @@ class CallMask(ScoreStep):
 
     def cuda_registers(self, row_tiles: int, keys: int, stages: int) -> dict[str, int]:
         if self.dtype != "bool":
-            return {"masks": row_tiles * (keys // 2 + 16)}
+            needed = row_tiles * (keys // 2 + 16)
+            # What elements wait in is more than a softcap takes beside them, so nothing is added for one.
+            shared = max(0, min(40, needed - 24))
+            return {"masks": needed - shared, "softcap": shared}
         return {"masks": 24 + (8 * row_tiles if stages > 1 else 0)}
 
     def plain(self, task: PlainTask) -> PlainPart:
