@@ -273,7 +273,7 @@ class CompiledAttention:
         about_sizes = str(error) if isinstance(error, ValueError) or _MISFIT in str(error) else None
         if (refusal := misfit(self.manifest.agreements, sizes, brought, about_sizes)) is not None:
             return refusal
-        return ArtifactError("artifact", "code that does this call", f"code that ends at {brought}", _REPORT)
+        return ArtifactError("artifact", "code that fits its manifest", f"code that ends at {brought}", _REPORT)
 
     @bounded
     def from_host(self, /, *inputs: Any, **by_name: Any) -> Any:

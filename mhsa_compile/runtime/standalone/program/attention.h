@@ -307,8 +307,7 @@ class Attention {
       std::string words = error.message();
       const bool sizes_differ = error.kind() == "ValueError" || words.find("match_cast") != std::string::npos;
       if (sizes_differ) throw Error("inputs", "sizes that fit each other inside the model", listed(sizes), "Correct the inputs.");
-      if (error.kind() != "mhsa.InputError")
-        throw Error("artifact", "code that does this call", "code that ends at " + listed(sizes), kCompileAgain);
+      if (error.kind() != "mhsa.InputError") throw Error("artifact", "code that does this call", in_quotes(words), kCompileAgain);
       for (const auto& [symbol, size] : sizes)
         for (size_t found; (found = words.find("{" + symbol + "}")) != std::string::npos;)
           words.replace(found, symbol.size() + 2, std::to_string(size));
