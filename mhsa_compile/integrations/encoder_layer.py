@@ -57,13 +57,13 @@ class EncoderLayerForward:
         layer = self._layer
         if torch.is_grad_enabled() or layer.training or src.ndim != 3 or src.is_nested:
             return False
-        B, L, D = src.shape
         parts: dict[str, Any] = layer._modules  # a third of the time that attributes take
-        products = 4 * D * D + 2 * D * parts["linear1"].out_features + 2 * L * D
-        if B * L * products >= SMALL:
+        plain = type(parts["linear1"]) is nn.Linear and parts["self_attn"].batch_first
+        if not (plain and layer.activation_relu_or_gelu):
             return False
-        operator = layer.activation_relu_or_gelu and parts["self_attn"].batch_first
-        return bool(operator) and torch.backends.mha.get_fastpath_enabled()
+        B, L, D = src.shape
+        products = 4 * D * D + 2 * D * parts["linear1"].out_features + 2 * L * D
+        return B * L * products < SMALL and torch.backends.mha.get_fastpath_enabled()
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.TransformerEncoderLayer]:

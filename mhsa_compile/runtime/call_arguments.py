@@ -32,7 +32,7 @@ from mhsa_compile.runtime.array_memory import (
 )
 from mhsa_compile.runtime.artifact.manifest import Dims, TensorInfo
 from mhsa_compile.runtime.followed_tensors import follower, may_be_followed
-from mhsa_compile.runtime.misfits import shapes_of
+from mhsa_compile.runtime.misfits import shape_text, shapes_of
 from mhsa_compile.runtime.symbolic_dims import is_expression, made_of, size_of
 from mhsa_compile.spec.outputs import together
 
@@ -235,7 +235,7 @@ class Argument:
             up_to[-1] = f"1 to {self.info.broadcast[-1]}" if self.info.pads else up_to[-1]
             pairs = zip(dims, self.info.broadcast, up_to, strict=True)
             dims = tuple(d if d in (1, most) else text for d, most, text in pairs)
-        return f"{self.info.dtype} of shape {_shape(dims)}"
+        return f"{self.info.dtype} of shape {shape_text(dims)}"
 
     def _wrong_shape(self, array: Any, sizes: Sizes) -> InputError:
         symbols = {dim: self._first_seen.get(str(dim)) for dim in (*self.info.dims, *(self.info.broadcast or ()))}
@@ -460,8 +460,4 @@ def _extremes(array: Any) -> tuple[int, int]:
 
 
 def _description(array: Any) -> str:
-    return f"{str(array.dtype).removeprefix('torch.')} of shape {_shape(array.shape)}"
-
-
-def _shape(dims: Iterable[object]) -> str:
-    return f"({', '.join(map(str, dims))})"
+    return f"{str(array.dtype).removeprefix('torch.')} of shape {shape_text(array.shape)}"

@@ -42,7 +42,7 @@ def misfit(
 
 def shapes_of(infos: Sequence[TensorInfo], arrays: Iterable[Any]) -> str:
     """What a call brings: its inputs' names and shapes."""
-    return ", ".join(f"{info.name} {_shape(array.shape)}" for info, array in zip(infos, arrays, strict=True))
+    return ", ".join(f"{info.name} {shape_text(array.shape)}" for info, array in zip(infos, arrays, strict=True))
 
 
 def _fits(one: Agreement, sizes: Mapping[str, int]) -> bool:
@@ -67,9 +67,10 @@ def _size(dim: int | str, sizes: Mapping[str, int]) -> int | str:
 
 
 def _together(shapes: Sequence[Dims | Sequence[int | str]]) -> str:
-    *others, last = map(_shape, shapes)
+    *others, last = map(shape_text, shapes)
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _shape(dims: Iterable[object]) -> str:
+def shape_text(dims: Iterable[object]) -> str:
+    """Sizes or dims as an error has them."""
     return f"({', '.join(map(str, dims))})"

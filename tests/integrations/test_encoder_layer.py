@@ -124,3 +124,11 @@ def test_copies_threads_and_forwards_of_others() -> None:
     report = mhsa.accelerate(ours)
     assert off(ours, theirs, torch.randn(1, L, D)) < 1e-5
     assert report.checked == 1, "its attention was called, not PyTorch's operator for the whole layer"
+
+
+def test_a_layer_whose_linear_is_something_else_is_computed_by_its_parts(bound: int) -> None:
+    plain = encoder_layer_of(activation=torch.sigmoid)
+    plain.linear1 = nn.Sequential(plain.linear1).eval()  # type: ignore[assignment]
+    model = copy.deepcopy(plain)
+    mhsa.accelerate(model)
+    assert off(model, plain, torch.randn(1, L - 1, D)) < 1e-5
