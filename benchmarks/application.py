@@ -38,9 +38,9 @@ from mhsa_compile.bench.peers.peer import Problem
 from mhsa_compile.bench.peers.registry import find
 from mhsa_compile.bench.plots.figure import OURS, check_path, figure
 from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.target import host
-from mhsa_compile.target.environment import installed_version
 from mhsa_compile.verification.random_inputs import random_inputs
 
 SITUATIONS = {

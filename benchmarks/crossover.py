@@ -15,9 +15,9 @@ from statistics import median
 
 import msgspec
 
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
-from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning import op_jobs, plots
 from mhsa_compile.tuning.measure import sessions
 from mhsa_compile.tuning.measure.job import Failure, Timing

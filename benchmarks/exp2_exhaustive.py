@@ -20,9 +20,9 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd import vector_math, vectors
-from mhsa_compile.target.profile import TargetProfile, detect
 
 STATED_ULP = 0.95
 """The largest error in ulp for x >= -126, where 2^x is a normal number: what the docstring of `exp2` promises."""

@@ -29,10 +29,10 @@ from mhsa_compile.bench.gpu.table import text
 from mhsa_compile.bench.gpu.workloads import WORKLOADS, choose
 from mhsa_compile.bench.protocol.workloads import Workload
 from mhsa_compile.errors import DeviceError, MhsaError
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.environment import installed_version
+from mhsa_compile.hardware.profile import CudaProfile, profile_of_gpu
 from mhsa_compile.spec.checks import DTYPES
-from mhsa_compile.target import host
-from mhsa_compile.target.environment import installed_version
-from mhsa_compile.target.profile import CudaProfile, profile_of_gpu
 
 PACKAGES = ("apache-tvm", "torch", "triton", "nvidia-cudnn-cu13", "flash-attn", "flash-attn-3", "flash-attn-4")
 

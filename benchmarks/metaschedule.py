@@ -38,11 +38,11 @@ from mhsa_compile.bench.protocol import accuracy
 from mhsa_compile.bench.protocol.timing import interleave, spread, workers_apart
 from mhsa_compile.bench.protocol.workloads import Workload, choose
 from mhsa_compile.errors import InputError
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, weights
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.verification.oracle.evaluate import Arrays
 from mhsa_compile.verification.random_inputs import random_inputs
 

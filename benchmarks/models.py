@@ -29,8 +29,8 @@ from processes import WARM_UP, Times, Turn, answer_turns, in_turn, rounds, start
 from rich.console import Console
 from rich.table import Table
 
-from mhsa_compile.target import host
-from mhsa_compile.target.environment import installed_version
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.environment import installed_version
 
 OWN = "mhsa_compile"
 IN_PYTORCH = ("mhsa-attention", "mhsa-in-place", "mhsa-backend")

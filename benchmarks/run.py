@@ -30,9 +30,9 @@ from mhsa_compile.bench.cpu.report import BenchReport, BenchRow
 from mhsa_compile.bench.peers.registry import PEERS
 from mhsa_compile.bench.plots import bench_plots
 from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.spec.checks import DTYPES
-from mhsa_compile.target import host
-from mhsa_compile.target.environment import installed_version
 
 PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "iree-base-compiler", "numpy")
 

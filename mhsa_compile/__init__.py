@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from mhsa_compile.compiler.pipeline import compile
     from mhsa_compile.conversion.from_torch import from_torch
     from mhsa_compile.conversion.from_transformers import from_bert, from_llama, from_transformers
+    from mhsa_compile.hardware.profile import TargetProfile
     from mhsa_compile.integrations.accelerate import accelerate, restore
     from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention, weights
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.compiled_attention import load
     from mhsa_compile.spec import masks
     from mhsa_compile.spec.attention_spec import AttentionSpec
-    from mhsa_compile.target.profile import TargetProfile
     from mhsa_compile.verification.verify import verify
 
 __all__ = [
@@ -60,7 +60,7 @@ _PLACES = {
     "AttentionSpec": "spec.attention_spec:AttentionSpec",
     "MultiHeadAttention": "nn.modules:MultiHeadAttention",
     "ScaledDotProductAttention": "nn.modules:ScaledDotProductAttention",
-    "TargetProfile": "target.profile:TargetProfile",
+    "TargetProfile": "hardware.profile:TargetProfile",
     "accelerate": "integrations.accelerate:accelerate",
     "analysis": "analysis",
     "compile": "compiler.pipeline:compile",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mhsa_compile as mhsa
-from mhsa_compile.target.profile import load_profile
+from mhsa_compile.hardware.profile import load_profile
 
 PUBLIC = {name: getattr(mhsa, name) for name in mhsa.__all__} | {"load_profile": load_profile}
 PUBLIC |= {f"masks.{name}": getattr(mhsa.masks, name) for name in mhsa.masks.__all__}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import mhsa_compile
-from mhsa_compile.target.profile import NATIVE, profile_names
+from mhsa_compile.hardware.profile import NATIVE, profile_names
 
 PACKAGE = Path(mhsa_compile.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
@@ -28,21 +28,21 @@ BASE = {"errors", "files", "version"}
 MAY_IMPORT = {
     "files": set(),
     "spec": set(),
-    "target": set(),
-    "runtime": {"spec", "target"},
-    "records": {"target"},
+    "hardware": set(),
+    "runtime": {"spec", "hardware"},
+    "records": {"hardware"},
     "nn": {"spec"},
-    "verification": {"nn", "runtime", "spec", "target"},
+    "verification": {"nn", "runtime", "spec", "hardware"},
     "conversion": {"nn", "spec", "verification"},
-    "kernels": {"spec", "target"},
+    "kernels": {"spec", "hardware"},
     "analysis": {"conversion", "nn", "runtime", "spec"},
     "frontend": {"conversion", "kernels.interface", "kernels.scores", "nn", "runtime", "spec", "verification"},
-    "compiler": {"frontend", "kernels", "records", "runtime", "target", "verification"},
-    "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "target", "verification"},
-    "bench": {"compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "target", "verification"},
-    "tuning.measure": {"records", "runtime", "target"},
-    "tuning": {"bench", "compiler", "frontend", "kernels", "nn", "records", "runtime", "target", "verification"},
-    "cli": {"analysis", "bench", "compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "target"}
+    "compiler": {"frontend", "kernels", "records", "runtime", "hardware", "verification"},
+    "integrations": {"compiler", "conversion", "frontend", "nn", "runtime", "spec", "hardware", "verification"},
+    "bench": {"compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "hardware", "verification"},
+    "tuning.measure": {"records", "runtime", "hardware"},
+    "tuning": {"bench", "compiler", "frontend", "kernels", "nn", "records", "runtime", "hardware", "verification"},
+    "cli": {"analysis", "bench", "compiler", "frontend", "kernels", "nn", "records", "runtime", "spec", "hardware"}
     | {"tuning", "verification"},
 }
 """What a folder may import beside itself and BASE; the innermost folder that is named here counts."""
@@ -58,7 +58,7 @@ WITHIN_KERNELS = {
 FRAMEWORKS = {"torch", "onnx", "onnxscript", "onnxruntime"}
 TVM = {"tvm", "tvm_ffi"}
 NEVER = {
-    **dict.fromkeys(("files", "spec", "target", "records", "runtime.artifact"), FRAMEWORKS | TVM),
+    **dict.fromkeys(("files", "spec", "hardware", "records", "runtime.artifact"), FRAMEWORKS | TVM),
     **dict.fromkeys(("runtime", "tuning.measure"), FRAMEWORKS | {"tvm.relax"}),
     "nn": TVM,
     "conversion": TVM | {"onnx", "onnxscript", "onnxruntime"},
@@ -66,7 +66,7 @@ NEVER = {
     "kernels": FRAMEWORKS,
 }
 """Libraries that a folder never imports, not even inside of a function."""
-KNOW_TARGET_NAMES = {"target", "cli"}
+KNOW_TARGET_NAMES = {"hardware", "cli"}
 OPEN_LAZILY = {"analysis"}
 """Folders that users import names from. As the package's own, their `__init__` loads a name's file when it is asked."""
 
@@ -220,7 +220,7 @@ def loaded_after(code: str) -> tuple[set[str], str]:
 FRESH = {
     "import mhsa_compile": {"numpy", "msgspec", "torch", "onnx", "tvm", "tvm_ffi", "rich", "typer"},
     "import mhsa_compile.spec.attention_spec": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
-    "import mhsa_compile.target.profile": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
+    "import mhsa_compile.hardware.profile": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},
     "import mhsa_compile.runtime.artifact.artifact": {"torch", "onnx", "tvm", "tvm_ffi"},
     "import mhsa_compile.runtime.compiled_attention": {"torch", "onnx", "tvm.relax"},
     "import mhsa_compile.analysis": {"numpy", "torch", "onnx", "tvm", "tvm_ffi"},

@@ -27,11 +27,11 @@ from mhsa_compile.compiler.softmaxes import with_softmaxes
 from mhsa_compile.compiler.weight_binding import Bound, add_bind_functions
 from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
+from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, TargetProfile
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import KvScatterOp, LinearOp, Op
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
-from mhsa_compile.target.profile import CpuProfile, CudaProfile, TargetProfile
 
 MAIN = "main"
 

@@ -23,6 +23,8 @@ from mhsa_compile.files.foreign_errors import bounded, reading
 from mhsa_compile.files.room import NO_ROOM, number_of
 from mhsa_compile.frontend.export.input_dims import check_dims
 from mhsa_compile.frontend.export.source import Source, as_module, read_source, with_outputs
+from mhsa_compile.hardware import environment
+from mhsa_compile.hardware.profile import CudaProfile, TargetProfile, load_profile
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record, RecordSet
 from mhsa_compile.runtime.artifact.artifact import Artifact
@@ -34,8 +36,6 @@ from mhsa_compile.runtime.artifact.manifest import (
     WEIGHTS,
     Manifest,
 )
-from mhsa_compile.target import environment
-from mhsa_compile.target.profile import CudaProfile, TargetProfile, load_profile
 from mhsa_compile.version import __version__
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 
 from mhsa_compile.frontend.relax.imported_module import ImportedModule
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.interface.ops import AttentionOp, Dim, LinearOp, Op, ProductOp, RecurrenceOp
 from mhsa_compile.runtime.artifact.manifest import SlowOperation
-from mhsa_compile.target.profile import CpuProfile
 
 Expr = Any  # TVM has no type stubs
 _BATCH, _LENGTH = 1, 128

@@ -10,8 +10,8 @@ import ctypes
 from pathlib import Path
 
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.hardware import environment
 from mhsa_compile.runtime import tvm_runtime
-from mhsa_compile.target import environment
 
 _LIBRARY = "lib/libtvm_compiler.so"
 _REINSTALL = (

@@ -20,6 +20,7 @@ from torch import nn
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files.foreign_errors import first_line
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import torch_attention, torch_linear
 from mhsa_compile.integrations import transformers as transformers_attention
 from mhsa_compile.integrations.acceleration_report import NAME, AccelerationReport, AccelerationRow
@@ -32,7 +33,6 @@ from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.target.profile import TargetProfile, load_profile
 
 
 def accelerate(

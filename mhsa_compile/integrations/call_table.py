@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mhsa_compile.compiler import pipeline
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.integrations.attention_graph import AttentionCall, Layout, graph_of
 from mhsa_compile.integrations.call_plan import CallPlan
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
-from mhsa_compile.target.profile import TargetProfile
 
 
 class CallTable:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mhsa_compile.errors import InputError, InstallationError
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.integrations import attention_operator
 from mhsa_compile.integrations.call_context import why_not_a_call
 from mhsa_compile.integrations.call_table import TABLE
-from mhsa_compile.target.profile import TargetProfile, load_profile
 
 NAME = "mhsa"
 """The attn_implementation."""

@@ -6,8 +6,8 @@ import re
 
 import msgspec
 
-from mhsa_compile.target import microarchitecture
-from mhsa_compile.target.arm_cpu import Core
+from mhsa_compile.hardware import microarchitecture
+from mhsa_compile.hardware.arm_cpu import Core
 
 _ARM_NUMBERS = re.compile(r"implementer (0x[0-9a-f]+) part (0x[0-9a-f]+)")
 

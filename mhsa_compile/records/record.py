@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from mhsa_compile.hardware import environment
+from mhsa_compile.hardware.profile import CudaProfile, TargetProfile
 from mhsa_compile.records.device import Device
-from mhsa_compile.target import environment
-from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
 T = TypeVar("T")
 FORMAT = 2

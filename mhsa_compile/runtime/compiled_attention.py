@@ -25,6 +25,7 @@ from mhsa_compile.files.foreign_errors import (
     refusal_of,
 )
 from mhsa_compile.files.hashed_file import HashedFile
+from mhsa_compile.hardware import host
 from mhsa_compile.runtime import cuda_devices, kv_cache, tvm_runtime
 from mhsa_compile.runtime.artifact.artifact import Artifact, opened, stored_weights
 from mhsa_compile.runtime.artifact.load_checks import check_cpu, check_features, check_loops
@@ -48,7 +49,6 @@ from mhsa_compile.runtime.weight_binding import bound
 from mhsa_compile.runtime.weights_at_load import Weights, own_weights, weight_arrays
 from mhsa_compile.spec.outputs import together
 from mhsa_compile.spec.picture import card, picture_of
-from mhsa_compile.target import host
 
 _MISFIT = "ErrorContext(match_cast"
 """What TVM's VM says where sizes that must agree inside of a model do not."""

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from mhsa_compile.errors import ArtifactError, DeviceError, InputError, InstallationError
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.runtime.artifact.manifest import Manifest
-from mhsa_compile.target.profile import CudaProfile
 
 FAMILY = "cuda"
 OLDEST_CUDA = 13

@@ -34,8 +34,8 @@ from typing import Any
 from mhsa_compile.errors import CALL_REFUSED, InputError, InstallationError
 from mhsa_compile.files import proc, user_folders
 from mhsa_compile.files.opened_once import mappable
+from mhsa_compile.hardware import environment, host
 from mhsa_compile.runtime.calls_at_exit import CallsAtExit
-from mhsa_compile.target import environment, host
 
 _CPU, _CUDA, _POOLED = 1, 2, 2  # DLPack's device types; the VM's kind of memory allocator
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "1000")

@@ -13,7 +13,7 @@ import tvm
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.fallback import cpu_schedule, traces
-from mhsa_compile.target.profile import CpuProfile
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 

@@ -25,9 +25,9 @@ import msgspec
 import tvm
 
 from mhsa_compile.compiler.fallback import cpu_schedule, traces
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record
-from mhsa_compile.target.profile import CpuProfile
 from mhsa_compile.tuning.fallback_jobs import FallbackTask, candidate_of, job_of
 from mhsa_compile.tuning.measure.job import (
     BUILD,

@@ -17,10 +17,10 @@ import msgspec
 from mhsa_compile.compiler.selection.op_key import elsewhere, measured_at
 from mhsa_compile.errors import BuildError, BundleError
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import work_bundle, work_results
 from mhsa_compile.tuning.measure.job import (

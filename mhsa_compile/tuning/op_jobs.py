@@ -19,6 +19,7 @@ from mhsa_compile.bench.protocol.timing import INPUT_SETS
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.compiler.selection.op_key import sized, symbols
 from mhsa_compile.errors import BuildError, MhsaError, ModelError
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
 from mhsa_compile.kernels.interface.kernel import Config, Kernel
 from mhsa_compile.kernels.interface.ops import (
@@ -29,7 +30,6 @@ from mhsa_compile.kernels.interface.ops import (
 )
 from mhsa_compile.kernels.interface.score_step import SomeRows
 from mhsa_compile.nn.functional import attend, to_numpy, to_torch
-from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning.measure.job import Array, Candidate, MeasureJob
 from mhsa_compile.verification.error_budget import budget
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8

@@ -15,11 +15,11 @@ import msgspec
 from mhsa_compile import kernels
 from mhsa_compile.compiler.selection.op_key import key_of, measured_at
 from mhsa_compile.errors import InputError
+from mhsa_compile.hardware import environment
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, as_kept, isa_of
-from mhsa_compile.target import environment
-from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning.search.sampler import Found, Trial
 from mhsa_compile.tuning.search.search import SearchResult
 from mhsa_compile.tuning.search.study import Study, StudyIdentity, digest

@@ -17,11 +17,11 @@ from time import monotonic
 from typing import Any
 
 from mhsa_compile.compiler.selection.op_key import elsewhere
+from mhsa_compile.hardware import environment
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.target import environment
-from mhsa_compile.target.profile import TargetProfile
 from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import sessions
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from mhsa_compile.files.foreign_errors import first_line
-from mhsa_compile.target import environment
+from mhsa_compile.hardware import environment
 from mhsa_compile.verification.oracle.evaluate import FLOATS, Array, Arrays, Reference
 
 _MOST_BYTES = 1 << 30

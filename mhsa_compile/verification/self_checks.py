@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from mhsa_compile.errors import InputError
+from mhsa_compile.hardware import host
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
-from mhsa_compile.target import host
 from mhsa_compile.verification import repeated_runs
 from mhsa_compile.verification.oracle.evaluate import Array, Arrays, Reference
 from mhsa_compile.verification.paired_runs import (

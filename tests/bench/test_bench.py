@@ -26,9 +26,9 @@ from mhsa_compile.bench.protocol.workloads import (
     choose,
 )
 from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.verification.random_inputs import random_inputs
 
 

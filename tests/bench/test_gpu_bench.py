@@ -51,12 +51,12 @@ from mhsa_compile.bench.gpu.workloads import (
 )
 from mhsa_compile.bench.protocol.workloads import Workload
 from mhsa_compile.errors import DeviceError, InputError, MhsaError, ModelError
+from mhsa_compile.hardware import data_paths
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import MANIFEST, OpReport
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.mask_patterns import Longformer
-from mhsa_compile.target import data_paths
-from mhsa_compile.target.profile import load_profile
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu

@@ -17,10 +17,10 @@ from mhsa_compile.bench.static.assembly_loops import Loop, inner_loops
 from mhsa_compile.bench.static.predict import assembly, predict
 from mhsa_compile.cli.app import app
 from mhsa_compile.errors import InstallationError, TargetError
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, LinearOp
-from mhsa_compile.target.profile import load_profile
 
 
 def linear(dtype: str = "float32", int8: bool = False) -> LinearOp:

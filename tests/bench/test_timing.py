@@ -20,8 +20,8 @@ from mhsa_compile.bench.protocol.timing import (
     tasks,
     workers_apart,
 )
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.kernels.cpu.simd import dot_product
-from mhsa_compile.target.profile import detect
 
 
 class Clock:

@@ -44,7 +44,7 @@ from support.cuda.cuda_configs import (
 )
 
 from mhsa_compile.compiler.codegen import cuda_compiler
-from mhsa_compile.target.profile import CudaProfile, load_profile
+from mhsa_compile.hardware.profile import CudaProfile, load_profile
 from mhsa_compile.tuning.search.space import Point
 
 MULTIPLIES = {

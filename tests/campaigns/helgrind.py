@@ -41,11 +41,11 @@ from campaigns import races as races_campaign
 from campaigns.races import Case
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.compiler.codegen import data_races as races
+from mhsa_compile.hardware import zig
+from mhsa_compile.hardware.profile import CpuProfile, load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
 from mhsa_compile.runtime.standalone.templates import PROGRAM
-from mhsa_compile.target import zig
-from mhsa_compile.target.profile import CpuProfile, load_profile
 
 TARGET = "x86-64-v3"
 DRIVER = Path(__file__).with_name("parallel_driver.c")

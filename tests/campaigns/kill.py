@@ -155,7 +155,7 @@ def tuning(kills: int, seed: int, folder: Path) -> Tuned:
 
     from mhsa_compile import AttentionSpec
     from mhsa_compile.compiler import pipeline
-    from mhsa_compile.target.profile import detect
+    from mhsa_compile.hardware.profile import detect
     from mhsa_compile.tuning.measure import sessions
     from mhsa_compile.tuning.search import search
     from mhsa_compile.tuning.tasks import Request

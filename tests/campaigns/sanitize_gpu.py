@@ -23,8 +23,8 @@ from pathlib import Path
 from support.cuda.gpu_machine import KEEP
 
 from mhsa_compile.errors import DeviceError, InstallationError, MhsaError
+from mhsa_compile.hardware import host
 from mhsa_compile.runtime import cuda_devices
-from mhsa_compile.target import host
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")

@@ -12,7 +12,7 @@ from tvm.script import from_source
 from campaigns import same_code_artifacts
 from campaigns.same_code import compare, differing
 from mhsa_compile.compiler.codegen import build
-from mhsa_compile.target.profile import load_profile
+from mhsa_compile.hardware.profile import load_profile
 
 TEXT = """
 @I.ir_module

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 import mhsa_compile as mhsa
+from mhsa_compile.hardware import zig
 from mhsa_compile.runtime.standalone import templates
 from mhsa_compile.runtime.standalone.bundle import bundle
-from mhsa_compile.target import zig
 
 SUPPORT = Path(__file__).parents[1] / "support"
 STRESS, CYCLES = SUPPORT / "pool_stress.c", SUPPORT / "load_cycles.cpp"

@@ -31,12 +31,12 @@ from mhsa_compile.cli.commands import doctor
 from mhsa_compile.cli.common import arrays, op_table
 from mhsa_compile.cli.common.spec_flags import SpecFlags
 from mhsa_compile.errors import InstallationError
+from mhsa_compile.hardware import environment, host, profile
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest, OpReport, TensorInfo
 from mhsa_compile.spec import checks
 from mhsa_compile.spec.attention_spec import MASKS, AttentionSpec
-from mhsa_compile.target import environment, host, profile
 
 
 def names_below(group: Any, *before: str) -> Iterator[str]:

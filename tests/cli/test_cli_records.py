@@ -10,9 +10,9 @@ import pytest
 from support.command import mhsa, refused
 from support.records_made import DEVICE, made
 
+from mhsa_compile.hardware import data_paths
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import Record
-from mhsa_compile.target import data_paths
 
 
 def written(path: Path, *records: Record) -> Path:

@@ -15,8 +15,8 @@ from mhsa_compile.cli.commands import doctor
 from mhsa_compile.cli.commands.findings import places
 from mhsa_compile.cli.commands.findings.finding import Finding
 from mhsa_compile.files import proc, user_folders
+from mhsa_compile.hardware import cpuid, data_paths, host
 from mhsa_compile.records import record_files
-from mhsa_compile.target import cpuid, data_paths, host
 
 
 def by_name(*checks) -> dict[str, Finding]:

@@ -30,14 +30,14 @@ from mhsa_compile.compiler.codegen import build
 from mhsa_compile.errors import InputError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.frontend.export.module_state import state_of
+from mhsa_compile.hardware import data_paths
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.nn.modules import MultiHeadAttention, ScaledDotProductAttention
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import MANIFEST, MODEL, MODULE, WEIGHTS, Manifest
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.position_encoding import Rope
-from mhsa_compile.target import data_paths
-from mhsa_compile.target.profile import load_profile
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, causal=True, rope=Rope(max_length=64), sinks=True)
 FILES = (MANIFEST, MODULE, WEIGHTS, MODEL)

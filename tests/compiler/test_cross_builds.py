@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mhsa_compile.target.profile import load_profile, profile_names
+from mhsa_compile.hardware.profile import load_profile, profile_names
 
 pytestmark = pytest.mark.arm
 

@@ -18,9 +18,9 @@ import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import cuda_compiler as cubin
 from mhsa_compile.compiler.codegen import embed_cubin
 from mhsa_compile.frontend.export.source import read_source
+from mhsa_compile.hardware.profile import CudaProfile, load_profile, profile_names
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import MODULE
-from mhsa_compile.target.profile import CudaProfile, load_profile, profile_names
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_compiler")]
 

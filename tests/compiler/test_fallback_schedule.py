@@ -20,9 +20,9 @@ import mhsa_compile as mhsa
 from mhsa_compile.compiler import pipeline
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.fallback import cpu_schedule
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.records.record import RecordSet
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.verification.error_budget import budget, max_error
 
 PROFILE = vector_machine(256, 16)

@@ -10,8 +10,8 @@ from tvm import tirx
 from mhsa_compile.compiler.fallback import cpu_schedule, cuda_schedule
 from mhsa_compile.frontend.relax.importer import import_onnx
 from mhsa_compile.frontend.relax.sizes.call_checks import CHECK
+from mhsa_compile.hardware.profile import CpuProfile, CudaProfile, load_profile
 from mhsa_compile.records.record import RecordSet
-from mhsa_compile.target.profile import CpuProfile, CudaProfile, load_profile
 
 
 @pytest.mark.parametrize("target", ["x86-64-v3", "cuda-sm80"])

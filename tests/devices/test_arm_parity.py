@@ -13,7 +13,7 @@ from support.arm.runs import Machines
 from support.cases import PARITY, ParityCase
 
 import mhsa_compile as mhsa
-from mhsa_compile.target.profile import load_profile, profile_names
+from mhsa_compile.hardware.profile import load_profile, profile_names
 from mhsa_compile.verification.verify import judged
 
 pytestmark = pytest.mark.arm

@@ -14,10 +14,10 @@ from support.arm import machine
 from support.command import mhsa, refused
 from support.rpc_processes import TRACKER, process
 
+from mhsa_compile.hardware import data_paths
 from mhsa_compile.records import record_files
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record
-from mhsa_compile.target import data_paths
 from mhsa_compile.tuning import offline_tuner
 from mhsa_compile.tuning.measure import work_results
 from mhsa_compile.tuning.measure.job import Timing

@@ -9,10 +9,10 @@ import pytest
 from support.cuda import gpu_machine
 from support.gpu_tuning import OP
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import why_not_on
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning import offline_tuner, op_jobs
 from mhsa_compile.tuning.measure import sessions, work_results
 from mhsa_compile.tuning.measure.job import WRONG, Failure

@@ -39,11 +39,11 @@ from mhsa_compile.files import free_memory
 from mhsa_compile.files import input_files as files
 from mhsa_compile.files.foreign_errors import bounded, reading
 from mhsa_compile.frontend.export.source import read_onnx, read_source
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import record_files
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.compiled_attention import load
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning.measure import work_results
 from mhsa_compile.tuning.measure.work_bundle import WorkBundle
 from mhsa_compile.tuning.search.study_storage import open_storage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mhsa_compile as mhsa
-from mhsa_compile.target import host
+from mhsa_compile.hardware import host
 
 GOLDEN = Path(__file__).parents[1] / "support" / "golden" / "2026-11-causal-key-padding"
 NEEDED = {"avx2", "fma"}

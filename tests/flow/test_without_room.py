@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from support import tiny_artifact
 
+from mhsa_compile.hardware import environment
 from mhsa_compile.runtime.standalone.bundle import bundle
-from mhsa_compile.target import environment
 
 PRELUDE = """
 import resource, sys, warnings

@@ -22,6 +22,7 @@ from support.records_made import DEVICE, made
 import mhsa_compile as mhsa
 from fuzz import mutations
 from mhsa_compile.cli.common import arrays
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import (
     Isa,
@@ -34,7 +35,6 @@ from mhsa_compile.records.record import (
 from mhsa_compile.runtime.array_memory import aligned_zeros
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.spec.attention_spec import AttentionSpec
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning.measure import work_bundle, work_results
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob, Timing
 from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkBundle, WorkOrder

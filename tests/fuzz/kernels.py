@@ -38,6 +38,7 @@ from fuzz.cases import (
     Outcome,
 )
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
+from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.interface.kernel import Emitted, Kernel
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
@@ -49,7 +50,6 @@ from mhsa_compile.kernels.interface.ops import (
 from mhsa_compile.nn import softmax_outputs as inside
 from mhsa_compile.nn.functional import to_numpy, to_torch
 from mhsa_compile.spec.outputs import SoftmaxOutputs, inside_of
-from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.oracle import softmax_outputs as reference_inside
 from mhsa_compile.verification.oracle.eager_operators import product_in_int8
 from mhsa_compile.verification.parity import Draw, judge

@@ -18,7 +18,7 @@ from fuzz.cases import (
     InsideCase,
     LinearCase,
 )
-from mhsa_compile.target import host
+from mhsa_compile.hardware import host
 
 EXTRAS = ("lengths", "sinks", "slopes")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -13,6 +13,8 @@ from support.records_made import DEVICE, made
 
 from mhsa_compile.cli.commands import tune_view
 from mhsa_compile.errors import RecordsError
+from mhsa_compile.hardware import data_paths
+from mhsa_compile.hardware.profile import TargetProfile, detect, load_profile
 from mhsa_compile.records import record_files
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import (
@@ -26,8 +28,6 @@ from mhsa_compile.records.record import (
     why_doubtful,
     why_not_on,
 )
-from mhsa_compile.target import data_paths
-from mhsa_compile.target.profile import TargetProfile, detect, load_profile
 from mhsa_compile.tuning.measure import rpc_server
 
 EPYC = Device(cpu="AMD EPYC", cores=2, architecture="x86_64", l1d_kib=32, l2_kib=1024)

@@ -17,6 +17,8 @@ import pytest
 from support.records_made import DEVICE, device_of, made
 
 from mhsa_compile.errors import RecordsError
+from mhsa_compile.hardware import data_paths, environment
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records import append_log, record_files
 from mhsa_compile.records import record as records
 from mhsa_compile.records.record import (
@@ -26,8 +28,6 @@ from mhsa_compile.records.record import (
     merged,
     why_not_on,
 )
-from mhsa_compile.target import data_paths, environment
-from mhsa_compile.target.profile import load_profile
 
 LINE = encoded(made())
 

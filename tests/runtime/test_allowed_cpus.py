@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.cpu_quotas import QUOTAS, machine
 
+from mhsa_compile.hardware import host
 from mhsa_compile.runtime.standalone import bundle
-from mhsa_compile.target import host
 
 _PROGRAM = """
 #include <cstdio>

@@ -29,9 +29,9 @@ from support.tiny_artifact import (
 import mhsa_compile as mhsa
 from mhsa_compile.bench.cpu.bench import bench
 from mhsa_compile.errors import ArtifactError, InputError
+from mhsa_compile.hardware import host
 from mhsa_compile.runtime.artifact.artifact import Artifact, OpenArtifact
 from mhsa_compile.runtime.compiled_attention import CompiledAttention, load
-from mhsa_compile.target import host
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from support.cuda.made_up_gpus import (
 )
 
 from mhsa_compile.errors import ArtifactError, DeviceError, InputError, InstallationError, MhsaError
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.runtime.cuda_devices import Gpu
-from mhsa_compile.target.profile import load_profile
 
 
 def manifest(target: str, **versions: str) -> Manifest:

@@ -27,12 +27,12 @@ from mhsa_compile.compiler.codegen.build import (
 )
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles
 from mhsa_compile.errors import DeviceError, InputError, ModelError
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime import cuda_launch, tvm_runtime
 from mhsa_compile.runtime.array_memory import aligned_copy, aligned_zeros
 from mhsa_compile.runtime.artifact.manifest import OpReport
 from mhsa_compile.runtime.cuda_devices import Gpu
 from mhsa_compile.runtime.tvm_runtime import Vm
-from mhsa_compile.target.profile import load_profile
 
 GPU = Gpu(0, "made up", (9, 0), 132, 227)
 OPS = (OpReport("op_1", "attention", "cuda.attention", {"rows": 128, "stages": 2}, "default"),)

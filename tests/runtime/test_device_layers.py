@@ -28,6 +28,7 @@ from mhsa_compile.compiler.codegen.object_files import ObjectFiles
 from mhsa_compile.compiler.lower import schedule
 from mhsa_compile.frontend.export.source import read_source
 from mhsa_compile.frontend.relax.importer import import_onnx
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime import cuda_launch, kv_cache, tvm_runtime
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
@@ -35,7 +36,6 @@ from mhsa_compile.runtime.compiled_attention import CompiledAttention
 from mhsa_compile.runtime.cuda_arguments import DeviceArgument, DeviceSignature
 from mhsa_compile.runtime.cuda_devices import Gpu
 from mhsa_compile.spec.position_encoding import Rope
-from mhsa_compile.target.profile import load_profile
 
 pytestmark = pytest.mark.cuda
 SPEC = mhsa.AttentionSpec(

@@ -12,15 +12,15 @@ import pytest
 import mhsa_compile as mhsa
 from mhsa_compile.errors import ArtifactError, InstallationError
 from mhsa_compile.files import proc, user_folders
+from mhsa_compile.hardware import host
 from mhsa_compile.runtime import tvm_runtime
 from mhsa_compile.runtime.artifact import load_checks
-from mhsa_compile.target import host
 
 _JAIL = 'mount -t tmpfs none /proc && exec "$@"'
 _PROGRAM = """
 import os, sys
 import numpy as np, mhsa_compile as mhsa
-from mhsa_compile.target import host
+from mhsa_compile.hardware import host
 from mhsa_compile.errors import InputError
 folder = sys.argv[1]
 assert not os.path.exists("/proc/self")

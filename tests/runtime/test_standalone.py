@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from mhsa_compile.cli.app import app
 from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.standalone.bundle import bundle
 from mhsa_compile.runtime.standalone.runtimes import LIBRARIES
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import load_profile
 
 MACHINES = {"x86_64": 62, "aarch64": 183}
 FOREIGN = "aarch64" if host.architecture() == "x86_64" else "x86_64"

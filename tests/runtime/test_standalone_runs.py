@@ -20,10 +20,10 @@ from safetensors.numpy import load_file, save_file
 from support.arm import machine, other_machines, runs
 
 import mhsa_compile as mhsa
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.standalone.bundle import bundle
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.verification.oracle.evaluate import Array, Arrays
 from mhsa_compile.verification.verify import judged
 

@@ -18,10 +18,10 @@ from support.tiny_artifact import draw, make
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.errors import InputError
+from mhsa_compile.hardware import host, zig
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.compiled_attention import load
 from mhsa_compile.runtime.threads.call_threads import POOLS
-from mhsa_compile.target import host, zig
 
 STRESS = Path(__file__).parents[1] / "support" / "pool_stress.c"
 SOURCES = Path(mhsa.__file__).parent / "runtime" / "threads"

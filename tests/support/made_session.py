@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from mhsa_compile.hardware import host
 from mhsa_compile.records.device import Device
-from mhsa_compile.target import host
 from mhsa_compile.tuning.measure.job import (
     Candidate,
     Failure,

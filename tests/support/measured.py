@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.op_jobs import candidate_of, job_of
 

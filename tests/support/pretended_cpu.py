@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import pytest
 
-from mhsa_compile.target import arm_cpu, cpuid, host
-from mhsa_compile.target.cpuid import CpuId
+from mhsa_compile.hardware import arm_cpu, cpuid, host
+from mhsa_compile.hardware.cpuid import CpuId
 
 ALL_STATE = 0b111 | 0b111 << 5 | 0b11 << 17
 _AVX2 = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Record, isa_of, microarchitecture_of
-from mhsa_compile.target.profile import TargetProfile, load_profile
 
 DEVICE = Device(cpu="a CPU", cores=2, architecture="x86_64", l1d_kib=32, l2_kib=1024, microarchitecture="zen4")
 

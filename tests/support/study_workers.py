@@ -15,7 +15,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from mhsa_compile.target.profile import detect
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.tuning.measure.job import LOST, Failure, Timing
 from mhsa_compile.tuning.search import study_storage
 from mhsa_compile.tuning.search.space import Point, Space

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fuzz.strategies import drawn
 
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import CpuProfile, load_profile
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import CpuProfile, load_profile
 from support import this_cpu
 from support.kernel_runs import compiled, vector_machine
 

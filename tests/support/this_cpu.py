@@ -1,6 +1,6 @@
 """Whether this CPU runs code that is compiled for another, and why it does not.
 
-LLVM says what such code may use, `mhsa_compile.target.host` what is here: no list of CPUs to forget one in. `root` is
+LLVM says what such code may use, `mhsa_compile.hardware.host` what is here: no list of CPUs to forget one in. `root` is
 the root of the file system, as it is there.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import detect
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import detect
 
 # LLVM's features of arithmetic and vectors, where /proc/cpuinfo names them otherwise; the rest keep their name.
 CPUINFO = {

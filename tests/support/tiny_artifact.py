@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
-from mhsa_compile.target.profile import load_profile
 
 W = np.random.default_rng(0).standard_normal((8, 8), np.float32)
 X = TensorInfo("x", "float32", ("B", "L", 8))

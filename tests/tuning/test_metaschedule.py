@@ -14,9 +14,9 @@ from tvm import relax, te
 
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.fallback import cpu_schedule, traces
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.records.record import Record, RecordSet, isa_of
 from mhsa_compile.runtime.artifact.manifest import OpReport
-from mhsa_compile.target.profile import TargetProfile, load_profile
 from mhsa_compile.tuning import fallback_jobs, metaschedule
 from mhsa_compile.tuning.measure import sessions
 from mhsa_compile.tuning.measure.job import WRONG

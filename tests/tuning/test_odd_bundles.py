@@ -13,8 +13,8 @@ import pytest
 from support.hostile_tensors import HOSTILE, SOUND
 
 from mhsa_compile.errors import BundleError
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning.measure import work_bundle
 from mhsa_compile.tuning.measure.job import Candidate, MeasureJob
 from mhsa_compile.tuning.measure.work_bundle import BundleTask, WorkBundle, WorkOrder

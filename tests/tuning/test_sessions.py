@@ -18,14 +18,14 @@ from support import measured
 from support.attention_ops import attention_of
 
 from mhsa_compile.errors import DeviceError
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import HeadLayout, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning.measure import rpc_server, runner, sessions
 from mhsa_compile.tuning.measure.job import (
     BUILD,

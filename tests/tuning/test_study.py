@@ -11,8 +11,8 @@ from support.records_made import made
 
 from mhsa_compile.compiler.selection.op_key import key_of
 from mhsa_compile.errors import InputError, OutputError
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import HeadLayout, LinearOp
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.tuning.measure.job import (
     CRASH,
     LOST,

@@ -13,12 +13,12 @@ from support import measured
 from support.made_session import DEVICE, MadeSession, built
 
 from mhsa_compile.errors import BuildError, BundleError, DeviceError
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import detect, load_profile
 from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import as_kept
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import detect, load_profile
 from mhsa_compile.tuning import offline_tuner, plots
 from mhsa_compile.tuning.measure import sessions, work_results
 from mhsa_compile.tuning.measure.job import (

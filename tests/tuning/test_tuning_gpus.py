@@ -17,12 +17,12 @@ from support.made_session import DEVICE, MadeSession, built
 from mhsa_compile.compiler.codegen import cuda_compiler
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import DeviceError, InstallationError
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.records import record_files
 from mhsa_compile.records.device import GpuDevice
 from mhsa_compile.records.record import RecordSet, isa_of, why_not_on
 from mhsa_compile.runtime import cuda_devices
-from mhsa_compile.target.profile import TargetProfile, load_profile
 from mhsa_compile.tuning import offline_tuner, op_jobs
 from mhsa_compile.tuning.measure import rpc_server, sessions, work_results
 from mhsa_compile.tuning.measure.work_bundle import WorkBundle

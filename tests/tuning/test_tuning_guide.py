@@ -15,10 +15,10 @@ from support.command import mhsa
 from typer.testing import CliRunner
 
 from mhsa_compile.cli.app import app
+from mhsa_compile.hardware import data_paths, profile
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.target import data_paths, profile
-from mhsa_compile.target.profile import TargetProfile, load_profile
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text("utf-8")
 

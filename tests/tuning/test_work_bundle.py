@@ -18,8 +18,8 @@ import pytest
 from support import measured
 
 from mhsa_compile.errors import BundleError, DeviceError, OutputError
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.records.record import isa_of
-from mhsa_compile.target.profile import detect
 from mhsa_compile.tuning.measure import (
     rpc_server,
     sessions,

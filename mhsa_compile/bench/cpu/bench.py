@@ -32,9 +32,9 @@ from mhsa_compile.bench.protocol.timing import (
 )
 from mhsa_compile.errors import InputError
 from mhsa_compile.files.foreign_errors import bounded
+from mhsa_compile.hardware import environment, host
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.target import environment, host
-from mhsa_compile.target.profile import detect
 from mhsa_compile.verification.random_inputs import random_inputs
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mhsa_compile.bench.cpu import roofline
+from mhsa_compile.hardware.profile import detect
 from mhsa_compile.runtime.artifact.manifest import Manifest
-from mhsa_compile.target.profile import detect
 
 _ROUNDS = 9
 

@@ -18,6 +18,8 @@ import tvm
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd import dot_product
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -29,8 +31,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
     splat,
     store,
 )
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import CpuProfile
 
 ROUNDS = 1 << 20
 """About 4 ms on every machine that starts two FMAs a cycle: far above the cost of handing out work."""

@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from mhsa_compile.hardware import data_paths
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import MANIFEST
-from mhsa_compile.target import data_paths
 
 
 def artifact(folder: Path | None, make: Callable[[], Artifact], *parts: bytes) -> Artifact:

@@ -34,12 +34,12 @@ from mhsa_compile.bench.protocol.timing import spread
 from mhsa_compile.bench.protocol.workloads import Workload
 from mhsa_compile.compiler.pipeline import compile
 from mhsa_compile.errors import DeviceError, ModelError
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, OpReport
 from mhsa_compile.runtime.compiled_attention import load
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import TargetProfile, load_profile
 
 WRONG = 10
 """An error of so many budgets is no rounding: a mask was ignored."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mhsa_compile.bench.peers import onnx_graph
 from mhsa_compile.bench.peers.peer import Opened, Problem
-from mhsa_compile.target import environment
+from mhsa_compile.hardware import environment
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -10,8 +10,8 @@ from mhsa_compile.bench.peers import onnx_graph
 from mhsa_compile.bench.peers.peer import Opened, Problem
 from mhsa_compile.bench.peers.rewritten_graph import Feed, RewrittenGraph
 from mhsa_compile.errors import ModelError
+from mhsa_compile.hardware import environment
 from mhsa_compile.runtime.artifact.manifest import MODEL, SOURCE
-from mhsa_compile.target import environment
 
 _ROWS_OF_A_MASK = "inconsistent q_sequence_length (between attn_mask and Q)"
 

@@ -21,8 +21,8 @@ from mhsa_compile.bench.peers.peer import (
     Problem,
 )
 from mhsa_compile.bench.peers.rewritten_graph import Feed, RewrittenGraph
+from mhsa_compile.hardware import environment
 from mhsa_compile.runtime.artifact.manifest import MODEL
-from mhsa_compile.target import environment
 
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 

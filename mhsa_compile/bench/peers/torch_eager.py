@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from mhsa_compile.bench.peers.peer import Arrays, Opened, Problem
 from mhsa_compile.errors import ModelError
+from mhsa_compile.hardware import environment
 from mhsa_compile.nn.functional import to_numpy, to_torch
-from mhsa_compile.target import environment
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

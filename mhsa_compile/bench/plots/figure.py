@@ -11,7 +11,7 @@ from typing import Any
 
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.files.atomic_write import check_file, written
-from mhsa_compile.target import environment
+from mhsa_compile.hardware import environment
 
 SUFFIXES = (".svg", ".png", ".pdf")
 INK, FAINT, GRID = "#222222", "#777777", "#e4e4e4"

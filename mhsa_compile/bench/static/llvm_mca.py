@@ -14,7 +14,7 @@ from functools import cache
 
 from mhsa_compile.bench.static.assembly_loops import Loop
 from mhsa_compile.errors import InstallationError, TargetError
-from mhsa_compile.target.profile import CpuProfile
+from mhsa_compile.hardware.profile import CpuProfile
 
 PROGRAM, OLDEST, NEWEST = "llvm-mca", 17, 40
 """LLVM 17 is the first that has models of all of Neoverse N1, V1 and V2. Debian calls its versions llvm-mca-19, ..."""

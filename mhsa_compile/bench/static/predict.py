@@ -18,11 +18,11 @@ from mhsa_compile.bench.static.assembly_loops import Loop, inner_loops
 from mhsa_compile.bench.static.llvm_mca import Analyzer
 from mhsa_compile.compiler.codegen.build import pass_context
 from mhsa_compile.compiler.selection.select_kernel import kernels_for, select_kernel
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.interface.kernel import Emitted
 from mhsa_compile.kernels.interface.ops import AttentionOp, LinearOp, Op
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import RecordSet
-from mhsa_compile.target.profile import CpuProfile
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from mhsa_compile.cli.common import options, output, sources
 from mhsa_compile.cli.common.cases import CaseOptions
 from mhsa_compile.errors import InputError
 from mhsa_compile.files import places
+from mhsa_compile.hardware import data_paths, host
 from mhsa_compile.runtime.symbolic_dims import is_expression
-from mhsa_compile.target import data_paths, host
 
 if TYPE_CHECKING:
     from mhsa_compile.bench.cpu.report import BenchReport, BenchRow

@@ -17,7 +17,7 @@ def show(context: typer.Context, *, json: options.Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from mhsa_compile.compiler.cache import kept_artifacts
-    from mhsa_compile.target.data_paths import artifact_cache
+    from mhsa_compile.hardware.data_paths import artifact_cache
 
     place, on, found = artifact_cache(), kept_artifacts.is_on(), kept_artifacts.entries()
     total = sum(entry.size for entry in found)

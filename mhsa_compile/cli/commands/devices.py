@@ -35,7 +35,7 @@ def serve(
     So it listens on loopback, unless --host is given. Give it on trusted networks only.
     """
     from mhsa_compile.errors import DeviceError
-    from mhsa_compile.target import host as machine
+    from mhsa_compile.hardware import host as machine
     from mhsa_compile.tuning.measure import rpc_server
 
     place = rpc_server.parsed(tracker, "--tracker") if tracker else None
@@ -70,7 +70,7 @@ def measure(
     json: options.Json = False,
 ) -> None:
     """Measure a bundle of candidates on this machine; begun again with the same -o, it goes on where it was."""
-    from mhsa_compile.target import environment
+    from mhsa_compile.hardware import environment
 
     # Nothing here compiles; whoever called this command has the environment that they had.
     with environment.variable(environment.RUNTIME_ALONE, "1"), output.counted("measure") as count:

@@ -15,10 +15,10 @@ from mhsa_compile.cli.commands.findings.finding import Finding
 from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.files import user_folders
-from mhsa_compile.target import environment, host
+from mhsa_compile.hardware import environment, host
 
 if TYPE_CHECKING:
-    from mhsa_compile.target.profile import CpuProfile
+    from mhsa_compile.hardware.profile import CpuProfile
 
 _LOAD = "import sys, tvm.base; sys.exit('the runtime loads, the compiler does not' if tvm.base._RUNTIME_ONLY else 0)"
 _COMPILE_PACKAGES = ("torch", "onnx", "onnxscript", "ziglang")
@@ -80,7 +80,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _cpu() -> Iterator[Finding]:
-    from mhsa_compile.target.profile import detect
+    from mhsa_compile.hardware.profile import detect
 
     native = detect()
     hardware = native.hardware
@@ -118,8 +118,8 @@ def _features(native: CpuProfile) -> Finding:
 def _gpus() -> Iterator[Finding]:
     """Findings on the NVIDIA driver and each GPU. To have none is no fault: most artifacts are for CPUs."""
     from mhsa_compile.errors import DeviceError
+    from mhsa_compile.hardware.profile import profile_of_gpu
     from mhsa_compile.runtime import cuda_devices
-    from mhsa_compile.target.profile import profile_of_gpu
 
     try:
         driver = cuda_devices.driver()

@@ -116,7 +116,7 @@ def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, 
 def _of_model(source: Path, text: Path | None) -> _Found:
     from mhsa_compile.cli.common.sources import require_compiler
     from mhsa_compile.files import input_files
-    from mhsa_compile.target import environment
+    from mhsa_compile.hardware import environment
 
     for name in ("config.json", "tokenizer.json"):
         if not places.is_file(source / name):

@@ -12,11 +12,11 @@ from mhsa_compile.cli.common import options, output
 from mhsa_compile.errors import OutputError, TargetError
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import write
-from mhsa_compile.target import host
+from mhsa_compile.hardware import host
 
 if TYPE_CHECKING:
+    from mhsa_compile.hardware.profile import CpuProfile
     from mhsa_compile.runtime.artifact.artifact import Artifact
-    from mhsa_compile.target.profile import CpuProfile
 
 
 def inspect(artifact: options.ArtifactFolder, *, json: options.Json = False) -> None:
@@ -86,7 +86,7 @@ def targets(
     json: options.Json = False,
 ) -> None:
     """List the targets, or print or write one as the TOML that a file of your own could start from."""
-    from mhsa_compile.target import profile
+    from mhsa_compile.hardware import profile
 
     if detect and name is not None:
         raise TargetError("NAME", "a target or --detect", f"{name} and --detect", "Leave one of them out.")

@@ -17,7 +17,7 @@ also spends multiplication slots on its exponentials, between these loops. Tails
 def predict(given: CaseOptions, target: str, json: bool) -> None:
     """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
     from mhsa_compile.bench.static import llvm_mca
-    from mhsa_compile.target.profile import load_cpu_profile
+    from mhsa_compile.hardware.profile import load_cpu_profile
 
     profile = load_cpu_profile(target, "predicting")
     given.check()

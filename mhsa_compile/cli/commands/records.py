@@ -30,8 +30,8 @@ def list_(
     json: options.Json = False,
 ) -> None:
     """Show the records of a file, or those that compiling for a target reads, and which of them do not fit it."""
+    from mhsa_compile.hardware.profile import NATIVE, load_profile
     from mhsa_compile.records.record import why_not_on
-    from mhsa_compile.target.profile import NATIVE, load_profile
 
     if file is not None and target is not None:
         raise RecordsError("FILE", "a file or --target", f"{file} and --target {target}", "Leave one of them out.")
@@ -87,10 +87,10 @@ def promote(
     Refused is what is wrong, slower than the default, unsteady, emulated, of another ISA or microarchitecture, or
     measured by a library that is in no commit.
     """
+    from mhsa_compile.hardware import data_paths
+    from mhsa_compile.hardware.profile import load_profile
     from mhsa_compile.records import record_files
     from mhsa_compile.records.record import identity, why_doubtful, why_not_on
-    from mhsa_compile.target import data_paths
-    from mhsa_compile.target.profile import load_profile
 
     found = read_records([file])
     name = _shipped_target(target or file.stem, found)
@@ -155,9 +155,9 @@ def measured_on(
 ) -> None:
     """Say on which microarchitecture the records of a file were measured that do not tell: those from before records
     said so. Without it a target that states its microarchitecture does not use them."""
+    from mhsa_compile.hardware import host
+    from mhsa_compile.hardware.microarchitecture import names
     from mhsa_compile.records import record_files
-    from mhsa_compile.target import host
-    from mhsa_compile.target.microarchitecture import names
 
     known = {*names(), host.microarchitecture_name()} - {host.UNKNOWN}
     if microarchitecture not in known:
@@ -175,13 +175,13 @@ def measured_on(
 
 def _shipped_target(name: str, found: Iterable[Record]) -> str:
     """The name, if records can be shipped for it. Raises RecordsError for one that is no file of targets/."""
-    from mhsa_compile.records.record import why_not_on
-    from mhsa_compile.target.profile import (
+    from mhsa_compile.hardware.profile import (
         NATIVE,
         load_profile,
         profile_names,
         shipped_name,
     )
+    from mhsa_compile.records.record import why_not_on
 
     if (known := shipped_name(name)) is not None:
         return known

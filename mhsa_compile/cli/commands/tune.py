@@ -22,7 +22,7 @@ from mhsa_compile.cli.common.cases import (
 )
 from mhsa_compile.errors import InputError, RecordsError
 from mhsa_compile.files import places
-from mhsa_compile.target.profile import TargetProfile, load_profile
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.tuning import plots
 
 if TYPE_CHECKING:

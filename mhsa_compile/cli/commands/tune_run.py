@@ -13,9 +13,9 @@ from mhsa_compile.cli.common.cases import Case
 from mhsa_compile.files import places
 
 if TYPE_CHECKING:
+    from mhsa_compile.hardware.profile import TargetProfile
     from mhsa_compile.kernels.interface.ops import Op
     from mhsa_compile.runtime.artifact.artifact import Artifact
-    from mhsa_compile.target.profile import TargetProfile
     from mhsa_compile.tuning.fallback_jobs import FallbackTask
     from mhsa_compile.tuning.measure.rpc_server import Address
     from mhsa_compile.tuning.measure.sessions import Session
@@ -95,7 +95,7 @@ def operations(case: Case) -> dict[str, Op]:
 def search(case: Case, settings: Settings, session: Session, peers: dict[str, float]) -> Outcome:
     """Records from a session; `peers` are shown beside what it finds."""
     from mhsa_compile.compiler import lower, pipeline
-    from mhsa_compile.target.profile import CpuProfile
+    from mhsa_compile.hardware.profile import CpuProfile
     from mhsa_compile.tuning import fallback_jobs, metaschedule
     from mhsa_compile.tuning.tuner import tune
 
@@ -135,7 +135,7 @@ def search_here(case: Case, settings: Settings, session: Session, peers: tuple[s
 
 def write_bundle(case: Case, settings: Settings, path: Path) -> int:
     """Writes a bundle of what is to be measured elsewhere; returns how many candidates it holds."""
-    from mhsa_compile.target.profile import CudaProfile
+    from mhsa_compile.hardware.profile import CudaProfile
     from mhsa_compile.tuning import offline_tuner
 
     profile = settings.profile

@@ -11,8 +11,8 @@ from mhsa_compile.bench.cpu.report import DISTURBED
 from mhsa_compile.cli.common import output
 
 if TYPE_CHECKING:
+    from mhsa_compile.hardware.profile import TargetProfile
     from mhsa_compile.records.device import Device
-    from mhsa_compile.target.profile import TargetProfile
     from mhsa_compile.tuning.fallback_jobs import FallbackTask
     from mhsa_compile.tuning.metaschedule import ScheduleResult
     from mhsa_compile.tuning.speedup import Gain

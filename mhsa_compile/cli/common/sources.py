@@ -26,7 +26,7 @@ Source = Annotated[
 
 def require_compiler() -> None:
     """Raise InstallationError unless everything that compiling imports is there."""
-    from mhsa_compile.target import environment
+    from mhsa_compile.hardware import environment
 
     environment.check_tvm_pair()
     environment.require("torch", "onnx", "onnxscript", "ziglang", extra="compile")
@@ -82,8 +82,8 @@ def compile_with_progress(
 
     Of a file only `fields["outputs"]` may be stated: what a call returns. `seconds` is told how long each stage took.
     """
+    from mhsa_compile.hardware.profile import load_profile
     from mhsa_compile.spec.outputs import layer_words
-    from mhsa_compile.target.profile import load_profile
 
     # What is mistyped is answered now, not after the seconds that importing PyTorch takes.
     profile = load_profile(target)

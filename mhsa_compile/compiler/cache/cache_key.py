@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mhsa_compile.compiler.codegen import cuda_compiler
+from mhsa_compile.hardware import environment
+from mhsa_compile.hardware.profile import CudaProfile, TargetProfile
 from mhsa_compile.records.record import Record, encoded
-from mhsa_compile.target import environment
-from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
 if TYPE_CHECKING:
     import onnx

@@ -22,9 +22,9 @@ from mhsa_compile.compiler.cache.turns import Turn
 from mhsa_compile.errors import ArtifactError, InputError, MhsaError
 from mhsa_compile.files import atomic_write
 from mhsa_compile.files.atomic_write import Unfinished
+from mhsa_compile.hardware import data_paths
 from mhsa_compile.runtime.artifact.artifact import Artifact, opened
 from mhsa_compile.runtime.artifact.manifest import WEIGHTS, Manifest
-from mhsa_compile.target import data_paths
 
 SWITCH = "MHSA_CACHE"
 LIMIT = 2 * 2**30

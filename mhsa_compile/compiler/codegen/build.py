@@ -27,9 +27,9 @@ from mhsa_compile.compiler.codegen.lowered_module import LoweredModule
 from mhsa_compile.compiler.codegen.object_files import ObjectFiles, most_bytes_of_code, most_bytes_of_data
 from mhsa_compile.compiler.codegen.runtime_functions import check_functions
 from mhsa_compile.files import atomic_write
+from mhsa_compile.hardware import environment, zig
+from mhsa_compile.hardware.profile import CudaProfile, TargetProfile
 from mhsa_compile.runtime import threads, tvm_runtime
-from mhsa_compile.target import environment, zig
-from mhsa_compile.target.profile import CudaProfile, TargetProfile
 
 _FLOAT16, _CPU_FEATURES = (Path(__file__).with_name(name) for name in ("float16.c", "cpu_features.c"))
 POOL = (str(Path(threads.__path__[0], "threads.c")), "-fno-sanitize=undefined", "-lpthread", "-ldl", "-Wl,-z,nodelete")

@@ -16,7 +16,7 @@ from typing import Any
 
 from mhsa_compile.errors import BuildError, InstallationError
 from mhsa_compile.files import atomic_write
-from mhsa_compile.target import environment
+from mhsa_compile.hardware import environment
 
 _SOURCE, _CUBIN = "kernels.cu", "kernels.cubin"
 _ELF_ARCHITECTURE = 190  # EM_CUDA

@@ -29,11 +29,11 @@ from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
 from mhsa_compile.compiler.fallback.own_code import at_any_address, without_scopes
 from mhsa_compile.compiler.fallback.top_k import with_top_k
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_in_llvm
+from mhsa_compile.hardware.profile import CpuProfile, TargetProfile
 from mhsa_compile.kernels.cpu.simd import scalar_math
 from mhsa_compile.kernels.cpu.simd.vectors import WORTH_SHARING
 from mhsa_compile.records.record import RecordSet
 from mhsa_compile.runtime.artifact.manifest import OpReport
-from mhsa_compile.target.profile import CpuProfile, TargetProfile
 
 Expr = Any  # TVM has no type stubs
 Function = Any  # a PrimFunc

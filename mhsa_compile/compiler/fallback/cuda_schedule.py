@@ -22,7 +22,7 @@ from mhsa_compile.compiler.fallback.hidden_dividends import hide_dividends
 from mhsa_compile.compiler.fallback.hidden_operands import hide_operands
 from mhsa_compile.compiler.fallback.whole_numbers import wrap_without_sign
 from mhsa_compile.frontend.relax.sizes.call_checks import CHECK
-from mhsa_compile.target.profile import CudaProfile
+from mhsa_compile.hardware.profile import CudaProfile
 
 
 class _Matmul(dlight.gpu.Matmul):  # type: ignore[misc]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mhsa_compile.compiler.selection.op_key import key_of
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import Op
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.records.record import Record, RecordSet, is_of_default
-from mhsa_compile.target.profile import TargetProfile
 
 
 @dataclass(frozen=True)

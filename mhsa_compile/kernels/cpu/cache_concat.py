@@ -10,6 +10,7 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import (
     DTYPE_BYTES,
     Dims,
@@ -27,7 +28,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvConcatOp
-from mhsa_compile.target.profile import CpuProfile
 
 ROWS = 64  # of a task: some KiB, which hide what it takes to begin one
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
@@ -27,7 +28,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvScatterOp
-from mhsa_compile.target.profile import CpuProfile
 
 
 class CpuKvScatterKernel(Fixed):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import Dims, argument
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
@@ -28,7 +29,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import RotaryOp
-from mhsa_compile.target.profile import CpuProfile
 
 
 class CpuRotaryKernel(Fixed):

@@ -13,6 +13,7 @@ from math import prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
 from mhsa_compile.kernels.cpu.simd.vector_math import exp2
 from mhsa_compile.kernels.cpu.simd.vectors import (
@@ -26,7 +27,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import SoftmaxOp
-from mhsa_compile.target.profile import CpuProfile
 
 LOG2_E = 1 / math.log(2)
 WORK = 1 << 13

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import Dims, argument
 from mhsa_compile.kernels.common.head_layout import head_view, placed_shape
 from mhsa_compile.kernels.cuda.primitives.vector_copy import (
@@ -17,7 +18,6 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvConcatOp
-from mhsa_compile.target.profile import TargetProfile
 
 
 class CudaKvConcatKernel(Fixed):

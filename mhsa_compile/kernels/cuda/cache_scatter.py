@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.op_args import refuse_too_many_rows, scatter_arguments, why_not_scatter
 from mhsa_compile.kernels.cuda.primitives.vector_copy import (
     coordinates,
@@ -26,7 +27,6 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import KvScatterOp
-from mhsa_compile.target.profile import TargetProfile
 
 
 class CudaKvScatterKernel(Fixed):

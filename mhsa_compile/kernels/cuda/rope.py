@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import Dims, argument
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view, placed_shape
 from mhsa_compile.kernels.common.op_args import angle_arguments
@@ -25,7 +26,6 @@ from mhsa_compile.kernels.cuda.primitives.vector_copy import (
 from mhsa_compile.kernels.cuda.primitives.warp import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import RotaryOp
-from mhsa_compile.target.profile import TargetProfile
 
 
 class CudaRotaryKernel(Fixed):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from mhsa_compile.errors import ArtifactError
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MODEL, Manifest
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import CpuProfile
 
 _LOOPS_CHECKED = 4
 """The first format whose code was looked at for what threads share (`data_races`)."""

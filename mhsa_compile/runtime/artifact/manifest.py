@@ -13,10 +13,10 @@ import msgspec
 from mhsa_compile.errors import ArtifactError
 from mhsa_compile.files.foreign_errors import reading
 from mhsa_compile.files.unique_json import require_unique_keys
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import LARGEST
 from mhsa_compile.spec.semantics import Semantics
-from mhsa_compile.target.profile import TargetProfile
 
 FORMAT_VERSION = 6
 _READ = (3, 4, 5, FORMAT_VERSION)

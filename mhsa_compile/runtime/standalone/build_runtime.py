@@ -15,7 +15,7 @@ from pathlib import Path
 from mhsa_compile.errors import InstallationError
 from mhsa_compile.files import user_folders
 from mhsa_compile.files.atomic_write import Unfinished
-from mhsa_compile.target import environment, zig
+from mhsa_compile.hardware import environment, zig
 
 LIBRARY = "libtvm_runtime.so"
 _SOURCES = Path(__file__).parent / "sources"

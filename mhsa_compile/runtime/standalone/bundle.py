@@ -23,11 +23,11 @@ from pathlib import Path
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.files import places
 from mhsa_compile.files.atomic_write import check_place, replaced
+from mhsa_compile.hardware import zig
 from mhsa_compile.runtime.artifact.artifact import Artifact
 from mhsa_compile.runtime.artifact.manifest import FORMAT_VERSION, MANIFEST
 from mhsa_compile.runtime.standalone import runtimes, templates
 from mhsa_compile.runtime.standalone.templates import MAIN
-from mhsa_compile.target import zig
 
 _FILES = Path(__file__).parent / "program"
 

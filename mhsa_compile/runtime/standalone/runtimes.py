@@ -14,9 +14,9 @@ from pathlib import Path
 from mhsa_compile.errors import InputError, InstallationError
 from mhsa_compile.files import input_files, places
 from mhsa_compile.files.foreign_errors import reading
+from mhsa_compile.hardware import environment, host
 from mhsa_compile.runtime.artifact.manifest import Manifest
 from mhsa_compile.runtime.standalone import build_runtime
-from mhsa_compile.target import environment, host
 
 BUILD = "build"
 LIBRARIES = {"libtvm_ffi.so": "apache_tvm_ffi", "libtvm_runtime.so": "apache_tvm"}  # and the wheels that bring them

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.runtime.artifact.manifest import Manifest, TensorInfo
 from mhsa_compile.runtime.standalone.runtimes import RuntimeLibraries
-from mhsa_compile.target.profile import CpuProfile
 
 PROGRAM, MAIN = "attention", "main.cpp"
 

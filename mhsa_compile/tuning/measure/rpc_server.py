@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from mhsa_compile.errors import DeviceError, InstallationError
+from mhsa_compile.hardware import environment, host
 from mhsa_compile.records.device import Device, GpuDevice
 from mhsa_compile.runtime import cuda_devices, tvm_runtime
-from mhsa_compile.target import environment, host
 from mhsa_compile.tuning.measure.spoken_connections import SpokenConnections
 
 LOOPBACK = "127.0.0.1"

@@ -21,10 +21,10 @@ import msgspec
 
 from mhsa_compile.errors import DeviceError, OutputError
 from mhsa_compile.files import atomic_write, room
+from mhsa_compile.hardware import host
 from mhsa_compile.records.device import Device
 from mhsa_compile.records.record import Isa
 from mhsa_compile.runtime import cuda_devices
-from mhsa_compile.target import host
 from mhsa_compile.tuning.measure import rpc_connections, rpc_server, runner
 from mhsa_compile.tuning.measure.job import (
     LOST,

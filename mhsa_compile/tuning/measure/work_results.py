@@ -17,8 +17,8 @@ import msgspec
 from mhsa_compile.errors import BundleError, DeviceError
 from mhsa_compile.files import input_files, places
 from mhsa_compile.files.atomic_write import written
+from mhsa_compile.hardware import environment
 from mhsa_compile.records.device import Device
-from mhsa_compile.target import environment
 from mhsa_compile.tuning.measure import rpc_server, sessions, work_bundle
 from mhsa_compile.tuning.measure.job import (
     LOST,

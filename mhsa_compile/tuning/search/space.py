@@ -10,9 +10,9 @@ from typing import Any
 
 from mhsa_compile.compiler.selection.select_kernel import kernels_for
 from mhsa_compile.errors import ModelError
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import Op
-from mhsa_compile.target.profile import TargetProfile
 
 
 @dataclass(frozen=True)

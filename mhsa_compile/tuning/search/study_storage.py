@@ -14,7 +14,7 @@ from time import sleep
 from typing import Any
 
 from mhsa_compile.errors import InputError, InstallationError, OutputError
-from mhsa_compile.target import environment
+from mhsa_compile.hardware import environment
 
 BEAT, GRACE = 4, 20
 """Seconds from one sign of life to the next, and after which a trial without one is taken from its process."""

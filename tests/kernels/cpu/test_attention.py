@@ -15,6 +15,7 @@ from support.kernel_runs import (
     vector_machine,
 )
 
+from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.cpu.attention.block_sparsity import (
     HIDDEN,
     PARTIAL,
@@ -27,7 +28,6 @@ from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
-from mhsa_compile.target.profile import TargetProfile, detect
 
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

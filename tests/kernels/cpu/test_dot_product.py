@@ -13,9 +13,9 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd import dot_product, vectors
-from mhsa_compile.target.profile import load_profile
 
 INSTRUCTIONS = {  # by the feature, as assembly
     ("avx512_bf16", 1): r"vdpbf16ps\s+.*%zmm",

@@ -19,12 +19,12 @@ from support.kernel_runs import (
     vector_machine,
 )
 
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.kernels.cpu.linear.kernel import MOST_INT8_TERMS, CpuLinearKernel
 from mhsa_compile.kernels.interface.epilogue import Epilogue, EpilogueStep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target import host
-from mhsa_compile.target.profile import TargetProfile, load_profile
 
 KERNEL = CpuLinearKernel()
 MACHINES = {  # bits, registers, LLVM's CPU, features beyond it

@@ -21,13 +21,13 @@ from support.kernel_runs import (
     vector_machine,
 )
 
+from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.cpu.attention.kernel import CpuAttentionKernel
 from mhsa_compile.kernels.cpu.decode.kernel import CpuDecodeKernel
 from mhsa_compile.kernels.interface.kernel import Kernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
-from mhsa_compile.target.profile import TargetProfile, detect
 from mhsa_compile.verification.error_budget import budget, max_error
 
 ATTENTION, DECODE = CpuAttentionKernel(), CpuDecodeKernel()

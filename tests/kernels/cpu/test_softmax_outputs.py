@@ -24,6 +24,7 @@ from support.softmax_outputs_cases import (
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import TargetProfile, detect
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.cpu.simd.vector_math import natural_log
 from mhsa_compile.kernels.cpu.simd.vectors import load, store
@@ -34,7 +35,6 @@ from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, So
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.outputs import SoftmaxOutputs
-from mhsa_compile.target.profile import TargetProfile, detect
 
 MACHINES = {"avx2": (256, 16), "avx512": (512, 32), "scalar": (64, 8)}
 WIDE, NARROW = vector_machine(512, 32), vector_machine(128, 32)

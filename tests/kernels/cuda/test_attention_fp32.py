@@ -9,9 +9,9 @@ from fuzz.attention import draw_operands
 from support.cuda import cuda_code
 from support.cuda.cuda_tile_kernels import FLOAT32
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
-from mhsa_compile.target.profile import load_profile
 
 KERNEL, GPU = FLOAT32.kernel, FLOAT32.profile
 slow = pytest.mark.cuda  # of `make test-cuda`; a part is in the suite

@@ -14,9 +14,9 @@ from support.cuda.needs_compiler import needs_compiler
 import mhsa_compile as mhsa
 from mhsa_compile.compiler.codegen import cuda_compiler, embed_cubin
 from mhsa_compile.errors import BuildError, InputError, InstallationError, ModelError
+from mhsa_compile.hardware import environment
+from mhsa_compile.hardware.profile import profile_names
 from mhsa_compile.runtime.artifact.manifest import MODULE
-from mhsa_compile.target import environment
-from mhsa_compile.target.profile import profile_names
 
 KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.f; }\n'
 

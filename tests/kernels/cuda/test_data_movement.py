@@ -30,6 +30,7 @@ from support.scatter_cases import SHAPES as SCATTER_SHAPES
 from support.simt import interpreter
 from support.simt.memory import SimtError
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.cache_concat import CudaKvConcatKernel
 from mhsa_compile.kernels.cuda.cache_scatter import CudaKvScatterKernel
 from mhsa_compile.kernels.cuda.primitives.vector_copy import piece_of
@@ -42,7 +43,6 @@ from mhsa_compile.kernels.interface.ops import (
     Op,
     RotaryOp,
 )
-from mhsa_compile.target.profile import load_profile
 
 GPU = load_profile("cuda-sm80")
 WIDE: dict[str, Any] = {"head_dim": 128, "x": HeadLayout(0, "rows", 384), "output": HeadLayout(0, "rows", 384)}

@@ -6,9 +6,9 @@ import pytest
 from support.cuda.cuda_attention_checks import operation
 from support.cuda.cuda_tile_kernels import HOPPER
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
-from mhsa_compile.target.profile import load_profile
 
 KERNEL, PROFILE = HOPPER.kernel, load_profile(HOPPER.target)
 

@@ -13,10 +13,10 @@ from support.cuda import cuda_code, cuda_compiler
 from support.cuda.cuda_attention_checks import operation, scattered
 from support.cuda.cuda_tile_kernels import HOPPER
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.interface.ops import AttentionOp, WindowSpec
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
-from mhsa_compile.target.profile import load_profile
 
 pytestmark = pytest.mark.cuda
 PROFILE = load_profile(HOPPER.target)

@@ -13,10 +13,10 @@ from support.cuda.cuda_linear import gpu, hold, linear
 from support.simt import interpreter
 from support.simt.hopper import HopperMachine
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.linear.hopper_block import HopperShape
 from mhsa_compile.kernels.cuda.linear.hopper_kernel import FEW_ROWS, HopperLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target.profile import CudaProfile
 
 pytestmark = pytest.mark.cuda
 

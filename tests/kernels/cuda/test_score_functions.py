@@ -21,10 +21,10 @@ from support.simt import interpreter
 from torch import Tensor
 
 import mhsa_compile as mhsa
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.decode.kernel import CudaDecodeKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp, TensorInput, WindowSpec
 from mhsa_compile.nn.score_tracing import traced
-from mhsa_compile.target.profile import load_profile
 from mhsa_compile.verification.error_budget import budget, max_error
 
 E, F, KV_HEADS = 24, 24, 2

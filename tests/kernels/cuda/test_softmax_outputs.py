@@ -21,6 +21,7 @@ from support.softmax_outputs_cases import (
     operation,
 )
 
+from mhsa_compile.hardware.profile import load_profile
 from mhsa_compile.kernels.cuda.softmax_outputs.probs_kernel import CudaAttentionProbsKernel
 from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import packed_bits
 from mhsa_compile.kernels.cuda.softmax_outputs.stats_kernel import CudaSoftmaxStatsKernel
@@ -29,7 +30,6 @@ from mhsa_compile.kernels.interface.ops import AttentionOp, AttentionProbsOp, So
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
 from mhsa_compile.spec.outputs import SoftmaxOutputs
-from mhsa_compile.target.profile import load_profile
 
 GPU = load_profile("cuda-sm80")
 SHAPES = ((29, 7, 3), (2, 19, 71))

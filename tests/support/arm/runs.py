@@ -15,8 +15,8 @@ import numpy as np
 from support import runs_noted
 from support.arm import machine as arm_machine
 
+from mhsa_compile.hardware.profile import TargetProfile, load_profile
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.target.profile import TargetProfile, load_profile
 from mhsa_compile.verification.parity import CaseResult
 
 PATIENCE = 900.0

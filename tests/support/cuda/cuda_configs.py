@@ -16,6 +16,7 @@ from support.cuda.cuda_linear import linear
 from support.rope_cases import BASE as ROPE
 from support.scatter_cases import BASE as SCATTER
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.interface.ops import (
     AttentionOp,
     AttentionProbsOp,
@@ -28,7 +29,6 @@ from mhsa_compile.kernels.interface.ops import (
 from mhsa_compile.kernels.registry import KERNELS
 from mhsa_compile.kernels.scores.call_mask import CallMask
 from mhsa_compile.kernels.scores.static_mask import StaticMask
-from mhsa_compile.target.profile import CudaProfile
 from mhsa_compile.tuning.search.space import Point
 
 AMPERE, SMALL, HOPPER = "cuda-sm80", "cuda-sm86", "cuda-sm90a"

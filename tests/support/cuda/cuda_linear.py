@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from support.simt import interpreter
 
+from mhsa_compile.hardware.profile import CudaProfile, load_profile
 from mhsa_compile.kernels.cuda.linear.block_shape import KNOBS
 from mhsa_compile.kernels.cuda.linear.kernel import Float32LinearKernel, MmaLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.nn.functional import to_numpy, to_torch
-from mhsa_compile.target.profile import CudaProfile, load_profile
 from mhsa_compile.verification.parity import Draw, judge
 
 KERNELS = {"bfloat16": MmaLinearKernel(), "float16": MmaLinearKernel(), "float32": Float32LinearKernel()}

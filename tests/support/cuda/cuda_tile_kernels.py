@@ -20,12 +20,12 @@ from support.cuda.cuda_attention_checks import Run, Sizes
 from support.simt import interpreter
 from support.simt.hopper import HopperMachine
 
+from mhsa_compile.hardware.profile import CudaProfile, load_profile
 from mhsa_compile.kernels.cuda.attention.kernel import MmaAttentionKernel
 from mhsa_compile.kernels.cuda.attention.kernel_fp32 import Fp32AttentionKernel
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.kernel import HopperAttentionKernel
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CudaProfile, load_profile
 
 
 @dataclass(frozen=True)

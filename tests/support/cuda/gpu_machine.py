@@ -18,9 +18,9 @@ from torch import nn
 import mhsa_compile as mhsa
 from mhsa_compile.bench.gpu import artifact_cache
 from mhsa_compile.errors import MhsaError
+from mhsa_compile.hardware.profile import profile_of_gpu
 from mhsa_compile.runtime import cuda_devices
 from mhsa_compile.runtime.artifact.artifact import Artifact
-from mhsa_compile.target.profile import profile_of_gpu
 
 Arrays = Mapping[str, np.ndarray]
 KEEP = "MHSA_KEEP_ARTIFACTS"

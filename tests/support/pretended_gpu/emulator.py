@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mhsa_compile.target import environment, host, zig
+from mhsa_compile.hardware import environment, host, zig
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\(([^)]*)\) \{')

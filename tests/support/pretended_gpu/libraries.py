@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from mhsa_compile.target import host, zig
+from mhsa_compile.hardware import host, zig
 
 HERE = Path(__file__).parent
 FOLDER = "PRETENDED_GPU"

@@ -11,7 +11,7 @@ from mhsa_compile.cli.commands.findings.finding import Finding
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.files import proc, user_folders
 from mhsa_compile.files.room import size_limit, without_room
-from mhsa_compile.target import data_paths, zig
+from mhsa_compile.hardware import data_paths, zig
 
 _CACHE_BYTES = 500 * 2**20  # what Zig's cache grows to over a few targets, with room
 _PROBE_BYTES = 16 * 2**20  # what a compilation writes: more than a quota or a limit leaves where one is in the way

@@ -13,6 +13,7 @@ from typing import Any
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView, head_view
@@ -36,7 +37,6 @@ from mhsa_compile.kernels.interface.kernel import (
     why_not_tile,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CpuProfile
 
 
 class CpuAttentionKernel:

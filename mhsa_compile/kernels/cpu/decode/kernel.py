@@ -13,6 +13,7 @@ from collections.abc import Callable
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES, rows_of_key_head, why_not_few_queries
@@ -41,7 +42,6 @@ from mhsa_compile.kernels.interface.kernel import (
     why_not_tile,
 )
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CpuProfile
 
 MOST_ROWS = 96
 MOST_QUERIES_BESIDE_DOT = 8

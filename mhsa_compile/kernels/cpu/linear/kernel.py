@@ -15,6 +15,7 @@ from math import prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
 from mhsa_compile.kernels.common.op_args import epilogue_arguments, packed_arguments
 from mhsa_compile.kernels.cpu.linear.activations import prepared
@@ -35,7 +36,6 @@ from mhsa_compile.kernels.interface.kernel import (
     why_not_tile,
 )
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target.profile import CpuProfile
 
 MOST_INT8_TERMS = 65_536  # so many products of 255 and 127 still fit int32
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import DTYPE_BYTES
 from mhsa_compile.kernels.cpu.simd import dot_product as dot
 from mhsa_compile.kernels.cpu.simd.dot_product import Dot
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target.profile import CpuProfile
 
 
 @dataclass(frozen=True)

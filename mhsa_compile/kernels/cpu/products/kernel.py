@@ -14,6 +14,7 @@ from math import prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
 from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
@@ -30,7 +31,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import ProductOp, ProductOperand
-from mhsa_compile.target.profile import CpuProfile
 
 DEPTH = 128
 """Terms of a part of a sum: the panel's part stays in the caches, and rounding grows with the parts' root."""

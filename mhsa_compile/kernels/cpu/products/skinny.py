@@ -14,6 +14,7 @@ from math import prod
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import Dims, argument, ceil_div
 from mhsa_compile.kernels.cpu.products.entries import indices, place_of
 from mhsa_compile.kernels.cpu.simd import vectors
@@ -21,7 +22,6 @@ from mhsa_compile.kernels.cpu.simd.dtypes import load_wide, store_narrow
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, RegisterTile, let, materialize, store
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import Dim, ProductOp, ProductOperand
-from mhsa_compile.target.profile import CpuProfile
 
 WORK = 1 << 16
 """Elements of the wide factor that a task reads, about."""

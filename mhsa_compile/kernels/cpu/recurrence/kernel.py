@@ -16,6 +16,7 @@ from itertools import accumulate
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.assertions import refuse_unless, spelled
 from mhsa_compile.kernels.common.buffers import Dims, argument
 from mhsa_compile.kernels.cpu.recurrence.activations import FUNCTIONS, activated, clipped
@@ -35,7 +36,6 @@ from mhsa_compile.kernels.cpu.simd.vectors import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import PANEL, Activation, RecurrenceOp
-from mhsa_compile.target.profile import CpuProfile
 
 ROWS = 8
 """Rows of a task at most."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.cpu.simd import dot_product_aarch64
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, splat
-from mhsa_compile.target.profile import CpuProfile
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.attention_args import AttentionArguments, attention_arguments
 from mhsa_compile.kernels.common.head_layout import head_view
 from mhsa_compile.kernels.cpu.attention.masking import TileMask
@@ -18,7 +19,6 @@ from mhsa_compile.kernels.cpu.simd.dot_product import Dot, available
 from mhsa_compile.kernels.cpu.simd.vectors import Expr, materialize
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CpuProfile
 
 
 def default_config(profile: CpuProfile) -> dict[str, int]:

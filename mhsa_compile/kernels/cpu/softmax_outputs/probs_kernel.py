@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.head_layout import HeadView
 from mhsa_compile.kernels.common.static_mask import constant_arguments
@@ -41,7 +42,6 @@ from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import AttentionProbsOp
 from mhsa_compile.kernels.interface.score_step import ScoreStep
-from mhsa_compile.target.profile import CpuProfile
 
 
 class CpuAttentionProbsKernel:

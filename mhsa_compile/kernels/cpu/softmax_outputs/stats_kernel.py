@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CpuProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.cpu.attention.block_sparsity import CpuBlockSparsity
 from mhsa_compile.kernels.cpu.attention.kernel import (
@@ -43,7 +44,6 @@ from mhsa_compile.kernels.cpu.softmax_outputs.row_stats import Candidates, TileR
 from mhsa_compile.kernels.cpu.softmax_outputs.score_loop import Sweep
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import SoftmaxStatsOp
-from mhsa_compile.target.profile import CpuProfile
 
 
 class CpuSoftmaxStatsKernel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_mma import MmaAttentionBlock, MmaBlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import WARPS, attention
@@ -15,7 +16,6 @@ from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKerne
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
 MOST_KEYS = 128

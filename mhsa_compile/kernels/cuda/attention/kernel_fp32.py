@@ -7,6 +7,7 @@ arithmetic.
 
 from __future__ import annotations
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_fp32 import Fp32AttentionBlock, Fp32BlockShape
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.launch import attention
@@ -14,7 +15,6 @@ from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKerne
 from mhsa_compile.kernels.cuda.primitives.warp import MOST_REGISTERS, Expr, occupancy_hint
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("queries", "keys", "stages")
 BESIDE_TILES = 23

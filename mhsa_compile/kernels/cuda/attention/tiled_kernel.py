@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.common.static_mask import why_not_plan
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity, planned_apart
@@ -13,7 +14,6 @@ from mhsa_compile.kernels.cuda.primitives.inputs import why_not_widths
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CudaProfile
 
 
 class Sizes(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.attention.block_sparsity import CudaBlockSparsity
 from mhsa_compile.kernels.cuda.attention.tiled_kernel import TiledAttentionKernel
 from mhsa_compile.kernels.cuda.attention_hopper.shared_memory import HopperBlockShape
@@ -17,7 +18,6 @@ from mhsa_compile.kernels.cuda.primitives.mbarrier_pipeline import REGISTERS
 from mhsa_compile.kernels.cuda.primitives.warp import Expr
 from mhsa_compile.kernels.interface.kernel import Config
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("consumers", "keys", "stages")
 KEYS = (128, 112, 96, 80, 64, 48, 32)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.attention_args import attention_arguments
 from mhsa_compile.kernels.common.buffers import argument
 from mhsa_compile.kernels.common.decode_limits import rows_of_key_head, why_not_few_queries
@@ -28,7 +29,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import AttentionOp
-from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("keys", "stages", "warps", "blocks")
 MOST_QUERIES, MOST_ROWS = 8, 32  # of its own: fewer than a CPU takes

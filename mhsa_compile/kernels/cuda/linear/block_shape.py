@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.primitives.warp import (
     COLUMNS,
     DEPTH,
@@ -18,7 +19,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     WARP,
 )
 from mhsa_compile.kernels.interface.kernel import Config, unknown_knobs
-from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("rows", "columns", "depth", "stages", "warp_rows", "warp_columns", "slices")
 CHUNK = 16  # bytes that one copy moves

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.primitives import hopper_ptx as words
 from mhsa_compile.kernels.cuda.primitives.hopper_tma import (
     ALIGNMENT,
@@ -36,7 +37,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
     store,
     warp_barrier,
 )
-from mhsa_compile.target.profile import CudaProfile
 
 CONSUMERS = 2  # warpgroups that multiply
 ELEMENT = 2  # bytes

@@ -13,6 +13,7 @@ from math import prod
 
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.cuda.linear.block import dealt
 from mhsa_compile.kernels.cuda.linear.hopper_block import (
     CONSUMERS,
@@ -43,7 +44,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, unknown_knobs
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target.profile import CudaProfile
 
 KNOBS = ("columns", "stages")
 FEW_ROWS = 64

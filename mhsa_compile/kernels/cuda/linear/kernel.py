@@ -17,6 +17,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import CudaProfile
 from mhsa_compile.kernels.common.buffers import Dims, argument
 from mhsa_compile.kernels.common.op_args import packed_arguments
 from mhsa_compile.kernels.cuda.linear.block import LinearBlock, LinearOperands, dealt
@@ -45,7 +46,6 @@ from mhsa_compile.kernels.cuda.primitives.warp import (
 )
 from mhsa_compile.kernels.interface.kernel import Config, Emitted
 from mhsa_compile.kernels.interface.ops import LinearOp
-from mhsa_compile.target.profile import CudaProfile
 
 FEW_ROWS = 16
 """The most rows that have a kernel of their own, the default for them, where it is a call that says how many rows there

@@ -18,7 +18,7 @@ from typing import Any
 
 from tvm.tirx.script import builder as T
 
-from mhsa_compile.target.profile import CudaProfile
+from mhsa_compile.hardware.profile import CudaProfile
 
 Expr = Any  # a TIR expression; TVM has no type stubs
 WARP = 32

@@ -12,6 +12,7 @@ import numpy as np
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates, narrow
@@ -31,7 +32,6 @@ from mhsa_compile.kernels.cuda.softmax_outputs.row_scores import (
 from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import AttentionProbsOp
-from mhsa_compile.target.profile import TargetProfile
 
 ROWS_WITH_BITS = 2  # of a warp, where a static mask has a word for each: with more, ptxas spilt one of them on sm_86
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mhsa_compile.hardware.profile import TargetProfile
 from mhsa_compile.kernels.common.buffers import argument, ceil_div
 from mhsa_compile.kernels.common.score_scale import why_not_scores
 from mhsa_compile.kernels.cuda.primitives.vector_copy import coordinates
@@ -29,7 +30,6 @@ from mhsa_compile.kernels.cuda.softmax_outputs.row_stats import WarpRowStats
 from mhsa_compile.kernels.cuda.softmax_outputs.row_top_k import Largest
 from mhsa_compile.kernels.interface.kernel import Config, Emitted, Fixed
 from mhsa_compile.kernels.interface.ops import SoftmaxStatsOp
-from mhsa_compile.target.profile import TargetProfile
 
 ROWS_WITH_LISTS = 2  # of a warp: with more, all that a mask may be and the lists would not stay in registers
 

@@ -1,5 +1,5 @@
 // How many CPUs this process can keep busy: those of its affinity, capped by the CPU quotas of its control groups. The rule
-// is that of Python's runtime (target/host.py): a quota of 2.5 CPUs counts as 2, and there is always one.
+// is that of Python's runtime (hardware/host.py): a quota of 2.5 CPUs counts as 2, and there is always one.
 #pragma once
 
 #include <errno.h>

@@ -57,7 +57,7 @@ inline std::set<std::string> cpu_features() {
 }
 #elif defined(__x86_64__)
 // Asked of the CPU itself, bit by bit: {leaf, subleaf, register (EAX to EDX), bit, word, the state in XCR0 that the system
-// must save for it}. As target/cpuid.py has them, whose words a manifest takes.
+// must save for it}. As hardware/cpuid.py has them, whose words a manifest takes.
 struct X86Feature {
   unsigned leaf, subleaf, place, bit;
   const char* word;

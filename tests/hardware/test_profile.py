@@ -12,8 +12,8 @@ import pytest
 from support.this_cpu import CPUINFO
 
 from mhsa_compile.errors import TargetError
-from mhsa_compile.target import data_paths, host, profile
-from mhsa_compile.target.profile import (
+from mhsa_compile.hardware import data_paths, host, profile
+from mhsa_compile.hardware.profile import (
     CpuProfile,
     CudaProfile,
     TargetProfile,
@@ -292,7 +292,7 @@ def test_data_folders() -> None:
 
 def test_profiles_load_no_compiler() -> None:
     code = (
-        "import sys; from mhsa_compile.target.profile import load_profile; load_profile('native'); "
+        "import sys; from mhsa_compile.hardware.profile import load_profile; load_profile('native'); "
         "sys.exit(any(name in sys.modules for name in ('tvm', 'torch', 'onnx', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 
 from mhsa_compile.errors import InputError
 from mhsa_compile.files.input_files import text_or_nothing
-from mhsa_compile.target import arm_cpu, cpuid, microarchitecture
-from mhsa_compile.target.arm_cpu import Core
-from mhsa_compile.target.cpuid import CpuId
+from mhsa_compile.hardware import arm_cpu, cpuid, microarchitecture
+from mhsa_compile.hardware.arm_cpu import Core
+from mhsa_compile.hardware.cpuid import CpuId
 
 ROOT, UNKNOWN = Path("/"), "unknown"
 CPUINFO = "proc/cpuinfo"

@@ -10,8 +10,8 @@ import pytest
 from support.cuda.cuda_compiler import require_nvrtc
 
 from mhsa_compile.compiler.codegen import cuda_compiler
-from mhsa_compile.target import host, zig
-from mhsa_compile.target.profile import CudaProfile, load_profile
+from mhsa_compile.hardware import host, zig
+from mhsa_compile.hardware.profile import CudaProfile, load_profile
 
 SOURCE = Path(__file__).with_name("occupancy.c")
 REGISTERS = (16, 24, 32, 40, 41, 64, 96, 128, 168, 169, 200, 240, 255)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mhsa_compile.target.arm_cpu import Core
+from mhsa_compile.hardware.arm_cpu import Core
 
 _TABLE = Path(__file__).with_name("microarchitectures.toml")
 

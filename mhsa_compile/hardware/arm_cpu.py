@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mhsa_compile.target.machine_code import callable_code
+from mhsa_compile.hardware.machine_code import callable_code
 
 HWCAP, HWCAP2 = 16, 26
 """The places of the vector with features: AT_HWCAP and AT_HWCAP2."""

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mhsa_compile.target.machine_code import callable_code
+from mhsa_compile.hardware.machine_code import callable_code
 
 Registers = tuple[int, int, int, int]
 """EAX, EBX, ECX, EDX."""

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from support.pretended_cpu import CPUS, made, pretend, pretend_arm
 
+from mhsa_compile.hardware import cpuid, host, machine_code, microarchitecture, profile
+from mhsa_compile.hardware.arm_cpu import Core
 from mhsa_compile.runtime.standalone import bundle
-from mhsa_compile.target import cpuid, host, machine_code, microarchitecture, profile
-from mhsa_compile.target.arm_cpu import Core
 
 on_x86 = pytest.mark.skipif(host.architecture() != "x86_64", reason="asks an x86-64 CPU")
 HEADER = Path(bundle.__file__).parent / "program/cpu_features.h"
@@ -154,7 +154,7 @@ def test_a_process_that_may_not_make_memory_executable_asks_too() -> None:
     """PR_SET_MDWE, which systemd's MemoryDenyWriteExecute= sets: the kernel itself refuses."""
     program = """
 import ctypes, sys
-from mhsa_compile.target import host, machine_code
+from mhsa_compile.hardware import host, machine_code
 if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):
     sys.exit(77)
 print(host.features_from())

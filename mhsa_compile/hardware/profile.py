@@ -13,7 +13,7 @@ import msgspec
 from mhsa_compile.errors import TargetError
 from mhsa_compile.files import input_files
 from mhsa_compile.files.foreign_errors import reading
-from mhsa_compile.target import data_paths, host
+from mhsa_compile.hardware import data_paths, host
 
 NATIVE = data_paths.NATIVE
 _DTYPE_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int16": 16, "int32": 32}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mhsa_compile.errors import BuildError, OutputError
-from mhsa_compile.target import zig
+from mhsa_compile.hardware import zig
 
 
 def pretended(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.command import mhsa, refused
 
 from mhsa_compile.errors import InstallationError
-from mhsa_compile.target import environment as installation
+from mhsa_compile.hardware import environment as installation
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tvm: str | None, ffi: str | None) -> None:
@@ -61,7 +61,7 @@ def test_a_missing_extra_is_named() -> None:
 
 def test_the_check_imports_neither_of_the_pair() -> None:
     code = (
-        "import sys; from mhsa_compile.target import environment; environment.check_tvm_pair(); "
+        "import sys; from mhsa_compile.hardware import environment; environment.check_tvm_pair(); "
         "sys.exit(any(name in sys.modules for name in ('tvm', 'tvm_ffi', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -74,7 +74,7 @@ def test_the_wheel_brings_its_data(tmp_path: Path) -> None:
     unpacked = tmp_path / "unpacked"
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(unpacked)
-    code = "from mhsa_compile.target import data_paths as data, profile; "
+    code = "from mhsa_compile.hardware import data_paths as data, profile; "
     code += "print(data.targets_folder(), profile.load_profile('znver4').tvm.mcpu)"
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     child = subprocess.run(

@@ -20,7 +20,7 @@ from mhsa_compile.errors import BuildError, OutputError
 from mhsa_compile.files import user_folders
 from mhsa_compile.files.proc import require_proc
 from mhsa_compile.files.room import without_room
-from mhsa_compile.target import environment
+from mhsa_compile.hardware import environment
 
 CACHE = "ZIG_GLOBAL_CACHE_DIR"
 SECONDS = {"cc": 300.0, "c++": 1800.0}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.cpu_quotas import QUOTAS, machine
 
-from mhsa_compile.target import host
+from mhsa_compile.hardware import host
 
 
 @pytest.fixture
