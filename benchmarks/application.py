@@ -33,11 +33,10 @@ from rich.progress import track
 from rich.table import Table
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.cpu.bench import compile_workload
-from mhsa_compile.bench.peers.peer import Problem
-from mhsa_compile.bench.peers.registry import find
-from mhsa_compile.bench.plots.figure import OURS, check_path, figure
-from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_bench.peers.peer import Problem
+from mhsa_bench.peers.registry import find
+from mhsa_bench.plots.figure import OURS, check_path, figure
+from mhsa_compile.bench.workloads import Workload, choose, compile_workload
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.runtime.artifact.artifact import Artifact

@@ -30,15 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.cpu.bench import module_of
-from mhsa_compile.bench.peers import onnx_graph
-from mhsa_compile.bench.peers.peer import Problem
-from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_bench.peers import onnx_graph
+from mhsa_bench.peers.peer import Problem
+from mhsa_compile.bench.workloads import Workload, choose, module_of
 from mhsa_compile.verification.random_inputs import random_inputs
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
-arm_machine = importlib.import_module("arm_machine")
+arm_machine = importlib.import_module("support.arm.machine")
 
 WORKLOADS = ("tiny", "base128", "vit197", "core384", "core512c", "decode2048")
 ENOUGH = 500_000_000

@@ -9,16 +9,17 @@ Both are measured in turns by the same session as in `mhsa tune`, which chooses 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
+from mhsa_bench.plots.figure import COLOURS, FAINT, GRID, INK, figure
 from mhsa_compile.hardware.profile import detect
 from mhsa_compile.kernels.common.decode_limits import MOST_QUERIES
 from mhsa_compile.kernels.interface.ops import AttentionOp, HeadLayout
-from mhsa_compile.tuning import op_jobs, plots
+from mhsa_compile.tuning import op_jobs
 from mhsa_compile.tuning.measure import sessions
 from mhsa_compile.tuning.measure.job import Failure, Timing
 from mhsa_compile.tuning.search.space import Space
@@ -51,6 +52,30 @@ def ratio(session: sessions.Session, op: AttentionOp, seconds: float) -> float |
     return None
 
 
+def picture(ratios: Mapping[int, Mapping[int, float]], path: Path, names: tuple[str, str], title: str) -> None:
+    """A line for each S, over L. `ratios`: S -> L -> time of the second algorithm by that of the first: above 1 the
+    first is faster."""
+    with figure(path, (6.6, 4.2)) as axes:
+        for place, (S, by_length) in enumerate(sorted(ratios.items())):
+            lengths = sorted(by_length)
+            colour = COLOURS[place % len(COLOURS)]
+            axes.plot(lengths, [by_length[L] for L in lengths], "o-", color=colour, markersize=4, linewidth=1.6)
+            end = (lengths[-1], by_length[lengths[-1]])
+            axes.annotate(f"S = {S:,}", end, (7, 0), textcoords="offset points", va="center", fontsize=8, color=colour)
+        axes.axhline(1, color=INK, linewidth=1)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xticks(sorted({L for by_length in ratios.values() for L in by_length}))
+        axes.set_xlabel("queries of a call")
+        axes.set_ylabel(f"time of {names[1]} by that of {names[0]}")
+        place_of = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": FAINT}
+        axes.text(0.01, 1.02, f"{names[0]} is faster", va="bottom", **place_of)
+        axes.text(0.01, 0.98, f"{names[1]} is faster", va="top", **place_of)
+        axes.grid(axis="y", color=GRID)
+        axes.margins(x=0.08)
+        axes.set_title(title, pad=12)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, nargs="+", default=[128, 512, 2048, 8192])
@@ -71,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.json is not None:
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     if given.picture is not None:
-        plots.crossover(found, given.picture, NAMES, title)
+        picture(found, given.picture, NAMES, title)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from itertools import repeat
 from pathlib import Path
 
 import msgspec
+from gpu_bench import bench
+from gpu_bench.report import Figures, GpuResult, Machine
+from gpu_bench.table import text
+from gpu_bench.workloads import WORKLOADS, choose
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.gpu import bench
-from mhsa_compile.bench.gpu.report import Figures, GpuResult, Machine
-from mhsa_compile.bench.gpu.table import text
-from mhsa_compile.bench.gpu.workloads import WORKLOADS, choose
-from mhsa_compile.bench.protocol.workloads import Workload
+from mhsa_compile.bench.workloads import Workload
 from mhsa_compile.errors import DeviceError, MhsaError
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.environment import installed_version

@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.protocol.timing import INPUT_SETS, interleave
+from mhsa_compile.bench.timing import INPUT_SETS, interleave
 
 
 def layer_times(

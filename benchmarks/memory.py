@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.cpu.bench import compile_workload
-from mhsa_compile.bench.protocol.workloads import Workload
+from mhsa_compile.bench.workloads import Workload, compile_workload
 from mhsa_compile.spec.checks import DTYPES
 
 CHILD = "--in-child"

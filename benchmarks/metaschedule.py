@@ -34,9 +34,9 @@ from tvm.relax.backend.cpu_generic.pipeline import dataflow_lower_passes, finali
 from tvm.s_tir import meta_schedule
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.protocol import accuracy
-from mhsa_compile.bench.protocol.timing import interleave, spread, workers_apart
-from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_compile.bench import accuracy
+from mhsa_compile.bench.timing import interleave, spread, workers_apart
+from mhsa_compile.bench.workloads import Workload, choose
 from mhsa_compile.errors import InputError
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import load_profile

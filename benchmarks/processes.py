@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mhsa_compile.bench.peers.peer import to_list
+from mhsa_compile.runtime.array_memory import to_list
 
 WARM_UP, LEAST_CALLS = 3, 5
 Opened = TypeVar("Opened")

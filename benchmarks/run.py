@@ -1,4 +1,4 @@
-"""Every workload of bench/protocol/workloads.py against every peer: a table, all the figures as JSON, and pictures.
+"""Every workload of mhsa_compile/bench/workloads.py against every peer: a table, all the figures as JSON, and pictures.
 
     python benchmarks/run.py [--workload NAME|GROUP ...] [--dtype float32 bfloat16] [--threads 1 2] [--json FILE]
     python benchmarks/run.py --read FILE --pictures DIR        # draw again what was measured
@@ -25,11 +25,11 @@ from rich.progress import track
 from rich.table import Table
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.cpu.bench import bench, compile_workload
-from mhsa_compile.bench.cpu.report import BenchReport, BenchRow
-from mhsa_compile.bench.peers.registry import PEERS
-from mhsa_compile.bench.plots import bench_plots
-from mhsa_compile.bench.protocol.workloads import Workload, choose
+from mhsa_bench.bench import bench
+from mhsa_bench.peers.registry import PEERS
+from mhsa_bench.plots import bench_plots
+from mhsa_bench.report import BenchReport, BenchRow
+from mhsa_compile.bench.workloads import Workload, choose, compile_workload
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.environment import installed_version
 from mhsa_compile.spec.checks import DTYPES

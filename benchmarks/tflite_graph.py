@@ -12,7 +12,7 @@ from typing import Any
 import flatbuffers
 import numpy as np
 
-from mhsa_compile.bench.peers.peer import Problem
+from mhsa_bench.peers.peer import Problem
 
 VERSION = 3
 

@@ -29,7 +29,7 @@ import mhsa_compile as mhsa
 if TYPE_CHECKING:
     import onnx
 
-    from mhsa_compile.bench.cpu.report import BenchReport
+    from mhsa_bench.report import BenchReport
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.verification.verify import Verdict
 
@@ -85,7 +85,7 @@ def main() -> int:
         dims = ", ".join(f"{name} {size}" for name, size in case.dims.items())
         say(f"{dims}: error {case.error:.1e}, budget {case.budget:.1e}")
     with step("Time it and PyTorch, interleaved, and this machine's FMA peak"):
-        from mhsa_compile.bench.cpu.bench import bench
+        from mhsa_bench.bench import bench
 
         report = bench(ARTIFACT, against=("torch",), dims=DIMS, seconds=2.0)
     console.print(summary(artifact, verdict, report))

@@ -210,6 +210,11 @@ def test_the_picture_is_that_of_the_figures() -> None:
 
 
 def test_the_architecture_names_every_folder() -> None:
-    text, package = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), ROOT / "mhsa_compile"
-    folders = [path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")]
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    places = {"mhsa_compile": ROOT / "mhsa_compile", "mhsa_analysis": ROOT, "mhsa_bench": ROOT}
+    folders = [
+        init.parent.relative_to(place).as_posix()
+        for package, place in places.items()
+        for init in (ROOT / package).rglob("__init__.py")
+    ]
     assert [folder for folder in folders if folder != "." and f"`{folder}/`" not in text] == []

@@ -1,1 +1,1 @@
-"""What is fast: we, others, and what the machine can do at best. Imports `compiler` and all below it."""
+"""How anything is timed: workloads, turns, the accuracy of a timed run."""

@@ -108,6 +108,11 @@ def exportable(array: np.ndarray[Any, Any]) -> Any:
     return aligned_copy(array)
 
 
+def to_list(result: Any) -> list[Any]:
+    """What a call returned, one array or several, as a list."""
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
 def to_torch(tensor: Any) -> Any:
     return tensor if is_torch(tensor) else sys.modules["torch"].from_dlpack(tensor)
 

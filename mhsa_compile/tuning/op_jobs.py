@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mhsa_compile.bench.protocol.timing import INPUT_SETS
+from mhsa_compile.bench.timing import INPUT_SETS
 from mhsa_compile.compiler.codegen import build
 from mhsa_compile.compiler.selection.op_key import sized, symbols
 from mhsa_compile.errors import BuildError, MhsaError, ModelError

@@ -8,18 +8,14 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mhsa_compile.bench.cpu.bench import returns_y_alone
-from mhsa_compile.bench.peers.peer import (
-    Array,
-    Arrays,
-    Problem,
-    to_list,
-)
-from mhsa_compile.bench.protocol.timing import INPUT_SETS, interleave, workers_apart
+from mhsa_compile.bench.timing import INPUT_SETS, interleave, workers_apart
+from mhsa_compile.runtime.array_memory import to_list
 from mhsa_compile.verification.random_inputs import random_inputs
 from mhsa_compile.verification.verify import verify
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mhsa_compile.runtime.artifact.artifact import Artifact
 
 
@@ -54,11 +50,12 @@ def gain(default: Artifact, tuned: Artifact, *, dims: Mapping[str, int], threads
     )
 
 
-def _error_share(artifact: Artifact, inputs: Arrays, outputs: list[Array]) -> float:
+def _error_share(artifact: Artifact, inputs: Mapping[str, np.ndarray], outputs: list[np.ndarray]) -> float:
     """The error of sampled rows, as a share of its budget, at the sizes that were timed; where more than y is returned,
     by `verify` at its own."""
-    from mhsa_compile.bench.protocol import accuracy  # PyTorch
+    from mhsa_compile.bench import accuracy  # PyTorch
 
-    if returns_y_alone(artifact):
-        return accuracy.truth(artifact, inputs, Problem(artifact, [inputs]).weights).share(outputs)
+    if accuracy.returns_y_alone(artifact):
+        weights = artifact.weights() if artifact.manifest.weights else {}
+        return accuracy.truth(artifact, inputs, weights).share(outputs)
     return verify(artifact).worst.ratio

@@ -79,6 +79,7 @@ def verify(
     >>> verdict.ok, verdict.worst.error < verdict.worst.budget
     (True, True)
     """
+    from mhsa_compile.runtime.array_memory import to_list
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.compiled_attention import load
 
@@ -88,8 +89,7 @@ def verify(
         compiled = load(opened, threads=threads)
 
         def run(inputs: Arrays) -> list[Array]:
-            result = compiled.from_host(**inputs)
-            return list(result) if isinstance(result, list | tuple) else [result]
+            return to_list(compiled.from_host(**inputs))
 
         return run
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import mhsa_compile as mhsa
+from mhsa_analysis.head_report import HeadReport
+from mhsa_analysis.linkage import linkage_order
 from mhsa_compile import analysis
-from mhsa_compile.analysis.head_report import HeadReport
-from mhsa_compile.analysis.linkage import linkage_order
 from mhsa_compile.errors import InputError, MhsaError, ModelError, SpecError
 from mhsa_compile.nn.functional import to_numpy
 from mhsa_compile.nn.modules import MultiHeadAttention

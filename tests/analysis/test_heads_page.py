@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import mhsa_compile as mhsa
+from mhsa_analysis.heads_page import LONGEST_MAP, MEASURES, ShownLayer, heads_page
 from mhsa_compile import analysis
-from mhsa_compile.analysis.heads_page import LONGEST_MAP, MEASURES, ShownLayer, heads_page
 
 HOSTILE = "</script><script>alert(1)</script>"
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from support.attention_families import FAMILIES, REFUSED, built, given
 
-from mhsa_compile.analysis.model_layers import TrainedLayer, trained_layers
+from mhsa_analysis.model_layers import TrainedLayer, trained_layers
 from mhsa_compile.conversion.agreement import agrees
 from mhsa_compile.conversion.attention_calls import NAME
 from mhsa_compile.errors import InputError, ModelError

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import mhsa_compile as mhsa
+from mhsa_analysis import pruning
+from mhsa_analysis.head_report import HeadReport
 from mhsa_compile import analysis
-from mhsa_compile.analysis import pruning
-from mhsa_compile.analysis.head_report import HeadReport
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.spec.attention_spec import AttentionSpec

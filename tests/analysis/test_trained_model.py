@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mhsa_compile as mhsa
+from mhsa_analysis.head_report import HeadReport
+from mhsa_analysis.pruning import PruningPlan
 from mhsa_compile import analysis
-from mhsa_compile.analysis.head_report import HeadReport
-from mhsa_compile.analysis.pruning import PruningPlan
 from mhsa_compile.nn.modules import MultiHeadAttention
 from mhsa_compile.runtime.compiled_attention import CompiledAttention
 

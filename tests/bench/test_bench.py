@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.cpu.bench import _floor, bench, compile_workload
-from mhsa_compile.bench.cpu.report import BenchReport, BenchRow, Floor
-from mhsa_compile.bench.peers import registry
-from mhsa_compile.bench.peers.ours import Compiled
-from mhsa_compile.bench.peers.peer import DTYPES, WRONG, Problem
-from mhsa_compile.bench.plots import bench_plots, figure
-from mhsa_compile.bench.protocol import accuracy
-from mhsa_compile.bench.protocol.timing import INPUT_SETS, LEAST_ROUNDS
-from mhsa_compile.bench.protocol.workloads import (
+from mhsa_bench.bench import _floor, bench
+from mhsa_bench.peers import registry
+from mhsa_bench.peers.ours import Compiled
+from mhsa_bench.peers.peer import DTYPES, WRONG, Problem
+from mhsa_bench.plots import bench_plots, figure
+from mhsa_bench.report import BenchReport, BenchRow, Floor
+from mhsa_compile.bench import accuracy
+from mhsa_compile.bench.timing import INPUT_SETS, LEAST_ROUNDS
+from mhsa_compile.bench.workloads import (
     GROUPS,
     WORKLOADS,
     Workload,
     choose,
+    compile_workload,
 )
 from mhsa_compile.errors import InputError, OutputError
 from mhsa_compile.hardware.profile import load_profile

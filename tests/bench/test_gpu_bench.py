@@ -16,17 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-
-from mhsa_compile.bench.cpu.bench import module_of
-from mhsa_compile.bench.gpu import (
+from gpu_bench import (
     artifact_cache,
     bench,
     peers,
     roofline,
     table,
 )
-from mhsa_compile.bench.gpu.problem import GpuProblem, draw
-from mhsa_compile.bench.gpu.report import (
+from gpu_bench.problem import GpuProblem, draw
+from gpu_bench.report import (
     OURS,
     Ceilings,
     Figures,
@@ -36,20 +34,21 @@ from mhsa_compile.bench.gpu.report import (
     Sample,
     rows,
 )
-from mhsa_compile.bench.gpu.timing import (
+from gpu_bench.timing import (
     BURST,
     LEAST_ROUNDS,
     MOST_CALLS,
     interleave,
 )
-from mhsa_compile.bench.gpu.workloads import (
+from gpu_bench.workloads import (
     GROUPS,
     WORKLOADS,
     CallWork,
     choose,
     work,
 )
-from mhsa_compile.bench.protocol.workloads import Workload
+
+from mhsa_compile.bench.workloads import Workload, module_of
 from mhsa_compile.errors import DeviceError, InputError, MhsaError, ModelError
 from mhsa_compile.hardware import data_paths
 from mhsa_compile.hardware.profile import load_profile

@@ -8,7 +8,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.cpu.bench import bench
+from mhsa_bench.bench import bench
 
 pytestmark = pytest.mark.thorough
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.peers import (
+from mhsa_bench.peers import (
     iree,
     onnxruntime,
     openvino,
@@ -24,9 +24,9 @@ from mhsa_compile.bench.peers import (
     torch_compile,
     torch_eager,
 )
-from mhsa_compile.bench.peers.fastest import Fastest
-from mhsa_compile.bench.peers.peer import WRONG, Problem
-from mhsa_compile.bench.protocol import accuracy
+from mhsa_bench.peers.fastest import Fastest
+from mhsa_bench.peers.peer import WRONG, Problem
+from mhsa_compile.bench import accuracy
 from mhsa_compile.compiler import package
 from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.frontend.export.export import export
@@ -255,7 +255,7 @@ def test_where_no_form_runs_the_first_reason_is_given(problem):
 
 
 def test_scores_that_do_not_fit_are_not_written_down(problem, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mhsa_compile.bench.peers.peer.os.sysconf", lambda name: 16)
+    monkeypatch.setattr("mhsa_bench.peers.peer.os.sysconf", lambda name: 16)
     with pytest.raises(ModelError, match=r"room for all scores at once, got 0\.0 GB of them"):
         problem("block").check_scores_fit()
 

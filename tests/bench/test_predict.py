@@ -12,9 +12,9 @@ import pytest
 from support.attention_ops import attention_of
 from typer.testing import CliRunner
 
-from mhsa_compile.bench.static import llvm_mca
-from mhsa_compile.bench.static.assembly_loops import Loop, inner_loops
-from mhsa_compile.bench.static.predict import assembly, predict
+from mhsa_bench.static import llvm_mca
+from mhsa_bench.static.assembly_loops import Loop, inner_loops
+from mhsa_bench.static.predict import assembly, predict
 from mhsa_compile.cli.app import app
 from mhsa_compile.errors import InstallationError, TargetError
 from mhsa_compile.hardware.profile import load_profile

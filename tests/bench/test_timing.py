@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from mhsa_compile.bench.cpu import roofline
-from mhsa_compile.bench.protocol.timing import (
+from mhsa_bench import roofline
+from mhsa_compile.bench.timing import (
     BURST,
     LEAST_ROUNDS,
     LONG,

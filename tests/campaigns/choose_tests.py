@@ -32,6 +32,7 @@ QUICK = 0.1  # seconds: such a test stays whatever it reaches
 SLOW = 1.2  # seconds: a function whose quickest case takes longer stays only for what it alone reaches
 WORTH = 6  # lines, and pairs of features: a test stays for what it alone reaches if it is so many a second
 EVERYTHING = "not gpu"
+PACKAGES = "mhsa_compile, mhsa_analysis, mhsa_bench"  # whose lines count
 
 Reached = frozenset[tuple[str, str]]  # (file, line), or (kernel, feature or two of them)
 
@@ -75,7 +76,7 @@ def measure(folder: Path, marker: str) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     settings = folder / "coverage.ini"
-    settings.write_text(f"[run]\nsource = mhsa_compile\nparallel = true\ndata_file = {folder / 'lines'}\n")
+    settings.write_text(f"[run]\nsource = {PACKAGES}\nparallel = true\ndata_file = {folder / 'lines'}\n")
     words = [sys.executable, "-m", "pytest", "-m", marker, "-n", "2", "--dist", "worksteal", "-q"]
     words += ["-p", "support.kernel_features"]
     words += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]

@@ -13,8 +13,8 @@ import torch
 from onnx.reference import ReferenceEvaluator
 
 import mhsa_compile as mhsa
+from mhsa_bench.bench import bench
 from mhsa_compile import masks
-from mhsa_compile.bench.cpu.bench import bench
 from mhsa_compile.errors import InputError, ModelError, SpecError
 from mhsa_compile.frontend.export.export import export
 from mhsa_compile.spec.outputs import (

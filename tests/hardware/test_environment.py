@@ -82,7 +82,11 @@ def test_the_wheel_brings_its_data(tmp_path: Path) -> None:
     )
     assert child.stdout.split() == [str(unpacked / "mhsa_compile/_data/targets"), "znver4"]
     assert (unpacked / "mhsa_compile/_data/schedules").is_dir()
-    assert (unpacked / "mhsa_compile/py.typed").is_file()
+    for package in ("mhsa_compile", "mhsa_analysis", "mhsa_bench"):
+        files = {path.relative_to(root) for path in (root / package).rglob("*") if path.is_file()}
+        files = {path for path in files if "__pycache__" not in path.parts}
+        assert root.joinpath(package, "py.typed").relative_to(root) in files
+        assert {path for path in files if not (unpacked / path).is_file()} == set()
 
 
 def test_an_editable_installation_leaves_no_folder_of_this_packages_name(tmp_path: Path) -> None:
@@ -93,7 +97,7 @@ def test_an_editable_installation_leaves_no_folder_of_this_packages_name(tmp_pat
         names = {Path(name).parts[0] for name in wheel.namelist()}
         path = next(name for name in names if name.endswith(".pth"))
         assert wheel.read(path).decode().strip() == str(Path(__file__).parents[2])
-    assert "mhsa_compile" not in names
+    assert not {"mhsa_compile", "mhsa_analysis", "mhsa_bench"} & names
 
 
 def test_versions_are_read_from_packages_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

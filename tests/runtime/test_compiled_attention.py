@@ -27,7 +27,7 @@ from support.tiny_artifact import (
 )
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.cpu.bench import bench
+from mhsa_bench.bench import bench
 from mhsa_compile.errors import ArtifactError, InputError
 from mhsa_compile.hardware import host
 from mhsa_compile.runtime.artifact.artifact import Artifact, OpenArtifact

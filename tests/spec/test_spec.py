@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.cases import PARITY
 
 from mhsa_compile import masks
-from mhsa_compile.bench.protocol.workloads import WORKLOADS
+from mhsa_compile.bench.workloads import WORKLOADS
 from mhsa_compile.errors import InputError, MhsaError, SpecError
 from mhsa_compile.spec.attention_spec import AttentionSpec
 from mhsa_compile.spec.checks import resolve_causal

@@ -1,4 +1,4 @@
-"""The parity matrix. Data only: nothing here imports a framework. What is timed: bench/protocol/workloads.py.
+"""The parity matrix. Data only: nothing here imports a framework. What is timed: bench/workloads.py.
 
 Notation: B batch, L query length, S key length, D embed, H heads, G key/value heads, E head dim, F value head dim.
 """

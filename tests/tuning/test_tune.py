@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import crossover
 import msgspec
 import pytest
 from support import measured
 from support.made_session import DEVICE, MadeSession, built
 
+from mhsa_bench.plots import tuning_plots
 from mhsa_compile.errors import BuildError, BundleError, DeviceError
 from mhsa_compile.hardware import host
 from mhsa_compile.hardware.profile import detect, load_profile
@@ -19,7 +21,7 @@ from mhsa_compile.kernels.cpu.linear.kernel import CpuLinearKernel
 from mhsa_compile.kernels.interface.ops import LinearOp
 from mhsa_compile.records import record_files
 from mhsa_compile.records.record import as_kept
-from mhsa_compile.tuning import offline_tuner, plots
+from mhsa_compile.tuning import offline_tuner
 from mhsa_compile.tuning.measure import sessions, work_results
 from mhsa_compile.tuning.measure.job import (
     CRASH,
@@ -319,10 +321,10 @@ def test_pictures_of_a_search_and_of_a_crossover(tmp_path: Path):
         study="s",
         history=history,
     )
-    plots.searches({"tiny": TuningReport((op,), 1.0)}, tmp_path / "search.svg")
+    tuning_plots.searches({"tiny": TuningReport((op,), 1.0)}, tmp_path / "search.svg")
     drawn = (tmp_path / "search.svg").read_text()
     assert "linear rows=3: 10 to 8 µs, 1 failed (x)" in drawn and "the default" in drawn
-    plots.crossover({128: {1: 2.0, 8: 0.5}}, tmp_path / "crossover.svg", ("one", "other"), "few queries")
+    crossover.picture({128: {1: 2.0, 8: 0.5}}, tmp_path / "crossover.svg", ("one", "other"), "few queries")
     drawn = (tmp_path / "crossover.svg").read_text()
     assert all(words in drawn for words in ("one is faster", "other is faster", "S = 128", "few queries"))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mhsa_compile.bench.plots import bench_plots, figure
+from mhsa_bench.plots import bench_plots, figure
 from mhsa_compile.cli.commands import predict as predicting
 from mhsa_compile.cli.common import options, output, sources
 from mhsa_compile.cli.common.cases import CaseOptions
@@ -19,8 +19,8 @@ from mhsa_compile.hardware import data_paths, host
 from mhsa_compile.runtime.symbolic_dims import is_expression
 
 if TYPE_CHECKING:
-    from mhsa_compile.bench.cpu.report import BenchReport, BenchRow
-    from mhsa_compile.bench.protocol.workloads import Workload
+    from mhsa_bench.report import BenchReport, BenchRow
+    from mhsa_compile.bench.workloads import Workload
     from mhsa_compile.runtime.artifact.artifact import Artifact
 
     _Compiled = tuple[str, Artifact, dict[str, int]]
@@ -130,7 +130,7 @@ def _checked(source: Path | None, given: BenchOptions, stated: dict[str, int]) -
 
 def _timed(attentions: Iterable[_Compiled], peers: tuple[str, ...], given: BenchOptions) -> dict[str, BenchReport]:
     """A report of each, shown as soon as it is there."""
-    from mhsa_compile.bench.cpu.bench import bench as measure
+    from mhsa_bench.bench import bench as measure
 
     reports: dict[str, BenchReport] = {}
     for name, artifact, dims in attentions:
@@ -147,7 +147,7 @@ def _workloads(words: list[str], dtype: str | None, stated: dict[str, int]) -> t
     default workload's."""
     from dataclasses import replace
 
-    from mhsa_compile.bench.protocol.workloads import choose
+    from mhsa_compile.bench.workloads import choose
 
     chosen = tuple(workload.at(dtype or workload.spec.dtype) for workload in choose(words))
     B, L, S = (_with_defaults(stated)[symbol] for symbol in "BLS")
@@ -189,7 +189,7 @@ def _of_workloads(given: BenchOptions, stated: dict[str, int]) -> Iterator[_Comp
 
 def _compiled(workloads: Iterable[Workload]) -> Iterator[_Compiled]:
     """Compiles the workloads one at a time."""
-    from mhsa_compile.bench.cpu.bench import compile_workload
+    from mhsa_compile.bench.workloads import compile_workload
 
     for workload in workloads:
         with output.stages() as stage:

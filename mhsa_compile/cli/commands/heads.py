@@ -14,7 +14,7 @@ from mhsa_compile.errors import InputError, ModelError
 from mhsa_compile.files import places
 
 if TYPE_CHECKING:
-    from mhsa_compile.analysis.heads_page import ShownLayer
+    from mhsa_analysis.heads_page import ShownLayer
 
 _SHOWN_TEXTS = 4  # of whose tokens the page shows who looks at whom
 _SEPARATORS = ("[SEP]", "</s>", "<|endoftext|>")
@@ -57,7 +57,7 @@ def heads(
     json: options.Json = False,
 ) -> None:
     """What the heads of trained layers do: what they look at, how alike they are, what a layer loses without them."""
-    from mhsa_compile.analysis.heads_page import heads_page
+    from mhsa_analysis.heads_page import heads_page
     from mhsa_compile.files.atomic_write import check_file, written
 
     if html is not None:
@@ -92,8 +92,8 @@ def heads(
 
 
 def _of_artifact(source: Path, inputs: Sequence[str], dims: options.StatedDims, seed: int) -> _Found:
-    from mhsa_compile.analysis.head_statistics import HeadStatistics
-    from mhsa_compile.analysis.heads_page import ShownLayer
+    from mhsa_analysis.head_statistics import HeadStatistics
+    from mhsa_analysis.heads_page import ShownLayer
     from mhsa_compile.cli.common import arrays
     from mhsa_compile.runtime.artifact.artifact import Artifact
     from mhsa_compile.runtime.compiled_attention import load
@@ -137,13 +137,13 @@ def _of_model(source: Path, text: Path | None) -> _Found:
 
 def _measured(source: Path, lines: Sequence[str], stage: Any) -> _Found:
     """The model runs on each text by itself, so there is no padding; its layers run again, compiled."""
-    from mhsa_compile.analysis.head_statistics import HeadStatistics
-    from mhsa_compile.analysis.heads_page import ShownLayer
+    from mhsa_analysis.head_statistics import HeadStatistics
+    from mhsa_analysis.heads_page import ShownLayer
 
     stage("load the model")
     import torch
 
-    from mhsa_compile.analysis.model_layers import trained_layers
+    from mhsa_analysis.model_layers import trained_layers
     from mhsa_compile.compiler.pipeline import compile
     from mhsa_compile.nn.modules import weights
     from mhsa_compile.runtime.compiled_attention import load

@@ -8,7 +8,7 @@ from mhsa_compile.cli.common import output, sources
 from mhsa_compile.cli.common.cases import CaseOptions
 
 if TYPE_CHECKING:
-    from mhsa_compile.bench.static.predict import KernelReport, LoopReport, Prediction
+    from mhsa_bench.static.predict import KernelReport, LoopReport, Prediction
 
 _NOTE = """A prediction, not a measurement: of the inner loops alone, with all data in the first-level cache. Attention
 also spends multiplication slots on its exponentials, between these loops. Tails are for what fills no whole tile."""
@@ -16,14 +16,14 @@ also spends multiplication slots on its exponentials, between these loops. Tails
 
 def predict(given: CaseOptions, target: str, json: bool) -> None:
     """Prints the prediction for each source or workload. Raises InputError, TargetError, InstallationError."""
-    from mhsa_compile.bench.static import llvm_mca
+    from mhsa_bench.static import llvm_mca
     from mhsa_compile.hardware.profile import load_cpu_profile
 
     profile = load_cpu_profile(target, "predicting")
     given.check()
     llvm_mca.find(profile)  # what is missing is said before PyTorch is loaded
     sources.require_compiler()
-    from mhsa_compile.bench.static.predict import predict as predict_ops
+    from mhsa_bench.static.predict import predict as predict_ops
     from mhsa_compile.compiler import pipeline
 
     found: dict[str, Prediction] = {}

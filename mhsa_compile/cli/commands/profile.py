@@ -72,7 +72,7 @@ def _against_limits(found: CallProfile, manifest: Manifest) -> tuple[CallProfile
         require_compiler()
     except InstallationError as error:
         return found, str(error)
-    from mhsa_compile.bench.cpu.limits import measured_limits
+    from mhsa_bench.roofline import measured_limits
 
     limits = measured_limits(manifest, found.threads)
     return found.against(limits.gflops, limits.bandwidth_gbs, limits.cache_bytes), None

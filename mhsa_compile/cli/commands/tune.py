@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mhsa_compile.bench.plots import figure
+from mhsa_bench.plots import figure, tuning_plots
 from mhsa_compile.cli.commands import tune_run, tune_view
 from mhsa_compile.cli.commands.tune_run import Outcome, Settings
 from mhsa_compile.cli.common import options, output, sources
@@ -23,7 +23,6 @@ from mhsa_compile.cli.common.cases import (
 from mhsa_compile.errors import InputError, RecordsError
 from mhsa_compile.files import places
 from mhsa_compile.hardware.profile import TargetProfile, load_profile
-from mhsa_compile.tuning import plots
 
 if TYPE_CHECKING:
     from mhsa_compile.tuning.measure.rpc_server import Address
@@ -146,7 +145,7 @@ def _finish(outcomes: dict[str, Outcome], settings: Settings, given: TuneOptions
     if given.json:
         output.print_json(tune_run.as_json(outcomes, settings.records))
     if given.plot is not None:
-        plots.searches({name: outcome.report for name, outcome in outcomes.items()}, given.plot)
+        tuning_plots.searches({name: outcome.report for name, outcome in outcomes.items()}, given.plot)
     if any(outcome.gain is not None and not outcome.gain.error_share <= 1 for outcome in outcomes.values()):
         raise typer.Exit(1)
 

@@ -157,7 +157,8 @@ def _default(
     case: Case, profile: TargetProfile, threads: int, peers: tuple[str, ...]
 ) -> tuple[Artifact, dict[str, float]]:
     """The artifact without records, and how its peers compare."""
-    from mhsa_compile.bench.cpu.bench import bench, returns_y_alone
+    from mhsa_bench.bench import bench
+    from mhsa_compile.bench.accuracy import returns_y_alone
     from mhsa_compile.compiler.pipeline import compile
 
     with output.stages() as stage:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mhsa_compile.bench.cpu.report import DISTURBED
+from mhsa_bench.report import DISTURBED
 from mhsa_compile.cli.common import output
 
 if TYPE_CHECKING:

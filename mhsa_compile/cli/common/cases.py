@@ -44,7 +44,7 @@ class CaseOptions:
 
     def check(self) -> None:
         """Raises InputError, ModelError and SpecError for what does not go together."""
-        from mhsa_compile.bench.protocol.workloads import choose
+        from mhsa_compile.bench.workloads import choose
 
         if self.workloads and (self.source is not None or self.stated):
             hint = "A workload brings its own spec and dims."
@@ -71,8 +71,7 @@ class CaseOptions:
     def _given(self) -> Iterator[Case]:
         import torch
 
-        from mhsa_compile.bench.cpu.bench import module_of
-        from mhsa_compile.bench.protocol.workloads import choose
+        from mhsa_compile.bench.workloads import choose, module_of
 
         torch.manual_seed(self.seed)
         if self.source is not None:

@@ -73,7 +73,7 @@ class StatedDims:
 
 def peers(against: str) -> tuple[str, ...]:
     """The names of --against, or of all peers for "all". Raises InputError, before anything is compiled."""
-    from mhsa_compile.bench.peers import registry as peers
+    from mhsa_bench.peers import registry as peers
 
     names = list(filter(None, map(str.strip, against.split(","))))
     return tuple(peer.name for peer in (peers.PEERS if names == ["all"] else peers.find(names)))

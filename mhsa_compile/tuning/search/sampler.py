@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from mhsa_compile.bench.protocol.timing import spread
+from mhsa_compile.bench.timing import spread
 from mhsa_compile.tuning.measure.job import Failure, Timing
 from mhsa_compile.tuning.search.space import Point, Space
 from mhsa_compile.tuning.search.study_storage import quiet

@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from gpu_bench import artifact_cache
 from torch import nn
 
 import mhsa_compile as mhsa
-from mhsa_compile.bench.gpu import artifact_cache
 from mhsa_compile.errors import MhsaError
 from mhsa_compile.hardware.profile import profile_of_gpu
 from mhsa_compile.runtime import cuda_devices

@@ -1,0 +1,106 @@
+"""A layer without some of its heads, as a module that is compiled as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from mhsa_analysis.head_moments import HeadMoments
+from mhsa_analysis.pruning import HeadSet, checked_heads
+from mhsa_compile.errors import InputError, ModelError, SpecError
+from mhsa_compile.nn.modules import MultiHeadAttention
+
+_TOKENS_PER_COLUMN = 2
+
+
+def pruned(layer: MultiHeadAttention, heads: Sequence[int], *, refit: bool = False) -> MultiHeadAttention:
+    """`layer` without `heads`: a MultiHeadAttention with fewer of them, whose output is "y".
+
+    heads    of a plan (`report.prune(k).heads`, `report.without([3, 7]).heads`), which knows what was measured: what
+             these heads add in the mean moves into the bias. Plain numbers are removed, and nothing makes up for them
+    refit    whether W_O and the bias are fitted anew, so that what is kept comes nearest to y in the mean square
+
+    A layer without biases gets them, where a mean is moved. Raises InputError (heads that do not exist, all of them, a
+    part of a group, too few tokens for a refit), SpecError (ALiBi: a head's slope follows from the number of heads) and
+    ModelError.
+
+    >>> import mhsa_compile as mhsa
+    >>> small = pruned(mhsa.MultiHeadAttention(mhsa.AttentionSpec(embed_dim=32, num_heads=4)), [1, 2])
+    >>> small.spec.num_heads, small.spec.head_dim, small(torch.zeros(1, 5, 32)).shape
+    (2, 8, torch.Size([1, 5, 32]))
+    """
+    if not isinstance(layer, MultiHeadAttention):
+        raise ModelError("layer", "a MultiHeadAttention", type(layer).__name__)
+    spec = layer.spec
+    if spec.alibi:
+        got = "alibi=True"
+        raise SpecError("layer", "heads that do not know how many there are", got, "ALiBi's slopes would all change.")
+    removed = checked_heads(heads, spec.num_heads, spec.num_kv_heads)
+    kept = [head for head in range(spec.num_heads) if head not in removed]
+    group = spec.num_heads // spec.num_kv_heads
+    moments = _moments_of(layer, heads, refit, len(kept))
+    small = MultiHeadAttention(
+        msgspec.structs.replace(
+            spec,
+            num_heads=len(kept),
+            num_kv_heads=len(kept) // group,
+            bias=spec.bias or moments is not None,
+            outputs=("y",),
+        )
+    )
+    columns = _columns(kept, spec.v_head_dim)
+    state = {name: value.detach() for name, value in layer.named_parameters()}
+    found = _projections(state, kept, group, (spec.head_dim, spec.v_head_dim))
+    found["out_proj.weight"] = state["out_proj.weight"][:, columns]
+    if "out_proj.bias" in state:
+        found["out_proj.bias"] = state["out_proj.bias"]
+    if moments is not None:
+        out = moments.refit(kept) if refit else moments.out[moments.columns(kept)]
+        found["out_proj.weight"] = torch.from_numpy(np.ascontiguousarray(out.T))
+        found["out_proj.bias"] = torch.from_numpy(moments.bias(kept, out))
+    with torch.no_grad():
+        for name, parameter in small.named_parameters():
+            parameter.copy_(found[name] if name in found else torch.zeros_like(parameter))
+    return small.to(layer.out_proj.weight.device).eval()
+
+
+def _moments_of(layer: MultiHeadAttention, heads: Sequence[int], refit: bool, kept: int) -> HeadMoments | None:
+    """What was measured, if it is of this layer and enough. Raises InputError."""
+    moments = heads.moments if isinstance(heads, HeadSet) else None
+    if moments is None:
+        if refit:
+            raise InputError(
+                "refit", "heads of a plan, which were measured", "plain numbers", "Pass report.without(heads).heads."
+            )
+        return None
+    ours = layer.out_proj.weight.detach().cpu().double().numpy()
+    if not np.array_equal(ours, moments.layer.arrays["out_proj.weight"]):
+        raise InputError("heads", "a plan for this layer", "one for a layer with other weights")
+    needed = _TOKENS_PER_COLUMN * kept * layer.spec.v_head_dim
+    if refit and moments.tokens < needed:
+        expected = f"statistics of at least {needed} tokens, {_TOKENS_PER_COLUMN} for each column of W_O that is kept"
+        raise InputError("refit", expected, str(moments.tokens), "Add more batches, or do without a refit.")
+    return moments
+
+
+def _projections(
+    state: dict[str, Tensor], kept: Sequence[int], group: int, widths: tuple[int, int]
+) -> dict[str, Tensor]:
+    """The rows of the kept heads in what makes queries, keys and values, and their sinks."""
+    shared = [head // group for head in kept[::group]]
+    rows = {"q": _columns(kept, widths[0]), "k": _columns(shared, widths[0]), "v": _columns(shared, widths[1])}
+    found = {
+        name: state[name][rows[part]]
+        for part in rows
+        for name in (f"{part}_proj.weight", f"{part}_proj.bias")
+        if name in state
+    }
+    return found | ({"sinks": state["sinks"][list(kept)]} if "sinks" in state else {})
+
+
+def _columns(heads: Sequence[int], width: int) -> Tensor:
+    return (torch.tensor(list(heads))[:, None] * width + torch.arange(width)).reshape(-1)

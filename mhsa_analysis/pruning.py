@@ -1,0 +1,117 @@
+"""Which heads a layer can do without, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from mhsa_analysis.head_moments import HeadMoments
+from mhsa_compile.errors import InputError
+
+Array = np.ndarray
+
+_EXACT = 16
+"""Heads, or groups of them, of which all sets are tried: at most 12,870 of one size."""
+
+
+class HeadSet(tuple[int, ...]):
+    """Heads to remove, in order, and what was measured of their layer, by which the rest can make up for them."""
+
+    moments: HeadMoments | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PruningPlan:
+    """heads             to be removed; what `pruned` takes
+    kept              the others
+    relative_error    |y' - y| / |y| over the tokens of the statistics, y' of the layer without these heads, their means
+                      in its bias; a compiled one differs by what it rounds
+    """
+
+    heads: HeadSet
+    kept: tuple[int, ...]
+    relative_error: float
+    moments: HeadMoments = field(repr=False)
+
+    @cached_property
+    def refit_error(self) -> float:
+        """The relative error with W_O refitted to what is kept, over the tokens of the fit: others may show more."""
+        return _relative(self.moments, self.moments.refit_cost(self.kept))
+
+
+def plan_for(moments: HeadMoments, k: int) -> PruningPlan:
+    """The set of k heads with the least 1_P^T G 1_P. Raises InputError."""
+    spec = moments.layer.spec
+    group = spec.num_heads // spec.num_kv_heads
+    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k < spec.num_heads or k % group:
+        most = spec.num_heads - group
+        expected = f"a number of heads from 0 to {most}" if group == 1 else f"a multiple of {group} from 0 to {most}"
+        hint = "" if group == 1 else f"{group} heads share one key/value head, and go together."
+        raise InputError("k", expected, repr(k), hint)
+    units = moments.cost.reshape(spec.num_kv_heads, group, spec.num_kv_heads, group).sum(axis=(1, 3))
+    chosen = (_best if len(units) <= _EXACT else _greedy)(units, k // group)
+    return plan_of(moments, [unit * group + i for unit in chosen for i in range(group)])
+
+
+def plan_of(moments: HeadMoments, heads: Sequence[int]) -> PruningPlan:
+    """The plan that removes `heads`. Raises InputError."""
+    removed = HeadSet(checked_heads(heads, moments.heads, moments.layer.spec.num_kv_heads))
+    removed.moments = moments
+    kept = tuple(head for head in range(moments.heads) if head not in removed)
+    cost = float(moments.cost[np.ix_(removed, removed)].sum())
+    return PruningPlan(removed, kept, _relative(moments, cost), moments)
+
+
+def checked_heads(heads: Sequence[int], H: int, G: int) -> tuple[int, ...]:
+    """`heads` in order. Raises InputError: not there, twice, all, a part of a group."""
+    found = sorted(heads) if all(isinstance(head, int | np.integer) for head in heads) else []
+    if len(found) != len(heads) or any(not 0 <= head < H for head in found) or len(set(found)) < len(found):
+        raise InputError("heads", f"heads from 0 to {H - 1}, each once", repr(list(heads)))
+    if len(found) == H:
+        raise InputError("heads", "some heads to be kept", f"all {H} of them", "A layer has at least one head.")
+    group = H // G
+    for first in range(0, H, group):
+        inside = [head for head in found if first <= head < first + group]
+        if 0 < len(inside) < group:
+            expected = f"whole groups of {group} heads, which share one key/value head"
+            raise InputError("heads", expected, f"{inside} of {list(range(first, first + group))}")
+    return tuple(map(int, found))
+
+
+def _best(cost: Array, k: int) -> tuple[int, ...]:
+    """The cheapest of all sets of k."""
+    sets = np.array(list(combinations(range(len(cost)), k)), int).reshape(-1, k)
+    chosen = np.zeros((len(sets), len(cost)))
+    np.put_along_axis(chosen, sets, 1.0, axis=1)
+    costs = np.einsum("si,ij,sj->s", chosen, cost, chosen, optimize=True)
+    return tuple(sets[costs.argmin()])
+
+
+def _greedy(cost: Array, k: int) -> tuple[int, ...]:
+    """One after the other, each the cheapest beside those before; then swapped as long as that is cheaper."""
+    chosen: list[int] = []
+    while len(chosen) < k:
+        rest = [i for i in range(len(cost)) if i not in chosen]
+        chosen.append(min(rest, key=lambda i: cost[i, i] + 2 * cost[i, chosen].sum()))
+    while True:
+        best, swapped = _sum(cost, chosen), None
+        for place in range(len(chosen)):
+            for other in set(range(len(cost))) - set(chosen):
+                tried = [*chosen[:place], other, *chosen[place + 1 :]]
+                if (found := _sum(cost, tried)) < best * (1 - 1e-12):
+                    best, swapped = found, tried
+        if swapped is None:
+            return tuple(chosen)
+        chosen = swapped
+
+
+def _sum(cost: Array, heads: Sequence[int]) -> float:
+    return float(cost[np.ix_(heads, heads)].sum())
+
+
+def _relative(moments: HeadMoments, cost: float) -> float:
+    return float(np.sqrt(max(cost, 0.0) / moments.size)) if moments.size > 0 else 0.0

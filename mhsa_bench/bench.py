@@ -1,0 +1,243 @@
+"""What is fast: all candidates in one process, interleaved, warm, on equal threads, and the machine's limits with them.
+
+How they are timed is in `timing`, whether they were right in `accuracy`, what the machine can do in `roofline`.
+Notation: B batch, L query length, S key length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+
+from mhsa_bench.peers import registry
+from mhsa_bench.peers.ours import Compiled
+from mhsa_bench.peers.peer import (
+    Array,
+    Opened,
+    Peer,
+    Problem,
+)
+from mhsa_bench.report import BenchReport, BenchRow, Floor
+from mhsa_compile.bench.timing import (
+    INPUT_SETS,
+    Call,
+    interleave,
+    spread,
+    tasks,
+    workers_apart,
+)
+from mhsa_compile.errors import InputError
+from mhsa_compile.files.foreign_errors import bounded
+from mhsa_compile.hardware import environment, host
+from mhsa_compile.hardware.profile import detect
+from mhsa_compile.runtime.artifact.artifact import Artifact
+from mhsa_compile.verification.random_inputs import random_inputs
+
+BEYOND_CACHE = 2
+"""What calls go through must be so many times the last-level cache before bytes are said to come from memory."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One that runs, or `missing` says why it does not. `sole_workers` are threads whose caller only waits."""
+
+    name: str
+    calls: Sequence[Call] = ()
+    form: str = ""
+    error_share: float | None = None
+    sole_workers: frozenset[int] = frozenset()
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Every candidate, ours first; seconds a call in each round of those that ran, in order; and the limits."""
+
+    candidates: tuple[_Candidate, ...]
+    times: Sequence[Sequence[float]]
+    rounds: int
+    peak_gflops: float
+    peak_spread: float
+    bandwidth_gbs: float
+
+
+@bounded
+def bench(
+    artifact: Artifact | str | os.PathLike[str],
+    *,
+    against: Iterable[str] = ("torch", "onnxruntime"),
+    dims: Mapping[str, int],
+    threads: int | None = None,
+    seconds: float = 5.0,
+) -> BenchReport:
+    """Times an artifact and its peers on random inputs.
+
+    against   names of `registry.PEERS`; one that cannot run is a row that says why
+    dims      sizes of the symbolic dims; those that the artifact fixes may be left out
+    threads   for every candidate and for the limits; by default the CPUs this process may use
+    seconds   for each candidate, beside the warm-up; at least five rounds are made
+
+    Raises InputError, InstallationError and, for our own side, what `load` raises.
+    """
+    threads = host.thread_count(threads)
+    chosen = registry.find(against)
+    environment.check_tvm_pair()
+    from mhsa_bench import roofline  # PyTorch, TVM
+    from mhsa_compile.bench import accuracy
+
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    _check_family(opened)
+    _check_returns_y_alone(opened)
+    inputs = [random_inputs(opened.manifest, dims, seed) for seed in range(INPUT_SETS)]
+    problem = Problem(opened, inputs)
+    sizes = _sizes(problem, dims)
+    expected = accuracy.truth(opened, inputs[0], problem.weights)
+    problem = replace(problem, error_share=expected.share)
+    dtype = problem.float_dtype
+    timed = _time(problem, chosen, dtype, threads, seconds)
+    floor = _floor(problem, timed.peak_gflops, timed.bandwidth_gbs, roofline.last_level_cache())
+    return BenchReport(
+        dims=sizes,
+        dtype=dtype,
+        threads=threads,
+        rounds=timed.rounds,
+        peak_gflops=timed.peak_gflops,
+        peak_spread=timed.peak_spread,
+        bandwidth_gbs=timed.bandwidth_gbs,
+        floor=floor,
+        budget=expected.budget,
+        rows=_rows(timed, floor),
+    )
+
+
+def _check_family(artifact: Artifact) -> None:
+    if (family := artifact.manifest.target.family) != "cpu":
+        expected = "one for a CPU, whose clock times it"
+        raise InputError("artifact", expected, f"one for {family}", "benchmarks/gpu.py times GPUs, on one of them.")
+
+
+def _check_returns_y_alone(artifact: Artifact) -> None:
+    from mhsa_compile.bench import accuracy
+
+    if not accuracy.returns_y_alone(artifact):
+        names = ", ".join(info.name for info in artifact.manifest.outputs)
+        hint = "The others return nothing else: compile the same spec without outputs."
+        raise InputError("artifact", "one that returns y alone", f"outputs {names}", hint)
+
+
+def _time(problem: Problem, chosen: Iterable[Peer], dtype: str, threads: int, seconds: float) -> _Timed:
+    """Times all candidates in one process and in turns, the limits among them."""
+    from mhsa_bench import roofline
+
+    with ExitStack() as stack:
+        ours = _open(stack, Compiled(), problem, threads, problem.error_share)
+        others = [_attempt(stack, peer, problem, threads) for peer in chosen]
+        running = [ours, *(other for other in others if other.missing is None)]
+        peak = stack.enter_context(roofline.multiply_adds(detect(), threads, dtype))
+        reading = stack.enter_context(roofline.reading(detect(), threads))
+        for probe in (peak, reading):
+            probe.run()
+        stack.enter_context(workers_apart(frozenset().union(*(candidate.sole_workers for candidate in running))))
+        turns = [*(candidate.calls for candidate in running), [peak.run], [reading.run]]
+        *times, peak_times, reading_times = interleave(turns, seconds)
+    return _Timed(
+        candidates=(ours, *others),
+        times=times,
+        rounds=len(peak_times),
+        peak_gflops=peak.amount / min(peak_times) / 1e9,  # a limit is what the machine did at best
+        peak_spread=spread(peak_times),
+        bandwidth_gbs=reading.amount / min(reading_times) / 1e9,
+    )
+
+
+def _open(
+    stack: ExitStack, peer: Peer, problem: Problem, threads: int, judge: Callable[[list[Array]], float]
+) -> _Candidate:
+    before = tasks()
+    opened: Opened = stack.enter_context(peer.open(problem, threads))
+    error_share = judge(opened.arrays(opened.calls[0]()))
+    for call in opened.calls[1:]:
+        call()
+    sole = frozenset() if opened.caller_works else frozenset(tasks() - before)
+    return _Candidate(peer.name, opened.calls, opened.form, error_share, sole)
+
+
+def _attempt(stack: ExitStack, peer: Peer, problem: Problem, threads: int) -> _Candidate:
+    """A peer, or why it is missing: whatever it raises, since what others refuse is not ours to foresee."""
+    try:
+        return _open(stack, peer, problem, threads, problem.check)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return _Candidate(peer.name, missing=lines[0][:300])
+
+
+def _sizes(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes by symbol, from the inputs themselves. Raises InputError where `dims` say otherwise."""
+    spec = problem.stated
+    if spec is None or spec.kv_cache:
+        return dict(dims)
+    source_is_query = not problem.is_core and not spec.is_cross
+    for symbol, size in problem.sizes.items():
+        if (stated := dims.get(symbol, size)) != size:
+            why = "S is L in self-attention" if symbol == "S" and source_is_query else "the artifact fixes it"
+            raise InputError("dims", f"{symbol} = {size}: {why}", f"{symbol} = {stated}")
+    return problem.sizes
+
+
+def _floor(problem: Problem, peak_gflops: float, bandwidth_gbs: float, cache: int) -> Floor | None:
+    """The least time of a call, by the spec; calls go through all the sets of inputs and outputs, and the weights.
+
+    None where the spec does not tell: of a cache its lengths say how much is read, and of weights in eight bits the
+    products have another rate than the rest.
+    """
+    spec = problem.stated
+    if spec is None or spec.kv_cache or problem.artifact.manifest.int8_weights:
+        return None
+    sizes = problem.sizes
+    flops = (0 if problem.is_core else spec.projection_flops(**sizes)) + spec.attention_flops(**sizes)
+    columns = spec.num_heads * spec.v_head_dim if problem.is_core else spec.embed_dim
+    outputs = sizes["B"] * sizes["L"] * columns * problem.dtype.itemsize
+    moving = outputs + sum(array.nbytes for array in problem.inputs[0].values())
+    weights = sum(array.nbytes for array in problem.weights.values())
+    sets = len(problem.inputs)
+    gone_through = sets * moving + weights
+    from_memory = (gone_through - cache) / sets  # of each call: the cache may have kept the rest from the last time
+    compute_us = flops / peak_gflops / 1e3
+    memory_us = from_memory / bandwidth_gbs / 1e3 if gone_through > BEYOND_CACHE * cache else None
+    limit = "memory" if memory_us is not None and memory_us > compute_us else "compute"
+    return Floor(limit, compute_us, memory_us, flops, moving + weights)
+
+
+def _rows(timed: _Timed, floor: Floor | None) -> tuple[BenchRow, ...]:
+    times = iter(timed.times)
+    return tuple(
+        _row(candidate, next(times), timed.times[0], floor, timed.peak_gflops)
+        if candidate.missing is None
+        else BenchRow(candidate.name, missing=candidate.missing)
+        for candidate in timed.candidates
+    )
+
+
+def _row(
+    candidate: _Candidate,
+    samples: Sequence[float],
+    our_samples: Sequence[float],
+    floor: Floor | None,
+    peak_gflops: float,
+) -> BenchRow:
+    middle = median(samples)
+    gflops = None if floor is None else floor.flops / middle / 1e9
+    return BenchRow(
+        candidate.name,
+        median_us=middle * 1e6,
+        spread=spread(samples),
+        ratio=median(theirs / our for theirs, our in zip(samples, our_samples, strict=True)),
+        gflops=gflops,
+        share_of_peak=None if gflops is None else gflops / peak_gflops,
+        share_of_limit=None if floor is None else floor.us / middle / 1e6,
+        error_share=candidate.error_share,
+        form=candidate.form,
+    )

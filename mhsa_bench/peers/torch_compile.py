@@ -1,0 +1,106 @@
+"""PyTorch through torch.compile: Inductor with frozen weights, in the forms that its users would try.
+
+Fixed shapes are the plain way. Symbolic ones are another form, not for what they are good for, but because Inductor
+then packs float32 weights for oneDNN instead of MKL, which keeps to 256-bit vectors on CPUs of AMD: twice as fast
+there (PyTorch 2.13). max-autotune was tried and left out: with its C++ products base128 took 3.6 ms instead of 1.5, and
+every form 3 to 10 s more to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mhsa_bench.peers.peer import Arrays, Opened, Problem
+from mhsa_bench.peers.torch_eager import (
+    folded_form,
+    sdpa_form,
+    tensors,
+    torch_threads,
+    with_projections,
+)
+from mhsa_compile.errors import ModelError
+from mhsa_compile.nn.functional import to_numpy, to_torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Inductor:
+    """One form: how the core is written, and whether shapes are symbolic."""
+
+    def __init__(self, name: str, write: Callable[[Problem, Arrays], Callable[..., Any]], *, dynamic: bool) -> None:
+        self.name = name
+        self.write = write
+        self.dynamic = dynamic
+
+    @contextmanager
+    def open(self, problem: Problem, threads: int) -> Iterator[Opened]:
+        with torch_threads(problem, threads):
+            import torch
+            from torch._inductor import config
+
+            torch._dynamo.reset()  # what it keeps of other workloads would be guarded against
+            # Equal sizes would share a symbol, and a length that equals a width would be fixed with it.
+            symbols = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            with torch.inference_mode(), config.patch(freezing=True), symbols:
+                form = self.write(problem, problem.inputs[0])
+                compiled = torch.compile(form, dynamic=self.dynamic, fullgraph=True)
+                calls = [partial(compiled, *tensors(arrays)) for arrays in problem.inputs]
+                yield Opened(calls, lambda result: [to_numpy(result)])
+
+
+def products_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
+    """Two products and a softmax, which Inductor fuses with the masks, or takes for attention again."""
+    problem.check_scores_fit()
+    spec, added = problem.spec, problem.additive_mask(arrays)
+    mask = None if added is None else to_torch(added)
+    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, H, L, _ = q.shape
+        folded = (q * scale).reshape(B, spec.num_kv_heads, -1, spec.head_dim)  # no key or value is repeated
+        scores = (folded @ k.transpose(-1, -2)).reshape(B, H, L, -1)
+        weights = (scores if mask is None else scores + mask).softmax(dim=-1)
+        return (weights.reshape(*folded.shape[:3], -1) @ v).reshape(B, H, L, -1)
+
+    return with_projections(problem, core)
+
+
+def flex_form(problem: Problem, arrays: Arrays) -> Callable[..., Tensor]:
+    """FlexAttention with a block mask, made before: it skips what nobody sees."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    spec, (L, S) = problem.spec, (problem.sizes["L"], problem.sizes["S"])
+    if problem.visible is None or spec.mask is not None:
+        raise ModelError("peer", "a constant mask: FlexAttention is for those", "none, or one of the call")
+    if spec.static_mask is not None:
+        seen = to_torch(problem.visible)
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return seen[i, j]
+    else:
+        assert spec.band is not None
+        left, right, alignment = spec.band
+        offset = S - L if alignment == "bottom_right" else 0
+        before, after = (S if size < 0 else size for size in (left, right))
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (j <= i + offset + after) & (j >= i + offset - before)
+
+    blocks = create_block_mask(visible, None, None, L, S, device="cpu")
+    grouped = spec.num_kv_heads != spec.num_heads
+    core = partial(flex_attention, block_mask=blocks, scale=spec.scale, enable_gqa=grouped)
+    return with_projections(problem, core)
+
+
+FORMS = (
+    Inductor("SDPA, symbolic", sdpa_form, dynamic=True),
+    Inductor("SDPA", sdpa_form, dynamic=False),
+    Inductor("products, symbolic", products_form, dynamic=True),
+    Inductor("products", products_form, dynamic=False),
+    Inductor("SDPA, heads folded", folded_form, dynamic=False),
+    Inductor("FlexAttention", flex_form, dynamic=False),
+)

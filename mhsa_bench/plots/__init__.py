@@ -1,0 +1,1 @@
+"""Pictures of reports and of searches."""

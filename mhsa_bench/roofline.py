@@ -1,0 +1,212 @@
+"""What this machine can do at best: multiply-adds when nothing waits for memory, and bytes when nothing is computed.
+
+Each is a loop in one thread for each of the candidates' threads, measured in turns with them. A kernel's share of the
+limit is how near it comes to the one that binds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mhsa_compile.hardware import host
+from mhsa_compile.hardware.profile import CpuProfile, detect
+from mhsa_compile.kernels.common.buffers import argument
+from mhsa_compile.kernels.cpu.simd import dot_product
+from mhsa_compile.kernels.cpu.simd.vectors import (
+    Expr,
+    RegisterTile,
+    constant,
+    let,
+    load,
+    splat,
+    store,
+)
+from mhsa_compile.runtime.artifact.manifest import Manifest
+
+ROUNDS = 1 << 20
+"""About 4 ms on every machine that starts two FMAs a cycle: far above the cost of handing out work."""
+TIMES_CACHE = 8
+"""The bandwidth is measured on arrays so many times the last-level cache, of which little can stay there."""
+DEFAULT_CACHE_KIB = 32 << 10
+"""The last-level cache of a machine that does not tell."""
+BESIDE_PROFILE = 9
+"""Runs of each loop, of which the fastest counts, where a limit is measured by itself and not in turns."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`run` keeps every thread busy once and does `amount` in all: FLOPs (2 per multiply-add) or bytes."""
+
+    run: Callable[[], None]
+    amount: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """gflops of multiply-adds by kind of operation; bytes read from memory; bytes of the last-level cache."""
+
+    gflops: dict[str, float]
+    bandwidth_gbs: float
+    cache_bytes: int
+
+
+def measured_limits(manifest: Manifest, threads: int) -> Limits:
+    """What this machine can do at best for the operations of one artifact, beside a profile of its calls. Linears with
+    weights of eight bits have no rate, as none is measured."""
+    dtypes = {one.dtype for one in manifest.semantics}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    with multiply_adds(detect(), threads, dtype) as peak, reading(detect(), threads) as memory:
+        gflops = peak.amount / _least_seconds(peak.run) / 1e9
+        bandwidth = memory.amount / _least_seconds(memory.run) / 1e9
+    kinds = ("attention",) if manifest.int8_weights else ("attention", "linear")
+    return Limits(dict.fromkeys(kinds, gflops), bandwidth, last_level_cache())
+
+
+def _least_seconds(run: Callable[[], None]) -> float:
+    times = []
+    for _ in range(BESIDE_PROFILE):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def last_level_cache() -> int:
+    """The bytes of the last-level cache."""
+    return 1024 * (host.cache_kib(3) or host.cache_kib(2) or DEFAULT_CACHE_KIB)
+
+
+@contextmanager
+def multiply_adds(profile: CpuProfile, threads: int, dtype: str = "float32") -> Iterator[Probe]:
+    """The rate of multiply-adds that `dtype` allows on this machine (`profile` must be its own).
+
+    float32 on vectors; bfloat16 on matrix or dot products where the CPU has them. Elsewhere, and for float16, which is
+    storage only, the arithmetic is that of float32, and so is the rate.
+    """
+    lanes, accumulators = profile.vector_lanes("float32"), _accumulators(profile)
+    instruction = None
+    if dtype == "bfloat16":
+        instruction = dot_product.matrix(profile, dtype) or dot_product.available(profile, dtype)
+    if instruction is None:
+        group, loop = 1, _compiled(profile, _fma_loop(lanes, accumulators))
+        factors = tvm.runtime.tensor(np.array([0.999, 0.001], np.float32))  # a = a * 0.999 + 0.001 tends to 1, for ever
+    else:
+        lanes, group = instruction.rows * instruction.lanes, instruction.group
+        accumulators //= instruction.rows
+        loop = _compiled(profile, _dot_loop(instruction, accumulators))
+        factors = tvm.runtime.tensor(np.zeros(2, instruction.word))
+    sums = [tvm.runtime.tensor(np.zeros(lanes, np.float32)) for _ in range(threads)]
+    with _together([partial(loop, factors, total, ROUNDS) for total in sums]) as run:
+        yield Probe(run, 2 * group * ROUNDS * accumulators * lanes * threads)
+
+
+@contextmanager
+def reading(profile: CpuProfile, threads: int, least_bytes: int | None = None) -> Iterator[Probe]:
+    """The rate at which so many threads read arrays that lie in memory, far larger than the last-level cache."""
+    lanes, streams = profile.vector_lanes("float32"), 8
+    total = TIMES_CACHE * last_level_cache() if least_bytes is None else least_bytes
+    count = -(-total // (4 * threads * streams * lanes)) * streams * lanes  # elements that each thread reads
+    loop = _compiled(profile, _sum_loop(lanes, streams, count))
+    arrays = [tvm.runtime.tensor(np.ones(count, np.float32)) for _ in range(threads)]
+    sums = [tvm.runtime.tensor(np.zeros(lanes, np.float32)) for _ in range(threads)]
+    with _together([partial(loop, array, total) for array, total in zip(arrays, sums, strict=True)]) as run:
+        yield Probe(run, 4 * count * threads)
+
+
+@contextmanager
+def _together(calls: list[Callable[[], Any]]) -> Iterator[Callable[[], None]]:
+    """Native calls, each in a thread of its own, the first in the caller's.
+
+    The threads are Python's: TVM's pool belongs to the candidate and keeps its settings.
+    """
+    with ThreadPoolExecutor(max(1, len(calls) - 1), thread_name_prefix="limit") as pool:
+
+        def run() -> None:
+            others = [pool.submit(call) for call in calls[1:]]
+            calls[0]()
+            for other in others:
+                other.result()
+
+        yield run
+
+
+def _compiled(profile: CpuProfile, function: Expr) -> Callable[..., None]:
+    module = tvm.IRModule({"limit": function.with_attr("global_symbol", "limit")})
+    loop: Callable[..., None] = tvm.compile(module, target=tvm.target.Target(profile.tvm_config()))["limit"]
+    return loop
+
+
+def _accumulators(profile: CpuProfile) -> int:
+    """Enough chains to hide the latency of every FMA unit (4 cycles x 2 units), with registers left for the factors."""
+    return profile.hardware.vector_registers * 3 // 4
+
+
+def _fma_loop(lanes: int, accumulators: int) -> Expr:
+    """(factors (2,), total (lanes,), rounds): a = a * factors[0] + factors[1] in every accumulator, `rounds` times."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("fma")
+        factors = argument("factors", [T.int64(2)], "float32")
+        total = argument("total", [T.int64(lanes)], "float32")
+        rounds = T.arg("rounds", T.int64())
+        tile = RegisterTile(accumulators, [(0, lanes)])
+        tile.each(lambda row, _: constant(float(row), lanes))  # equal ones would be merged into one
+        factor, summand = (let(splat(factors[i], lanes)) for i in range(2))
+        with T.serial(rounds):
+            tile.each(lambda row, column: tile.get(row, column) * factor + summand)
+        store(total, [T.int64(0)], _sum(tile, accumulators), lanes)
+    return builder.get()
+
+
+def _dot_loop(instruction: dot_product.Dot, accumulators: int) -> Expr:
+    """(factors (2,) of words, total (rows * lanes,), rounds): a = a + the products of the groups in both factors."""
+    lanes = instruction.rows * instruction.lanes
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("dot")
+        factors = argument("factors", [T.int64(2)], instruction.word)
+        total = argument("total", [T.int64(lanes)], "float32")
+        rounds = T.arg("rounds", T.int64())
+        with instruction.imported():
+            tile = RegisterTile(accumulators, [(0, lanes)])
+            tile.each(lambda row, _: constant(float(row), lanes))
+            left, right = let(splat(factors[0], instruction.rows)), let(splat(factors[1], instruction.lanes))
+            with T.serial(rounds):
+                tile.each(lambda row, column: instruction.accumulate(tile.get(row, column), left, right))
+            store(total, [T.int64(0)], _sum(tile, accumulators), lanes)
+    return builder.get()
+
+
+def _sum_loop(lanes: int, streams: int, count: int) -> Expr:
+    """(array (count,), total (lanes,)): the array's sum, in as many accumulators as there are loads under way."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("read")
+        array = argument("array", [T.int64(count)], "float32")
+        total = argument("total", [T.int64(lanes)], "float32")
+        tile = RegisterTile(streams, [(0, lanes)])
+        tile.fill(0.0)
+        with T.serial(T.int64(count // (streams * lanes))) as i:
+            tile.each(
+                lambda row, column: (
+                    tile.get(row, column) + load(array, [i * T.int64(streams * lanes) + T.int64(row * lanes)], lanes)
+                )
+            )
+        store(total, [T.int64(0)], _sum(tile, streams), lanes)
+    return builder.get()
+
+
+def _sum(tile: RegisterTile, rows: int) -> Expr:
+    """Adds up all rows, so that none is optimised away."""
+    result = tile.get(0, 0)
+    for row in range(1, rows):
+        result = result + tile.get(row, 0)
+    return result

@@ -1,0 +1,62 @@
+"""What the heads of a trained layer do: how alike they are, what they look at, and which of them it can do without.
+
+    stats = analysis.HeadStatistics(layer)
+    stats.add(x, attention(x, mask=valid), valid)
+    report = stats.report()
+    small = analysis.pruned(layer, report.prune(4).heads, refit=True)
+
+The code is a package of its own, `mhsa_analysis`, which this library does without. Names are imported on first use:
+statistics need NumPy only, the rest PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mhsa_analysis.head_diversity import HeadDiversity
+    from mhsa_analysis.head_report import HeadReport
+    from mhsa_analysis.head_statistics import HeadStatistics
+    from mhsa_analysis.model_layers import TrainedLayer, trained_layers
+    from mhsa_analysis.mutual_information import gaussian_information
+    from mhsa_analysis.pruned_layer import pruned
+    from mhsa_analysis.pruning import PruningPlan
+    from mhsa_analysis.subspaces import principal_angles, subspace_overlap
+
+__all__ = [
+    "HeadDiversity",
+    "HeadReport",
+    "HeadStatistics",
+    "PruningPlan",
+    "TrainedLayer",
+    "gaussian_information",
+    "principal_angles",
+    "pruned",
+    "subspace_overlap",
+    "trained_layers",
+]
+
+_PLACES = {
+    "HeadDiversity": "head_diversity",
+    "HeadReport": "head_report",
+    "HeadStatistics": "head_statistics",
+    "PruningPlan": "pruning",
+    "TrainedLayer": "model_layers",
+    "gaussian_information": "mutual_information",
+    "principal_angles": "subspaces",
+    "pruned": "pruned_layer",
+    "subspace_overlap": "subspaces",
+    "trained_layers": "model_layers",
+}
+"""The file that defines each public name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"mhsa_analysis.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,1 +1,0 @@
-"""Every candidate in one process, in turns, with the machine's limits."""

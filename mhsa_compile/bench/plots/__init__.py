@@ -1,1 +1,0 @@
-"""Pictures of reports and of masks."""

@@ -1,1 +1,0 @@
-"""How anything is timed: workloads, turns, the accuracy of a timed run."""
