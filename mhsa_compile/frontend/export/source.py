@@ -20,7 +20,7 @@ from mhsa_compile.frontend.export.input_dims import (
     named,
     settled,
 )
-from mhsa_compile.frontend.reading.check import check_domains, check_file
+from mhsa_compile.frontend.reading.check import check_domains, check_file, check_operands
 from mhsa_compile.frontend.reading.contradictions import check_shapes
 from mhsa_compile.frontend.reading.dialect import in_one_dialect
 from mhsa_compile.frontend.reading.functions import check_functions, inlined
@@ -54,11 +54,13 @@ def read_source(
     if isinstance(source, str | Path):
         original = _loaded(Path(source))
         model = settled(fix_dims(named(_understood(_checked_file(Path(source), original))), dims))
+        check_operands(model)
     elif isinstance(source, onnx.ModelProto):
         original = source
         source = in_one_dialect(source)
         _check("model", source)
         model = settled(fix_dims(named(_understood(source)), dims))
+        check_operands(model)
     else:
         original = model = _exported(source, dims, example_inputs, dynamic_shapes)
     said = {entry.key: entry.value for entry in model.metadata_props}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,8 @@ from mhsa_compile.errors import ModelError
 from mhsa_compile.frontend.onnx_graph import GraphView, all_nodes, attributes, branches, reads, title
 from mhsa_compile.frontend.reading import microsoft, preview
 from mhsa_compile.frontend.reading.microsoft import MICROSOFT
+from mhsa_compile.frontend.reading.operand_dtypes import check_dtypes
+from mhsa_compile.frontend.reading.operand_sizes import check_sizes
 from mhsa_compile.frontend.reading.row import ANY, Row
 from mhsa_compile.frontend.reading.standard import LAST, STANDARD
 from mhsa_compile.spec.attention_spec import DOMAIN
@@ -63,6 +66,18 @@ def check_file(model: onnx.ModelProto) -> None:
                 expected = f"an operator of com.microsoft among {', '.join(MICROSOFT)}"
                 raise ModelError(title(node), expected, node.op_type, _WAY_OUT)
             _Reading(graph, node, MICROSOFT[node.op_type], {}).check()
+
+
+def check_operands(model: onnx.ModelProto) -> None:
+    """Refuses nodes of the standard's whose operands contradict each other, or their operator, by dtype or by size.
+
+    Raises ModelError.
+    """
+    view = _EveryGraph(model)
+    for node in all_nodes(model.graph):
+        if node.domain == "":
+            check_dtypes(view, node)
+            check_sizes(view, node)
 
 
 def check_graph(model: onnx.ModelProto) -> None:
@@ -124,14 +139,20 @@ def _older(opset: int) -> str:
 
 
 class _EveryGraph(GraphView):
-    """A view that also knows the makers and the constants of the graphs in a graph's nodes."""
+    """A view that knows the values of the graphs in a graph's nodes, too, by names that are unique."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model)
+        makers = Counter(iter(self.initializers))
         for node in all_nodes(model.graph):
-            self._producers |= {name: node for name in node.output if name and name not in self._producers}
+            makers.update(filter(None, node.output))
+            self._producers |= {name: node for name in node.output if name}
             for branch in branches(node):
+                makers.update(tensor.name for tensor in branch.initializer)
                 self.initializers |= {tensor.name: tensor for tensor in branch.initializer}
+        for name in (name for name, count in makers.items() if count > 1):  # one in each of two branches
+            for known in (self._types, self._producers, self.initializers):
+                known.pop(name, None)
 
 
 class _Graph:
