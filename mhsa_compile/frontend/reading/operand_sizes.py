@@ -42,7 +42,7 @@ def _coordinates(view: GraphView, node: onnx.NodeProto) -> Mismatch:
 
 
 def _within(view: GraphView, name: str, sizes: list[Dim]) -> Mismatch:
-    """Constant indices into axes of these sizes, through which the last axis of the indices goes, if they are several."""
+    """Constant indices into axes of these sizes, through which, if they are several, their last axis goes."""
     indices = view.constant(name)
     if indices is None or not indices.size:
         return None
